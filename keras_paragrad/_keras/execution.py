@@ -1,0 +1,115 @@
+"""Taking batches from the iterator and running compiled steps on them: the outermost part of a train function."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import reduce_per_replica
+
+Step = Callable[[Any], dict]
+# From an iterator, and whether each batch ends with an update, to the last batch's logs; `None` if there was no batch.
+Execute = Callable[[Any, list[bool]], dict | None]
+
+
+def compile_steps(model: keras.Model, steps: Sequence[Step], schedule: Any = None) -> Callable[[Any], dict]:
+    """Makes a train function in which each batch is run by one of several steps, compiled apart.
+
+    The host picks the step: the branch lies outside what XLA compiles, so that a step costs nothing where it isn't run.
+
+    Args:
+        model: The model that is trained; its `jit_compile`, `run_eagerly` and `steps_per_execution` hold.
+        steps: One step, or two: without and with an update.
+        schedule: Its `plan(batches)` says for each batch whether to take the second step; its `ended(batches,
+            exhausted)` is told that they have run. Needed for two steps.
+
+    Returns:
+        A function for `model.train_function`.
+    """
+    compiled = [_compile_step(model, step) for step in steps]
+    run = (_in_graph if model.distribute_strategy.num_replicas_in_sync == 1 else _by_host)(model, compiled)
+    by_host = _by_host(model, compiled)
+
+    def train_function(iterator: Any) -> dict:
+        batches = model.steps_per_execution
+        updates = schedule.plan(batches) if schedule else [False] * batches
+        execute = run if isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) else by_host
+        logs = execute(iterator, updates)
+        if schedule:
+            schedule.ended(batches, exhausted=logs is None)
+        if logs is None:
+            raise StopIteration
+        return logs
+
+    return train_function
+
+
+def _compile_step(model: keras.Model, step: Step) -> Step:
+    strategy = model.distribute_strategy
+
+    def one_step(data: Any) -> dict:
+        return reduce_per_replica(strategy.run(step, args=(data,)), strategy, reduction="auto")
+
+    if not model.run_eagerly:
+        one_step = tf.function(one_step, reduce_retracing=True, jit_compile=model.jit_compile, autograph=False)
+    return model._autoconvert_optionals(one_step)
+
+
+def _in_graph(model: keras.Model, steps: Sequence[Step]) -> Execute:
+    """Takes all the batches of a call in one graph."""
+    per_call = model.steps_per_execution
+
+    def pick(update: tf.Tensor, data: Any) -> dict:
+        return steps[0](data) if len(steps) == 1 else tf.cond(update, lambda: steps[1](data), lambda: steps[0](data))
+
+    def take(iterator: Any, updates: tf.Tensor) -> dict:
+        logs = pick(updates[0], iterator.get_next())
+        if per_call == 1:
+            return logs
+
+        def next_batch(index, logs, _):
+            batch = iterator.get_next_as_optional()
+            return tf.cond(
+                batch.has_value(),
+                lambda: (index + 1, pick(updates[index], batch.get_value()), True),
+                lambda: (index, logs, False),
+            )
+
+        def more(index, _, found):
+            return tf.logical_and(index < per_call, found)
+
+        return tf.while_loop(more, next_batch, (tf.constant(1), logs, tf.constant(True)), parallel_iterations=1)[1]
+
+    if not model.run_eagerly:
+        take = tf.function(take, reduce_retracing=True, autograph=False)
+
+    def execute(iterator: Any, updates: list[bool]) -> dict | None:
+        try:
+            return take(iterator, tf.constant(updates))
+        except tf.errors.OutOfRangeError:
+            return None
+
+    return execute
+
+
+def _by_host(model: keras.Model, steps: Sequence[Step]) -> Execute:
+    """Takes one batch after the other: TensorFlow can't run a branch in which several devices meet."""
+
+    def take_one(step: Step) -> Callable[[Any], dict]:
+        def take(iterator: Any) -> dict:
+            return step(iterator.get_next())
+
+        return take if model.run_eagerly else tf.function(take, reduce_retracing=True, autograph=False)
+
+    takes = [take_one(step) for step in steps]
+
+    def execute(iterator: Any, updates: list[bool]) -> dict | None:
+        logs = None
+        for update in updates:
+            try:
+                logs = takes[update](iterator) if hasattr(iterator, "get_next") else steps[update](next(iterator))
+            except (StopIteration, tf.errors.OutOfRangeError):
+                break
+        return logs
+
+    return execute

@@ -1,0 +1,108 @@
+"""What a compiled loss averaged over: its terms, seen as the model computes them."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.masking import get_keras_mask
+from keras.src.losses.loss import apply_mask
+
+
+@dataclasses.dataclass
+class LossTerm:
+    """One call of one of the compiled losses."""
+
+    loss: keras.losses.Loss
+    y_true: Any
+    y_pred: Any
+    sample_weight: Any
+
+    @property
+    def reduces_itself(self) -> bool:
+        """Whether the loss has a `__call__` of its own, so that its reduction can't be known."""
+        return type(self.loss).__call__ is not keras.losses.Loss.__call__
+
+    @functools.cached_property
+    def values(self) -> tf.Tensor:
+        """The loss of every element, before the reduction."""
+
+        def convert(tensor):
+            return keras.ops.convert_to_tensor(tensor, dtype=self.loss.dtype)
+
+        return tf.convert_to_tensor(
+            self.loss.call(keras.tree.map_structure(convert, self.y_true), keras.tree.map_structure(convert, self.y_pred))
+        )
+
+    @property
+    def prediction_mask(self) -> Any:
+        """The mask that the model's output carries, or `None`."""
+        return get_keras_mask(self.y_pred)
+
+    @functools.cached_property
+    def mask(self) -> Any:
+        """Which of the values count, or `None` where all do."""
+        masks = [mask for mask in (self.prediction_mask, get_keras_mask(self.values)) if mask is not None]
+        return functools.reduce(tf.logical_and, masks) if masks else None
+
+    @property
+    def weights(self) -> Any:
+        """The sample weights with the mask in them, as the reduction multiplies them in, or `None`."""
+        dtype = self.loss.dtype
+        weight, mask = (
+            None if tensor is None else keras.ops.convert_to_tensor(tensor, dtype=dtype)
+            for tensor in (self.sample_weight, self.mask)
+        )
+        return apply_mask(weight, mask, dtype=dtype, reduction=self.loss.reduction)
+
+
+class _Recording:
+    """Stands in for a compiled loss, and keeps what it was called with."""
+
+    def __init__(self, loss: keras.losses.Loss, terms: list[LossTerm]):
+        self.loss, self.terms = loss, terms
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        self.terms.append(LossTerm(self.loss, y_true, y_pred, sample_weight))
+        return self.loss(y_true, y_pred, sample_weight)
+
+
+@contextlib.contextmanager
+def recorded_terms(model: keras.Model) -> Iterator[list[LossTerm]]:
+    """Within it, `model.compute_loss` fills the yielded list with the terms of the compiled loss.
+
+    Args:
+        model: A compiled model. It is left as it was found.
+    """
+    terms: list[LossTerm] = []
+    compiled = model._compile_loss
+    if compiled is None:
+        yield terms
+        return
+    build = compiled.build
+
+    def record():
+        compiled._flat_losses = [
+            flat._replace(loss=_Recording(flat.loss, terms)) for flat in compiled._flat_losses
+        ]
+
+    def build_and_record(y_true, y_pred):
+        build(y_true, y_pred)
+        record()
+
+    # Keras builds the compiled loss when it is first called, which may be now.
+    if compiled.built:
+        record()
+    compiled.__dict__["build"] = build_and_record
+    try:
+        yield terms
+    finally:
+        del compiled.__dict__["build"]
+        if compiled._flat_losses:
+            compiled._flat_losses = [
+                flat._replace(loss=flat.loss.loss) if isinstance(flat.loss, _Recording) else flat
+                for flat in compiled._flat_losses
+            ]

@@ -1,0 +1,23 @@
+"""What a model brings of its own."""
+
+import keras
+
+
+def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """The model's layers at every depth."""
+    return model._flatten_layers(include_self=False)
+
+
+def has_added_losses(model: keras.Model) -> bool:
+    """Whether a layer added a loss in this step: by `add_loss` or with an activity regularizer."""
+    return any(layer._get_own_losses() for layer in model._flatten_layers())
+
+
+def has_own_compute_loss(model: keras.Model) -> bool:
+    """Whether the model computes its loss in a way of its own."""
+    return type(model).compute_loss is not keras.Model.compute_loss or "compute_loss" in model.__dict__
+
+
+def has_own_train_step(model: keras.Model) -> bool:
+    """Whether the model takes its training step in a way of its own."""
+    return type(model).train_step is not keras.Model.train_step or "train_step" in model.__dict__

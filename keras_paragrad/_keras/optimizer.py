@@ -1,0 +1,247 @@
+"""Wrapping an optimizer so that everybody else takes the wrapper for the one inside it."""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.utils import tracking
+
+from keras_paragrad._keras.replicas import run_if
+
+_SETTINGS = (
+    "weight_decay",
+    "clipnorm",
+    "global_clipnorm",
+    "clipvalue",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+)
+_METHODS = (
+    "add_optimizer_variables",
+    "add_variable",
+    "add_variable_from_reference",
+    "assign",
+    "assign_add",
+    "assign_sub",
+    "exclude_from_weight_decay",
+    "scale_loss",
+    "set_weights",
+    "update_step",
+)
+# The attributes through which `tf.train.Checkpoint` reaches an optimizer's state.
+_STATE = ("_variables", "_iterations", "_learning_rate", "_inner_optimizers")
+
+
+class WrappingOptimizer(keras.optimizers.Optimizer):
+    """An optimizer whose settings, counters, methods and saved state are those of `inner_optimizer`.
+
+    A checkpoint or weights file of the inner optimizer alone loads into the wrapper, and the wrapper's into the inner
+    optimizer: what a subclass adds to the state is saved beside it, in attributes of its own.
+
+    Args:
+        inner_optimizer: The `keras.optimizers.Optimizer` that updates the weights.
+        name: The wrapper's name.
+    """
+
+    def __init__(self, inner_optimizer: keras.optimizers.Optimizer, name: str | None = None):
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = inner_optimizer
+        self.loss_is_scaled_outside = False
+        # Outside the scope Keras would copy the lists, and what the inner optimizer adds later would be lost.
+        with tracking.DotNotTrackScope():
+            for attribute in _STATE:
+                if hasattr(inner_optimizer, attribute):
+                    setattr(self, attribute, getattr(inner_optimizer, attribute))
+
+    def __dir__(self):
+        # Keras's saver walks these names, and the inner optimizer's state is saved as the wrapper's own.
+        return [name for name in super().__dir__() if name != "inner_optimizer"]
+
+    @tracking.no_automatic_dependency_tracking
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Creates the inner optimizer's state for `variables`, or takes the state that it already has."""
+        if self.built:
+            return
+        made_under, strategy = self.inner_optimizer._distribution_strategy, tf.distribute.get_strategy()
+        if made_under is not strategy:
+            raise ValueError(
+                f"{self.inner_optimizer.name} was made under {type(made_under).__name__} and the model is trained under "
+                f"{type(strategy).__name__}. Make the optimizer within `with strategy.scope():`, as the model."
+            )
+        if self.inner_optimizer.built:
+            self.inner_optimizer._check_variables_are_known(variables)
+        else:
+            self.inner_optimizer.build(variables)
+        for index, variable in enumerate(variables):
+            self._trainable_variables_indices[self._var_key(variable)] = index
+        self._trainable_variables = list(variables)
+        self.built = True
+
+    @property
+    def trainable_variables(self) -> list[keras.Variable]:
+        """The model's variables that the optimizer was built with, in that order."""
+        return self._trainable_variables
+
+    def index_of(self, variable: keras.Variable) -> int:
+        """The place of one of the model's variables in `trainable_variables`."""
+        self._check_variables_are_known([variable])
+        return self._get_variable_index(variable)
+
+    def overwrites(self, variable: keras.Variable) -> bool:
+        """Whether Keras assigns this variable its gradient as it is, as it does with float8 scales."""
+        return self._overwrite_variable_with_gradient(variable)
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The inner optimizer's variables, in its order."""
+        return self.inner_optimizer.variables
+
+    @property
+    def iterations(self):
+        """How many updates have been made."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def learning_rate(self):
+        """The inner optimizer's learning rate; setting it sets that one."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value):
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def loss_scale_factor(self):
+        """The inner optimizer's fixed loss scale, or `None`."""
+        return self.inner_optimizer.loss_scale_factor if "inner_optimizer" in self.__dict__ else None
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value):
+        if "inner_optimizer" not in self.__dict__:
+            return
+        # This is how a LossScaleOptimizer announces itself: it clears the factor of the optimizer that it wraps.
+        self.loss_is_scaled_outside = value is None
+        self.inner_optimizer.loss_scale_factor = value
+
+
+def _delegated_setting(name: str) -> property:
+    def read(self):
+        return getattr(self.inner_optimizer, name)
+
+    def write(self, value):
+        # Keras's constructor writes its defaults before there is an inner optimizer to write to.
+        if "inner_optimizer" in self.__dict__:
+            setattr(self.inner_optimizer, name, value)
+
+    return property(read, write, doc=f"The inner optimizer's `{name}`.")
+
+
+def _delegated_method(name: str):
+    def method(self, *args, **kwargs):
+        return getattr(self.inner_optimizer, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"Calls the inner optimizer's `{name}`."
+    return method
+
+
+for _name in _SETTINGS:
+    setattr(WrappingOptimizer, _name, _delegated_setting(_name))
+for _name in _METHODS:
+    setattr(WrappingOptimizer, _name, _delegated_method(_name))
+
+
+def parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """The optimizer itself and, where it is a `MultiOptimizer`, those it hands variables to."""
+    return [optimizer, *getattr(optimizer, "optimizers", [])]
+
+
+def apply_everywhere(run, optimizer: keras.optimizers.Optimizer, gradients, variables) -> None:
+    """Applies gradients that have been summed over the replicas, on each of them; called once for all.
+
+    Args:
+        run: Runs a function on every replica; see `keras_paragrad._keras.replicas.coordinate`.
+        optimizer: A built optimizer.
+        gradients: A gradient or `None` for each variable, grouped by replica.
+        variables: The variables that the optimizer was built with.
+    """
+    frequencies = [(part, part.ema_overwrite_frequency) for part in parts(optimizer)]
+    for part, _ in frequencies:
+        part.__dict__["_all_reduce_sum_gradients"] = list
+        # Keras overwrites in a branch on each replica, and a strategy refuses to update a variable in there.
+        part.ema_overwrite_frequency = None
+    try:
+        run(lambda gradients: optimizer.apply(gradients, variables), gradients)
+    finally:
+        for part, frequency in frequencies:
+            del part.__dict__["_all_reduce_sum_gradients"]
+            part.ema_overwrite_frequency = frequency
+    for part, frequency in frequencies:
+        if part.use_ema and frequency and part.built:
+            run_if(part.iterations % frequency == 0, functools.partial(_overwrite_with_average, run, part))
+
+
+def _overwrite_with_average(run, optimizer: keras.optimizers.Optimizer) -> None:
+    variables = optimizer._trainable_variables
+
+    def constrain():
+        for variable in variables:
+            if variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
+
+    optimizer._overwrite_model_variables_with_average_value(variables)
+    run(constrain)
+
+
+class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
+    """Named variables that are saved with the object that holds them, in Keras's files and in TensorFlow's."""
+
+    def __init__(self):
+        self.variables: dict[str, keras.Variable] = {}
+
+    def _obj_type(self):
+        return "Operation"
+
+    def add(self, name: str, shape=(), dtype="float32", *, aggregation="none", local=False, like=None):
+        """Adds a variable of zeros.
+
+        Args:
+            name: What the variable is saved as.
+            shape: Its shape.
+            dtype: Its dtype.
+            aggregation: How replicas' values become one: `"none"`, `"sum"` or `"mean"`.
+            local: Whether every replica keeps a value of its own, combined when it is read from outside.
+            like: A variable of the model on whose device to place it.
+
+        Returns:
+            The `keras.Variable`.
+        """
+        strategy = tf.distribute.get_strategy()
+        colocated = strategy.extended.colocate_vars_with(like.value) if like is not None else contextlib.nullcontext()
+        with colocated:
+            variable = keras.Variable(
+                initializer="zeros",
+                shape=shape,
+                dtype=dtype,
+                trainable=False,
+                aggregation=aggregation,
+                synchronization="on_read" if local else "auto",
+                name=name,
+            )
+        self.variables[name] = variable
+        return variable
+
+    def save_own_variables(self, store):
+        """Writes each variable under its name, summed or averaged over the replicas."""
+        for name, variable in self.variables.items():
+            store[name] = variable.numpy()
+
+    def load_own_variables(self, store):
+        """Reads what `save_own_variables` wrote; zeros where nothing was written."""
+        for name, variable in self.variables.items():
+            value = store[name] if name in store.keys() else keras.ops.zeros(variable.shape, variable.dtype)
+            variable.assign(value)

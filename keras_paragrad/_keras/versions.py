@@ -1,0 +1,81 @@
+"""The private hooks the package stands on, and the releases that are known to have them."""
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+KNOWN_TO_WORK = "keras 3.15 with tensorflow 2.21"
+
+
+class Hook(NamedTuple):
+    """A private name: the module it lives in, its dotted path there, and the parameters it is called with."""
+
+    module: str
+    path: str
+    parameters: tuple[str, ...] = ()
+
+
+HOOKS = (
+    Hook("keras.src.optimizers.optimizer", "Optimizer._all_reduce_sum_gradients", ("grads_and_vars",)),
+    Hook("keras.src.optimizers.optimizer", "Optimizer._var_key", ("variable",)),
+    Hook("keras.src.optimizers.optimizer", "Optimizer._get_variable_index", ("variable",)),
+    Hook("keras.src.optimizers.optimizer", "Optimizer._check_variables_are_known", ("variables",)),
+    Hook("keras.src.optimizers.optimizer", "Optimizer._overwrite_variable_with_gradient", ("variable",)),
+    Hook("keras.src.saving.keras_saveable", "KerasSaveable._obj_type"),
+    Hook("keras.src.utils.tracking", "DotNotTrackScope"),
+    Hook("keras.src.backend.common.masking", "get_keras_mask", ("x",)),
+    Hook("keras.src.losses.loss", "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
+    Hook("keras.src.trainers.compile_utils", "CompileLoss.Loss"),
+    Hook("keras.src.trainers.compile_utils", "CompileLoss.build", ("y_true", "y_pred")),
+    Hook("keras.src.trainers.trainer", "Trainer._compute_loss", ("x", "y", "y_pred", "sample_weight", "training")),
+    Hook("keras.src.backend.tensorflow.trainer", "TensorFlowTrainer.make_train_function", ("force",)),
+    Hook("keras.src.backend.tensorflow.trainer", "TensorFlowTrainer._autoconvert_optionals", ("step_func",)),
+    Hook("keras.src.backend.tensorflow.trainer", "TensorFlowTrainer.distribute_strategy"),
+    Hook("keras.src.backend.tensorflow.trainer", "reduce_per_replica", ("values", "strategy", "reduction")),
+    Hook("keras.src.layers.layer", "Layer._get_own_losses"),
+    Hook("keras.src.layers.layer", "Layer._flatten_layers", ("include_self",)),
+    Hook("tensorflow.python.distribute.distribute_lib", "StrategyExtendedV1.call_for_each_replica", ("fn", "args")),
+    Hook("tensorflow.python.distribute.distribute_lib", "StrategyExtendedV2.colocate_vars_with", ("colocate_with_variable",)),
+    Hook("tensorflow", "__internal__.tracking.AutoTrackable"),
+)
+
+
+def check_hooks(hooks: Iterable[Hook] = HOOKS) -> None:
+    """Raises one `ImportError` naming every hook that the installed Keras and TensorFlow lack.
+
+    Args:
+        hooks: The hooks to look for; all that the package uses, unless told.
+
+    Raises:
+        ImportError: A hook is missing or takes other parameters, or Keras runs on another backend.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise ImportError(
+            f"keras_paragrad works on Keras's TensorFlow backend, and this Keras runs on {keras.backend.backend()!r}. "
+            "Set KERAS_BACKEND=tensorflow in the environment before the first `import keras`."
+        )
+    missing = [problem for hook in hooks if (problem := _problem(hook))]
+    if missing:
+        raise ImportError(
+            f"keras_paragrad cannot work with the installed keras {keras.__version__} and tensorflow "
+            f"{tf.__version__}: {'; '.join(missing)}. Known to work: {KNOWN_TO_WORK}. "
+            "Install those, or a keras_paragrad that knows these versions."
+        )
+
+
+def _problem(hook: Hook) -> str | None:
+    try:
+        found = importlib.import_module(hook.module)
+        for name in hook.path.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        return f"{hook.module}:{hook.path} is missing"
+    if not hook.parameters:
+        return None
+    parameters = inspect.signature(found).parameters
+    absent = [name for name in hook.parameters if name not in parameters]
+    return f"{hook.module}:{hook.path} no longer takes {', '.join(absent)}" if absent else None

@@ -1,0 +1,265 @@
+"""`AccumulatingOptimizer`: any Keras optimizer, updating once for several micro-batches."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.optimizer import WrappingOptimizer, apply_everywhere
+from keras_paragrad._keras.replicas import coordinate, first_replica, replica_count, replica_index, run_if
+from keras_paragrad._keras.step import Weight
+from keras_paragrad.accumulation.arguments import check_choices, checked_inner
+from keras_paragrad.accumulation.host import HostSchedule
+from keras_paragrad.accumulation.schedule import Steps, StepsSchedule
+from keras_paragrad.accumulation.window import GradientWindow
+
+_log = logging.getLogger("keras_paragrad")
+
+
+@keras.saving.register_keras_serializable(package="keras_paragrad")
+class AccumulatingOptimizer(WrappingOptimizer):
+    """Updates once for every `steps` micro-batches, with exactly the gradient of all of them.
+
+    Learning-rate schedules, `iterations`, moving averages, weight decay, clipping, constraints and callbacks see
+    updates and never micro-batches. Under a `tf.distribute` strategy each replica accumulates for itself; once an
+    update the sums are all-reduced, and only then clipped. Pass `ExactAccumulation()` to `fit` as well, so that
+    micro-batches of different sizes or weights count for what they hold and an epoch's last window is closed.
+
+    Its state, settings and methods are the inner optimizer's: `learning_rate` and `clipnorm` read and set those of the
+    inner optimizer, and a checkpoint of the inner optimizer alone can be loaded, or one of this loaded into it.
+
+    Args:
+        inner_optimizer: A Keras optimizer: its name, its config or an instance.
+        steps: How many micro-batches an update takes: an integer; pairs `(first_update, steps)`; or a callable that
+            takes the number of updates made, a scalar int64 tensor, and returns an integer.
+        weighting: What a micro-batch counts for. `"auto"` is what its loss was divided by (examples, elements, the sum
+            of the sample weights or of the mask), and `"uniform"` is the same for all. `"examples"`,
+            `"sample_weight"` and `"mask"` are for a loss of your own, and say what it divides by. All but `"uniform"`
+            need `ExactAccumulation()`, and are uniform without it.
+        tail: What becomes of a window that is not full when an epoch ends: `"flush"` updates with what it holds,
+            `"carry"` goes on with it in the next epoch, `"drop"` forgets it. Without `ExactAccumulation()` windows
+            go on through the epochs, and this is for the end of `fit`.
+        accumulator_dtype: The dtype of the sums, or `None` for that of each weight.
+        skip_nonfinite: Whether a micro-batch with an infinite or NaN gradient counts for nothing, on the replica it
+            was on. Under a `LossScaleOptimizer` that is so in any case.
+        name: The optimizer's name.
+
+    Raises:
+        ValueError: An argument can't be used; the message says what to write instead.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    >>> model.compile(AccumulatingOptimizer("adam", steps=4), loss="mse")
+    >>> x, y = np.ones((80, 8)), np.ones((80, 1))
+    >>> history = model.fit(x, y, batch_size=8, callbacks=[ExactAccumulation()], verbose=0)
+    >>> int(model.optimizer.iterations)  # ten micro-batches: windows of 4, 4 and 2
+    3
+
+    Reference:
+        Goyal et al., Accurate, Large Minibatch SGD (2017), https://arxiv.org/abs/1706.02677: section 3, on what a
+        gradient that is computed in parts must be normalized by.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        steps: Steps = 4,
+        *,
+        weighting: str = "auto",
+        tail: str = "flush",
+        accumulator_dtype: str | None = "float32",
+        skip_nonfinite: bool = False,
+        name: str | None = None,
+    ):
+        schedule = StepsSchedule(steps)
+        check_choices(
+            weighting=weighting, tail=tail, accumulator_dtype=accumulator_dtype, skip_nonfinite=skip_nonfinite
+        )
+        super().__init__(checked_inner(inner_optimizer), name=name)
+        self.steps = steps
+        self.schedule = schedule
+        self.weighting = weighting
+        self.tail = tail
+        self.accumulator_dtype = accumulator_dtype
+        self.skip_nonfinite = skip_nonfinite
+        self._window: GradientWindow | None = None
+        self._strategy = tf.distribute.get_strategy()
+        self._gathers_only = False
+        self._weights: dict[int, Weight | None] = {}
+        self._with_gradient: set[int] = set()
+        self._advised = False
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Creates the accumulators and the inner optimizer's state for the model's trainable `variables`."""
+        if not self.built:
+            super().build(variables)
+            self._strategy = tf.distribute.get_strategy()
+            self._window = GradientWindow(self, self.accumulator_dtype)
+
+    @property
+    def window(self) -> GradientWindow:
+        """The gradients since the last update."""
+        if self._window is None:
+            raise ValueError(f"{self.name} has not been built. Write optimizer.build(model.trainable_variables) first.")
+        return self._window
+
+    def apply(self, grads: Sequence, trainable_variables: Sequence[keras.Variable] | None = None) -> None:
+        """Adds a micro-batch's gradients to the window, and updates the variables if that fills it.
+
+        Args:
+            grads: A gradient for each variable, dense or `tf.IndexedSlices`, or `None`.
+            trainable_variables: The variables; those the optimizer was built with, in order, unless given.
+
+        Raises:
+            ValueError: There is no gradient at all, or a variable that the optimizer was not built with.
+        """
+        if len(grads) == 0:
+            return
+        if not self.built and trainable_variables is not None:
+            with keras.name_scope(self.name):
+                self.build(list(trainable_variables))
+        window = self.window
+        variables = self.trainable_variables if trainable_variables is None else trainable_variables
+        given = [(self.index_of(v), g) for g, v in zip(grads, variables, strict=True) if g is not None]
+        if not given:
+            raise ValueError("No gradients provided for any variable: the loss depends on none of them.")
+        indices, gradients = zip(*given, strict=True)
+        self._with_gradient.update(indices)
+        weight = self._weights.get(replica_index())
+        # A counter must not run ahead of a batch that turns out not to exist, where the data's length is unknown.
+        with tf.control_dependencies(None if tf.executing_eagerly() else gradients):
+            window.add_gradients(indices, gradients, weight, drop_nonfinite=self._drops_nonfinite)
+            if not self._gathers_only:
+                self._advise()
+                self.end_micro_batch()
+
+    @contextlib.contextmanager
+    def gathering(self, weight: Weight | None = None) -> Iterator[None]:
+        """Within it, `apply` only adds to the window; `end_micro_batch` has to follow.
+
+        Args:
+            weight: What the micro-batch counts for on this replica; the same as any other, if `None`.
+        """
+        self._gathers_only, self._weights[replica_index()] = True, weight
+        try:
+            yield
+        finally:
+            self._gathers_only = False
+            self._weights.pop(replica_index(), None)
+
+    def end_micro_batch(self, update: bool | None = None) -> None:
+        """Counts the micro-batch, and updates if it is the window's last; called on every replica.
+
+        Args:
+            update: Whether it is the last; where it is `None`, the window's position says so, in the graph.
+        """
+
+        def end(run):
+            position = self.window.position
+            last = position + 1 >= self.schedule(self.iterations) if update is None else update
+            position.assign_add(1)
+            run_if(last, lambda: self._update(run))
+
+        coordinate(end)
+
+    def _update(self, run) -> None:
+        window, count = self.window, len(self.trainable_variables)
+        # A window that was loaded, and not yet added to, does not know which variables get gradients.
+        indices = sorted(self._with_gradient) or range(count)
+
+        def mean():
+            means, weight = window.mean(indices)
+            gradients = dict(zip(indices, means, strict=True))
+            return [gradients.get(index) for index in range(count)], weight
+
+        gradients, weight = run(mean)
+        # A window in which nothing was finite makes no update, not even one with a gradient of zero.
+        run_if(
+            first_replica(weight) > 0 if self._drops_nonfinite else True,
+            lambda: apply_everywhere(run, self.inner_optimizer, gradients, self.trainable_variables),
+        )
+        run(window.clear)
+        window.position.assign(0)
+
+    @property
+    def _drops_nonfinite(self) -> bool:
+        # A LossScaleOptimizer looks at the first replica's gradients alone.
+        return self.skip_nonfinite or (self.loss_is_scaled_outside and replica_count() > 1)
+
+    def flush(self) -> bool:
+        """Updates with what the window holds, divided by what that counts for.
+
+        Returns:
+            Whether there was anything in the window.
+        """
+        if not self.built or int(self.window.position.numpy()) == 0:
+            return False
+        self._compiled(self.end_micro_batch, True)
+        return True
+
+    def discard(self) -> None:
+        """Forgets what the window holds."""
+        if self.built:
+            self._compiled(self.window.clear)
+            self.window.position.assign(0)
+
+    def end_epoch(self) -> None:
+        """Flushes, carries or drops the open window, as `tail` says."""
+        if self.tail == "flush":
+            self.flush()
+        elif self.tail == "drop":
+            self.discard()
+
+    @functools.cached_property
+    def host_schedule(self) -> HostSchedule:
+        """The host's count of micro-batches, which `ExactAccumulation` goes by."""
+        return HostSchedule(self)
+
+    @functools.cached_property
+    def _compiled(self):
+        return tf.function(lambda fn, *args: self._strategy.run(fn, args=args), autograph=False)
+
+    def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
+        """Closes the last window, then does what the inner optimizer does when training ends."""
+        self.end_epoch()
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def _advise(self) -> None:
+        if self.weighting == "uniform" or self._advised:
+            return
+        self._advised = True
+        _log.warning(
+            "%s counts every micro-batch the same, and lets windows go on from one epoch into the next. Pass "
+            "callbacks=[keras_paragrad.ExactAccumulation()] to fit() for uneven and weighted micro-batches, a closed "
+            "window before validation and faster steps, or write weighting='uniform' if this is what you want.",
+            self.name,
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments, serialized."""
+        steps = keras.saving.serialize_keras_object(self.steps) if callable(self.steps) else self.steps
+        return {
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "steps": steps,
+            "weighting": self.weighting,
+            "tail": self.tail,
+            "accumulator_dtype": self.accumulator_dtype,
+            "skip_nonfinite": self.skip_nonfinite,
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None):
+        """Makes the optimizer that `get_config` described."""
+        config = dict(config)
+        for name in ("inner_optimizer", "steps"):
+            if isinstance(config.get(name), dict):
+                config[name] = keras.saving.deserialize_keras_object(config[name], custom_objects=custom_objects)
+        return cls(**config)

@@ -1,0 +1,88 @@
+"""How many micro-batches an update takes, as a function of the update."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+Steps = int | Sequence[Sequence[int]] | Callable[[Any], Any]
+
+_WRITE = (
+    "Write an integer such as steps=4, pairs of (first update, steps) such as steps=[(0, 2), (100, 8)], "
+    "or a function of the update that TensorFlow can trace."
+)
+
+
+class StepsSchedule:
+    """The number of micro-batches in the window that ends with a given update.
+
+    Args:
+        steps: An integer; pairs `(first_update, steps)` in rising order, the first from update 0; or a callable that
+            takes the number of updates made so far, a scalar int64 tensor, and returns an integer scalar.
+
+    Raises:
+        ValueError: The schedule is empty, unsorted or does not begin at 0, or gives a number that is not an integer
+            of at least 1.
+
+    Example:
+
+    >>> from keras_paragrad.accumulation.schedule import StepsSchedule
+    >>> schedule = StepsSchedule([(0, 2), (100, 8)])
+    >>> [schedule.at(update) for update in (0, 99, 100)]
+    [2, 2, 8]
+    """
+
+    def __init__(self, steps: Steps):
+        self.steps = steps
+        self.pairs: list[tuple[int, int]] | None = None
+        if callable(steps):
+            self.at(0)
+        else:
+            self.pairs = _checked_pairs(steps)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether every update takes the same number of micro-batches."""
+        return self.pairs is not None and len(self.pairs) == 1
+
+    def __call__(self, update: Any) -> tf.Tensor:
+        """The steps of the window that ends with `update`, as an int64 scalar that can be traced."""
+        update = tf.cast(tf.convert_to_tensor(update), tf.int64)
+        if self.pairs is None:
+            return tf.cast(self.steps(update), tf.int64)
+        steps = tf.constant(self.pairs[0][1], tf.int64)
+        for first, count in self.pairs[1:]:
+            steps = tf.where(update >= first, tf.constant(count, tf.int64), steps)
+        return steps
+
+    def at(self, update: int) -> int:
+        """The same as a Python integer, for the host; a callable's answer is checked."""
+        if self.pairs is not None:
+            return next(count for first, count in reversed(self.pairs) if update >= first)
+        answer = keras.ops.convert_to_numpy(self.steps(tf.constant(update, tf.int64)))
+        if answer.shape != () or answer.dtype.kind not in "iu" or answer < 1:
+            raise ValueError(f"`steps` gave {answer!r} for update {update}, and must give an integer of at least 1. {_WRITE}")
+        return int(answer)
+
+
+def _checked_pairs(steps: Any) -> list[tuple[int, int]]:
+    if _is_integer(steps):
+        steps = [(0, steps)]
+    well_formed = isinstance(steps, Sequence) and not isinstance(steps, str) and len(steps) > 0
+    if not well_formed or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in steps):
+        raise ValueError(f"`steps` is {steps!r}, which is not a number of micro-batches. {_WRITE}")
+    pairs = [(first, count) for first, count in steps]
+    if not all(_is_integer(first) and _is_integer(count) and count >= 1 for first, count in pairs):
+        raise ValueError(f"`steps` holds {steps!r}; an update takes a whole number of micro-batches, at least 1. {_WRITE}")
+    firsts = [first for first, _ in pairs]
+    if firsts[0] != 0 or firsts != sorted(set(firsts)):
+        raise ValueError(
+            f"`steps` changes at updates {firsts}, which must begin with 0 and rise. "
+            f"Write steps={sorted({0: pairs[0][1], **dict(pairs)}.items())}."
+        )
+    return [(int(first), int(count)) for first, count in pairs]
+
+
+def _is_integer(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)

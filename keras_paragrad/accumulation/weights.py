@@ -1,0 +1,138 @@
+"""What a micro-batch counts for: the number its loss was divided by."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.losses import LossTerm
+from keras_paragrad._keras.model import has_added_losses, has_own_compute_loss, has_own_train_step
+from keras_paragrad._keras.step import Weight, rows_of
+
+_SAY = (
+    "If you know what it divides by, say so: AccumulatingOptimizer(..., weighting=...) takes 'examples', 'sample_weight' "
+    "or 'mask', and 'uniform' for micro-batches that are all alike."
+)
+
+
+class Measure:
+    """Measures weights as `AccumulatingOptimizer(weighting=...)` asks for.
+
+    Two of the same weighting are equal, so that a step compiled for one serves the other.
+
+    Args:
+        weighting: `"auto"`, `"examples"`, `"sample_weight"` or `"mask"`.
+    """
+
+    def __init__(self, weighting: str = "auto"):
+        self.weighting = weighting
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Measure) and other.weighting == self.weighting
+
+    def __hash__(self) -> int:
+        return hash(self.weighting)
+
+    def check(self, model: keras.Model) -> None:
+        """Refuses a model of which the weights can't be measured.
+
+        Raises:
+            ValueError: It takes its training step, or with `"auto"` computes its loss, in a way of its own.
+        """
+        found = None
+        if has_own_train_step(model):
+            found = "train_step"
+        elif self.weighting == "auto" and has_own_compute_loss(model):
+            found = "compute_loss"
+        if found == "train_step":
+            raise ValueError(
+                f"{type(model).__name__} has a train_step of its own, in which the weight of a micro-batch can't be "
+                "seen, so uneven micro-batches would bias the gradient. If they are all alike, write "
+                "AccumulatingOptimizer(..., weighting='uniform'); else move what train_step does into compute_loss."
+            )
+        if found:
+            raise ValueError(
+                f"{type(model).__name__} has a compute_loss of its own, and what that divides by can't be seen. {_SAY}"
+            )
+
+    def __call__(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight:
+        """The weight of the micro-batch whose loss was just computed; see `keras_paragrad._keras.step.Weigh`."""
+        return _STATED[self.weighting](arguments) if self.weighting in _STATED else _of_terms(model, terms)
+
+
+def _examples(arguments: dict[str, Any]) -> Weight:
+    return Weight(tf.cast(rows_of(arguments["x"]), "float32"))
+
+
+def _sample_weight(arguments: dict[str, Any]) -> Weight:
+    weights = keras.tree.flatten(arguments["sample_weight"])
+    return Weight(_sum(weights[0])) if weights and weights[0] is not None else _examples(arguments)
+
+
+def _mask(arguments: dict[str, Any]) -> Weight:
+    mask = LossTerm(keras.losses.MeanSquaredError(), None, arguments["y_pred"], None).prediction_mask
+    return Weight(_sum(mask)) if mask is not None else _examples(arguments)
+
+
+_STATED: dict[str, Callable[[dict[str, Any]], Weight]] = {
+    "examples": _examples,
+    "sample_weight": _sample_weight,
+    "mask": _mask,
+}
+
+
+def _of_terms(model: keras.Model, terms: list[LossTerm]) -> Weight:
+    if has_added_losses(model):
+        raise ValueError(
+            "A layer adds a loss by add_loss() or an activity regularizer, and whether that is a sum or a mean over the "
+            f"examples can't be seen. {_SAY}"
+        )
+    if not terms:
+        raise ValueError("The model was compiled without a loss. Write model.compile(optimizer, loss=...).")
+    divisors = [_divisor(term) for term in terms]
+    kinds = {kind for kind, _ in divisors}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"The losses of this model's outputs are divided by different things ({_described(divisors)}), so that no "
+            "one weight makes several micro-batches equal a whole batch. Give the outputs losses of one reduction, with "
+            "the same sample weights and mask."
+        )
+    kind, value = divisors[0]
+    if kind == ("sum",) and any(variable.regularizer for variable in model.trainable_variables):
+        raise ValueError(
+            "The loss is summed and not averaged, so a weight regularizer would count once for every micro-batch. Write "
+            "reduction='sum_over_batch_size' for the loss, or use the optimizer's weight_decay."
+        )
+    return Weight(value, summed=kind == ("sum",))
+
+
+def _divisor(term: LossTerm) -> tuple[tuple, tf.Tensor]:
+    """What one loss is divided by, and a key that two terms share if their divisors are proportional."""
+    if term.reduces_itself:
+        raise ValueError(f"{term.loss.name} has a __call__ of its own, and what that divides by can't be seen. {_SAY}")
+    reduction = term.loss.reduction
+    if reduction in ("sum", "none", None):
+        return ("sum",), tf.constant(1.0)
+    values = term.values
+    if values.shape.rank == 0:
+        raise ValueError(
+            f"The loss {term.loss.name!r} returns one number for the whole batch, and what that is divided by can't be "
+            f"seen. Let it return a value for each example. {_SAY}"
+        )
+    size = tf.cast(tf.size(values), "float32")
+    if reduction == "mean_with_sample_weight" and term.weights is not None:
+        return ("weights", id(term.sample_weight), id(term.prediction_mask)), _sum(term.weights)
+    if term.mask is not None:
+        return ("mask", id(term.prediction_mask)), size * tf.reduce_mean(tf.cast(term.mask, "float32"))
+    inner = values.shape[1:]
+    return ("size",) if inner.is_fully_defined() else ("size", id(values)), size
+
+
+def _described(divisors: list[tuple[tuple, tf.Tensor]]) -> str:
+    names = {"sum": "nothing", "weights": "sample weights", "mask": "a mask", "size": "the number of elements"}
+    return ", ".join(names[kind[0]] for kind, _ in divisors)
+
+
+def _sum(tensor: Any) -> tf.Tensor:
+    return tf.reduce_sum(tf.cast(tensor, "float32"))

@@ -1,0 +1,108 @@
+"""The window: the weighted sum of the gradients since the last update, kept by each replica for itself."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from keras_paragrad._keras.optimizer import SavedVariables, WrappingOptimizer
+from keras_paragrad._keras.replicas import replica_count, sum_over_replicas
+from keras_paragrad._keras.step import Weight
+
+
+class GradientWindow(SavedVariables):
+    """Accumulators for the gradients of an optimizer's variables.
+
+    All methods but the constructor are for one replica, and touch no other.
+
+    Args:
+        optimizer: The optimizer, which has been built.
+        dtype: The accumulators' dtype, or `None` for that of each variable.
+    """
+
+    def __init__(self, optimizer: WrappingOptimizer, dtype: str | None):
+        super().__init__()
+        variables = optimizer.trainable_variables
+        self.overwrites = [optimizer.overwrites(variable) for variable in variables]
+        self.position = self.add("position", dtype="int64")
+        self.weight = self.add("weight", local=True, aggregation="sum")
+        # A variable that is overwritten by its gradient, as a float8 scale is, takes the largest; its values on the
+        # replicas are alike and must not be summed when they are saved.
+        self.accumulators = [
+            self.add(
+                f"accumulator_{index}",
+                variable.shape,
+                variable.dtype if overwrites or dtype is None else dtype,
+                aggregation="mean" if overwrites else "sum",
+                local=True,
+                like=variable,
+            )
+            for index, (variable, overwrites) in enumerate(zip(variables, self.overwrites, strict=True))
+        ]
+
+    def add_gradients(
+        self, indices: Sequence[int], gradients: Sequence, weight: Weight | None, *, drop_nonfinite: bool
+    ) -> None:
+        """Adds one micro-batch's gradients.
+
+        Args:
+            indices: Which of the optimizer's variables the gradients belong to.
+            gradients: Dense or `tf.IndexedSlices`.
+            weight: What the micro-batch counts for; the same as any other, if `None`.
+            drop_nonfinite: Whether gradients with an infinity or a NaN among them count for nothing.
+        """
+        # Keras divides the loss by the number of replicas, so that their gradients can be summed.
+        share = 1.0 / replica_count()
+        if weight is None:
+            scale, counts = None, tf.constant(share)
+        elif weight.summed:
+            scale, counts = None, tf.constant(share) - self.weight.value
+        else:
+            counts = tf.cast(weight.value, "float32")
+            scale = counts / share
+        finite = _all_finite(gradients) if drop_nonfinite else None
+        if finite is not None:
+            counts = tf.where(finite, counts, 0.0)
+        self.weight.value.assign_add(counts)
+        for index, gradient in zip(indices, gradients, strict=True):
+            self._add(index, gradient, scale, finite)
+
+    def _add(self, index: int, gradient, scale, finite) -> None:
+        target = self.accumulators[index].value
+        if self.overwrites[index]:
+            target.assign(tf.maximum(target, tf.cast(gradient, target.dtype)))
+        elif isinstance(gradient, tf.IndexedSlices):
+            # Under a strategy the variable has no `scatter_add` of its own.
+            rows = _contribution(gradient.values, target.dtype, scale, finite)
+            tf.raw_ops.ResourceScatterAdd(resource=target.handle, indices=gradient.indices, updates=rows)
+        else:
+            target.assign_add(_contribution(gradient, target.dtype, scale, finite))
+
+    def mean(self, indices: Sequence[int]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """The gradient of the whole window on all replicas, by one all-reduce, and the weight it was divided by."""
+        # Without the identities a multi-worker strategy sees variables inside a branch and finds no device for them.
+        sums = [tf.identity(self.accumulators[index].value) for index in indices]
+        averaged = [place for place, index in enumerate(indices) if not self.overwrites[index]]
+        reduced = sum_over_replicas([*(sums[place] for place in averaged), tf.identity(self.weight.value)])
+        *totals, weight = reduced
+        for place, total in zip(averaged, totals, strict=True):
+            sums[place] = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
+        return sums, weight
+
+    def clear(self) -> None:
+        """Empties this replica's part of the window."""
+        for variable in (self.weight, *self.accumulators):
+            variable.value.assign(tf.zeros(variable.shape, variable.dtype))
+
+
+def _contribution(gradient: tf.Tensor, dtype, scale, finite) -> tf.Tensor:
+    gradient = tf.cast(gradient, dtype)
+    if scale is not None:
+        gradient *= tf.cast(scale, dtype)
+    return gradient if finite is None else tf.where(finite, gradient, tf.zeros_like(gradient))
+
+
+def _all_finite(gradients: Sequence) -> tf.Tensor:
+    values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+
+
