@@ -2,7 +2,8 @@
 
 import keras_paragrad._keras  # noqa: F401  (checks the installed Keras and TensorFlow before anything else)
 from keras_paragrad.accumulation.callback import ExactAccumulation
+from keras_paragrad.accumulation.microbatch import microbatch
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 
-__all__ = ["AccumulatingOptimizer", "ExactAccumulation"]
+__all__ = ["AccumulatingOptimizer", "ExactAccumulation", "microbatch"]
 __version__ = "0.1.0"

@@ -1,15 +1,13 @@
 """`ExactAccumulation`: what an accumulating optimizer can't see for itself, told to it during `fit`."""
 
-import warnings
 from typing import Any
 
 import keras
 
-from keras_paragrad._keras.model import all_layers
 from keras_paragrad._keras.trainer import StepBuilder
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
-from keras_paragrad.accumulation.weights import Measure
+from keras_paragrad.accumulation.weights import Measure, warn_of_batch_statistics
 
 
 class ExactAccumulation(keras.callbacks.Callback):
@@ -53,7 +51,7 @@ class ExactAccumulation(keras.callbacks.Callback):
         measure = None if optimizer.weighting == "uniform" else Measure(optimizer.weighting)
         if measure:
             measure.check(self.model)
-        _warn_of_batch_statistics(self.model)
+        warn_of_batch_statistics(self.model)
         self._schedule = optimizer.host_schedule
         builder = StepBuilder.of(self.model)
         builder.fill(weigh=measure, apply=self._schedule)
@@ -98,14 +96,3 @@ def accumulating_optimizer(model: keras.Model) -> AccumulatingOptimizer:
             f"{type(optimizer).__name__}. Write model.compile(AccumulatingOptimizer({optimizer.name!r}, steps=4), ...)."
         )
     return optimizer
-
-
-def _warn_of_batch_statistics(model: keras.Model) -> None:
-    layers = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
-    names = [layer.name for layer in layers if layer.trainable]
-    if names:
-        warnings.warn(
-            f"{', '.join(names)} normalize by the statistics of a micro-batch, not of the whole batch, so that this "
-            "training is not that of the whole batch. Use GroupNormalization, or set trainable=False on them.",
-            stacklevel=2,
-        )

@@ -1,5 +1,6 @@
 """What a micro-batch counts for: the number its loss was divided by."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.losses import LossTerm
-from keras_paragrad._keras.model import has_added_losses, has_own_compute_loss, has_own_train_step
+from keras_paragrad._keras.model import all_layers, has_added_losses, has_own_compute_loss, has_own_train_step
 from keras_paragrad._keras.step import Weight, rows_of
 
 _SAY = (
@@ -59,6 +60,18 @@ class Measure:
     def __call__(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight:
         """The weight of the micro-batch whose loss was just computed; see `keras_paragrad._keras.step.Weigh`."""
         return _STATED[self.weighting](arguments) if self.weighting in _STATED else _of_terms(model, terms)
+
+
+def warn_of_batch_statistics(model: keras.Model) -> None:
+    """Warns of layers that normalize by the batch, for which parts of it can't make up the whole."""
+    layers = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
+    names = [layer.name for layer in layers if layer.trainable]
+    if names:
+        warnings.warn(
+            f"{', '.join(names)} normalize by the statistics of a micro-batch, not of the whole batch, so that this "
+            "training is not that of the whole batch. Use GroupNormalization, or set trainable=False on them.",
+            stacklevel=3,
+        )
 
 
 def _examples(arguments: dict[str, Any]) -> Weight:

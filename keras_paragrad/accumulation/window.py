@@ -68,14 +68,20 @@ class GradientWindow(SavedVariables):
 
     def _add(self, index: int, gradient, scale, finite) -> None:
         target = self.accumulators[index].value
+        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        values = tf.cast(values, target.dtype)
+        if finite is not None:
+            values = tf.where(finite, values, tf.zeros_like(values))
         if self.overwrites[index]:
-            target.assign(tf.maximum(target, tf.cast(gradient, target.dtype)))
+            target.assign(tf.maximum(target, values))
         elif isinstance(gradient, tf.IndexedSlices):
             # Under a strategy the variable has no `scatter_add` of its own.
-            rows = _contribution(gradient.values, target.dtype, scale, finite)
-            tf.raw_ops.ResourceScatterAdd(resource=target.handle, indices=gradient.indices, updates=rows)
+            scaled = values if scale is None else values * tf.cast(scale, values.dtype)
+            tf.raw_ops.ResourceScatterAdd(resource=target.handle, indices=gradient.indices, updates=scaled)
         else:
-            target.assign_add(_contribution(gradient, target.dtype, scale, finite))
+            # A scaled addition in one pass over memory: TensorFlow knows it as a step of gradient descent.
+            alpha = -tf.cast(1.0 if scale is None else scale, values.dtype)
+            tf.raw_ops.ResourceApplyGradientDescent(var=target.handle, alpha=alpha, delta=values)
 
     def mean(self, indices: Sequence[int]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The gradient of the whole window on all replicas, by one all-reduce, and the weight it was divided by."""
@@ -92,13 +98,6 @@ class GradientWindow(SavedVariables):
         """Empties this replica's part of the window."""
         for variable in (self.weight, *self.accumulators):
             variable.value.assign(tf.zeros(variable.shape, variable.dtype))
-
-
-def _contribution(gradient: tf.Tensor, dtype, scale, finite) -> tf.Tensor:
-    gradient = tf.cast(gradient, dtype)
-    if scale is not None:
-        gradient *= tf.cast(scale, dtype)
-    return gradient if finite is None else tf.where(finite, gradient, tf.zeros_like(gradient))
 
 
 def _all_finite(gradients: Sequence) -> tf.Tensor:

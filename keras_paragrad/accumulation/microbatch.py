@@ -1,0 +1,177 @@
+"""`microbatch`: one big batch, run in slices inside the compiled step."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.step import Gradient, Weight, rows_of
+from keras_paragrad._keras.trainer import StepBuilder
+from keras_paragrad.accumulation.weights import Measure, warn_of_batch_statistics
+
+
+class microbatch:  # noqa: N801  (used as a function and as a context, like contextlib's own)
+    """Makes `fit` run each batch in slices of `size` examples, in the memory of one slice.
+
+    The model is trained as before, with one update a batch: losses and gradients are averaged over the slices by what
+    each was divided by, and metrics see every example. The slices run one after the other inside the compiled step,
+    with `jit_compile`, `steps_per_execution` and strategies; under a strategy, each replica cuts its own part.
+
+    Args:
+        model: A model with Keras's own `train_step`, compiled or not yet.
+        size: The most examples in a slice, on one replica. The last slice of a batch holds the rest.
+        weighting: What a slice counts for: `"auto"`, or for a `compute_loss` of your own `"examples"`,
+            `"sample_weight"` or `"mask"`. See `AccumulatingOptimizer`.
+
+    Returns:
+        A handle: `undo()` gives the model its own training step back, and so does leaving a `with` block.
+
+    Raises:
+        ValueError: `size` is no whole number of at least 1, or the model has a `train_step` or loss of its own, so that
+            a slice's weight can't be known. The message says what to write.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import microbatch
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    >>> model.compile("adam", loss="mse")
+    >>> with microbatch(model, size=64):
+    ...     history = model.fit(np.ones((1000, 8)), np.ones((1000, 1)), batch_size=500, verbose=0)
+    >>> int(model.optimizer.iterations)
+    2
+    """
+
+    def __init__(self, model: keras.Model, size: int, *, weighting: str = "auto"):
+        if not hasattr(size, "__index__") or isinstance(size, bool) or size < 1:
+            raise ValueError(f"`size` is {size!r}, and must be a whole number of examples. Write microbatch(model, 64).")
+        measure = Measure(weighting)
+        measure.check(model)
+        warn_of_batch_statistics(model)
+        self.model = model
+        StepBuilder.of(model).fill(split=Slices(int(size), measure))
+
+    def undo(self) -> None:
+        """Gives the model its own training step back."""
+        StepBuilder.of(self.model).fill(split=None)
+
+    def __enter__(self) -> "microbatch":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+
+class _Sum(NamedTuple):
+    """What the slices of a batch have added up to."""
+
+    gradients: list[tf.Tensor]
+    loss: tf.Tensor
+    divisor: tf.Tensor
+
+
+class Slices(NamedTuple):
+    """Fills the *split* stage.
+
+    Attributes:
+        size: The most examples in a slice.
+        weigh: Measures what a slice counts for.
+    """
+
+    size: int
+    weigh: Measure
+
+    def __call__(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient], data: Any) -> Gradient:
+        """The gradient of a batch, from those of its slices."""
+        tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+        known = tensors[0].shape[0]
+        if known is not None and known <= self.size:
+            return gradient_of_slice(data)
+        rows = rows_of(tensors) if known is None else known
+        if not model.built:
+            model(_slice(data, 0, 1)[0])
+        adder = _Adder(model, gradient_of_slice)
+
+        def add_slice(index, total):
+            return index + 1, adder.add(total, _slice(data, index * self.size, self.size))
+
+        def add_rest(total):
+            return adder.add(total, _slice(data, whole * self.size, rest))
+
+        whole, rest = rows // self.size, rows % self.size
+        _, total = tf.while_loop(
+            lambda index, _: index < whole, add_slice, (tf.constant(0), adder.zero()), parallel_iterations=1
+        )
+        if known is None:
+            total = tf.cond(rest > 0, lambda: add_rest(total), lambda: total)
+        elif rest:
+            total = add_rest(total)
+        return adder.gradient(total, rows)
+
+
+class _Adder:
+    """Adds up the gradients of slices, and learns while they are traced what they are made of."""
+
+    def __init__(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient]):
+        self.variables = model.trainable_weights
+        self.gradient_of_slice = gradient_of_slice
+        self.present: set[int] = set()
+        self.summed = False
+
+    def zero(self) -> _Sum:
+        gradients = [tf.zeros(v.shape, "float64" if v.dtype == "float64" else "float32") for v in self.variables]
+        return _Sum(gradients, tf.constant(0.0), tf.constant(0.0))
+
+    def add(self, total: _Sum, data: Any) -> _Sum:
+        part = self.gradient_of_slice(data)
+        if part.loss.shape.rank != 0:
+            raise ValueError("The loss is not reduced to a number. Compile with a loss whose reduction is not None.")
+        value, self.summed = part.weight
+        gradients = list(total.gradients)
+        for index, gradient in enumerate(part.gradients):
+            if gradient is not None:
+                self.present.add(index)
+                gradients[index] = self._added(index, gradients[index], gradient, value)
+        return _Sum(gradients, total.loss + value * tf.cast(part.loss, "float32"), total.divisor + value)
+
+    def _added(self, index: int, total: tf.Tensor, gradient: Any, value: tf.Tensor) -> tf.Tensor:
+        if getattr(self.variables[index], "overwrite_with_gradient", False):
+            return tf.maximum(total, tf.cast(gradient, total.dtype))
+        value = tf.cast(value, total.dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            rows = value * tf.cast(gradient.values, total.dtype)
+            return tf.tensor_scatter_nd_add(total, gradient.indices[:, tf.newaxis], rows)
+        return total + value * tf.cast(gradient, total.dtype)
+
+    def gradient(self, total: _Sum, rows: Any) -> Gradient:
+        divisor = tf.constant(1.0) if self.summed else total.divisor
+
+        def mean(index: int, variable: keras.Variable):
+            if index not in self.present:
+                return None
+            gradient = total.gradients[index]
+            if not getattr(variable, "overwrite_with_gradient", False):
+                gradient = tf.math.divide_no_nan(gradient, tf.cast(divisor, gradient.dtype))
+            return tf.cast(gradient, variable.dtype)
+
+        gradients = [mean(index, variable) for index, variable in enumerate(self.variables)]
+        loss = tf.math.divide_no_nan(total.loss, divisor)
+        return Gradient(gradients, loss, tf.convert_to_tensor(rows), Weight(divisor, self.summed))
+
+
+def _slice(data: Any, start: Any, rows: Any) -> Any:
+    """Some rows of every tensor in a batch; as many as a Python integer says make a static shape."""
+
+    def cut(tensor):
+        if tensor is None:
+            return None
+        if isinstance(tensor, tf.SparseTensor):
+            raise ValueError("A SparseTensor can't be cut into slices. Feed a dense or ragged tensor to microbatch().")
+        if isinstance(tensor, tf.RaggedTensor):
+            return tensor[start : start + rows]
+        tensor = tf.convert_to_tensor(tensor)
+        rest = tensor.shape.rank - 1
+        return tf.slice(tensor, [start] + [0] * rest, [rows] + [-1] * rest)
+
+    return keras.tree.map_structure(cut, data)
