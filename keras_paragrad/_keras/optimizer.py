@@ -155,8 +155,15 @@ for _name in _METHODS:
     setattr(WrappingOptimizer, _name, _delegated_method(_name))
 
 
+def unscaled(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """The optimizer that a `LossScaleOptimizer` is around, or the optimizer itself."""
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return optimizer.inner_optimizer if scaled else optimizer
+
+
 def parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """The optimizer itself and, where it is a `MultiOptimizer`, those it hands variables to."""
+    """The optimizers that update variables: the one given or inside it, and those a `MultiOptimizer` hands on to."""
+    optimizer = unscaled(optimizer)
     return [optimizer, *getattr(optimizer, "optimizers", [])]
 
 

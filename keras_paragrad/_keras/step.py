@@ -8,6 +8,8 @@ import tensorflow as tf
 from keras.src.losses.loss import unscale_loss_for_distribution
 
 from keras_paragrad._keras.losses import LossTerm, recorded_terms
+from keras_paragrad._keras.optimizer import WrappingOptimizer, apply_everywhere, unscaled
+from keras_paragrad._keras.replicas import coordinate, replica_count, sum_over_replicas
 
 
 class Weight(NamedTuple):
@@ -75,3 +77,25 @@ def gradient_of(model: keras.Model, data: Any, weigh: Weigh | None = None) -> Gr
 def track_loss(model: keras.Model, gradient: Gradient) -> None:
     """Adds the batch to the mean that `fit` shows as `loss`."""
     model._loss_tracker.update_state(unscale_loss_for_distribution(gradient.loss), sample_weight=gradient.rows)
+
+
+def apply_gradient(model: keras.Model, gradient: Gradient) -> None:
+    """Hands a gradient to the model's optimizer; called on every replica.
+
+    Where the weight is known, replicas' gradients are averaged by it before they are clipped, so that the step is that
+    of one device. An optimizer that wraps another sees to that itself.
+    """
+    optimizer, variables = model.optimizer, model.trainable_weights
+    if gradient.weight is None or replica_count() == 1 or isinstance(unscaled(optimizer), WrappingOptimizer):
+        optimizer.apply_gradients(zip(gradient.gradients, variables, strict=True))
+        return
+    value, summed = gradient.weight
+    # Keras has divided the loss by the number of replicas, unless it is a sum.
+    share = tf.constant(1.0) if summed else value * replica_count()
+    averaged = {index: g for index, g in enumerate(gradient.gradients) if g is not None}
+    scaled = [tf.cast(share, g.dtype) * tf.convert_to_tensor(g) for g in averaged.values()]
+    *totals, weight = sum_over_replicas([*scaled, value])
+    divisor = tf.constant(1.0) if summed else weight
+    means = {i: tf.math.divide_no_nan(t, tf.cast(divisor, t.dtype)) for i, t in zip(averaged, totals, strict=True)}
+    whole = [means.get(index) for index in range(len(variables))]
+    coordinate(lambda run, whole: apply_everywhere(run, optimizer, whole, variables), whole)

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import keras
+import tensorflow as tf
 
 from keras_paragrad._keras.execution import compile_steps
 from keras_paragrad._keras.model import has_own_train_step
-from keras_paragrad._keras.step import Gradient, Weigh, gradient_of, track_loss
+from keras_paragrad._keras.step import Gradient, Weigh, apply_gradient, gradient_of, track_loss
 
 
 class Split(Protocol):
@@ -102,19 +103,24 @@ class StepBuilder:
         return [functools.partial(self._step, update=update) for update in choices]
 
     def _step(self, data: Any, update: bool) -> dict:
+        logs = self._train(data)
+        if self.apply:
+            # A counter must not run ahead of a batch that turns out not to exist, where the data's length is unknown.
+            batch = [tensor for tensor in keras.tree.flatten(data) if tf.is_tensor(tensor)]
+            with tf.control_dependencies(None if tf.executing_eagerly() else batch):
+                self.apply.end(update)
+        return logs
+
+    def _train(self, data: Any) -> dict:
         model = self.model
         if has_own_train_step(model):
             with self._gathering(None):
-                logs = model.train_step(data)
-        else:
-            gradient = self._gradient(data)
-            track_loss(model, gradient)
-            with self._gathering(gradient):
-                model.optimizer.apply_gradients(zip(gradient.gradients, model.trainable_weights, strict=True))
-            logs = model.get_metrics_result()
-        if self.apply:
-            self.apply.end(update)
-        return logs
+                return model.train_step(data)
+        gradient = self._gradient(data)
+        track_loss(model, gradient)
+        with self._gathering(gradient):
+            apply_gradient(model, gradient)
+        return model.get_metrics_result()
 
     def _gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
         return self.apply.gathering(gradient) if self.apply else contextlib.nullcontext()

@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from keras_paragrad._keras.optimizer import unscaled
 from keras_paragrad._keras.trainer import StepBuilder
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
@@ -87,9 +88,7 @@ def accumulating_optimizer(model: keras.Model) -> AccumulatingOptimizer:
     Raises:
         ValueError: It was compiled with another optimizer.
     """
-    optimizer = model.optimizer
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
+    optimizer = unscaled(model.optimizer)
     if not isinstance(optimizer, AccumulatingOptimizer):
         raise ValueError(
             f"ExactAccumulation() works with an AccumulatingOptimizer, and the model was compiled with "

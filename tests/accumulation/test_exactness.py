@@ -1,0 +1,42 @@
+"""k micro-batches make the step of one large batch, whatever the optimizer, the sizes and the weights."""
+
+import hypothesis.strategies as st
+import keras
+import numpy as np
+import pytest
+from cases import REDUCTIONS, DataCase, OptimizerCase, build_model, data_cases, optimizer_cases
+from hypothesis import given, settings
+from oracles import largest_difference, train_on_whole_windows, windows
+
+from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
+
+TOLERANCE = 1e-6
+MODES = {
+    "plain": {},
+    "xla": {"jit_compile": True},
+    "several steps an execution": {"steps_per_execution": 3},
+    "xla, several steps an execution": {"jit_compile": True, "steps_per_execution": 4},
+    "eager": {"run_eagerly": True},
+}
+schedules = st.sampled_from([1, 2, 3, 4, [(0, 2), (1, 3)], [(0, 1), (2, 4), (3, 2)]])
+
+
+def check(inner, data, steps, reduction, tail, epochs=2, strategy=None, **mode):
+    accumulating = build_model(
+        lambda: AccumulatingOptimizer(inner(), steps, tail=tail), reduction, strategy, **mode
+    )
+    accumulating.fit(data.dataset(), epochs=epochs, shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
+    whole = build_model(inner, reduction)
+    schedule = accumulating.optimizer.schedule
+    train_on_whole_windows(whole, windows(data.batches(), schedule.at, epochs, tail))
+    assert accumulating.optimizer.iterations.numpy() == whole.optimizer.iterations.numpy()
+    assert largest_difference(accumulating, whole) < TOLERANCE
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_whole_batches(mode):
+    @given(optimizer_cases, data_cases, schedules, st.sampled_from(REDUCTIONS), st.sampled_from(["flush", "drop"]))
+    def equal(inner, data, steps, reduction, tail):
+        check(inner, data, steps, reduction, tail, **MODES[mode])
+
+    equal()

@@ -1,0 +1,77 @@
+"""Two devices for every test, processes of their own for those that need one, and the wheel under test."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+import hypothesis
+import pytest
+import tensorflow as tf
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
+
+# A case compiles training steps, which takes seconds: the same few are drawn in every run, and a failure is not shrunk.
+hypothesis.settings.register_profile(
+    "default",
+    deadline=None,
+    derandomize=True,
+    max_examples=12,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.load_profile("default")
+
+IN_OWN_PROCESS = "KERAS_PARAGRAD_TEST_IN_OWN_PROCESS"
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "own_process(seconds=120): run the test in a process of its own, ended after that time. For what starts a "
+        "strategy's collectives: after one has failed, or in a second strategy, TensorFlow fails in the same process.",
+    )
+    # Keras says so at the end of every epoch of a dataset that does not know its own length.
+    config.addinivalue_line("filterwarnings", "ignore:Your input ran out of data:UserWarning")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    marker = pyfuncitem.get_closest_marker("own_process")
+    if marker is None or os.environ.get(IN_OWN_PROCESS):
+        return None
+    path, _, name = pyfuncitem.nodeid.partition("::")
+    node = f"{Path(pyfuncitem.config.rootpath, path)}::{name}"
+    command = [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", node]
+    finished = subprocess.run(
+        command,
+        env={**os.environ, IN_OWN_PROCESS: "1"},
+        cwd=pyfuncitem.config.rootpath,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=marker.kwargs.get("seconds", 240),
+        check=False,
+    )
+    assert finished.returncode == 0, f"in a process of its own:\n{finished.stdout[-6000:]}"
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras():
+    import keras
+
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+
+
+@pytest.fixture
+def mirrored() -> tf.distribute.Strategy:
+    """Two replicas on the two devices; for tests marked `own_process`."""
+    assert os.environ.get(IN_OWN_PROCESS), "mark the test with pytest.mark.own_process"
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
