@@ -47,11 +47,12 @@ def pytest_pyfunc_call(pyfuncitem):
         return None
     path, _, name = pyfuncitem.nodeid.partition("::")
     node = f"{Path(pyfuncitem.config.rootpath, path)}::{name}"
-    command = [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", node]
+    config = pyfuncitem.config
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-c", str(config.inipath), "--rootdir", str(config.rootpath)]
     finished = subprocess.run(
-        command,
+        [sys.executable, "-P", "-m", "pytest", *options, node],
         env={**os.environ, IN_OWN_PROCESS: "1"},
-        cwd=pyfuncitem.config.rootpath,
+        cwd=config.rootpath,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -71,7 +72,8 @@ def _fresh_keras():
 
 
 @pytest.fixture
-def mirrored() -> tf.distribute.Strategy:
+def mirrored(request) -> tf.distribute.Strategy | None:
     """Two replicas on the two devices; for tests marked `own_process`."""
-    assert os.environ.get(IN_OWN_PROCESS), "mark the test with pytest.mark.own_process"
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    assert request.node.get_closest_marker("own_process"), "mark the test with pytest.mark.own_process"
+    # Outside, the test is not run.
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if os.environ.get(IN_OWN_PROCESS) else None

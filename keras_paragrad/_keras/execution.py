@@ -51,7 +51,14 @@ def _compile_step(model: keras.Model, step: Step) -> Step:
         return reduce_per_replica(strategy.run(step, args=(data,)), strategy, reduction="auto")
 
     if not model.run_eagerly:
-        one_step = tf.function(one_step, reduce_retracing=True, jit_compile=model.jit_compile, autograph=False)
+        # Not inlined, so that nothing in it, such as a counter, runs ahead of a batch that turns out not to exist.
+        one_step = tf.function(
+            one_step,
+            reduce_retracing=True,
+            jit_compile=model.jit_compile,
+            autograph=False,
+            experimental_attributes={"_noinline": True},
+        )
     return model._autoconvert_optionals(one_step)
 
 

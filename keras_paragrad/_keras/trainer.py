@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import keras
-import tensorflow as tf
 
 from keras_paragrad._keras.execution import compile_steps
 from keras_paragrad._keras.model import has_own_train_step
@@ -105,10 +104,7 @@ class StepBuilder:
     def _step(self, data: Any, update: bool) -> dict:
         logs = self._train(data)
         if self.apply:
-            # A counter must not run ahead of a batch that turns out not to exist, where the data's length is unknown.
-            batch = [tensor for tensor in keras.tree.flatten(data) if tf.is_tensor(tensor)]
-            with tf.control_dependencies(None if tf.executing_eagerly() else batch):
-                self.apply.end(update)
+            self.apply.end(update)
         return logs
 
     def _train(self, data: Any) -> dict:

@@ -98,7 +98,10 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Creates the accumulators and the inner optimizer's state for the model's trainable `variables`."""
-        if not self.built:
+        if self.built:
+            return
+        # Made while a function is traced, variables would be initialized in a branch, which several devices can't run.
+        with tf.init_scope():
             super().build(variables)
             self._strategy = tf.distribute.get_strategy()
             self._window = GradientWindow(self, self.accumulator_dtype)

@@ -1,0 +1,174 @@
+"""Under a strategy: the weights of one device, one all-reduce an update."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis.strategies as st
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import REDUCTIONS, DataCase, OptimizerCase, build_model, optimizer_cases
+from hypothesis import given
+from oracles import largest_difference, train_on_whole_windows, windows
+
+from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
+
+TOLERANCE = 1e-6
+own_process = pytest.mark.own_process(seconds=280)
+
+# Keras builds its step from the first batch, and fails where that is split unevenly over the replicas.
+replica_data = st.builds(
+    DataCase,
+    sizes=st.lists(st.integers(2, 7), min_size=1, max_size=8).map(lambda sizes: (4, *sizes)),
+    weighted=st.booleans(),
+    known_length=st.booleans(),
+    seed=st.integers(0, 3),
+)
+
+
+def check(strategy, inner, data, steps, reduction, epochs=2, callbacks=(), **mode):
+    parallel = build_model(lambda: AccumulatingOptimizer(inner(), steps), reduction, strategy, **mode)
+    parallel.fit(
+        data.dataset(), epochs=epochs, shuffle=False, verbose=0, callbacks=[ExactAccumulation(), *callbacks]
+    )
+    whole = build_model(inner, reduction)
+    train_on_whole_windows(
+        whole, windows(data.batches(), parallel.optimizer.schedule.at, epochs, parallel.optimizer.tail)
+    )
+    assert parallel.optimizer.iterations.numpy() == whole.optimizer.iterations.numpy()
+    assert largest_difference(parallel, whole) < TOLERANCE
+    return parallel
+
+
+@own_process
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_mirrored_equals_one_device(mirrored, steps_per_execution):
+    @given(optimizer_cases, replica_data, st.sampled_from([1, 2, 3, [(0, 2), (1, 3)]]), st.sampled_from(REDUCTIONS))
+    def equal(inner, data, steps, reduction):
+        check(mirrored, inner, data, steps, reduction, steps_per_execution=steps_per_execution)
+
+    equal()
+
+
+@own_process
+@pytest.mark.parametrize("mode", [{}, {"jit_compile": True}, {"steps_per_execution": 3}])
+def test_one_device_strategy(mode):
+    inner = OptimizerCase("AdamW", {"global_clipnorm": 0.1}, {"use_ema": True}, decays=True)
+    check(tf.distribute.OneDeviceStrategy("CPU:0"), inner, DataCase((3, 5, 2, 4, 1)), 2, "sum_over_batch_size", **mode)
+
+
+class CountedReduction(tf.distribute.ReductionToOneDevice):
+    """Counts, while the graph runs, how often gradients are reduced."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = None
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        if self.count is not None:
+            self.count.assign_add(1)
+        return super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
+
+
+@own_process
+def test_all_reduces_when_it_runs_equal_updates():
+    reduction = CountedReduction()
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=reduction)
+    inner = OptimizerCase("Adam", {"clipnorm": 0.05}, {}, decays=False)
+    model = build_model(lambda: AccumulatingOptimizer(inner(), 3), strategy=strategy)
+    reduction.count = tf.Variable(0)
+    data = DataCase((4,) * 18)
+    model.fit(data.dataset(), shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
+    assert model.optimizer.iterations.numpy() == 6
+    assert reduction.count.numpy() == 6
+
+
+@own_process
+def test_without_the_callback(mirrored):
+    data = DataCase((4,) * 7)
+    inner = OptimizerCase("SGD", {"clipvalue": 0.02}, {}, decays=True)
+    parallel = build_model(lambda: AccumulatingOptimizer(inner(), 3, weighting="uniform"), strategy=mirrored)
+    parallel.fit(data.dataset(), epochs=2, shuffle=False, verbose=0)
+    whole = build_model(inner)
+    train_on_whole_windows(whole, windows(data.batches(), lambda _: 3, 2, "carry"))
+    # Fourteen micro-batches fill four windows; the two that are left over are flushed when fit ends.
+    assert parallel.optimizer.iterations.numpy() == 5
+    whole.train_on_batch(*(np.concatenate(parts) for parts in zip(*data.batches()[-2:], strict=True)))
+    assert largest_difference(parallel, whole) < TOLERANCE
+
+
+@own_process
+def test_custom_training_loop(mirrored):
+    data = DataCase((4,) * 6)
+    with mirrored.scope():
+        model = build_model(lambda: AccumulatingOptimizer("adam", 2, weighting="uniform"), strategy=mirrored)
+        loss_of = keras.losses.MeanSquaredError(reduction="sum")
+    optimizer = model.optimizer
+
+    def step(batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, model(x, training=True)) / 4.0 + sum(model.losses) / 2
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+
+    run = tf.function(lambda batch: mirrored.run(step, args=(batch,)))
+    for batch in mirrored.experimental_distribute_dataset(data.dataset()):
+        run(batch)
+    whole = build_model(lambda: keras.optimizers.Adam())
+    train_on_whole_windows(whole, windows(data.batches(), lambda _: 2, 1))
+    assert optimizer.iterations.numpy() == 3
+    assert largest_difference(model, whole) < TOLERANCE
+
+
+def test_an_optimizer_from_outside_the_scope_is_refused():
+    optimizer = AccumulatingOptimizer("adam")
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        model = build_model(lambda: optimizer)
+        with pytest.raises(ValueError, match=r"Make the optimizer within `with strategy.scope\(\):`"):
+            optimizer.build(model.trainable_variables)
+
+
+@pytest.fixture
+def addresses():
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
+
+
+def test_two_workers_equal_one_process(tmp_path, addresses):
+    script = Path(__file__).with_name("worker.py")
+    path = os.pathsep.join([str(script.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    workers = []
+    for index in range(2):
+        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        workers.append(
+            subprocess.Popen(
+                [sys.executable, "-P", str(script), str(tmp_path / f"{index}.npz")],
+                env={**os.environ, "TF_CONFIG": json.dumps(cluster), "PYTHONPATH": path},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        printed = [worker.communicate(timeout=150)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(text[-3000:] for text in printed)
+    whole = build_model(lambda: keras.optimizers.Adam(clipnorm=0.05))
+    train_on_whole_windows(whole, windows(DataCase((4,) * 7).batches(), lambda _: 3, 1))
+    for index in range(2):
+        with np.load(tmp_path / f"{index}.npz") as saved:
+            for name, weight in enumerate(whole.get_weights()):
+                np.testing.assert_allclose(saved[str(name)], weight, atol=TOLERANCE, rtol=0)
