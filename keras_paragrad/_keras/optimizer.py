@@ -19,6 +19,7 @@ _SETTINGS = (
     "use_ema",
     "ema_momentum",
     "ema_overwrite_frequency",
+    "loss_scale_factor",
 )
 _METHODS = (
     "add_optimizer_variables",
@@ -114,23 +115,17 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
     def learning_rate(self, value):
         self.inner_optimizer.learning_rate = value
 
-    @property
-    def loss_scale_factor(self):
-        """The inner optimizer's fixed loss scale, or `None`."""
-        return self.inner_optimizer.loss_scale_factor if "inner_optimizer" in self.__dict__ else None
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value):
-        if "inner_optimizer" not in self.__dict__:
-            return
-        # This is how a LossScaleOptimizer announces itself: it clears the factor of the optimizer that it wraps.
-        self.loss_is_scaled_outside = value is None
-        self.inner_optimizer.loss_scale_factor = value
+    def __setattr__(self, name, value):
+        # This is how a LossScaleOptimizer announces itself: it clears the factor of the optimizer that it wraps. It may
+        # be clear already, and then no property is asked: Keras assigns nothing that is there.
+        if name == "loss_scale_factor" and "inner_optimizer" in self.__dict__:
+            self.__dict__["loss_is_scaled_outside"] = value is None
+        super().__setattr__(name, value)
 
 
 def _delegated_setting(name: str) -> property:
     def read(self):
-        return getattr(self.inner_optimizer, name)
+        return getattr(self.inner_optimizer, name) if "inner_optimizer" in self.__dict__ else None
 
     def write(self, value):
         # Keras's constructor writes its defaults before there is an inner optimizer to write to.

@@ -37,9 +37,19 @@ class StepsSchedule:
         self.steps = steps
         self.pairs: list[tuple[int, int]] | None = None
         if callable(steps):
-            self.at(0)
+            self._check_callable()
         else:
             self.pairs = _checked_pairs(steps)
+
+    def _check_callable(self) -> None:
+        self.at(0)
+        try:
+            tf.function(self, autograph=False).get_concrete_function(tf.TensorSpec((), tf.int64))
+        except Exception as error:
+            raise ValueError(
+                f"`steps` works on a number and can't be traced by TensorFlow, where the update is a scalar int64 "
+                f"tensor: {error} Branch with tf.where. {_WRITE}"
+            ) from error
 
     @property
     def is_constant(self) -> bool:

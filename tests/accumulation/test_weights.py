@@ -1,0 +1,256 @@
+"""Micro-batches count for what their loss was divided by, and where that can't be known it is said."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from oracles import largest_difference
+
+from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
+
+TOLERANCE = 1e-6
+generator = np.random.default_rng(0)
+ROWS, SPLIT = 12, [2, 3, 8]
+
+
+def compare(build, x, y, sample_weight=None, weighting="auto", **mode):
+    """One update on unevenly split rows, against one on all of them; `build` makes a compiled model."""
+
+    def cut(tree):
+        parts = [np.split(leaf, SPLIT) for leaf in keras.tree.flatten(tree)]
+        return [keras.tree.pack_sequence_as(tree, list(leaves)) for leaves in zip(*parts, strict=True)]
+
+    columns = [x, y] if sample_weight is None else [x, y, sample_weight]
+    batches = list(zip(*(cut(column) for column in columns), strict=True))
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return len(batches)
+
+        def __getitem__(self, index):
+            return batches[index]
+
+    def inner():
+        # Without a clip, which Keras gets wrong for an embedding's gradient of the whole batch.
+        return keras.optimizers.SGD(0.1)
+
+    keras.utils.set_random_seed(3)
+    whole = build(inner(), **mode)
+    whole.train_on_batch(x, y, sample_weight=sample_weight)
+    keras.utils.set_random_seed(3)
+    parts = build(AccumulatingOptimizer(inner(), len(batches), weighting=weighting), **mode)
+    parts.fit(Batches(), shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
+    assert parts.optimizer.iterations.numpy() == 1
+    assert largest_difference(parts, whole) < TOLERANCE
+
+
+def sequences():
+    x = generator.integers(1, 9, (ROWS, 7))
+    for row in x:
+        row[generator.integers(2, 8) :] = 0
+    return x, generator.normal(size=(ROWS, 7, 3)).astype("float32")
+
+
+def masked_model(reduction):
+    def build(optimizer, **mode):
+        model = keras.Sequential(
+            [keras.Input((7,), dtype="int32"), keras.layers.Embedding(9, 4, mask_zero=True), keras.layers.Dense(3)]
+        )
+        model.compile(optimizer, keras.losses.MeanSquaredError(reduction=reduction), **mode)
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
+def test_masks(reduction, jit_compile):
+    compare(masked_model(reduction), *sequences(), jit_compile=jit_compile)
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
+def test_masks_with_weights_for_each_step(reduction):
+    compare(masked_model(reduction), *sequences(), generator.uniform(0.1, 2, (ROWS, 7)).astype("float32"))
+
+
+def test_a_mask_that_the_loss_makes():
+    def build(optimizer):
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4)])
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0))
+        return model
+
+    compare(build, generator.normal(size=(ROWS, 5)).astype("float32"), generator.integers(0, 4, ROWS))
+
+
+def test_class_weights():
+    x, y = generator.normal(size=(10, 5)).astype("float32"), generator.integers(0, 3, 10)
+    class_weight = {0: 0.5, 1: 2.0, 2: 1.0}
+
+    def trained(optimizer, batch_size, callbacks=()):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, activation="softmax")])
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight"))
+        model.fit(x, y, batch_size, class_weight=class_weight, shuffle=False, verbose=0, callbacks=list(callbacks))
+        return model
+
+    parts = trained(AccumulatingOptimizer("adam", 4), 3, [ExactAccumulation()])
+    assert largest_difference(parts, trained("adam", 10)) < TOLERANCE
+
+
+def two_outputs(**compile_arguments):
+    def build(optimizer):
+        inputs = keras.Input((5,))
+        hidden = keras.layers.Dense(4, activation="tanh", kernel_regularizer="l2")(inputs)
+        outputs = {"a": keras.layers.Dense(2, name="a")(hidden), "b": keras.layers.Dense(3, name="b")(hidden)}
+        model = keras.Model(inputs, outputs)
+        model.compile(optimizer, **compile_arguments)
+        return model
+
+    return build
+
+
+def two_targets():
+    x = generator.normal(size=(ROWS, 5)).astype("float32")
+    y = {name: generator.normal(size=(ROWS, width)).astype("float32") for name, width in (("a", 2), ("b", 3))}
+    return x, y
+
+
+def test_several_outputs():
+    build = two_outputs(loss={"a": "mse", "b": "mae"}, loss_weights={"a": 0.3, "b": 2.0}, metrics={"a": "mae"})
+    compare(build, *two_targets())
+    compare(build, *two_targets(), generator.uniform(0.1, 2, ROWS).astype("float32"))
+
+
+def test_outputs_that_divide_by_different_things_are_refused():
+    weighted = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    build = two_outputs(loss={"a": weighted, "b": "mse"})
+    with pytest.raises(ValueError, match="divided by different things"):
+        compare(build, *two_targets(), generator.uniform(0.1, 2, ROWS).astype("float32"))
+
+
+def dense_model(loss, model_class=keras.Sequential, **layer):
+    def build(optimizer):
+        model = model_class([keras.Input((5,)), keras.layers.Dense(2, **layer)])
+        model.compile(optimizer, loss)
+        return model
+
+    return build
+
+
+def regression():
+    return tuple(generator.normal(size=(ROWS, width)).astype("float32") for width in (5, 2))
+
+
+def scalar_loss(y_true, y_pred):
+    return keras.ops.mean(keras.ops.square(y_true - y_pred))
+
+
+class SelfReducing(keras.losses.Loss):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return scalar_loss(y_true, y_pred)
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return scalar_loss(y, y_pred) + sum(self.losses)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (dense_model(scalar_loss), "returns one number for the whole batch"),
+        (dense_model(SelfReducing()), "has a __call__ of its own"),
+        (dense_model("mse", OwnLoss), "has a compute_loss of its own"),
+        (dense_model("mse", OwnStep), "weighting='uniform'"),
+        (dense_model("mse", activity_regularizer="l2"), "activity regularizer"),
+        (dense_model(keras.losses.MeanSquaredError(reduction="sum"), kernel_regularizer="l2"), "reduction='sum_over"),
+    ],
+    ids=["scalar loss", "loss with __call__", "compute_loss", "train_step", "activity regularizer", "sum"],
+)
+def test_weights_that_cannot_be_known_are_refused(build, says):
+    with pytest.raises(ValueError, match=says):
+        compare(build, *regression())
+
+
+@pytest.mark.parametrize("build", [dense_model(scalar_loss), dense_model(SelfReducing()), dense_model("mse", OwnLoss)])
+def test_a_stated_weighting_is_taken_at_its_word(build):
+    compare(build, *regression(), weighting="examples")
+
+
+class WeightedLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        losses = keras.ops.mean(keras.ops.square(y - y_pred), axis=-1)
+        return keras.ops.sum(losses * sample_weight) / keras.ops.sum(sample_weight)
+
+
+def test_stated_sample_weights():
+    weights = generator.uniform(0.1, 2, ROWS).astype("float32")
+    compare(dense_model("mse", WeightedLoss), *regression(), weights, weighting="sample_weight")
+
+
+def test_stated_mask():
+    class MaskedLoss(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return self.loss(y, y_pred)
+
+    def build(optimizer):
+        model = MaskedLoss(
+            [keras.Input((7,), dtype="int32"), keras.layers.Embedding(9, 4, mask_zero=True), keras.layers.Dense(3)]
+        )
+        model.compile(optimizer, keras.losses.MeanSquaredError())
+        return model
+
+    compare(build, *sequences(), weighting="mask")
+
+
+def test_a_train_step_of_its_own_runs_uniform():
+    x, y = regression()
+
+    def trained(optimizer, callbacks, batch_size):
+        keras.utils.set_random_seed(3)
+        model = dense_model("mse", OwnStep)(optimizer)
+        model.fit(x, y, batch_size, shuffle=False, verbose=0, callbacks=callbacks)
+        return model
+
+    parts = trained(AccumulatingOptimizer("adam", 3, weighting="uniform"), [ExactAccumulation()], 4)
+    assert largest_difference(parts, trained("adam", [], 12)) < TOLERANCE
+
+
+def test_a_subclassed_model_that_is_not_built():
+    class Subclassed(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.out = keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(2)
+
+        def call(self, inputs):
+            return self.out(self.hidden(inputs))
+
+    def build(optimizer):
+        model = Subclassed()
+        model.compile(optimizer, "mse", metrics=["mae"])
+        return model
+
+    compare(build, *regression())
+
+
+def test_the_weight_is_what_the_loss_divides_by():
+    from keras_paragrad._keras.losses import recorded_terms
+    from keras_paragrad.accumulation.weights import Measure
+
+    x, y = sequences()
+    weights = generator.uniform(0.1, 2, (ROWS, 7)).astype("float32")
+    for reduction in ("sum_over_batch_size", "mean_with_sample_weight"):
+        model = masked_model(reduction)("sgd")
+        y_pred = model(x)
+        with recorded_terms(model) as terms:
+            loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights)
+        weight = Measure()(model, {}, terms)
+        by_hand = np.square(y - y_pred.numpy()).mean(-1) * weights * (x != 0)
+        assert not weight.summed
+        np.testing.assert_allclose(float(loss) * float(weight.value), by_hand.sum(), rtol=1e-5)
+        assert tf.is_tensor(model.compute_loss(x=x, y=y, y_pred=y_pred))
