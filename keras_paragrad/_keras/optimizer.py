@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 from keras.src.saving.keras_saveable import KerasSaveable
-from keras.src.utils import tracking
+from keras.src.utils.tracking import DotNotTrackScope, no_automatic_dependency_tracking
 
 from keras_paragrad._keras.replicas import run_if
 
@@ -53,7 +53,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer = inner_optimizer
         self.loss_is_scaled_outside = False
         # Outside the scope Keras would copy the lists, and what the inner optimizer adds later would be lost.
-        with tracking.DotNotTrackScope():
+        with DotNotTrackScope():
             for attribute in _STATE:
                 if hasattr(inner_optimizer, attribute):
                     setattr(self, attribute, getattr(inner_optimizer, attribute))
@@ -62,7 +62,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         # Keras's saver walks these names, and the inner optimizer's state is saved as the wrapper's own.
         return [name for name in super().__dir__() if name != "inner_optimizer"]
 
-    @tracking.no_automatic_dependency_tracking
+    @no_automatic_dependency_tracking
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Creates the inner optimizer's state for `variables`, or takes the state that it already has."""
         if self.built:

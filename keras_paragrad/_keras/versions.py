@@ -27,6 +27,8 @@ HOOKS = (
     Hook("keras.src.optimizers.optimizer", "Optimizer._overwrite_variable_with_gradient", ("variable",)),
     Hook("keras.src.saving.keras_saveable", "KerasSaveable._obj_type"),
     Hook("keras.src.utils.tracking", "DotNotTrackScope"),
+    Hook("keras.src.utils.tracking", "no_automatic_dependency_tracking"),
+    Hook("keras.src.losses.loss", "unscale_loss_for_distribution", ("value",)),
     Hook("keras.src.backend.common.masking", "get_keras_mask", ("x",)),
     Hook("keras.src.losses.loss", "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
     Hook("keras.src.trainers.compile_utils", "CompileLoss.Loss"),

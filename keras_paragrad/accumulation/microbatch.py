@@ -88,17 +88,19 @@ class Slices(NamedTuple):
         known = tensors[0].shape[0]
         if known is not None and known <= self.size:
             return gradient_of_slice(data)
-        rows = rows_of(tensors) if known is None else known
         if not model.built:
-            model(_slice(data, 0, 1)[0])
+            model(_rows(data, tf.range(1))[0])
         adder = _Adder(model, gradient_of_slice)
 
         def add_slice(index, total):
-            return index + 1, adder.add(total, _slice(data, index * self.size, self.size))
+            return index + 1, adder.add(total, _rows(data, index * self.size + tf.range(self.size)))
 
         def add_rest(total):
-            return adder.add(total, _slice(data, whole * self.size, rest))
+            # Counted here and not outside: within a branch XLA knows no number that is not made there.
+            rows = rows_of(tensors)
+            return adder.add(total, _rows(data, tf.range(rows - rows % self.size, rows)))
 
+        rows = rows_of(tensors) if known is None else known
         whole, rest = rows // self.size, rows % self.size
         _, total = tf.while_loop(
             lambda index, _: index < whole, add_slice, (tf.constant(0), adder.zero()), parallel_iterations=1
@@ -160,18 +162,13 @@ class _Adder:
         return Gradient(gradients, loss, tf.convert_to_tensor(rows), Weight(divisor, self.summed))
 
 
-def _slice(data: Any, start: Any, rows: Any) -> Any:
-    """Some rows of every tensor in a batch; as many as a Python integer says make a static shape."""
+def _rows(data: Any, indices: tf.Tensor) -> Any:
+    """Some rows of every tensor in a batch."""
 
-    def cut(tensor):
-        if tensor is None:
-            return None
+    def gather(tensor):
         if isinstance(tensor, tf.SparseTensor):
             raise ValueError("A SparseTensor can't be cut into slices. Feed a dense or ragged tensor to microbatch().")
-        if isinstance(tensor, tf.RaggedTensor):
-            return tensor[start : start + rows]
-        tensor = tf.convert_to_tensor(tensor)
-        rest = tensor.shape.rank - 1
-        return tf.slice(tensor, [start] + [0] * rest, [rows] + [-1] * rest)
+        # Not a slice, which XLA would check against a batch that is smaller, though none is taken from that.
+        return None if tensor is None else tf.gather(tensor, indices)
 
-    return keras.tree.map_structure(cut, data)
+    return keras.tree.map_structure(gather, data)

@@ -1,0 +1,179 @@
+"""A batch that is run in slices is the batch that was run whole."""
+
+import hypothesis.strategies as st
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import REDUCTIONS, DataCase, OptimizerCase, build_model
+from hypothesis import given
+from oracles import largest_difference
+
+from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
+
+TOLERANCE = 1e-6
+INNER = OptimizerCase("Adam", {"clipnorm": 0.05}, {}, decays=False)
+METRICS = {"metrics": ["mae"], "weighted_metrics": ["mse"]}
+MODES = {
+    "plain": {},
+    "xla": {"jit_compile": True},
+    "several steps an execution": {"steps_per_execution": 2},
+    "eager": {"run_eagerly": True},
+}
+
+
+def fit(model, data, **arguments):
+    return model.fit(data.dataset(), epochs=2, shuffle=False, verbose=0, **arguments).history
+
+
+def check(data, size, reduction, inner=INNER, strategy=None, **mode):
+    whole = build_model(inner, reduction, **METRICS)
+    # Of unknown length, Keras lets its own counters run one ahead.
+    expected = fit(whole, data._replace(known_length=True))
+    sliced = build_model(inner, reduction, strategy, **METRICS, **mode)
+    with microbatch(sliced, size):
+        history = fit(sliced, data)
+    assert largest_difference(sliced, whole) < TOLERANCE
+    return history, expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_the_whole_batch(mode):
+    @given(
+        st.builds(
+            DataCase,
+            st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
+            st.booleans(),
+            st.booleans(),
+            st.integers(0, 3),
+        ),
+        st.integers(1, 4),
+        st.sampled_from(REDUCTIONS),
+    )
+    def equal(data, size, reduction):
+        history, expected = check(data, size, reduction, **MODES[mode])
+        for name, values in expected.items():
+            np.testing.assert_allclose(history[name], values, rtol=1e-5)
+
+    equal()
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_on_two_replicas(mirrored, steps_per_execution):
+    for sizes, weighted in (((8, 8), False), ((8, 7, 5), True)):
+        for reduction in REDUCTIONS:
+            data = DataCase(sizes, weighted)
+            check(data, 3, reduction, strategy=mirrored, steps_per_execution=steps_per_execution)
+
+
+@pytest.mark.own_process
+def test_loss_scaling_on_two_replicas_sees_what_is_not_finite_on_any(mirrored):
+    x, y = DataCase((8,)).batches()[0]
+    x[6] = np.nan
+    with mirrored.scope():
+        model = build_model(keras.optimizers.SGD, strategy=mirrored)
+        model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    before = model.get_weights()
+    microbatch(model, 2)
+    model.fit(x, y, 8, verbose=0)
+    assert model.optimizer.dynamic_scale.numpy() == 2.0**14
+    assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+
+
+@pytest.mark.parametrize("mode", ["plain", "xla"])
+def test_under_accumulation(mode):
+    data = DataCase((7, 4, 9, 3), weighted=True)
+    whole = build_model(INNER, "mean_with_sample_weight")
+    batches = [np.concatenate(parts) for parts in zip(*data.batches(), strict=True)]
+    whole.train_on_batch(*batches[:2], sample_weight=batches[2])
+    sliced = build_model(lambda: AccumulatingOptimizer(INNER(), 4), "mean_with_sample_weight", **MODES[mode])
+    microbatch(sliced, 3)
+    sliced.fit(data.dataset(), shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
+    assert largest_difference(sliced, whole) < TOLERANCE
+
+
+def test_embedding_and_several_inputs():
+    generator = np.random.default_rng(0)
+    words, numbers = generator.integers(0, 9, (11, 6)), generator.normal(size=(11, 3)).astype("float32")
+    target = generator.normal(size=(11, 2)).astype("float32")
+
+    def model_of(size):
+        keras.utils.set_random_seed(0)
+        left, right = keras.Input((6,), dtype="int32"), keras.Input((3,))
+        pooled = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(9, 4)(left))
+        model = keras.Model([left, right], keras.layers.Dense(2)(keras.layers.Concatenate()([pooled, right])))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        if size:
+            microbatch(model, size)
+        model.fit([words, numbers], target, 11, verbose=0)
+        return model
+
+    assert largest_difference(model_of(4), model_of(None)) < TOLERANCE
+
+
+def test_a_model_that_is_not_built():
+    x, y = DataCase((9,)).batches()[0]
+    model = keras.Sequential([keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(2)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    microbatch(model, 4)
+    model.fit(x, y, 9, epochs=2, verbose=0)
+    assert model.optimizer.iterations.numpy() == 2
+
+
+def test_ragged_inputs_are_cut():
+    ragged = tf.ragged.constant([[1.0, 2.0], [3.0], [4.0, 5.0, 6.0], [7.0], [8.0, 9.0]])
+
+    class Sum(keras.layers.Layer):
+        def call(self, inputs):
+            return tf.reduce_sum(inputs, axis=1, keepdims=True)
+
+    def trained(size):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((None,), ragged=True), Sum(), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        if size:
+            microbatch(model, size)
+        model.fit(tf.data.Dataset.from_tensor_slices((ragged, tf.ones((5, 1)))).batch(5), shuffle=False, verbose=0)
+        return model
+
+    assert largest_difference(trained(2), trained(None)) < TOLERANCE
+
+
+def test_it_undoes():
+    data = DataCase((8, 8))
+    model = build_model(INNER)
+    handle = microbatch(model, 3)
+    assert "make_train_function" in vars(model)
+    handle.undo()
+    assert "make_train_function" not in vars(model)
+    fit(model, data)
+    plain = build_model(INNER)
+    fit(plain, data)
+    assert largest_difference(model, plain) == 0.0
+
+
+def test_it_lasts_through_compile_and_under_the_callback():
+    data = DataCase((8, 8))
+    model = build_model(INNER)
+    microbatch(model, 3)
+    model.compile(AccumulatingOptimizer(INNER(), 2), "mse")
+    fit(model, data, callbacks=[ExactAccumulation()])
+    assert "make_train_function" in vars(model)
+    fit(model, data, callbacks=[ExactAccumulation()])
+    assert model.optimizer.iterations.numpy() == 4
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "64", None])
+def test_size_is_checked(size):
+    with pytest.raises(ValueError, match="Write microbatch"):
+        microbatch(build_model(INNER), size)
+
+
+def test_a_train_step_of_its_own_is_refused():
+    class OwnStep(keras.Sequential):
+        def train_step(self, data):
+            return super().train_step(data)
+
+    with pytest.raises(ValueError, match="has a train_step of its own"):
+        microbatch(OwnStep([keras.Input((5,)), keras.layers.Dense(2)]), 4)
