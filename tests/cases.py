@@ -34,7 +34,11 @@ optimizer_cases = st.builds(
     name=st.sampled_from(OPTIMIZERS),
     clip=st.sampled_from([{}, {"clipnorm": 0.05}, {"global_clipnorm": 0.1}, {"clipvalue": 0.02}]),
     average=st.sampled_from(
-        [{}, {"use_ema": True, "ema_momentum": 0.8}, {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 2}]
+        [
+            {},
+            {"use_ema": True, "ema_momentum": 0.8},
+            {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 2},
+        ]
     ),
     decays=st.booleans(),
 )

@@ -34,7 +34,9 @@ class LossTerm:
             return keras.ops.convert_to_tensor(tensor, dtype=self.loss.dtype)
 
         return tf.convert_to_tensor(
-            self.loss.call(keras.tree.map_structure(convert, self.y_true), keras.tree.map_structure(convert, self.y_pred))
+            self.loss.call(
+                keras.tree.map_structure(convert, self.y_true), keras.tree.map_structure(convert, self.y_pred)
+            )
         )
 
     @property
@@ -85,9 +87,7 @@ def recorded_terms(model: keras.Model) -> Iterator[list[LossTerm]]:
     build = compiled.build
 
     def record():
-        compiled._flat_losses = [
-            flat._replace(loss=_Recording(flat.loss, terms)) for flat in compiled._flat_losses
-        ]
+        compiled._flat_losses = [flat._replace(loss=_Recording(flat.loss, terms)) for flat in compiled._flat_losses]
 
     def build_and_record(y_true, y_pred):
         build(y_true, y_pred)

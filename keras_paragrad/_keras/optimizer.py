@@ -1,15 +1,11 @@
 """Wrapping an optimizer so that everybody else takes the wrapper for the one inside it."""
 
-import contextlib
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils.tracking import DotNotTrackScope, no_automatic_dependency_tracking
-
-from keras_paragrad._keras.replicas import run_if
 
 _SETTINGS = (
     "weight_decay",
@@ -70,8 +66,8 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         made_under, strategy = self.inner_optimizer._distribution_strategy, tf.distribute.get_strategy()
         if made_under is not strategy:
             raise ValueError(
-                f"{self.inner_optimizer.name} was made under {type(made_under).__name__} and the model is trained under "
-                f"{type(strategy).__name__}. Make the optimizer within `with strategy.scope():`, as the model."
+                f"{self.inner_optimizer.name} was made under {type(made_under).__name__}, and the model is trained "
+                f"under {type(strategy).__name__}. Make the optimizer within `with strategy.scope():`, as the model."
             )
         if self.inner_optimizer.built:
             self.inner_optimizer._check_variables_are_known(variables)
@@ -115,6 +111,21 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
     def learning_rate(self, value):
         self.inner_optimizer.learning_rate = value
 
+    def get_config(self) -> dict[str, Any]:
+        """The inner optimizer and the name, serialized."""
+        return {"inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer), "name": self.name}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None):
+        """Makes the optimizer that `get_config` described."""
+        made = {
+            name: keras.saving.deserialize_keras_object(value, custom_objects=custom_objects)
+            if isinstance(value, dict)
+            else value
+            for name, value in config.items()
+        }
+        return cls(**made)
+
     def __setattr__(self, name, value):
         # This is how a LossScaleOptimizer announces itself: it clears the factor of the optimizer that it wraps. It may
         # be clear already, and then no property is asked: Keras assigns nothing that is there.
@@ -148,102 +159,3 @@ for _name in _SETTINGS:
     setattr(WrappingOptimizer, _name, _delegated_setting(_name))
 for _name in _METHODS:
     setattr(WrappingOptimizer, _name, _delegated_method(_name))
-
-
-def unscaled(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """The optimizer that a `LossScaleOptimizer` is around, or the optimizer itself."""
-    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    return optimizer.inner_optimizer if scaled else optimizer
-
-
-def parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that update variables: the one given or inside it, and those a `MultiOptimizer` hands on to."""
-    optimizer = unscaled(optimizer)
-    return [optimizer, *getattr(optimizer, "optimizers", [])]
-
-
-def apply_everywhere(run, optimizer: keras.optimizers.Optimizer, gradients, variables) -> None:
-    """Applies gradients that have been summed over the replicas, on each of them; called once for all.
-
-    Args:
-        run: Runs a function on every replica; see `keras_paragrad._keras.replicas.coordinate`.
-        optimizer: A built optimizer.
-        gradients: A gradient or `None` for each variable, grouped by replica.
-        variables: The variables that the optimizer was built with.
-    """
-    frequencies = [(part, part.ema_overwrite_frequency) for part in parts(optimizer)]
-    for part, _ in frequencies:
-        part.__dict__["_all_reduce_sum_gradients"] = list
-        # Keras overwrites in a branch on each replica, and a strategy refuses to update a variable in there.
-        part.ema_overwrite_frequency = None
-    try:
-        run(lambda gradients: optimizer.apply(gradients, variables), gradients)
-    finally:
-        for part, frequency in frequencies:
-            del part.__dict__["_all_reduce_sum_gradients"]
-            part.ema_overwrite_frequency = frequency
-    for part, frequency in frequencies:
-        if part.use_ema and frequency and part.built:
-            run_if(part.iterations % frequency == 0, functools.partial(_overwrite_with_average, run, part))
-
-
-def _overwrite_with_average(run, optimizer: keras.optimizers.Optimizer) -> None:
-    variables = optimizer._trainable_variables
-
-    def constrain():
-        for variable in variables:
-            if variable.constraint is not None:
-                variable.assign(variable.constraint(variable))
-
-    optimizer._overwrite_model_variables_with_average_value(variables)
-    run(constrain)
-
-
-class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
-    """Named variables that are saved with the object that holds them, in Keras's files and in TensorFlow's."""
-
-    def __init__(self):
-        self.variables: dict[str, keras.Variable] = {}
-
-    def _obj_type(self):
-        return "Operation"
-
-    def add(self, name: str, shape=(), dtype="float32", *, aggregation="none", local=False, like=None):
-        """Adds a variable of zeros.
-
-        Args:
-            name: What the variable is saved as.
-            shape: Its shape.
-            dtype: Its dtype.
-            aggregation: How replicas' values become one: `"none"`, `"sum"` or `"mean"`.
-            local: Whether every replica keeps a value of its own, combined when it is read from outside.
-            like: A variable of the model on whose device to place it.
-
-        Returns:
-            The `keras.Variable`.
-        """
-        strategy = tf.distribute.get_strategy()
-        colocated = strategy.extended.colocate_vars_with(like.value) if like is not None else contextlib.nullcontext()
-        with colocated:
-            variable = keras.Variable(
-                initializer="zeros",
-                shape=shape,
-                dtype=dtype,
-                trainable=False,
-                aggregation=aggregation,
-                synchronization="on_read" if local else "auto",
-                name=name,
-            )
-        self.variables[name] = variable
-        return variable
-
-    def save_own_variables(self, store):
-        """Writes each variable under its name, summed or averaged over the replicas."""
-        for name, variable in self.variables.items():
-            store[name] = variable.numpy()
-
-    def load_own_variables(self, store):
-        """Reads what `save_own_variables` wrote; zeros where nothing was written."""
-        for name, variable in self.variables.items():
-            value = store[name] if name in store.keys() else keras.ops.zeros(variable.shape, variable.dtype)
-            variable.assign(value)

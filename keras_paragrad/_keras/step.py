@@ -7,8 +7,9 @@ import keras
 import tensorflow as tf
 from keras.src.losses.loss import unscale_loss_for_distribution
 
+from keras_paragrad._keras.apply import apply_everywhere, unscaled
 from keras_paragrad._keras.losses import LossTerm, recorded_terms
-from keras_paragrad._keras.optimizer import WrappingOptimizer, apply_everywhere, unscaled
+from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.replicas import coordinate, replica_count, sum_over_replicas
 
 

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -41,7 +41,11 @@ HOOKS = (
     Hook("keras.src.layers.layer", "Layer._get_own_losses"),
     Hook("keras.src.layers.layer", "Layer._flatten_layers", ("include_self",)),
     Hook("tensorflow.python.distribute.distribute_lib", "StrategyExtendedV1.call_for_each_replica", ("fn", "args")),
-    Hook("tensorflow.python.distribute.distribute_lib", "StrategyExtendedV2.colocate_vars_with", ("colocate_with_variable",)),
+    Hook(
+        "tensorflow.python.distribute.distribute_lib",
+        "StrategyExtendedV2.colocate_vars_with",
+        ("colocate_with_variable",),
+    ),
     Hook("tensorflow", "__internal__.tracking.AutoTrackable"),
 )
 
@@ -71,7 +75,7 @@ def check_hooks(hooks: Iterable[Hook] = HOOKS) -> None:
 
 def _problem(hook: Hook) -> str | None:
     try:
-        found = importlib.import_module(hook.module)
+        found: Any = importlib.import_module(hook.module)
         for name in hook.path.split("."):
             found = getattr(found, name)
     except (ImportError, AttributeError):

@@ -4,7 +4,8 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.optimizer import WrappingOptimizer, parts
+from keras_paragrad._keras.apply import parts
+from keras_paragrad._keras.optimizer import WrappingOptimizer
 
 CHOICES = {
     "weighting": ("auto", "uniform", "examples", "sample_weight", "mask"),

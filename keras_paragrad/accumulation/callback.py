@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.optimizer import unscaled
+from keras_paragrad._keras.apply import unscaled
 from keras_paragrad._keras.trainer import StepBuilder
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer

@@ -3,7 +3,6 @@
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-
 from keras_paragrad._keras.step import Gradient
 
 if TYPE_CHECKING:
@@ -75,8 +74,9 @@ class HostSchedule:
 
     def gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
         """The context in which the optimizer gathers a gradient by its weight."""
-        uniform = gradient is None or self.optimizer.weighting == "uniform"
-        return self.optimizer.gathering(None if uniform else gradient.weight)
+        if gradient is None or self.optimizer.weighting == "uniform":
+            return self.optimizer.gathering()
+        return self.optimizer.gathering(gradient.weight)
 
     def end(self, update: bool) -> None:
         """Ends the micro-batch on this replica."""

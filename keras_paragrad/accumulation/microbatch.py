@@ -45,7 +45,9 @@ class microbatch:  # noqa: N801  (used as a function and as a context, like cont
 
     def __init__(self, model: keras.Model, size: int, *, weighting: str = "auto"):
         if not hasattr(size, "__index__") or isinstance(size, bool) or size < 1:
-            raise ValueError(f"`size` is {size!r}, and must be a whole number of examples. Write microbatch(model, 64).")
+            raise ValueError(
+                f"`size` is {size!r}, and must be a whole number of examples. Write microbatch(model, 64)."
+            )
         measure = Measure(weighting)
         measure.check(model)
         warn_of_batch_statistics(model)
@@ -98,10 +100,11 @@ class Slices(NamedTuple):
         def add_rest(total):
             # Counted here and not outside: within a branch XLA knows no number that is not made there.
             rows = rows_of(tensors)
-            return adder.add(total, _rows(data, tf.range(rows - rows % self.size, rows)))
+            return adder.add(total, _rows(data, tf.range(rows // self.size * self.size, rows)))
 
         rows = rows_of(tensors) if known is None else known
-        whole, rest = rows // self.size, rows % self.size
+        whole = rows // self.size
+        rest = rows - whole * self.size
         _, total = tf.while_loop(
             lambda index, _: index < whole, add_slice, (tf.constant(0), adder.zero()), parallel_iterations=1
         )
@@ -129,6 +132,7 @@ class _Adder:
         part = self.gradient_of_slice(data)
         if part.loss.shape.rank != 0:
             raise ValueError("The loss is not reduced to a number. Compile with a loss whose reduction is not None.")
+        assert part.weight is not None, "the split stage weighs every slice"
         value, self.summed = part.weight
         gradients = list(total.gradients)
         for index, gradient in enumerate(part.gradients):

@@ -9,7 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.optimizer import WrappingOptimizer, apply_everywhere
+from keras_paragrad._keras.apply import apply_everywhere
+from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.replicas import coordinate, first_replica, replica_count, replica_index, run_if
 from keras_paragrad._keras.step import Weight
 from keras_paragrad.accumulation.arguments import check_choices, checked_inner
@@ -204,13 +205,13 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """
         if not self.built or int(self.window.position.numpy()) == 0:
             return False
-        self._compiled(self.end_micro_batch, True)
+        self._compiled_update()
         return True
 
     def discard(self) -> None:
         """Forgets what the window holds."""
         if self.built:
-            self._compiled(self.window.clear)
+            self._compiled_clear()
             self.window.position.assign(0)
 
     def end_epoch(self) -> None:
@@ -226,8 +227,12 @@ class AccumulatingOptimizer(WrappingOptimizer):
         return HostSchedule(self)
 
     @functools.cached_property
-    def _compiled(self):
-        return tf.function(lambda fn, *args: self._strategy.run(fn, args=args), autograph=False)
+    def _compiled_update(self):
+        return tf.function(lambda: self._strategy.run(self.end_micro_batch, args=(True,)), autograph=False)
+
+    @functools.cached_property
+    def _compiled_clear(self):
+        return tf.function(lambda: self._strategy.run(self.window.clear), autograph=False)
 
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
         """Closes the last window, then does what the inner optimizer does when training ends."""
@@ -247,22 +252,11 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, serialized."""
-        steps = keras.saving.serialize_keras_object(self.steps) if callable(self.steps) else self.steps
         return {
-            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            "steps": steps,
+            **super().get_config(),
+            "steps": keras.saving.serialize_keras_object(self.steps) if callable(self.steps) else self.steps,
             "weighting": self.weighting,
             "tail": self.tail,
             "accumulator_dtype": self.accumulator_dtype,
             "skip_nonfinite": self.skip_nonfinite,
-            "name": self.name,
         }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None):
-        """Makes the optimizer that `get_config` described."""
-        config = dict(config)
-        for name in ("inner_optimizer", "steps"):
-            if isinstance(config.get(name), dict):
-                config[name] = keras.saving.deserialize_keras_object(config[name], custom_objects=custom_objects)
-        return cls(**config)

@@ -34,14 +34,12 @@ class StepsSchedule:
     """
 
     def __init__(self, steps: Steps):
-        self.steps = steps
-        self.pairs: list[tuple[int, int]] | None = None
-        if callable(steps):
-            self._check_callable()
-        else:
-            self.pairs = _checked_pairs(steps)
+        self.function = steps if callable(steps) else None
+        self.pairs = [] if callable(steps) else _checked_pairs(steps)
+        if self.function:
+            self._check_function()
 
-    def _check_callable(self) -> None:
+    def _check_function(self) -> None:
         self.at(0)
         try:
             tf.function(self, autograph=False).get_concrete_function(tf.TensorSpec((), tf.int64))
@@ -54,13 +52,13 @@ class StepsSchedule:
     @property
     def is_constant(self) -> bool:
         """Whether every update takes the same number of micro-batches."""
-        return self.pairs is not None and len(self.pairs) == 1
+        return len(self.pairs) == 1
 
     def __call__(self, update: Any) -> tf.Tensor:
         """The steps of the window that ends with `update`, as an int64 scalar that can be traced."""
         update = tf.cast(tf.convert_to_tensor(update), tf.int64)
-        if self.pairs is None:
-            return tf.cast(self.steps(update), tf.int64)
+        if self.function:
+            return tf.cast(self.function(update), tf.int64)
         steps = tf.constant(self.pairs[0][1], tf.int64)
         for first, count in self.pairs[1:]:
             steps = tf.where(update >= first, tf.constant(count, tf.int64), steps)
@@ -68,11 +66,13 @@ class StepsSchedule:
 
     def at(self, update: int) -> int:
         """The same as a Python integer, for the host; a callable's answer is checked."""
-        if self.pairs is not None:
+        if self.function is None:
             return next(count for first, count in reversed(self.pairs) if update >= first)
-        answer = keras.ops.convert_to_numpy(self.steps(tf.constant(update, tf.int64)))
+        answer = keras.ops.convert_to_numpy(self.function(tf.constant(update, tf.int64)))
         if answer.shape != () or answer.dtype.kind not in "iu" or answer < 1:
-            raise ValueError(f"`steps` gave {answer!r} for update {update}, and must give an integer of at least 1. {_WRITE}")
+            raise ValueError(
+                f"`steps` gave {answer!r} for update {update}, and must give an integer of at least 1. {_WRITE}"
+            )
         return int(answer)
 
 
@@ -82,9 +82,11 @@ def _checked_pairs(steps: Any) -> list[tuple[int, int]]:
     well_formed = isinstance(steps, Sequence) and not isinstance(steps, str) and len(steps) > 0
     if not well_formed or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in steps):
         raise ValueError(f"`steps` is {steps!r}, which is not a number of micro-batches. {_WRITE}")
-    pairs = [(first, count) for first, count in steps]
+    pairs: list[Any] = [tuple(pair) for pair in steps]
     if not all(_is_integer(first) and _is_integer(count) and count >= 1 for first, count in pairs):
-        raise ValueError(f"`steps` holds {steps!r}; an update takes a whole number of micro-batches, at least 1. {_WRITE}")
+        raise ValueError(
+            f"`steps` holds {steps!r}; an update takes a whole number of micro-batches, at least 1. {_WRITE}"
+        )
     firsts = [first for first, _ in pairs]
     if firsts[0] != 0 or firsts != sorted(set(firsts)):
         raise ValueError(

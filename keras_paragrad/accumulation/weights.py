@@ -12,8 +12,8 @@ from keras_paragrad._keras.model import all_layers, has_added_losses, has_own_co
 from keras_paragrad._keras.step import Weight, rows_of
 
 _SAY = (
-    "If you know what it divides by, say so: AccumulatingOptimizer(..., weighting=...) takes 'examples', 'sample_weight' "
-    "or 'mask', and 'uniform' for micro-batches that are all alike."
+    "If you know what it divides by, say so: AccumulatingOptimizer(..., weighting=...) takes 'examples', "
+    "'sample_weight' or 'mask', and 'uniform' for micro-batches that are all alike."
 )
 
 
@@ -98,8 +98,8 @@ _STATED: dict[str, Callable[[dict[str, Any]], Weight]] = {
 def _of_terms(model: keras.Model, terms: list[LossTerm]) -> Weight:
     if has_added_losses(model):
         raise ValueError(
-            "A layer adds a loss by add_loss() or an activity regularizer, and whether that is a sum or a mean over the "
-            f"examples can't be seen. {_SAY}"
+            "A layer adds a loss by add_loss() or an activity regularizer, and whether that is a sum or a mean over "
+            f"the examples can't be seen. {_SAY}"
         )
     if not terms:
         raise ValueError("The model was compiled without a loss. Write model.compile(optimizer, loss=...).")
@@ -107,15 +107,15 @@ def _of_terms(model: keras.Model, terms: list[LossTerm]) -> Weight:
     kinds = {kind for kind, _ in divisors}
     if len(kinds) > 1:
         raise ValueError(
-            f"The losses of this model's outputs are divided by different things ({_described(divisors)}), so that no "
-            "one weight makes several micro-batches equal a whole batch. Give the outputs losses of one reduction, with "
-            "the same sample weights and mask."
+            f"The losses of this model's outputs are divided by different things ({_described(divisors)}), so that "
+            "no one weight makes several micro-batches equal a whole batch. Give the outputs losses of one reduction, "
+            "with the same sample weights and mask."
         )
     kind, value = divisors[0]
     if kind == ("sum",) and any(variable.regularizer for variable in model.trainable_variables):
         raise ValueError(
-            "The loss is summed and not averaged, so a weight regularizer would count once for every micro-batch. Write "
-            "reduction='sum_over_batch_size' for the loss, or use the optimizer's weight_decay."
+            "The loss is summed and not averaged, so a weight regularizer would count once for every micro-batch. "
+            "Write reduction='sum_over_batch_size' for the loss, or use the optimizer's weight_decay."
         )
     return Weight(value, summed=kind == ("sum",))
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from keras_paragrad._keras.optimizer import SavedVariables, WrappingOptimizer
+from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.replicas import replica_count, sum_over_replicas
+from keras_paragrad._keras.saved import SavedVariables
 from keras_paragrad._keras.step import Weight
 
 
@@ -103,5 +104,3 @@ class GradientWindow(SavedVariables):
 def _all_finite(gradients: Sequence) -> tf.Tensor:
     values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
-
-

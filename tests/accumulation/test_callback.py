@@ -115,7 +115,7 @@ def test_the_logs_are_keras_own():
     logs = []
     for callbacks in ([ExactAccumulation()], []):
         model = build_model(
-            lambda: AccumulatingOptimizer(keras.optimizers.SGD(0.0), 2, weighting="auto" if callbacks else "uniform"),
+            lambda: AccumulatingOptimizer(keras.optimizers.SGD(0.0), 2, weighting="uniform"),
             metrics=["mae"],
             weighted_metrics=["mse"],
         )

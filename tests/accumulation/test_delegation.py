@@ -41,8 +41,7 @@ def test_exclusion_from_weight_decay_is_kept():
     def trained(make):
         optimizer = make(keras.optimizers.AdamW(0.01, weight_decay=0.5))
         optimizer.exclude_from_weight_decay(var_names=["bias"])
-        model = build_model(lambda: optimizer)
-        return model
+        return build_model(lambda: optimizer)
 
     data = DataCase((4,) * 6)
     accumulating = trained(lambda inner: AccumulatingOptimizer(inner, 3))
@@ -64,7 +63,9 @@ def test_fixed_loss_scale():
 def test_multi_optimizer():
     def multi():
         return keras.optimizers.MultiOptimizer(
-            keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1, clipnorm=0.05), {".*/bias": keras.optimizers.Adam()})
+            keras.optimizers.OptimizerMap(
+                keras.optimizers.SGD(0.1, clipnorm=0.05), {".*/bias": keras.optimizers.Adam()}
+            )
         )
 
     data = DataCase((3, 5, 2, 4, 1), weighted=True)
@@ -108,7 +109,9 @@ def test_steps_of_one_is_the_inner_optimizer():
 
 
 def test_nothing_but_accumulators_changes_between_updates():
-    model = build_model(lambda: AccumulatingOptimizer(keras.optimizers.AdamW(0.01, use_ema=True), 4, weighting="uniform"))
+    model = build_model(
+        lambda: AccumulatingOptimizer(keras.optimizers.AdamW(0.01, use_ema=True), 4, weighting="uniform")
+    )
     data = DataCase((4,) * 8).batches()
     seen = []
     for x, y in data:

@@ -1,11 +1,9 @@
 """k micro-batches make the step of one large batch, whatever the optimizer, the sizes and the weights."""
 
 import hypothesis.strategies as st
-import keras
-import numpy as np
 import pytest
-from cases import REDUCTIONS, DataCase, OptimizerCase, build_model, data_cases, optimizer_cases
-from hypothesis import given, settings
+from cases import REDUCTIONS, build_model, data_cases, optimizer_cases
+from hypothesis import given
 from oracles import largest_difference, train_on_whole_windows, windows
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
@@ -22,9 +20,7 @@ schedules = st.sampled_from([1, 2, 3, 4, [(0, 2), (1, 3)], [(0, 1), (2, 4), (3, 
 
 
 def check(inner, data, steps, reduction, tail, epochs=2, strategy=None, **mode):
-    accumulating = build_model(
-        lambda: AccumulatingOptimizer(inner(), steps, tail=tail), reduction, strategy, **mode
-    )
+    accumulating = build_model(lambda: AccumulatingOptimizer(inner(), steps, tail=tail), reduction, strategy, **mode)
     accumulating.fit(data.dataset(), epochs=epochs, shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
     whole = build_model(inner, reduction)
     schedule = accumulating.optimizer.schedule

@@ -108,7 +108,9 @@ def test_without_skipping_the_weights_take_it_as_in_keras():
     assert not np.isfinite(parts.get_weights()[0]).all()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-6), ("bfloat16", 2e-2), ("float16", 2e-3), (None, 1e-6)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float64", 1e-6), ("bfloat16", 2e-2), ("float16", 2e-3), (None, 1e-6)]
+)
 def test_accumulator_dtypes(dtype, tolerance):
     parts = model_of(AccumulatingOptimizer(keras.optimizers.SGD(0.1), 4, accumulator_dtype=dtype), "float32")
     fit(parts, epochs=2, callbacks=[ExactAccumulation()])

@@ -34,9 +34,7 @@ replica_data = st.builds(
 
 def check(strategy, inner, data, steps, reduction, epochs=2, callbacks=(), **mode):
     parallel = build_model(lambda: AccumulatingOptimizer(inner(), steps), reduction, strategy, **mode)
-    parallel.fit(
-        data.dataset(), epochs=epochs, shuffle=False, verbose=0, callbacks=[ExactAccumulation(), *callbacks]
-    )
+    parallel.fit(data.dataset(), epochs=epochs, shuffle=False, verbose=0, callbacks=[ExactAccumulation(), *callbacks])
     whole = build_model(inner, reduction)
     train_on_whole_windows(
         whole, windows(data.batches(), parallel.optimizer.schedule.at, epochs, parallel.optimizer.tail)

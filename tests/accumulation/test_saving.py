@@ -73,9 +73,7 @@ def test_backup_and_restore(stop_after, tmp_path):
 
     interrupted = build_model(carrying)
     with pytest.raises(KeyboardInterrupt):
-        interrupted.fit(
-            BEGUN.dataset(), shuffle=False, verbose=0, callbacks=[ExactAccumulation(), backup(), Stop()]
-        )
+        interrupted.fit(BEGUN.dataset(), shuffle=False, verbose=0, callbacks=[ExactAccumulation(), backup(), Stop()])
     resumed = build_model(carrying)
     left = BEGUN.batches()[stop_after:]
     data = tf.data.Dataset.from_generator(lambda: iter(left), output_signature=BEGUN.dataset().element_spec)

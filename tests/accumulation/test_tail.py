@@ -92,7 +92,9 @@ def test_an_epoch_that_is_broken_off_is_flushed():
 def test_steps_per_epoch_over_endless_data():
     data = DataCase((4,) * 5)
     model = build_model(lambda: AccumulatingOptimizer(inner(), 2))
-    model.fit(data.dataset().repeat(), steps_per_epoch=5, epochs=2, shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
+    model.fit(
+        data.dataset().repeat(), steps_per_epoch=5, epochs=2, shuffle=False, verbose=0, callbacks=[ExactAccumulation()]
+    )
     assert model.optimizer.iterations.numpy() == 6
 
 
@@ -114,3 +116,15 @@ def test_without_the_callback_counters_do_not_drift_either():
     model.fit(data.dataset(), epochs=4, shuffle=False, verbose=0)
     assert model.optimizer.iterations.numpy() == 7
     assert model.optimizer.window.position.numpy() == 0
+
+
+def test_flushing_is_compiled_once(monkeypatch):
+    model = build_model(lambda: AccumulatingOptimizer(inner(), 3))
+    traced = []
+    update = AccumulatingOptimizer._update
+    monkeypatch.setattr(AccumulatingOptimizer, "_update", lambda self, run: (traced.append(1), update(self, run))[1])
+    counts = []
+    for _ in range(3):
+        model.fit(DataCase((4,) * 4).dataset(), shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
+        counts.append(len(traced))
+    assert counts[0] == counts[2] > 0

@@ -1,0 +1,56 @@
+# The first of these that will do is used, unless another is named: `make demo PYTHON=python3.12`.
+PYTHON ?=
+PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.13 python3.12 python3.11)
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := pyproject.toml README.md LICENSE $(shell find keras_paragrad -name __pycache__ -prune -o -print)
+
+# Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
+USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+
+.PHONY: demo test bench clean
+
+demo: .venv/.demo
+	$(BIN)/python examples/digits.py
+
+test: .venv/.wheel
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -P -m pytest -n 2 --dist worksteal
+	$(BIN)/python -P -m pytest --doctest-modules --pyargs keras_paragrad
+
+bench: .venv/.wheel
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.created:
+	@for python in $(PYTHONS); do \
+		if "$$python" -c '$(USABLE)' 2>/dev/null; then \
+			echo "Making .venv with $$python"; \
+			"$$python" -m venv --clear .venv && touch $@; \
+			exit; \
+		fi; \
+	done; \
+	echo "No Python 3.11, 3.12 or 3.13 with its venv module among: $(PYTHONS)." >&2; \
+	echo "Install one, or name it: make PYTHON=/path/to/python" >&2; \
+	exit 1
+
+.venv/.demo: .venv/.created constraints.txt $(SOURCES)
+	$(PIP) install -c constraints.txt '.[demo]'
+	@touch $@
+
+.venv/.dev: .venv/.created constraints.txt pyproject.toml
+	$(PIP) install -c constraints.txt '.[dev,profile]'
+	@touch $@
+
+# The tests run against the wheel, as users get it, and not against the working tree.
+.venv/.wheel: .venv/.dev $(SOURCES)
+	rm -f dist/*.whl
+	$(BIN)/python -m build --wheel
+	$(PIP) install --force-reinstall --no-deps dist/*.whl
+	@touch $@

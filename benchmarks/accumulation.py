@@ -1,0 +1,197 @@
+"""What accumulation costs: beside the bare gradient, Keras's own accumulation and one large batch.
+
+`python benchmarks/accumulation.py` prints the tables and saves them in `results/accumulation.json`.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from harness import interleaved, peak_memory_of, print_peak_memory, report, timed_fit
+
+from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
+
+WIDTH, LAYERS, MICRO_BATCH = 1500, 4, 64
+VOCABULARY, EMBEDDING, WORDS = 300_000, 32, 20
+# The step without an update is what is compared: the message of the optimizer used alone would be in the way.
+logging.getLogger("keras_paragrad").setLevel(logging.ERROR)
+
+
+class BareGradient(keras.optimizers.Optimizer):
+    """Writes the gradient down and updates nothing: what a step can't cost less than."""
+
+    def __init__(self):
+        super().__init__(learning_rate=0.0)
+        self.gradients = []
+
+    def build(self, variables):
+        self.gradients = [self.add_variable_from_reference(variable, name="gradient") for variable in variables]
+        super().build(variables)
+
+    def apply(self, grads, trainable_variables=None):
+        if not self.built:
+            self.build(list(trainable_variables))
+        for kept, gradient in zip(self.gradients, grads, strict=True):
+            kept.assign(tf.convert_to_tensor(gradient))
+
+
+def dense_model(optimizer, jit_compile=False):
+    """Nine million parameters in four dense layers."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS)]
+    model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+    model.compile(optimizer, "mse", jit_compile=jit_compile)
+    return model
+
+
+def dense_data(rows):
+    generator = np.random.default_rng(0)
+    x, y = (generator.normal(size=(rows, WIDTH)).astype("float32") for _ in range(2))
+    return tf.data.Dataset.from_tensors((x, y)).cache().repeat()
+
+
+def sparse_model(optimizer, jit_compile=False):
+    """An embedding of 300,000 words, 32 wide."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((WORDS,), dtype="int32"),
+            keras.layers.Embedding(VOCABULARY, EMBEDDING),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(optimizer, "mse", jit_compile=jit_compile)
+    return model
+
+
+def sparse_data(rows):
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, VOCABULARY, (rows, WORDS)).astype("int32")
+    return tf.data.Dataset.from_tensors((x, generator.normal(size=(rows, 1)).astype("float32"))).cache().repeat()
+
+
+def adam(**arguments):
+    return keras.optimizers.Adam(1e-4, **arguments)
+
+
+def compare(build, data, k, jit_compile, micro_batch, micro_batches, rounds):
+    """Milliseconds a micro-batch of every way to take the same updates."""
+    small = data(micro_batch)
+
+    def case(optimizer, callbacks=()):
+        return timed_fit(build(optimizer, jit_compile), small, micro_batches, micro_batches, callbacks)
+
+    large = timed_fit(build(adam(), jit_compile), data(micro_batch * k), micro_batches // k, micro_batches)
+    return interleaved(
+        {
+            "bare gradient": case(BareGradient()),
+            "built-in": case(adam(gradient_accumulation_steps=k)),
+            "in the graph": case(AccumulatingOptimizer(adam(), k)),
+            "ExactAccumulation": case(AccumulatingOptimizer(adam(), k), [ExactAccumulation()]),
+            "one large batch": large,
+        },
+        rounds,
+    )
+
+
+def speed(title, build, data, settings, micro_batch, micro_batches, rounds=7):
+    rows = []
+    for jit_compile, k in settings:
+        took = compare(build, data, k, jit_compile, micro_batch, micro_batches, rounds)
+        ours = took["ExactAccumulation"]
+        rows.append(
+            [
+                f"jit {'on' if jit_compile else 'off'}, k={k}",
+                *took.values(),
+                ours / took["built-in"],
+                ours / took["bare gradient"],
+            ]
+        )
+    names = ["bare gradient", "built-in", "in the graph", "ExactAccumulation", "one large batch"]
+    report("accumulation", title, ["", *names, "to built-in", "to bare gradient"], rows)
+
+
+MEMORY_CASES = {
+    "nothing trained": (None, 1, None),
+    "one batch of 2048": (lambda: adam(), 2048, None),
+    "one batch of 8192": (lambda: adam(), 8192, None),
+    "built-in, k=16 of 128": (lambda: adam(gradient_accumulation_steps=16), 128, None),
+    "AccumulatingOptimizer, k=16 of 128": (lambda: AccumulatingOptimizer(adam(), 16), 128, None),
+    "microbatch(128), batch of 2048": (lambda: adam(), 2048, 128),
+    "microbatch(128), batch of 8192": (lambda: adam(), 8192, 128),
+    "microbatch(512), batch of 8192": (lambda: adam(), 8192, 512),
+}
+
+
+def wide_model(optimizer):
+    """Few parameters and large activations, so that what a batch takes shows."""
+    keras.utils.set_random_seed(0)
+    convolutions = [keras.layers.Conv2D(32, 3, padding="same", activation="relu") for _ in range(4)]
+    head = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)]
+    model = keras.Sequential([keras.Input((28, 28, 1)), *convolutions, *head])
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def train_for_memory(name, jit_compile):
+    """Runs in a process of its own: two updates of a case, then its peak memory."""
+    from harness import fashion_mnist
+
+    make, rows, size = MEMORY_CASES[name]
+    x, y = fashion_mnist(8192)
+    if make is not None:
+        model = wide_model(make())
+        model.jit_compile = jit_compile
+        if size:
+            microbatch(model, size)
+        exact = [ExactAccumulation()] if "Accumulating" in name else []
+        model.fit(x, y, rows, epochs=1, verbose=0, shuffle=False, callbacks=exact)
+    print_peak_memory()
+
+
+def memory():
+    rows = []
+    for jit_compile in (False, True):
+        base = peak_memory_of(__file__, "memory", "nothing trained", str(int(jit_compile)))
+        for name in list(MEMORY_CASES)[1:]:
+            peak = peak_memory_of(__file__, "memory", name, str(int(jit_compile)))
+            rows.append([name, "on" if jit_compile else "off", peak - base])
+    report(
+        "accumulation", "Peak memory above an idle process, MB: convolutions on Fashion-MNIST", ["", "jit", "MB"], rows
+    )
+
+
+def main():
+    if sys.argv[1:2] == ["memory"]:
+        train_for_memory(sys.argv[2], sys.argv[3] == "1")
+        return
+    Path(__file__).with_name("results").mkdir(exist_ok=True)
+    settings = [(True, 4), (True, 16), (False, 4), (False, 16)]
+    speed(
+        f"Milliseconds a micro-batch of {MICRO_BATCH}: dense, 9M parameters, Adam",
+        dense_model,
+        dense_data,
+        settings,
+        MICRO_BATCH,
+        48,
+    )
+    speed(
+        "Milliseconds a micro-batch of 32: embedding of 300,000 x 32, Adam",
+        sparse_model,
+        sparse_data,
+        [(True, 16), (False, 4), (False, 16)],
+        32,
+        48,
+    )
+    memory()
+
+
+if __name__ == "__main__":
+    main()

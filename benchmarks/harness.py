@@ -1,0 +1,93 @@
+"""What every benchmark shares: interleaved timing, peak memory of a process, Fashion-MNIST, a table and a JSON file."""
+
+import gzip
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).with_name("results")
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+
+
+def interleaved(cases: dict[str, Callable[[], float]], rounds: int, warm_up: int = 2) -> dict[str, float]:
+    """The median of what each case returns, with the cases taking turns.
+
+    Args:
+        cases: By name, a function that does one run and returns its time, in milliseconds a unit of work.
+        rounds: How many turns count.
+        warm_up: How many turns before that do not, for compilation.
+    """
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(warm_up + rounds):
+        for name, run in cases.items():
+            took = run()
+            if turn >= warm_up:
+                times[name].append(took)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def timed_fit(model, dataset, steps: int, micro_batches: int, callbacks: Sequence = ()) -> Callable[[], float]:
+    """A case for `interleaved`: milliseconds a micro-batch in `model.fit`."""
+
+    def run() -> float:
+        start = time.perf_counter()
+        model.fit(dataset, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=list(callbacks))
+        return (time.perf_counter() - start) / micro_batches * 1e3
+
+    return run
+
+
+def peak_memory_of(script: str, *arguments: str) -> float:
+    """The peak resident memory, in MB, of a Python script that prints it with `print_peak_memory` at its end."""
+    command = [sys.executable, script, *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    return float(finished.stdout.split()[-1])
+
+
+def print_peak_memory() -> None:
+    """Prints the peak resident memory of this process, in MB."""
+    unit = 1 if platform.system() == "Darwin" else 1024
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6)
+
+
+def fashion_mnist(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first images of Fashion-MNIST's training set, scaled to [0, 1], and their classes."""
+    if not FASHION_MNIST.exists():
+        raise SystemExit("The benchmarks train on Fashion-MNIST. Install it: apt-get install dataset-fashion-mnist")
+    with gzip.open(FASHION_MNIST / "train-images-idx3-ubyte.gz") as images:
+        pixels = np.frombuffer(images.read(16 + rows * 784), np.uint8, offset=16).reshape(rows, 28, 28, 1)
+    with gzip.open(FASHION_MNIST / "train-labels-idx1-ubyte.gz") as labels:
+        classes = np.frombuffer(labels.read(8 + rows), np.uint8, offset=8)
+    return pixels.astype("float32") / 255, classes.astype("int64")
+
+
+def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints a table, and adds it to `results/<name>.json`.
+
+    Args:
+        name: The benchmark's file.
+        title: What the table shows, with its units.
+        columns: The head of each column.
+        rows: The cells; numbers are rounded for the terminal alone.
+    """
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
+    Console(width=140).print(table)
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    saved = json.loads(path.read_text()) if path.exists() else {}
+    saved[title] = [dict(zip(columns, row, strict=True)) for row in rows]
+    path.write_text(json.dumps(saved, indent=1) + "\n")

@@ -1,0 +1,56 @@
+"""Applying one gradient on all replicas at once."""
+
+import functools
+
+import keras
+
+from keras_paragrad._keras.replicas import run_if
+
+
+def unscaled(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """The optimizer that a `LossScaleOptimizer` is around, or the optimizer itself."""
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return optimizer.inner_optimizer if scaled else optimizer
+
+
+def parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that update variables: the one given or inside it, and those a `MultiOptimizer` hands on to."""
+    optimizer = unscaled(optimizer)
+    return [optimizer, *getattr(optimizer, "optimizers", [])]
+
+
+def apply_everywhere(run, optimizer: keras.optimizers.Optimizer, gradients, variables) -> None:
+    """Applies gradients that have been summed over the replicas, on each of them; called once for all.
+
+    Args:
+        run: Runs a function on every replica; see `keras_paragrad._keras.replicas.coordinate`.
+        optimizer: A built optimizer.
+        gradients: A gradient or `None` for each variable, grouped by replica.
+        variables: The variables that the optimizer was built with.
+    """
+    frequencies = [(part, part.ema_overwrite_frequency) for part in parts(optimizer)]
+    for part, _ in frequencies:
+        part.__dict__["_all_reduce_sum_gradients"] = list
+        # Keras overwrites in a branch on each replica, and a strategy refuses to update a variable in there.
+        part.ema_overwrite_frequency = None
+    try:
+        run(lambda gradients: optimizer.apply(gradients, variables), gradients)
+    finally:
+        for part, frequency in frequencies:
+            del part.__dict__["_all_reduce_sum_gradients"]
+            part.ema_overwrite_frequency = frequency
+    for part, frequency in frequencies:
+        if part.use_ema and frequency and part.built:
+            run_if(part.iterations % frequency == 0, functools.partial(_overwrite_with_average, run, part))
+
+
+def _overwrite_with_average(run, optimizer: keras.optimizers.Optimizer) -> None:
+    variables = optimizer._trainable_variables
+
+    def constrain():
+        for variable in variables:
+            if variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
+
+    optimizer._overwrite_model_variables_with_average_value(variables)
+    run(constrain)
