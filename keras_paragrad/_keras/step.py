@@ -96,7 +96,7 @@ def apply_gradient(model: keras.Model, gradient: Gradient) -> None:
     averaged = {index: g for index, g in enumerate(gradient.gradients) if g is not None}
     scaled = [tf.cast(share, g.dtype) * tf.convert_to_tensor(g) for g in averaged.values()]
     *totals, weight = sum_over_replicas([*scaled, value])
-    divisor = tf.constant(1.0) if summed else weight
-    means = {i: tf.math.divide_no_nan(t, tf.cast(divisor, t.dtype)) for i, t in zip(averaged, totals, strict=True)}
+    factor = tf.constant(1.0) if summed else tf.math.reciprocal_no_nan(weight)
+    means = {i: total * tf.cast(factor, total.dtype) for i, total in zip(averaged, totals, strict=True)}
     whole = [means.get(index) for index in range(len(variables))]
     coordinate(lambda run, whole: apply_everywhere(run, optimizer, whole, variables), whole)

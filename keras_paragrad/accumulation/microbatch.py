@@ -152,18 +152,18 @@ class _Adder:
 
     def gradient(self, total: _Sum, rows: Any) -> Gradient:
         divisor = tf.constant(1.0) if self.summed else total.divisor
+        factor = tf.math.reciprocal_no_nan(divisor)
 
         def mean(index: int, variable: keras.Variable):
             if index not in self.present:
                 return None
             gradient = total.gradients[index]
             if not getattr(variable, "overwrite_with_gradient", False):
-                gradient = tf.math.divide_no_nan(gradient, tf.cast(divisor, gradient.dtype))
+                gradient *= tf.cast(factor, gradient.dtype)
             return tf.cast(gradient, variable.dtype)
 
         gradients = [mean(index, variable) for index, variable in enumerate(self.variables)]
-        loss = tf.math.divide_no_nan(total.loss, divisor)
-        return Gradient(gradients, loss, tf.convert_to_tensor(rows), Weight(divisor, self.summed))
+        return Gradient(gradients, total.loss * factor, tf.convert_to_tensor(rows), Weight(divisor, self.summed))
 
 
 def _rows(data: Any, indices: tf.Tensor) -> Any:

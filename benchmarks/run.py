@@ -1,0 +1,11 @@
+"""Runs every benchmark; `make bench` calls it. Each prints its tables and saves them in `results/`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = ("exactness", "accumulation")
+
+if __name__ == "__main__":
+    for name in BENCHMARKS:
+        subprocess.run([sys.executable, "-W", "ignore", Path(__file__).with_name(f"{name}.py")], check=True)

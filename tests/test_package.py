@@ -1,0 +1,26 @@
+"""What is tested is the installed wheel."""
+
+import importlib.metadata
+from pathlib import Path
+
+import keras_paragrad
+
+DISTRIBUTION = importlib.metadata.distribution("keras_paragrad")
+
+
+def test_the_package_is_the_installed_one():
+    module = Path(keras_paragrad.__file__).resolve()
+    installed = {Path(str(file.locate())).resolve() for file in DISTRIBUTION.files or ()}
+    assert module in installed
+    assert module.with_name("py.typed") in installed
+    assert DISTRIBUTION.version == keras_paragrad.__version__
+
+
+def test_the_wheel_brings_nothing_but_the_package():
+    tops = {file.parts[0] for file in DISTRIBUTION.files or ()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"keras_paragrad"}
+
+
+def test_what_is_public_is_there():
+    for name in keras_paragrad.__all__:
+        assert getattr(keras_paragrad, name).__doc__
