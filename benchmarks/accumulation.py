@@ -5,16 +5,15 @@
 
 import logging
 import os
-import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
 import tensorflow as tf
-from harness import interleaved, peak_memory_of, print_peak_memory, report, timed_fit
+from harness import interleaved, report, timed_fit
 
-from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
+from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
 
 WIDTH, LAYERS, MICRO_BATCH = 1500, 4, 64
 VOCABULARY, EMBEDDING, WORDS = 300_000, 32, 20
@@ -124,60 +123,7 @@ def speed(title, build, data, settings, micro_batch, micro_batches, rounds=5):
     report("accumulation", title, ["", *names, "to built-in", "to bare gradient"], rows)
 
 
-MEMORY_CASES = {
-    "nothing trained": (None, 1, None),
-    "one batch of 1024": (lambda: adam(), 1024, None),
-    "one batch of 4096": (lambda: adam(), 4096, None),
-    "built-in, k=8 of 128": (lambda: adam(gradient_accumulation_steps=8), 128, None),
-    "AccumulatingOptimizer, k=8 of 128": (lambda: AccumulatingOptimizer(adam(), 8), 128, None),
-    "microbatch(128), batch of 1024": (lambda: adam(), 1024, 128),
-    "microbatch(128), batch of 4096": (lambda: adam(), 4096, 128),
-    "microbatch(512), batch of 4096": (lambda: adam(), 4096, 512),
-}
-
-
-def wide_model(optimizer):
-    """Few parameters and large activations, so that what a batch takes shows."""
-    keras.utils.set_random_seed(0)
-    convolutions = [keras.layers.Conv2D(16, 3, padding="same", activation="relu") for _ in range(3)]
-    head = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)]
-    model = keras.Sequential([keras.Input((28, 28, 1)), *convolutions, *head])
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return model
-
-
-def train_for_memory(name, jit_compile):
-    """Runs in a process of its own: two updates of a case, then its peak memory."""
-    from harness import fashion_mnist
-
-    make, rows, size = MEMORY_CASES[name]
-    x, y = fashion_mnist(4096)
-    if make is not None:
-        model = wide_model(make())
-        model.jit_compile = jit_compile
-        if size:
-            microbatch(model, size)
-        exact = [ExactAccumulation()] if "Accumulating" in name else []
-        model.fit(x, y, rows, epochs=1, verbose=0, shuffle=False, callbacks=exact)
-    print_peak_memory()
-
-
-def memory():
-    rows = []
-    for jit_compile in (False, True):
-        base = peak_memory_of(__file__, "memory", "nothing trained", str(int(jit_compile)))
-        for name in list(MEMORY_CASES)[1:]:
-            peak = peak_memory_of(__file__, "memory", name, str(int(jit_compile)))
-            rows.append([name, "on" if jit_compile else "off", peak - base])
-    report(
-        "accumulation", "Peak memory above an idle process, MB: convolutions on Fashion-MNIST", ["", "jit", "MB"], rows
-    )
-
-
 def main():
-    if sys.argv[1:2] == ["memory"]:
-        train_for_memory(sys.argv[2], sys.argv[3] == "1")
-        return
     settings = [(True, 4), (True, 16), (False, 4), (False, 16)]
     speed(
         f"Milliseconds a micro-batch of {MICRO_BATCH}: dense, 9M parameters, Adam",
@@ -195,7 +141,6 @@ def main():
         32,
         48,
     )
-    memory()
 
 
 if __name__ == "__main__":

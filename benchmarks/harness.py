@@ -1,12 +1,8 @@
-"""What every benchmark shares: interleaved timing, peak memory of a process, Fashion-MNIST, a table and a JSON file."""
+"""What every benchmark shares: interleaved timing, Fashion-MNIST, a table and a JSON file."""
 
 import gzip
 import json
-import platform
-import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,19 +41,6 @@ def timed_fit(model, dataset, steps: int, micro_batches: int, callbacks: Sequenc
         return (time.perf_counter() - start) / micro_batches * 1e3
 
     return run
-
-
-def peak_memory_of(script: str, *arguments: str) -> float:
-    """The peak resident memory, in MB, of a Python script that prints it with `print_peak_memory` at its end."""
-    command = [sys.executable, script, *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    return float(finished.stdout.split()[-1])
-
-
-def print_peak_memory() -> None:
-    """Prints the peak resident memory of this process, in MB."""
-    unit = 1 if platform.system() == "Darwin" else 1024
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6)
 
 
 def fashion_mnist(rows: int) -> tuple[np.ndarray, np.ndarray]:

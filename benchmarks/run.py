@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("exactness", "accumulation")
+BENCHMARKS = ("exactness", "accumulation", "memory")
 
 if __name__ == "__main__":
     for name in BENCHMARKS:
