@@ -27,8 +27,8 @@ def compile_steps(model: keras.Model, steps: Sequence[Step], schedule: Any = Non
         A function for `model.train_function`.
     """
     compiled = [_compile_step(model, step) for step in steps]
-    run = (_in_graph if model.distribute_strategy.num_replicas_in_sync == 1 else _by_host)(model, compiled)
     by_host = _by_host(model, compiled)
+    run = _in_graph(model, compiled) if model.distribute_strategy.num_replicas_in_sync == 1 else by_host
 
     def train_function(iterator: Any) -> dict:
         batches = model.steps_per_execution

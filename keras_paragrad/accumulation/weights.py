@@ -41,21 +41,15 @@ class Measure:
         Raises:
             ValueError: It takes its training step, or with `"auto"` computes its loss, in a way of its own.
         """
-        found = None
+        name = type(model).__name__
         if has_own_train_step(model):
-            found = "train_step"
-        elif self.weighting == "auto" and has_own_compute_loss(model):
-            found = "compute_loss"
-        if found == "train_step":
             raise ValueError(
-                f"{type(model).__name__} has a train_step of its own, in which the weight of a micro-batch can't be "
+                f"{name} has a train_step of its own, in which the weight of a micro-batch can't be "
                 "seen, so uneven micro-batches would bias the gradient. If they are all alike, write "
                 "AccumulatingOptimizer(..., weighting='uniform'); else move what train_step does into compute_loss."
             )
-        if found:
-            raise ValueError(
-                f"{type(model).__name__} has a compute_loss of its own, and what that divides by can't be seen. {_SAY}"
-            )
+        if self.weighting == "auto" and has_own_compute_loss(model):
+            raise ValueError(f"{name} has a compute_loss of its own, and what that divides by can't be seen. {_SAY}")
 
     def __call__(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight:
         """The weight of the micro-batch whose loss was just computed; see `keras_paragrad._keras.step.Weigh`."""
