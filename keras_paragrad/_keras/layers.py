@@ -1,0 +1,57 @@
+"""What goes on inside a layer's call."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras.src.backend.common import global_state
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.common.variables import AutocastScope
+
+
+def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """The layers that a layer is made of, one level down."""
+    return layer._flatten_layers(include_self=False, recursive=False)
+
+
+def outermost_layer() -> keras.layers.Layer | None:
+    """The layer whose call this code runs in, the outermost of those that called each other."""
+    context = global_state.get_global_attribute("current_call_ctx")
+    return context.entry_layer if context else None
+
+
+def called_for_training() -> bool:
+    """Whether the call this code runs in was asked to train."""
+    context = global_state.get_global_attribute("current_call_ctx")
+    return bool(context and context.get_value("training"))
+
+
+def is_symbolic() -> bool:
+    """Whether Keras only infers shapes, on placeholders."""
+    return in_symbolic_scope()
+
+
+def assign_now(variable: keras.Variable, value: Any) -> None:
+    """Assigns to a variable although a `StatelessScope` is open."""
+    variable._direct_assign(value)
+
+
+def mask_of(tensor: Any) -> Any:
+    """The mask that hangs on a tensor, or `None`."""
+    return get_keras_mask(tensor)
+
+
+def with_mask(tensor: Any, mask: Any) -> Any:
+    """The tensor, with a mask hung on it if there is one."""
+    if mask is not None:
+        set_keras_mask(tensor, mask)
+    return tensor
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Reads weights as they are stored, whatever dtype the layer computes in."""
+    with AutocastScope(None):
+        yield

@@ -1,0 +1,114 @@
+"""What goes into each layer and what gradient comes back to it, out of one ordinary backward pass."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.layers import called_for_training, mask_of, with_mask
+from keras_paragrad.per_example.reads import WeightReads
+from keras_paragrad.per_example.registry import Call
+from keras_paragrad.per_example.units import Unit, check_layers, check_training, units_of
+
+
+class Capture:
+    """Calls a layer, and keeps every call of its units together with the cotangents of the backward pass.
+
+    Each unit's output goes through an identity that takes a scalar besides, the `anchor`. Its gradient keeps the
+    cotangent and passes zero to the anchor; so whoever has a gradient asked of the anchor, is called when the
+    cotangents of all the units are there.
+
+    Args:
+        layer: A built layer or model.
+        anchor: A float32 scalar that a tape watches.
+        detached: Whether the backward pass is to leave out the gradients of the layer's weights.
+    """
+
+    def __init__(self, layer: keras.layers.Layer, anchor: tf.Tensor, detached: bool = False):
+        check_layers(layer)
+        self.layer, self.anchor = layer, anchor
+        self.graph = tf.compat.v1.get_default_graph()
+        self.units = units_of(layer)
+        self.calls: dict[int, list[Call]] = {id(unit.layer): [] for unit in self.units}
+        self.reads = WeightReads(layer.trainable_variables, detached)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Calls the layer, and returns what it returns."""
+        if called_for_training():
+            check_training(self.layer)
+        with contextlib.ExitStack() as stack:
+            for unit in self.units:
+                stack.enter_context(_attribute(unit.layer, "call", self._recording(unit)))
+            stack.enter_context(self.reads)
+            return self.layer(*arguments, **keywords)
+
+    @property
+    def recorded(self) -> Iterator[tuple[Unit, list[Call]]]:
+        """The units to which a gradient came back, with their calls."""
+        for unit in self.units:
+            calls = [call for call in self.calls[id(unit.layer)] if call.cotangents is not None]
+            if calls:
+                yield unit, calls
+
+    def _recording(self, unit: Unit) -> Callable[..., Any]:
+        layer, rule = unit
+        original = layer.call
+
+        @functools.wraps(original)
+        def call(*arguments, **keywords):
+            training = called_for_training()
+            made = Call(layer, arguments, keywords, training, functools.partial(_rerun, layer, original, training))
+            self.calls[id(layer)].append(made)
+            with self.reads.by(layer):
+                activation = layer.activation if rule.before_activation else None
+                if activation is None:
+                    return self._tap(made, rule.run(made, original, self.reads))
+                with _attribute(layer, "activation", lambda outputs: activation(self._tap(made, outputs))):
+                    return rule.run(made, original, self.reads)
+
+        return call
+
+    def _tap(self, made: Call, outputs: Any) -> Any:
+        if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self.graph:
+            raise ValueError(
+                f"{made.layer.name!r} is called within a loop, a branch or a tf.function, out of which the gradients of "
+                "its examples can't be brought. If a layer of your own does so, make it one unit: keras_paragrad."
+                "per_example.register_rule(YourLayer)(keras_paragrad.per_example.Generic)."
+            )
+        flat = keras.tree.flatten(outputs)
+        places = [place for place, output in enumerate(flat) if tf.is_tensor(output) and output.dtype.is_floating]
+
+        @tf.custom_gradient
+        def identity(anchor, *tensors):
+            def backward(*cotangents):
+                made.cotangents = list(cotangents)
+                return tf.zeros_like(anchor), *cotangents
+
+            return [tf.identity(tensor) for tensor in tensors], backward
+
+        for place, tapped in zip(places, identity(self.anchor, *(flat[place] for place in places)), strict=True):
+            flat[place] = with_mask(tapped, mask_of(flat[place]))
+        return keras.tree.pack_sequence_as(outputs, flat)
+
+
+def _rerun(layer: keras.layers.Layer, original: Callable, training: bool, arguments: tuple, keywords: dict) -> Any:
+    with _attribute(layer, "call", original):
+        return layer(*arguments, **{**keywords, "training": training})
+
+
+@contextlib.contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an object another attribute for a while, without Keras noticing."""
+    absent = object()
+    before = owner.__dict__.get(name, absent)
+    owner.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is absent:
+            del owner.__dict__[name]
+        else:
+            owner.__dict__[name] = before

@@ -1,0 +1,81 @@
+"""What is made of the calls of a model's units: norms, gradients, moments and sums."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.per_example.registry import Call, squared_norm
+from keras_paragrad.per_example.units import Unit
+
+
+class Quantities:
+    """The per-example quantities of one backward pass, as it scaled the loss.
+
+    Args:
+        recorded: The units to which a gradient came back, with their calls.
+        variables: The weights asked for, in the order of the results.
+    """
+
+    def __init__(self, recorded: Iterable[tuple[Unit, list[Call]]], variables: Sequence[keras.Variable]):
+        self.recorded = list(recorded)
+        self.variables = variables
+        self.places = {id(variable): place for place, variable in enumerate(variables)}
+        owners = [id(v) for unit, _ in self.recorded for v in unit.rule.variables(unit.layer)]
+        # A weight that several layers have: squares of its gradient don't add up from layer to layer.
+        self.tied = {owner for owner in owners if owners.count(owner) > 1}
+
+    @property
+    def batch(self) -> tf.Tensor:
+        """How many examples there are, a scalar."""
+        cotangents = self.recorded[0][1][0].cotangents
+        assert cotangents is not None
+        return tf.shape(cotangents[0])[0]
+
+    def gradients(self) -> list[tf.Tensor | None]:
+        """Each example's gradient for each weight, `(batch, *shape)`; `None` where none came back."""
+        return self._added(self._parts("gradients_of_all"))
+
+    def squared_norms(self) -> tf.Tensor:
+        """The squared norm of each example's gradient over all weights, `(batch,)`, in float32."""
+        parts = [part for _, part in self._parts("squared_norms", tied=False)]
+        parts += [squared_norm(gradient) for gradient in self._tied_gradients().values()]
+        return tf.add_n([tf.cast(part, "float32") for part in parts])
+
+    def second_moments(self) -> list[tf.Tensor | None]:
+        """The sum over examples of squared gradients for each weight, in its shape."""
+        parts = list(self._parts("second_moments", tied=False))
+        parts += [(place, tf.reduce_sum(tf.square(g), 0)) for place, g in self._tied_gradients().items()]
+        return self._added(parts)
+
+    def weighted_sums(self, weights: tf.Tensor) -> list[Any]:
+        """The sum over examples of gradients times `weights` `(batch,)`, for each weight in its shape and dtype."""
+        sums = self._added(self._parts("weighted_sums", weights))
+        return [
+            total if total is None else tf.cast(total, variable.dtype)
+            for total, variable in zip(sums, self.variables, strict=True)
+        ]
+
+    def _parts(self, method: str, *arguments: Any, tied: bool = True) -> Iterator[tuple[int, Any]]:
+        """What a rule's method returns for each weight, with the weight's place; of tied ones only if asked for."""
+        for unit, calls in self.recorded:
+            parts = getattr(unit.rule, method)(calls, *arguments)
+            for variable, part in zip(unit.rule.variables(unit.layer), parts, strict=True):
+                if id(variable) in self.places and (tied or id(variable) not in self.tied):
+                    yield self.places[id(variable)], part
+
+    def _tied_gradients(self) -> dict[int, tf.Tensor]:
+        places = {self.places[key] for key in self.tied if key in self.places}
+        added = self.gradients() if places else []
+        return {place: added[place] for place in places}
+
+    def _added(self, parts: Iterable[tuple[int, Any]]) -> list[Any]:
+        found: dict[int, list] = {}
+        for place, part in parts:
+            found.setdefault(place, []).append(part)
+        return [_sum(found[place]) if place in found else None for place in range(len(self.variables))]
+
+
+def _sum(parts: list[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else tf.add_n([tf.convert_to_tensor(part) for part in parts])

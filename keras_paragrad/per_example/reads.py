@@ -1,0 +1,75 @@
+"""Who reads which weight: so that none is used behind a rule's back."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.layers import assign_now
+
+
+class WeightReads(keras.StatelessScope):
+    """Within it, trainable weights are read only in the calls of the layers that own them.
+
+    Other variables are read and assigned as ever, and losses that layers add are kept in `losses`.
+
+    Args:
+        variables: The weights to watch over.
+        detached: Whether they are read without a gradient going back to them.
+    """
+
+    def __init__(self, variables: Sequence[keras.Variable], detached: bool):
+        values = [(variable, tf.stop_gradient(variable.value)) for variable in variables] if detached else []
+        super().__init__(values, collect_losses=True, initialize_variables=False)
+        self.watched = {id(variable): variable for variable in variables}
+        self.readable: set[int] = set()
+        self.assignments = 0
+
+    @contextlib.contextmanager
+    def by(self, layer: keras.layers.Layer) -> Iterator[None]:
+        """Lets a layer's weights be read."""
+        before = self.readable
+        self.readable = before | {id(variable) for variable in layer.trainable_variables}
+        try:
+            yield
+        finally:
+            self.readable = before
+
+    @contextlib.contextmanager
+    def replaced(self, values: Iterable[tuple[keras.Variable, tf.Tensor]]) -> Iterator[None]:
+        """Lets weights be read as other tensors."""
+        before = self.state_mapping
+        self.state_mapping = {**before, **{id(variable): value for variable, value in values}}
+        try:
+            yield
+        finally:
+            self.state_mapping = before
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """What a weight is read as; `None` for its own value."""
+        if id(variable) in self.watched and id(variable) not in self.readable:
+            raise ValueError(
+                f"The weight {variable.path!r} is read outside of the call of the layer that owns it, so its per-example "
+                "gradients would lack what happens there. If a layer of your own reads a weight of a layer within it, "
+                "make it one unit: keras_paragrad.per_example.register_rule(YourLayer)(keras_paragrad.per_example."
+                "Generic)."
+            )
+        return super().get_current_value(variable)
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Assigns at once, as outside of a scope."""
+        self.assignments += 1
+        assign_now(*update)
+
+
+class Weights(keras.StatelessScope):
+    """Within it, weights have the values given, nothing is assigned, and no loss is added.
+
+    Args:
+        values: Pairs of a weight and what it is read as.
+    """
+
+    def __init__(self, values: Any):
+        super().__init__(values, initialize_variables=False)

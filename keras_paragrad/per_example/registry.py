@@ -1,0 +1,166 @@
+"""A layer's rule: how its per-example gradients follow from what went in and what came back."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of a layer, and the gradient that came back to it.
+
+    Attributes:
+        layer: The layer.
+        arguments: The positional arguments its `call` got.
+        keywords: The keyword arguments its `call` got.
+        training: Whether it was called to train.
+        rerun: Does the call again, as it was done; takes other `arguments` and `keywords` in their places.
+        recorded: What the rule's `run` kept of it.
+        cotangents: The loss's gradient with respect to each floating-point tensor that came out (or would have gone
+            into the layer's activation, for rules with `before_activation`); filled in by the backward pass.
+    """
+
+    layer: keras.layers.Layer
+    arguments: tuple
+    keywords: dict[str, Any]
+    training: bool
+    rerun: Callable[..., Any]
+    recorded: Any = None
+    cotangents: list[tf.Tensor] | None = None
+
+    @functools.cached_property
+    def input(self) -> tf.Tensor:
+        """The first argument, `(batch, ...)`, in float32 unless it is float64 or of integers."""
+        return widened(tf.convert_to_tensor((*self.arguments, *self.keywords.values())[0]))
+
+    @functools.cached_property
+    def cotangent(self) -> tf.Tensor:
+        """The first cotangent, `(batch, ...)`, in float32 unless it is float64."""
+        assert self.cotangents is not None, "the backward pass has not come to this call"
+        return widened(self.cotangents[0])
+
+
+class Rule:
+    """How to get a layer's per-example gradients; subclass it and decorate with `register_rule`.
+
+    `gradients` alone is enough. The others have slow and obvious defaults made of it, to be overridden where there is
+    a way that does not write a gradient for each example into memory.
+
+    Attributes:
+        before_activation: Whether the cotangent is wanted before the layer's `activation`, rather than at its output.
+        serves_overrides: Whether the rule holds for subclasses of its layers that override `call`, too.
+    """
+
+    before_activation = False
+    serves_overrides = False
+
+    def variables(self, layer: keras.layers.Layer) -> list[keras.Variable]:
+        """The weights that the rule knows, in the order in which it returns their gradients.
+
+        A layer that trains any other falls back on the generic rule.
+        """
+        return list(layer.trainable_variables)
+
+    def suits(self, layer: keras.layers.Layer) -> bool:
+        """Whether the rule is right for the layer as it is configured; if not, the generic rule is used."""
+        known = {id(variable) for variable in self.variables(layer)}
+        return all(id(variable) in known for variable in layer.trainable_variables)
+
+    def run(self, call: Call, function: Callable[..., Any], reads: Any) -> Any:
+        """Does the call, and returns its outputs; for rules that have to keep something of it, or to refuse it."""
+        return function(*call.arguments, **call.keywords)
+
+    def gradients(self, call: Call) -> list[tf.Tensor]:
+        """The gradient of each example for each of `variables(layer)`, `(batch, *shape)`."""
+        raise NotImplementedError(f"{type(self).__name__} has to implement gradients(call).")
+
+    def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        """The same over all the calls of a layer that a model shares."""
+        return [tf.add_n(list(parts)) for parts in zip(*map(self.gradients, calls), strict=True)]
+
+    def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        """The squared norm of each example's gradient for each of `variables(layer)`, `(batch,)`."""
+        return [squared_norm(gradient) for gradient in self.gradients_of_all(calls)]
+
+    def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        """The sum over examples of squared gradients, in the shapes of `variables(layer)`."""
+        return [tf.reduce_sum(tf.square(gradient), 0) for gradient in self.gradients_of_all(calls)]
+
+    def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
+        """The sum over examples of gradients times `weights` `(batch,)`; in the shapes of `variables(layer)`."""
+        return [tf.tensordot(weights, gradient, 1) for gradient in self.gradients_of_all(calls)]
+
+
+R = TypeVar("R", bound=type[Rule])
+_RULES: dict[type, Rule] = {}
+
+
+def register_rule(*layers: type[keras.layers.Layer]) -> Callable[[R], R]:
+    """Makes a `Rule` subclass the rule of layer classes, in place of any before.
+
+    It serves their subclasses too, as long as those do not override `call`.
+
+    Args:
+        *layers: Layer classes.
+
+    Returns:
+        A class decorator.
+
+    Raises:
+        TypeError: What is given are no layer classes, or what is decorated is no `Rule`.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_paragrad.per_example import Rule, register_rule
+    >>> class Scale(keras.layers.Layer):
+    ...     def build(self, input_shape):
+    ...         self.scale = self.add_weight(shape=(input_shape[-1],), initializer="ones")
+    ...     def call(self, inputs):
+    ...         return inputs * self.scale
+    >>> @register_rule(Scale)
+    ... class ScaleRule(Rule):
+    ...     def gradients(self, call):
+    ...         return [keras.ops.sum(call.input * call.cotangent, axis=range(1, call.input.ndim - 1))]
+    """
+    for layer in layers:
+        if not (isinstance(layer, type) and issubclass(layer, keras.layers.Layer)):
+            raise TypeError(f"register_rule takes layer classes, as in register_rule(MyLayer), and got {layer!r}.")
+
+    def register(rule: R) -> R:
+        if not (isinstance(rule, type) and issubclass(rule, Rule)):
+            raise TypeError(f"What register_rule decorates must be a subclass of keras_paragrad's Rule, not {rule!r}.")
+        for layer in layers:
+            _RULES[layer] = rule()
+        return rule
+
+    return register
+
+
+def rule_for(layer: keras.layers.Layer) -> Rule | None:
+    """The registered rule that suits a layer, or `None`."""
+    for kind in type(layer).__mro__:
+        rule = _RULES.get(kind)
+        if rule is not None:
+            overridden = type(layer).call is not kind.call
+            return rule if rule.suits(layer) and (rule.serves_overrides or not overridden) else None
+    return None
+
+
+def wide(dtype: tf.DType) -> tf.DType:
+    """Float32 for half precision, and other dtypes as they are: squares of small gradients need the range."""
+    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+
+
+def widened(tensor: tf.Tensor) -> tf.Tensor:
+    """A tensor in its `wide` dtype."""
+    return tf.cast(tensor, wide(tensor.dtype))
+
+
+def squared_norm(gradients: tf.Tensor) -> tf.Tensor:
+    """The squared norm of each row of a `(batch, ...)` tensor, `(batch,)`."""
+    return tf.reduce_sum(tf.square(gradients), axis=list(range(1, gradients.shape.rank)))

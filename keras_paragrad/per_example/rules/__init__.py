@@ -1,0 +1,13 @@
+"""The rules that come with the package, one module for each kind of layer."""
+
+from keras_paragrad.per_example.rules import (  # noqa: F401  (each registers its own)
+    convolution,
+    convolution_transpose,
+    dense,
+    einsum,
+    embedding,
+    normalization,
+    prelu,
+    generic,
+    separable,
+)

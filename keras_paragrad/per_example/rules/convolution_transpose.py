@@ -1,0 +1,25 @@
+"""Transposed convolutions: convolutions with the input and the output in each other's places."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.per_example.registry import Call, register_rule
+from keras_paragrad.per_example.rules.convolution import Convolutional, flat
+from keras_paragrad.per_example.rules.linear import Product, flattened
+from keras_paragrad.per_example.rules.windows import Geometry, channels_last, spatial, windows
+
+
+@register_rule(keras.layers.Conv1DTranspose, keras.layers.Conv2DTranspose, keras.layers.Conv3DTranspose)
+class ConvolutionTransposeRule(Convolutional):
+    """Positions are the input's pixels; rows are the taps and channels of the window of the output that one adds to."""
+
+    def product(self, call: Call) -> Product:
+        layer = call.layer
+        inputs, cotangent = channels_last(call.input, layer), channels_last(call.cotangent, layer)
+        found = windows(cotangent, Geometry.of(layer), spatial(inputs))
+        return Product(flattened(found, 2, 4)[:, tf.newaxis], flat(inputs)[:, tf.newaxis])
+
+    def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(product, [*([-1] if product.shape.rank == 4 else []), *layer.kernel.shape])

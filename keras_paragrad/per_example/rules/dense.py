@@ -1,0 +1,23 @@
+"""Dense layers."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.per_example.registry import Call, register_rule
+from keras_paragrad.per_example.rules.linear import Linear, Product, flattened
+
+
+@register_rule(keras.layers.Dense)
+class DenseRule(Linear):
+    """y = a W + b at every position."""
+
+    def product(self, call: Call) -> Product:
+        left, right = (
+            flattened(side, 1, side.shape.rank - 1)[:, tf.newaxis] for side in (call.input, call.cotangent)
+        )
+        return Product(left, right)
+
+    def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:
+        return product[..., 0, :, :]

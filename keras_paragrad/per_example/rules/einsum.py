@@ -1,0 +1,105 @@
+"""EinsumDense layers, and with them the projections of attention."""
+
+import string
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.per_example.registry import Call, register_rule
+from keras_paragrad.per_example.rules.linear import Linear, Product, flattened
+
+
+class Axes(NamedTuple):
+    """The axes of an einsum, by what becomes of them.
+
+    Attributes:
+        inputs: The input's axes, the batch first.
+        kernel: The kernel's axes.
+        outputs: The output's axes, the batch first.
+        groups: Those in all three.
+        positions: Those in input and output.
+        rows: Those in input and kernel, which are summed over.
+        columns: Those in kernel and output.
+    """
+
+    inputs: str
+    kernel: str
+    outputs: str
+    groups: str
+    positions: str
+    rows: str
+    columns: str
+
+
+@register_rule(keras.layers.EinsumDense)
+class EinsumRule(Linear):
+    """The same as a dense layer's, with the axes sorted into groups, positions, rows and columns."""
+
+    def suits(self, layer: Any) -> bool:
+        inputs, kernel, outputs = _terms(layer.equation)
+        # What is left over would be summed over on one side alone.
+        plain = all(len(set(term)) == len(term) for term in (inputs, kernel, outputs))
+        paired = set(inputs) | set(kernel) | set(outputs) == (
+            set(inputs) & set(kernel) | set(inputs) & set(outputs) | set(kernel) & set(outputs)
+        )
+        batch_first = inputs[0] == outputs[0] and inputs[0] not in kernel
+        return plain and paired and batch_first and super().suits(layer)
+
+    def product(self, call: Call) -> Product:
+        axes = _axes(call.layer.equation, call.input.shape.rank)
+        left = _sorted(call.input, axes.inputs, axes.groups, axes.positions, axes.rows)
+        right = _sorted(call.cotangent, axes.outputs, axes.groups, axes.positions, axes.columns)
+        return Product(left, right)
+
+    def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:
+        axes = _axes(layer.equation)
+        order = axes.groups + axes.rows + axes.columns
+        sizes = dict(zip(axes.kernel, layer.kernel.shape, strict=True))
+        leading = tf.shape(product)[:-3]
+        spread = tf.reshape(product, tf.concat([leading, [sizes[axis] for axis in order]], 0))
+        first = product.shape.rank - 3
+        places = [first + order.index(axis) for axis in axes.kernel]
+        return tf.ensure_shape(
+            tf.transpose(spread, [*range(first), *places]), [*product.shape[:first], *layer.kernel.shape]
+        )
+
+    def biases(self, call: Call) -> tf.Tensor:
+        shape, cotangent = call.layer.bias.shape, call.cotangent
+        missing = cotangent.shape.rank - 1 - len(shape)
+        spread = [1] * missing + list(shape)
+        summed = [axis for axis, size in enumerate(spread, start=1) if size == 1 and cotangent.shape[axis] != 1]
+        return tf.reshape(tf.reduce_sum(cotangent, summed, keepdims=True), [-1, *shape])
+
+
+def _terms(equation: str) -> tuple[str, str, str]:
+    inputs, outputs = equation.replace(" ", "").replace("...", "0").split("->")
+    inputs, kernel = inputs.split(",")
+    return inputs, kernel, outputs
+
+
+def _axes(equation: str, rank: int = 0) -> Axes:
+    inputs, kernel, outputs = _terms(equation)
+    # An ellipsis is one letter for every axis it stands for.
+    free = [letter for letter in string.ascii_letters if letter not in equation]
+    elided = "".join(free[: rank - len(inputs) + 1])
+    inputs, outputs = inputs.replace("0", elided), outputs.replace("0", elided)
+    return Axes(
+        inputs,
+        kernel,
+        outputs,
+        groups="".join(axis for axis in kernel if axis in inputs and axis in outputs),
+        positions="".join(axis for axis in inputs[1:] if axis in outputs and axis not in kernel),
+        rows="".join(axis for axis in kernel if axis in inputs and axis not in outputs),
+        columns="".join(axis for axis in kernel if axis in outputs and axis not in inputs),
+    )
+
+
+def _sorted(tensor: tf.Tensor, axes: str, groups: str, positions: str, others: str) -> tf.Tensor:
+    """`(batch, groups, positions, others)`, each made into one axis."""
+    order = axes[0] + groups + positions + others
+    tensor = tf.transpose(tensor, [axes.index(axis) for axis in order])
+    start = 1 + len(groups)
+    tensor = flattened(tensor, start + len(positions), len(order))
+    tensor = flattened(tensor, start, start + len(positions))
+    return flattened(tensor, 1, start)

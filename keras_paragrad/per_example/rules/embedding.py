@@ -1,0 +1,96 @@
+"""Embeddings: rows picked by number."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.per_example.registry import Call, Rule, register_rule
+
+
+class _Rows(NamedTuple):
+    """The rows of the table that each example's gradient has.
+
+    Attributes:
+        examples: Which example a row belongs to, `(count,)`.
+        indices: Which row of the table it is, `(count,)`.
+        values: Its gradient, `(count, width)`.
+    """
+
+    examples: tf.Tensor
+    indices: tf.Tensor
+    values: tf.Tensor
+
+
+@register_rule(keras.layers.Embedding)
+class EmbeddingRule(Rule):
+    """An example's gradient has only the rows it looked up, and a row looked up twice is the sum of both.
+
+    So the rows are sorted and added up within each example, and nothing is as large as the table for every example
+    (except its gradients, when they are asked for).
+    """
+
+    def variables(self, layer: Any) -> list[keras.Variable]:
+        return [layer.embeddings]
+
+    def gradients(self, call: Call) -> list[tf.Tensor]:
+        return self.gradients_of_all([call])
+
+    def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        indices, cotangents = _lookups(calls)
+        batch, size = tf.shape(indices)[0], self._size(calls)
+        places = indices + tf.range(batch)[:, tf.newaxis] * size
+        width = cotangents.shape[-1]
+        rows = tf.math.unsorted_segment_sum(tf.reshape(cotangents, [-1, width]), tf.reshape(places, [-1]), batch * size)
+        return [tf.reshape(rows, [-1, size, width])]
+
+    def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        indices, _ = _lookups(calls)
+        rows = _summed(calls)
+        squares = tf.reduce_sum(tf.square(rows.values), 1)
+        return [tf.reduce_sum(tf.reshape(squares, tf.shape(indices)), 1)]
+
+    def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        rows = _summed(calls)
+        return [tf.math.unsorted_segment_sum(tf.square(rows.values), rows.indices, self._size(calls))]
+
+    def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
+        indices, cotangents = _lookups(calls)
+        weighted = cotangents * weights[:, tf.newaxis, tf.newaxis]
+        values = tf.reshape(weighted, [-1, cotangents.shape[-1]])
+        shape = tf.constant([self._size(calls), cotangents.shape[-1]])
+        return [tf.IndexedSlices(values, tf.reshape(indices, [-1]), shape)]
+
+    def _size(self, calls: Sequence[Call]) -> int:
+        layer: Any = calls[0].layer
+        return layer.input_dim
+
+
+def _lookups(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:
+    """What each example looked up in all calls, `(batch, lookups)`, and its cotangents, `(batch, lookups, width)`."""
+    indices = [_one_axis(tf.cast(call.input, tf.int32), 0) for call in calls]
+    return tf.concat(indices, 1), tf.concat([_one_axis(call.cotangent, 1) for call in calls], 1)
+
+
+def _summed(calls: Sequence[Call]) -> _Rows:
+    """The rows with those of the same example and index added up into one, and zeros in the places of the rest."""
+    indices, cotangents = _lookups(calls)
+    order = tf.argsort(indices, axis=1, stable=True)
+    indices, cotangents = (tf.gather(each, order, batch_dims=1) for each in (indices, cotangents))
+    shape = tf.shape(indices)
+    batch, lookups = shape[0], shape[1]
+    changes = tf.pad(tf.cast(indices[:, 1:] != indices[:, :-1], tf.int32), [[0, 0], [1, 0]])
+    segments = tf.reshape(tf.cumsum(changes, axis=1) + tf.range(batch)[:, tf.newaxis] * lookups, [-1])
+    count = batch * lookups
+    values = tf.math.unsorted_segment_sum(tf.reshape(cotangents, [-1, cotangents.shape[-1]]), segments, count)
+    # A segment that is not used keeps the lowest index there is, where it adds zero.
+    numbers = tf.maximum(tf.math.unsorted_segment_max(tf.reshape(indices, [-1]), segments, count), 0)
+    return _Rows(tf.range(count) // lookups, numbers, values)
+
+
+def _one_axis(tensor: tf.Tensor, kept: int) -> tf.Tensor:
+    """A tensor with the axes between the batch and the last `kept` made into one, of one place if there are none."""
+    shape = tf.shape(tensor)
+    size = -1 if None in tensor.shape[1:] else int(tensor.shape[1:].num_elements() // (tensor.shape[-1] if kept else 1))
+    return tf.reshape(tensor, tf.concat([shape[:1], [size], shape[tensor.shape.rank - kept :]], 0))

@@ -1,0 +1,128 @@
+"""Weights that multiply: the sums over positions that dense, einsum and convolution layers come down to."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.per_example.registry import Call, Rule, squared_norm
+
+
+class Product(NamedTuple):
+    """A weight's gradient as a sum over positions of outer products, `left[b, g, t, :] x right[b, g, t, :]`.
+
+    Attributes:
+        left: `(batch, groups, positions, rows)`.
+        right: `(batch, groups, positions, columns)`.
+    """
+
+    left: tf.Tensor
+    right: tf.Tensor
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether norms are had for less from the positions' inner products than from the gradients themselves."""
+        positions, rows, columns = self.left.shape[2], self.left.shape[3], self.right.shape[3]
+        # By the operations alone it would be without the 2; but many small products take longer than one of their size.
+        return positions is not None and 2 * positions * (rows + columns) < rows * columns
+
+    def gradients(self) -> tf.Tensor:
+        """Each example's gradient, `(batch, groups, rows, columns)`."""
+        return tf.matmul(self.left, self.right, transpose_a=True)
+
+    def squared_norms(self) -> tf.Tensor:
+        """The squared norm of each example's gradient, `(batch,)`."""
+        if self.left.shape[2] == 1:
+            return tf.reduce_sum(_squares(self.left) * _squares(self.right), [1, 2])
+        if not self.is_ghost:
+            return squared_norm(self.gradients())
+        alike = tf.matmul(self.left, self.left, transpose_b=True) * tf.matmul(self.right, self.right, transpose_b=True)
+        return tf.reduce_sum(alike, [1, 2, 3])
+
+    def second_moment(self) -> tf.Tensor:
+        """The sum over examples of squared gradients, `(groups, rows, columns)`."""
+        if self.left.shape[2] == 1:
+            return Product(tf.square(self.left), tf.square(self.right)).sum()
+        return tf.reduce_sum(tf.square(self.gradients()), 0)
+
+    def sum(self) -> tf.Tensor:
+        """The sum over examples, `(groups, rows, columns)`."""
+        left, right = (tf.transpose(side, [1, 0, 2, 3]) for side in self)
+        groups = tf.shape(left)[0]
+        left, right = (tf.reshape(side, [groups, -1, side.shape[3]]) for side in (left, right))
+        return tf.matmul(left, right, transpose_a=True)
+
+    def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
+        """The sum over examples times `weights` `(batch,)`, `(groups, rows, columns)`."""
+        return Product(self.left, self.right * tf.reshape(weights, [-1, 1, 1, 1])).sum()
+
+
+class Linear(Rule):
+    """The base of rules for layers that multiply by one weight and add another.
+
+    With inputs a and cotangents d at positions t, an example's gradient is g = sum_t a_t d_t', and |g|^2 is either had
+    from g or as sum_ts (a_t'a_s)(d_t'd_s), which never makes g.
+    Goodfellow, https://arxiv.org/abs/1510.01799 (one position); Li et al., https://arxiv.org/abs/2110.05679 (several);
+    Bu et al., https://arxiv.org/abs/2205.10683 (which of the two).
+    """
+
+    before_activation = True
+
+    def product(self, call: Call) -> Product:
+        """The kernel's gradient as a product."""
+        raise NotImplementedError
+
+    def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:
+        """`(..., groups, rows, columns)` in the order and shape of the kernel, after the leading axes."""
+        raise NotImplementedError
+
+    def biases(self, call: Call) -> tf.Tensor:
+        """Each example's gradient for the bias, `(batch, *shape)`."""
+        cotangent = call.cotangent
+        return tf.reduce_sum(cotangent, list(range(1, cotangent.shape.rank - 1)))
+
+    def variables(self, layer: Any) -> list[keras.Variable]:
+        return [layer.kernel] if layer.bias is None else [layer.kernel, layer.bias]
+
+    def gradients(self, call: Call) -> list[tf.Tensor]:
+        return self.gradients_of_all([call])
+
+    def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        layer = calls[0].layer
+        return [self.kernel(layer, self._product(calls).gradients()), *self._biases(calls)]
+
+    def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        return [self._product(calls).squared_norms(), *(squared_norm(bias) for bias in self._biases(calls))]
+
+    def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        moment = self.kernel(calls[0].layer, self._product(calls).second_moment())
+        return [moment, *(tf.reduce_sum(tf.square(bias), 0) for bias in self._biases(calls))]
+
+    def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
+        total = self.kernel(calls[0].layer, self._product(calls).weighted_sum(weights))
+        return [total, *(tf.tensordot(weights, bias, 1) for bias in self._biases(calls))]
+
+    def _product(self, calls: Sequence[Call]) -> Product:
+        """The calls' products one after the other, as if they were positions of one."""
+        products = [self.product(call) for call in calls]
+        if len(products) == 1:
+            return products[0]
+        return Product(*(tf.concat(sides, 2) for sides in zip(*products, strict=True)))
+
+    def _biases(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        return [] if calls[0].layer.bias is None else [tf.add_n([self.biases(call) for call in calls])]
+
+
+def flattened(tensor: tf.Tensor, first: int, last: int) -> tf.Tensor:
+    """A tensor with the axes from `first` up to `last` made into one, which is 1 where there are none."""
+    shape = [tensor.shape[axis] if tensor.shape[axis] is not None else tf.shape(tensor)[axis] for axis in range(tensor.shape.rank)]
+    middle = shape[first:last]
+    size = math.prod(middle) if all(isinstance(axis, int) for axis in middle) else -1
+    # Only one size may be left open, and the batch's is known to the tensor alone.
+    return tf.reshape(tensor, [*shape[:first], size, *shape[last:]])
+
+
+def _squares(side: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(tf.square(side), 3)

@@ -1,0 +1,66 @@
+"""Normalizations: a scale and an offset on what was normalized."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.per_example.reads import Weights
+from keras_paragrad.per_example.registry import Call, Rule, register_rule, widened
+
+
+class Normalization(Rule):
+    """y = scale * z + offset: an example's gradients are the sums of d * z and d over the axes that share a weight.
+
+    What was normalized, z, is had from the layer itself, called again with a scale of 1 and an offset of 0.
+    """
+
+    def scale(self, layer: Any) -> keras.Variable | None:
+        """The weight that multiplies."""
+        return layer.gamma
+
+    def offset(self, layer: Any) -> keras.Variable | None:
+        """The weight that is added."""
+        return layer.beta
+
+    def axes(self, layer: Any, rank: int) -> set[int]:
+        """The axes of the input along which there is a weight for every place."""
+        axes: Iterable[int] = [layer.axis] if isinstance(layer.axis, int) else layer.axis
+        return {axis % rank for axis in axes}
+
+    def variables(self, layer: Any) -> list[keras.Variable]:
+        return [weight for weight in (self.scale(layer), self.offset(layer)) if weight is not None]
+
+    def gradients(self, call: Call) -> list[tf.Tensor]:
+        cotangent = call.cotangent
+        kept = self.axes(call.layer, cotangent.shape.rank)
+        summed = [axis for axis in range(1, cotangent.shape.rank) if axis not in kept]
+        scale, offset = self.scale(call.layer), self.offset(call.layer)
+        neutral = [(weight, value) for weight, value in ((scale, tf.ones), (offset, tf.zeros)) if weight is not None]
+        gradients = []
+        if scale is not None:
+            with Weights([(weight, value(weight.shape)) for weight, value in neutral]):
+                normalized = widened(call.rerun(call.arguments, call.keywords))
+            gradients.append(tf.reduce_sum(cotangent * normalized, summed))
+        if offset is not None:
+            gradients.append(tf.reduce_sum(cotangent, summed))
+        return gradients
+
+
+@register_rule(
+    keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.BatchNormalization
+)
+class ScaleAndOffsetRule(Normalization):
+    """Over the features, or over groups of them, or by the moving statistics of frozen batch normalization."""
+
+
+@register_rule(keras.layers.RMSNormalization)
+class RMSNormalizationRule(Normalization):
+    """With a scale alone."""
+
+    def scale(self, layer: Any) -> keras.Variable:
+        return layer.scale
+
+    def offset(self, layer: Any) -> None:
+        return None
