@@ -4,6 +4,17 @@ import keras_paragrad._keras  # noqa: F401  (checks the installed Keras and Tens
 from keras_paragrad.accumulation.callback import ExactAccumulation
 from keras_paragrad.accumulation.microbatch import microbatch
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
+from keras_paragrad.per_example.functional import per_example_gradients, per_example_norms
+from keras_paragrad.per_example.model import wrap
+from keras_paragrad.per_example.wrapper import PerExampleGradients
 
-__all__ = ["AccumulatingOptimizer", "ExactAccumulation", "microbatch"]
+__all__ = [
+    "AccumulatingOptimizer",
+    "ExactAccumulation",
+    "PerExampleGradients",
+    "microbatch",
+    "per_example_gradients",
+    "per_example_norms",
+    "wrap",
+]
 __version__ = "0.1.0"

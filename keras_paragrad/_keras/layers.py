@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope
+from tensorflow.python.eager.record import could_possibly_record
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -28,9 +30,11 @@ def called_for_training() -> bool:
     return bool(context and context.get_value("training"))
 
 
-def is_symbolic() -> bool:
-    """Whether Keras only infers shapes, on placeholders."""
-    return in_symbolic_scope()
+def may_be_differentiated() -> bool:
+    """Whether a gradient may be asked of what is computed here: not if Keras only infers shapes, or predicts."""
+    if in_symbolic_scope() or tf.distribute.in_cross_replica_context():
+        return False
+    return called_for_training() or could_possibly_record()
 
 
 def assign_now(variable: keras.Variable, value: Any) -> None:

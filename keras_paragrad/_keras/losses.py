@@ -26,6 +26,11 @@ class LossTerm:
         """Whether the loss has a `__call__` of its own, so that its reduction can't be known."""
         return type(self.loss).__call__ is not keras.losses.Loss.__call__
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether the loss is not divided by anything."""
+        return self.loss.reduction in ("sum", "none", None)
+
     @functools.cached_property
     def values(self) -> tf.Tensor:
         """The loss of every element, before the reduction."""
@@ -96,11 +101,14 @@ def recorded_terms(model: keras.Model) -> Iterator[list[LossTerm]]:
     # Keras builds the compiled loss when it is first called, which may be now.
     if compiled.built:
         record()
+    before = compiled.__dict__.get("build")
     compiled.__dict__["build"] = build_and_record
     try:
         yield terms
     finally:
         del compiled.__dict__["build"]
+        if before is not None:
+            compiled.__dict__["build"] = before
         if compiled._flat_losses:
             compiled._flat_losses = [
                 flat._replace(loss=flat.loss.loss) if isinstance(flat.loss, _Recording) else flat

@@ -46,6 +46,11 @@ class Capture:
             return self.layer(*arguments, **keywords)
 
     @property
+    def losses(self) -> list[tf.Tensor]:
+        """The losses that layers added in the call."""
+        return self.reads.losses
+
+    @property
     def recorded(self) -> Iterator[tuple[Unit, list[Call]]]:
         """The units to which a gradient came back, with their calls."""
         for unit in self.units:

@@ -1,11 +1,86 @@
-"""Losses that have no per-example gradients, because they are no sums over the examples."""
+"""An example's own loss, and the losses in which an example has none."""
 
-import numpy as np
+import weakref
+from typing import Any
+
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_paragrad._keras.losses import LossTerm
 
+_CHECKED: "weakref.WeakSet[keras.losses.Loss]" = weakref.WeakSet()
 
-def check_term(term: LossTerm) -> None:
-    """Refuses a loss that is no sum over the examples."""
+
+def check_loss(term: LossTerm) -> None:
+    """Refuses a loss that is no sum over the examples of a batch.
+
+    Raises:
+        ValueError: It has a `__call__` of its own, gives one number for the whole batch, or gives an example another
+            value in other company.
+    """
+    loss: Any = term.loss
+    if loss in _CHECKED:
+        return
+    if term.reduces_itself:
+        raise ValueError(
+            f"The loss {loss.name!r} has a __call__ of its own, and what that does with the examples' losses can't be "
+            "seen. Override call(y_true, y_pred) instead, and let it return a value for each example."
+        )
+    if term.values.shape.rank == 0:
+        raise ValueError(
+            f"The loss {loss.name!r} gives one number for the whole batch, so that an example has no loss of its own. "
+            "Let it give a value for each example; for Dice and Tversky write axis=, without the batch's axis 0."
+        )
+    if _mixes_examples(term):
+        raise ValueError(
+            f"The loss {loss.name!r} gives an example another value when other examples are beside it, so that it has "
+            "no gradient of its own. Use a loss that is a sum over the examples."
+        )
+    _CHECKED.add(loss)
+
+
+def row_losses(term: LossTerm) -> tf.Tensor:
+    """Each example's own loss, `(batch,)`: what the loss gives for it alone, times its sample weight.
+
+    Args:
+        term: The loss and what it is called with; of a mask, what it leaves is averaged or summed within each example.
+    """
+    values = tf.cast(term.values, "float32")
+    mask = tf.ones_like(values) if term.mask is None else tf.cast(term.mask, "float32")
+    weight = tf.constant(1.0) if term.sample_weight is None else tf.cast(term.sample_weight, "float32")
+    weight = tf.reshape(weight, tf.concat([tf.shape(weight), tf.ones([values.shape.rank - weight.shape.rank], tf.int32)], 0))
+    inner = list(range(1, values.shape.rank))
+    total = tf.reduce_sum(values * weight * mask, inner)
+    return total if term.is_sum else total * tf.math.reciprocal_no_nan(tf.reduce_sum(mask, inner))
+
+
+def _mixes_examples(term: LossTerm) -> bool:
+    """Tries the loss on three made-up examples, together and one by one."""
+    with tf.init_scope():
+        generator = np.random.default_rng(0)
+        y_true, y_pred = (
+            keras.tree.map_structure(lambda tensor: _made_up(tensor, generator), side)
+            for side in (term.y_true, term.y_pred)
+        )
+        try:
+            together = _values(term, y_true, y_pred)
+            alone = [
+                _values(term, *(keras.tree.map_structure(lambda tensor, i=i: tensor[i : i + 1], side) for side in (y_true, y_pred)))
+                for i in range(3)
+            ]
+        except Exception:
+            # A loss may well refuse what was made up; then nothing is known of it.
+            return False
+    return together.shape[:1] != (3,) or not np.allclose(together, np.concatenate(alone), atol=1e-5, equal_nan=True)
+
+
+def _values(term: LossTerm, y_true: Any, y_pred: Any) -> np.ndarray:
+    return LossTerm(term.loss, y_true, y_pred, None).values.numpy()
+
+
+def _made_up(tensor: Any, generator: np.random.Generator) -> tf.Tensor:
+    shape = [3, *(4 if size is None else size for size in tensor.shape[1:])]
+    if not tensor.dtype.is_floating:
+        return tf.cast(generator.integers(0, 2, shape), tensor.dtype)
+    return tf.cast(generator.uniform(0.1, 0.9, shape), tensor.dtype)

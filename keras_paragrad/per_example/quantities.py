@@ -33,9 +33,13 @@ class Quantities:
         assert cotangents is not None
         return tf.shape(cotangents[0])[0]
 
-    def gradients(self) -> list[tf.Tensor | None]:
-        """Each example's gradient for each weight, `(batch, *shape)`; `None` where none came back."""
-        return self._added(self._parts("gradients_of_all"))
+    def gradients(self) -> list[tf.Tensor]:
+        """Each example's gradient for each weight, `(batch, *shape)`; zero where none came back."""
+        found = self._added(self._parts("gradients_of_all"))
+        return [
+            tf.zeros([self.batch, *variable.shape]) if gradient is None else gradient
+            for gradient, variable in zip(found, self.variables, strict=True)
+        ]
 
     def squared_norms(self) -> tf.Tensor:
         """The squared norm of each example's gradient over all weights, `(batch,)`, in float32."""
@@ -43,17 +47,23 @@ class Quantities:
         parts += [squared_norm(gradient) for gradient in self._tied_gradients().values()]
         return tf.add_n([tf.cast(part, "float32") for part in parts])
 
-    def second_moments(self) -> list[tf.Tensor | None]:
-        """The sum over examples of squared gradients for each weight, in its shape."""
+    def second_moments(self) -> list[tf.Tensor]:
+        """The sum over examples of squared gradients for each weight, in its shape; zero where none came back."""
         parts = list(self._parts("second_moments", tied=False))
         parts += [(place, tf.reduce_sum(tf.square(g), 0)) for place, g in self._tied_gradients().items()]
-        return self._added(parts)
+        return [
+            tf.zeros(variable.shape) if moment is None else moment
+            for moment, variable in zip(self._added(parts), self.variables, strict=True)
+        ]
 
     def weighted_sums(self, weights: tf.Tensor) -> list[Any]:
-        """The sum over examples of gradients times `weights` `(batch,)`, for each weight in its shape and dtype."""
+        """The sum over examples of gradients times `weights` `(batch,)`, in each weight's shape and dtype.
+
+        `None` where none came back, as in plain training.
+        """
         sums = self._added(self._parts("weighted_sums", weights))
         return [
-            total if total is None else tf.cast(total, variable.dtype)
+            None if total is None else tf.cast(total, variable.dtype)
             for total, variable in zip(sums, self.variables, strict=True)
         ]
 

@@ -1,36 +1,80 @@
 """Where a training step leaves what it found out about its examples, and where the host picks it up."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad._keras.layers import may_be_differentiated, outermost_layer
+from keras_paragrad.per_example.quantities import Quantities
 
-class Rows:
-    """One tensor of each step with a row for each example, on every replica its own.
+# A norm is four bytes, so this much room costs a step nothing.
+ROOM_FOR_NORMS = 2**14
+
+
+class StepResults:
+    """What one training step after the other leaves behind.
 
     Args:
-        shape: The shape of a row.
-        capacity: The most rows on one replica, for steps compiled by XLA, in which shapes are fixed; `None` takes any
-            number.
+        kept: Which of `"norms"`, `"gradients"` and `"second_moment"`.
+        variables: The weights.
+        capacity: The most examples on one replica, for steps compiled by XLA, in which shapes are fixed; `None` takes
+            any number.
     """
 
-    def __init__(self, shape: Sequence[int], capacity: int | None = None):
+    def __init__(self, kept: Collection[str], variables: Sequence[keras.Variable], capacity: int | None):
+        self.variables = list(variables)
         self.capacity = capacity
-        self.values = _variable(tf.zeros([capacity or 0, *shape]), [capacity, *shape])
-        self.count = _variable(tf.zeros([], tf.int32), [])
+        self.count = Total([], tf.int32)
+        self.norms = Rows([], capacity) if "norms" in kept else None
+        self.gradients = [Rows(v.shape, capacity) for v in variables] if "gradients" in kept else []
+        self.second_moment = [Total(v.shape) for v in variables] if "second_moment" in kept else []
+
+    def keep(self, quantities: Quantities, factor: tf.Tensor) -> tf.Tensor | None:
+        """Leaves a step's results; within it, on each replica.
+
+        Args:
+            quantities: Those of the step's backward pass.
+            factor: What makes its gradients those of each example's own loss.
+
+        Returns:
+            The norms, if they are kept.
+        """
+        self.count.assign(quantities.batch)
+        if self.gradients:
+            for rows, gradients in zip(self.gradients, quantities.gradients(), strict=True):
+                rows.assign(tf.cast(gradients, "float32") * factor)
+        if self.second_moment:
+            for total, moment in zip(self.second_moment, quantities.second_moments(), strict=True):
+                total.assign(tf.cast(moment, "float32") * tf.square(factor))
+        if self.norms is None:
+            return None
+        norms = tf.sqrt(quantities.squared_norms()) * factor
+        self.norms.assign(norms)
+        return norms
+
+
+class Rows:
+    """A tensor with a row for each example of the last step, on every replica its own; see `StepResults`."""
+
+    def __init__(self, shape: Sequence[int], capacity: int | None):
+        self.capacity = capacity
+        self.values = _variable([capacity, *shape], tf.float32)
+        self.count = _variable([], tf.int32)
 
     def assign(self, rows: tf.Tensor) -> None:
         """Leaves rows, `(count, *shape)`; within a step, on each replica."""
-        self.count.assign(tf.shape(rows)[0])
+        count = tf.shape(rows)[0]
+        self.count.assign(count)
         if self.capacity is not None:
-            rest = tf.maximum(self.capacity - tf.shape(rows)[0], 0)
-            padded = tf.pad(rows, [[0, rest], *([0, 0] for _ in rows.shape[1:])])[: self.capacity]
-            rows = tf.ensure_shape(padded, self.values.shape)
-        self.values.assign(rows)
+            missing = tf.maximum(self.capacity - count, 0)
+            rows = tf.pad(rows, [[0, missing], *([0, 0] for _ in rows.shape[1:])])[: self.capacity]
+        self.values.assign(tf.ensure_shape(rows, self.values.shape))
 
     def numpy(self) -> np.ndarray:
-        """The last step's rows of all local replicas, one after the other.
+        """The rows of this process's replicas, one after the other.
 
         Raises:
             ValueError: There were more than the capacity.
@@ -38,36 +82,56 @@ class Rows:
         counts = [int(count) for count in _local(self.count)]
         if self.capacity is not None and max(counts) > self.capacity:
             raise ValueError(
-                f"A batch had {max(counts)} examples on a replica, and there was room for {self.capacity}. Write "
-                f"capacity={max(counts)} for the PerExampleGradients layer, or compile the model with "
-                "jit_compile=False, which needs no capacity."
+                f"A batch had {max(counts)} examples on one device, and in the compiled step there was room for "
+                f"{self.capacity}. Write PerExampleGradients(..., capacity={max(counts)})."
             )
-        parts = [values.numpy()[:count] for values, count in zip(_local(self.values), counts, strict=True)]
-        return np.concatenate(parts)
+        parts = zip(_local(self.values), counts, strict=True)
+        return np.concatenate([values.numpy()[:count] for values, count in parts])
 
 
 class Total:
-    """One tensor of each step that is summed over the replicas.
+    """A tensor of the last step that is summed over the replicas."""
 
-    Args:
-        shape: Its shape.
-    """
-
-    def __init__(self, shape: Sequence[int]):
-        self.value = _variable(tf.zeros(shape), list(shape))
+    def __init__(self, shape: Sequence[int], dtype: tf.DType = tf.float32):
+        self.value = _variable(shape, dtype)
 
     def assign(self, value: tf.Tensor) -> None:
         """Leaves a replica's part."""
         self.value.assign(value)
 
     def numpy(self) -> np.ndarray:
-        """The sum over the local replicas, of the last step."""
+        """The sum over this process's replicas."""
         return np.sum([part.numpy() for part in _local(self.value)], axis=0)
 
 
-def _variable(initial: tf.Tensor, shape: Sequence[int | None]) -> tf.Variable:
+def capacity_for(inputs: Any, kept: Collection[str], before: StepResults | None) -> int | None:
+    """How many examples a step needs room for, or `None` if any number fits, or what there is must do.
+
+    Args:
+        inputs: The batch.
+        kept: See `StepResults`.
+        before: Where the steps before left their results.
+
+    Raises:
+        ValueError: The step is compiled by XLA, and how many examples it may have was never seen.
+    """
+    model: Any = outermost_layer()
+    if not (isinstance(model, keras.Model) and model.compiled and model.jit_compile):
+        return None
+    size = keras.tree.flatten(inputs)[0].shape[0]
+    if "gradients" not in kept:
+        return max(size or 0, ROOM_FOR_NORMS)
+    if size is None and (before is None or before.capacity is None) and may_be_differentiated():
+        raise ValueError(
+            "In a step compiled by XLA, how many examples' gradients there must be room for can't be seen. Write "
+            "PerExampleGradients(..., capacity=<the batch's size>), or compile the model without jit_compile=True."
+        )
+    return size
+
+
+def _variable(shape: Sequence[int | None], dtype: tf.DType) -> tf.Variable:
     return tf.Variable(
-        initial,
+        tf.zeros([size or 0 for size in shape], dtype),
         shape=tf.TensorShape(shape),
         trainable=False,
         synchronization=tf.VariableSynchronization.ON_READ,
@@ -75,6 +139,6 @@ def _variable(initial: tf.Tensor, shape: Sequence[int | None]) -> tf.Variable:
     )
 
 
-def _local(variable: tf.Variable) -> Sequence[tf.Variable]:
+def _local(variable: Any) -> Sequence[Any]:
     """A variable's parts on this process's replicas."""
     return getattr(variable, "values", (variable,))

@@ -1,4 +1,4 @@
-"""What a loss's gradient was divided by on its way to the layer, so as to undo it."""
+"""What a loss's gradient was divided by on its way to the layer."""
 
 import contextlib
 from typing import Any
@@ -9,17 +9,20 @@ import tensorflow as tf
 from keras_paragrad._keras.layers import outermost_layer
 from keras_paragrad._keras.losses import LossTerm, recorded_terms
 from keras_paragrad._keras.replicas import replica_count
-from keras_paragrad.per_example.losses import check_term
+from keras_paragrad.per_example.losses import check_loss
 
 
 class Divisor:
-    """Watches the model that is being trained compute its loss, from the call of a layer to its backward pass."""
+    """Watches the model that is trained compute its loss, from the call of a layer in it to the backward pass.
+
+    A model that is not compiled is taken to average its loss over the examples of a batch.
+    """
 
     def __init__(self) -> None:
         outermost: Any = outermost_layer()
         self.model = outermost if isinstance(outermost, keras.Model) and outermost.compiled else None
-        self._recording = contextlib.ExitStack()
         self.terms: list[LossTerm] = []
+        self._recording = contextlib.ExitStack()
         if self.model is not None:
             self.terms = self._recording.enter_context(recorded_terms(self.model))
 
@@ -28,38 +31,46 @@ class Divisor:
         self._recording.close()
 
     def factor(self, batch: tf.Tensor) -> tf.Tensor:
-        """What turns a share of the batch's gradient into the gradient of an example's own loss; a float32 scalar.
+        """What makes an example's share of the batch's gradient the gradient of its own loss, a float32 scalar.
 
         Args:
-            batch: How many examples there are on this replica, a float32 scalar.
+            batch: How many examples there are on this replica.
 
         Raises:
-            ValueError: The losses of the model's outputs were not divided by the same.
+            ValueError: A loss is no sum over the examples, or the outputs' losses are divided by different things.
         """
         for term in self.terms:
-            check_term(term)
-        divisors = {term.loss.reduction: _divisor(term, batch) for term in self.terms} or {"mean": batch}
+            check_loss(term)
+        divisors = {_kind(term): _divisor(term, batch) for term in self.terms}
         if len(divisors) > 1:
             raise ValueError(
-                f"The outputs' losses are reduced in different ways ({', '.join(map(str, divisors))}), so that there is "
-                "no one factor between the gradient and those of the examples. Give them one reduction."
+                "The losses of this model's outputs are reduced in different ways "
+                f"({', '.join(map(repr, sorted({str(term.loss.reduction) for term in self.terms})))}), so that no one "
+                "factor makes the gradients of single examples out of theirs. Give the outputs losses of one reduction, "
+                "with the same sample weights."
             )
-        (reduction, divisor), = divisors.items()
+        divisor = next(iter(divisors.values())) if divisors else tf.cast(batch, "float32")
         # Keras divides by the number of replicas, unless the loss is a sum.
-        replicas = 1 if reduction in _SUMS else replica_count()
+        replicas = 1 if self.terms and self.terms[0].is_sum else replica_count()
         return divisor * replicas / self._loss_scale()
 
     def _loss_scale(self) -> tf.Tensor:
+        one = tf.constant(1.0)
         optimizer = getattr(self.model, "optimizer", None)
-        return tf.constant(1.0) if optimizer is None else tf.cast(optimizer.scale_loss(tf.constant(1.0)), "float32")
+        return one if optimizer is None else tf.cast(optimizer.scale_loss(one), "float32")
 
 
-_SUMS = ("sum", "none", None)
+def _kind(term: LossTerm) -> tuple:
+    if term.is_sum:
+        return ("sum",)
+    if term.loss.reduction == "mean_with_sample_weight" and term.sample_weight is not None:
+        return ("weights", id(term.sample_weight))
+    return ("mean",)
 
 
 def _divisor(term: LossTerm, batch: tf.Tensor) -> tf.Tensor:
-    if term.loss.reduction in _SUMS:
+    kind, *_ = _kind(term)
+    if kind == "sum":
         return tf.constant(1.0)
-    if term.loss.reduction == "mean_with_sample_weight" and term.weights is not None:
-        return batch * tf.reduce_mean(tf.cast(term.weights, "float32"))
-    return batch
+    batch = tf.cast(batch, "float32")
+    return batch * tf.reduce_mean(tf.cast(term.weights, "float32")) if kind == "weights" else batch

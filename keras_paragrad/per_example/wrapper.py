@@ -1,4 +1,4 @@
-"""`PerExampleGradients`: a layer that knows the gradient of every example it was trained on."""
+"""`PerExampleGradients`: a layer that knows the gradient of every example it is trained on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,62 +7,196 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.layers import is_symbolic, outermost_layer
+from keras_paragrad._keras.layers import may_be_differentiated
+from keras_paragrad.per_example.arguments import check_arguments
 from keras_paragrad.per_example.capture import Capture
 from keras_paragrad.per_example.quantities import Quantities
-from keras_paragrad.per_example.results import Rows, Total
+from keras_paragrad.per_example.results import StepResults, capacity_for
 from keras_paragrad.per_example.scaling import Divisor
-
-QUANTITIES = ("norms", "gradients", "second_moment")
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
 class PerExampleGradients(keras.layers.Wrapper):
-    def __init__(self, layer, quantity="norms", clip_norm=None, transform=None, *, capacity=None, **kwargs):
+    """Wraps a layer or a whole model so that `fit` leaves the gradients of single examples behind, or clips them.
+
+    Each training step computes them in the backward pass that it takes anyway. They are gradients of each example's own
+    loss: neither divided by the batch, the replicas or a loss scale, nor with weight regularizers in them. Their mean
+    is the gradient that `fit` applies (their sum, for a loss with `reduction="sum"`). An example's sample weight is
+    part of its loss. Without `clip_norm` or `transform`, training is what it is without the wrapper.
+
+    Args:
+        layer: A layer or a model, called once in a step; layers within it may be shared.
+        quantity: What to keep of each step, `"norms"`, `"gradients"` or `"second_moment"`.
+        clip_norm: The largest norm that an example's gradient may have in the update; those above are scaled down to
+            it. Norms and the clipped sum come out of one backward pass.
+        transform: Instead, a function from the norms, a float32 tensor `(count,)`, to what each example's gradient is
+            multiplied by in the update, of the same shape: importance sampling, filtering.
+        capacity: For `quantity="gradients"` in steps compiled by XLA, how many examples to make room for on each device.
+            Without it, Keras's `jit_compile="auto"` leaves XLA off. Norms have room for 16384, unless told.
+        **kwargs: Keras's own for layers.
+
+    Attributes:
+        count: How many examples the last step had, on all local replicas together.
+        norms: Their gradients' norms over all weights, float32 `(count,)`; with `quantity="norms"`, `clip_norm` or
+            `transform`. They are those before clipping.
+        gradients: With `quantity="gradients"`, a list in the order of the layer's `trainable_variables`, each float32
+            `(count, *shape)`.
+        second_moment: With `quantity="second_moment"`, a list in the same order of the sums over examples of squared
+            gradients, in the weights' shapes.
+
+    Raises:
+        ValueError: An argument makes no sense; or, when the step is built, the layer has no per-example gradients: batch
+            normalization in training, a loss that mixes examples, a second call. The message says what to write.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import PerExampleGradients
+    >>> layer = PerExampleGradients(keras.layers.Dense(1))
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, activation="relu"), layer])
+    >>> model.compile("adam", loss="mse")
+    >>> history = model.fit(np.ones((100, 8)), np.ones((100, 1)), batch_size=32, verbose=0)
+    >>> layer.norms.shape
+    (4,)
+
+    References:
+        Goodfellow, Efficient per-example gradient computations, https://arxiv.org/abs/1510.01799;
+        Lee and Kifer, Scaling up differentially private deep learning, https://arxiv.org/abs/2009.03106;
+        Bu et al., Differentially private optimization on large models, https://arxiv.org/abs/2210.00038 (one pass).
+    """
+
+    def __init__(
+        self,
+        layer: keras.layers.Layer,
+        quantity: str = "norms",
+        clip_norm: float | None = None,
+        transform: Callable[[tf.Tensor], tf.Tensor] | None = None,
+        *,
+        capacity: int | None = None,
+        **kwargs: Any,
+    ):
+        check_arguments(layer, quantity, clip_norm, transform, capacity)
+        # In float32 itself, it leaves inputs and weights to the layers within, in whatever they compute.
         super().__init__(layer, **{"dtype": "float32", "autocast": False, **kwargs})
+        self.supports_masking = layer.supports_masking
         self.quantity = quantity
         self.clip_norm = clip_norm
         self.transform = transform
         self.capacity = capacity
-        self.__dict__["_results"] = None
-        self.__dict__["_answered"] = None
+        self.supports_jit = quantity != "gradients" or capacity is not None
+        # Past Keras's attribute tracking: what a step leaves behind is no state of the model, and not saved.
+        self.__dict__.update(_results=None, _answered=None)
 
-    def build(self, input_shape=None):
+    def build(self, input_shape: Any = None) -> None:
         super().build(input_shape)
-        self._prepare()
+        self._make_room(self.capacity)
 
-    def _prepare(self):
-        with tf.init_scope():
-            self.__dict__["_results"] = {"norms": Rows([], self.capacity)}
-
-    def call(self, inputs, *args, **kwargs):
-        if is_symbolic() or tf.distribute.in_cross_replica_context():
+    def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self._make_room(self.capacity or capacity_for(inputs, self._keeps, self._results))
+        if not may_be_differentiated():
             return self.layer(inputs, *args, **kwargs)
-        variables = self.layer.trainable_variables
+        self.__dict__["_answered"] = None
         divisor = Divisor()
 
         @tf.custom_gradient
         def finish(anchor, *weights):
-            def backward(_):
-                return tf.zeros([]), *self._backward(capture, divisor)
-            return tf.identity(anchor), backward
+            return tf.identity(anchor), lambda _: (tf.zeros([]), *self._finish(capture, divisor))
 
-        anchor = finish(tf.zeros([]), *(tf.convert_to_tensor(v.value) for v in variables))
-        capture = Capture(self.layer, anchor, detached=self.clip_norm is not None)
-        return capture(inputs, *args, **kwargs)
-
-    def _backward(self, capture, divisor):
-        divisor.close()
-        variables = self.layer.trainable_variables
-        q = Quantities(capture.recorded, variables)
-        factor = divisor.factor(tf.cast(q.batch, "float32"))
-        norms = tf.sqrt(q.squared_norms()) * factor
-        self._results["norms"].assign(norms)
-        if self.clip_norm is None:
-            return [None] * len(variables)
-        w = tf.minimum(1.0, self.clip_norm * tf.math.reciprocal_no_nan(norms))
-        return q.weighted_sums(w)
+        # The weights go in so that the backward pass comes by, whichever of them it is asked for.
+        weights = [tf.convert_to_tensor(variable.value) for variable in self.layer.trainable_variables]
+        capture = Capture(self.layer, finish(tf.zeros([]), *weights), detached=self._reweighs)
+        outputs = capture(inputs, *args, **kwargs)
+        for loss in capture.losses:
+            self.add_loss(loss)
+        return outputs
 
     @property
-    def norms(self):
-        return self._results["norms"].numpy()
+    def count(self) -> int:
+        return 0 if self._results is None else int(self._results.count.numpy())
+
+    @property
+    def norms(self) -> np.ndarray:
+        return self._kept("norms").numpy()
+
+    @property
+    def gradients(self) -> list[np.ndarray]:
+        return [rows.numpy() for rows in self._kept("gradients")]
+
+    @property
+    def second_moment(self) -> list[np.ndarray]:
+        return [total.numpy() for total in self._kept("second_moment")]
+
+    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+        return self.layer.compute_mask(inputs, previous_mask)
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            **super().get_config(),
+            "quantity": self.quantity,
+            "clip_norm": self.clip_norm,
+            "transform": keras.saving.serialize_keras_object(self.transform),
+            "capacity": self.capacity,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "PerExampleGradients":
+        config = dict(config)
+        config["transform"] = keras.saving.deserialize_keras_object(config["transform"], custom_objects)
+        return super().from_config(config, custom_objects)
+
+    @property
+    def _reweighs(self) -> bool:
+        """Whether examples count for more or less in the update than without the layer."""
+        return self.clip_norm is not None or self.transform is not None
+
+    @property
+    def _keeps(self) -> set[str]:
+        return {self.quantity, "norms"} if self._reweighs else {self.quantity}
+
+    def _make_room(self, capacity: int | None) -> None:
+        """Makes a place for the results of steps with so many examples, unless there is one."""
+        before, variables = self._results, self.layer.trainable_variables
+        if before is not None and len(before.variables) == len(variables):
+            if capacity is None or (before.capacity or 0) >= capacity:
+                return
+        with tf.init_scope():
+            self.__dict__["_results"] = StepResults(self._keeps, variables, capacity)
+
+    def _kept(self, name: str) -> Any:
+        if name not in self._keeps:
+            raise ValueError(
+                f"This layer keeps {' and '.join(sorted(self._keeps))}, and not {name}. Write "
+                f"PerExampleGradients(..., quantity={name!r})."
+            )
+        if self._results is None:
+            raise ValueError(f"There are no {name} before the layer is built. Call the model, or fit it, first.")
+        return getattr(self._results, name)
+
+    def _finish(self, capture: Capture, divisor: Divisor) -> list[Any]:
+        """Called when the backward pass has been through the layer; returns the gradients it is to take instead."""
+        divisor.close()
+        self._check_called_once(capture)
+        quantities = Quantities(capture.recorded, self.layer.trainable_variables)
+        norms = self._results.keep(quantities, divisor.factor(quantities.batch))
+        return quantities.weighted_sums(self._weights_of(norms)) if self._reweighs else [None] * len(quantities.variables)
+
+    def _weights_of(self, norms: tf.Tensor) -> tf.Tensor:
+        """What each example counts for in the update, given its norm."""
+        if self.transform is None:
+            return tf.minimum(1.0, self.clip_norm * tf.math.reciprocal_no_nan(norms))
+        weights = tf.convert_to_tensor(self.transform(norms))
+        if weights.shape.rank != 1:
+            raise ValueError(
+                f"`transform` returned a tensor of shape {weights.shape} for norms of shape {norms.shape}, and must "
+                "return one weight for each of them."
+            )
+        return tf.cast(weights, "float32")
+
+    def _check_called_once(self, capture: Capture) -> None:
+        """Refuses a second backward pass through other calls than the last."""
+        answered, self.__dict__["_answered"] = self._answered, capture
+        if answered not in (None, capture):
+            raise ValueError(
+                f"{self.layer.name!r} was called more than once in a step, and an example's gradient is the sum over its "
+                "calls. Wrap the model in which it is called instead: keras_paragrad.wrap(model)."
+            )

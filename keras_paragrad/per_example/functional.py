@@ -1,0 +1,211 @@
+"""`per_example_gradients` and `per_example_norms`: for loops of one's own, and for looking at data."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad._keras.losses import LossTerm
+from keras_paragrad.per_example.capture import Capture
+from keras_paragrad.per_example.losses import check_loss, row_losses
+from keras_paragrad.per_example.quantities import Quantities
+
+# What is made for each example of a batch in between is as large as the result, so this bounds the memory.
+BATCH_SIZE = 256
+_COMPILED: "weakref.WeakKeyDictionary[keras.Model, dict]" = weakref.WeakKeyDictionary()
+
+Quantity = Callable[[Quantities], list[tf.Tensor]]
+
+
+def per_example_gradients(
+    model: keras.Model,
+    x: Any,
+    y: Any,
+    loss: Any,
+    sample_weight: Any = None,
+    batch_size: int | None = None,
+    *,
+    training: bool = False,
+    jit_compile: bool = False,
+) -> list[np.ndarray]:
+    """The gradient of each example's own loss, exact, in one forward and backward pass for each `batch_size` rows.
+
+    Args:
+        model: A built model.
+        x: Its inputs, arrays or tensors `(N, ...)`, nested as the model takes them.
+        y: The targets, `(N, ...)`; for several outputs, nested as those are.
+        loss: A loss, its name, or a function from targets and predictions to a value for each example; for several
+            outputs, nested as those are, and the sum is taken. An example's own loss is what this gives for it alone.
+        sample_weight: What each example's loss is multiplied by, `(N,)`.
+        batch_size: How many rows at a time, 256 unless told.
+        training: Whether the model is called to train, with dropout.
+        jit_compile: Whether to compile with XLA.
+
+    Returns:
+        A float32 array `(N, *shape)` for each of the model's `trainable_variables`, in their order. Within a
+        `tf.function` of yours, tensors, all rows at once.
+
+    Raises:
+        ValueError: The loss or a layer mixes examples, or the rows don't match.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import per_example_gradients
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    >>> kernel, bias = per_example_gradients(model, np.ones((100, 8)), np.ones((100, 1)), "mse")
+    >>> kernel.shape, bias.shape
+    ((100, 8, 1), (100, 1))
+    """
+    return _in_batches(_gradients, model, x, y, loss, sample_weight, batch_size, training, jit_compile)
+
+
+def per_example_norms(
+    model: keras.Model,
+    x: Any,
+    y: Any,
+    loss: Any,
+    sample_weight: Any = None,
+    batch_size: int | None = None,
+    *,
+    training: bool = False,
+    jit_compile: bool = False,
+) -> np.ndarray:
+    """The norm over all weights of the gradient of each example's own loss, mostly without making the gradients.
+
+    Args:
+        model: See `per_example_gradients`, as for all the others.
+        x: The inputs.
+        y: The targets.
+        loss: The loss.
+        sample_weight: The weights.
+        batch_size: How many rows at a time, 256 unless told.
+        training: Whether the model is called to train.
+        jit_compile: Whether to compile with XLA.
+
+    Returns:
+        A float32 array `(N,)`.
+
+    Raises:
+        ValueError: The loss or a layer mixes examples, or the rows don't match.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import per_example_norms
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    >>> per_example_norms(model, np.ones((100, 8)), np.ones((100, 1)), "mse").shape
+    (100,)
+    """
+    return _in_batches(_norms, model, x, y, loss, sample_weight, batch_size, training, jit_compile)[0]
+
+
+def _gradients(quantities: Quantities) -> list[tf.Tensor]:
+    return [tf.cast(gradient, "float32") for gradient in quantities.gradients()]
+
+
+def _norms(quantities: Quantities) -> list[tf.Tensor]:
+    return [tf.sqrt(quantities.squared_norms())]
+
+
+def _in_batches(
+    quantity: Quantity,
+    model: keras.Model,
+    x: Any,
+    y: Any,
+    loss: Any,
+    sample_weight: Any,
+    batch_size: int | None,
+    training: bool,
+    jit_compile: bool,
+) -> list[Any]:
+    if not model.trainable_variables:
+        raise ValueError(f"{model.name!r} has no trainable weights: build it first, or set trainable=True on its layers.")
+    if batch_size is not None and (not hasattr(batch_size, "__index__") or batch_size < 1):
+        raise ValueError(f"`batch_size` is {batch_size!r}, and must be a whole number of rows. Write batch_size=256.")
+    compiled = _compiled(quantity, model, loss, training, jit_compile)
+    data = (x, y, sample_weight)
+    if not tf.executing_eagerly():
+        return compiled(*data)
+    data = keras.tree.map_structure(lambda rows: None if rows is None else keras.ops.convert_to_numpy(rows), data)
+    counts = {len(rows) for rows in keras.tree.flatten(data) if rows is not None}
+    if len(counts) != 1:
+        raise ValueError(f"x, y and sample_weight must have the same number of rows, and have {sorted(counts)}.")
+    (count,) = counts
+    filled: list[np.ndarray] = []
+    for rows, batch in _batches(data, count, min(batch_size or BATCH_SIZE, count)):
+        parts = [part.numpy() for part in compiled(*batch)]
+        filled = filled or [np.empty((count, *part.shape[1:]), part.dtype) for part in parts]
+        for whole, part in zip(filled, parts, strict=True):
+            whole[rows] = part[: rows.stop - rows.start]
+    return filled
+
+
+def _batches(data: Any, count: int, size: int) -> Iterator[tuple[slice, Any]]:
+    """Which rows, and the rows; the last batch is filled up with the last row, so that all are of one size."""
+    for start in range(0, count, size):
+        rows = slice(start, min(start + size, count))
+        indices = np.minimum(np.arange(start, start + size), count - 1)
+        yield rows, keras.tree.map_structure(lambda each, i=indices: None if each is None else each[i], data)
+
+
+def _compiled(quantity: Quantity, model: keras.Model, loss: Any, training: bool, jit_compile: bool) -> Any:
+    """The function that computes a quantity of one batch, compiled once for a model and a loss."""
+    weights = tuple(id(variable) for variable in model.trainable_variables)
+    key = (quantity, weights, tuple(keras.tree.flatten(loss)), training, jit_compile)
+    cached = _COMPILED.setdefault(model, {})
+    if key not in cached:
+        cached[key] = _compile(quantity, weakref.ref(model), loss, training, jit_compile)
+    return cached[key]
+
+
+def _compile(quantity: Quantity, reference: Any, loss: Any, training: bool, jit_compile: bool) -> Any:
+    losses = [_as_loss(each) for each in keras.tree.flatten(loss)]
+
+    @tf.function(jit_compile=jit_compile, reduce_retracing=True)
+    def compiled(x, y, sample_weight):
+        model, anchor = reference(), tf.zeros([])
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(anchor)
+            capture = Capture(model, anchor, detached=True)
+            y_pred = capture(x, training=training)
+            total = tf.add_n([tf.reduce_sum(row_losses(term)) for term in _terms(losses, y, y_pred, sample_weight)])
+        tape.gradient(total, anchor)
+        return quantity(Quantities(capture.recorded, model.trainable_variables))
+
+    return compiled
+
+
+def _terms(losses: list[keras.losses.Loss], y: Any, y_pred: Any, sample_weight: Any) -> list[LossTerm]:
+    targets, predictions, weights = (keras.tree.flatten(each) for each in (y, y_pred, sample_weight))
+    if len(weights) == 1:
+        weights *= len(predictions)
+    if not len(losses) == len(targets) == len(predictions) == len(weights):
+        raise ValueError(
+            f"The model has {len(predictions)} outputs, and there are {len(targets)} targets, {len(losses)} losses and "
+            f"{len(weights)} sample weights. Write as many of each, nested as the outputs are."
+        )
+    terms = [LossTerm(*parts) for parts in zip(losses, targets, predictions, weights, strict=True)]
+    for term in terms:
+        check_loss(term)
+    return terms
+
+
+class _Function(keras.losses.Loss):
+    """A function from targets and predictions to a value for each example, as a loss."""
+
+    def __init__(self, function: Callable[[Any, Any], Any]):
+        super().__init__(name=getattr(function, "__name__", "loss"))
+        self.call = function
+
+
+def _as_loss(loss: Any) -> keras.losses.Loss:
+    found = keras.losses.get(loss)
+    if isinstance(found, keras.losses.Loss):
+        return found
+    if callable(found):
+        return _Function(found)
+    raise ValueError(f"`loss` is {loss!r}, and must be a loss, its name, or a function. Write loss='mse'.")
