@@ -1,9 +1,11 @@
 """Slow, obvious references: what one device does with whole batches."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 
 def largest_difference(left: keras.Model, right: keras.Model) -> float:
@@ -47,3 +49,46 @@ def train_on_whole_windows(model: keras.Model, windows_of_batches: Iterator[tupl
         whole = [np.concatenate(parts) for parts in zip(*window, strict=True)]
         model.train_on_batch(whole[0], whole[1], sample_weight=whole[2] if len(whole) > 2 else None)
     model.optimizer.finalize_variable_values(model.trainable_weights)
+
+
+def example_gradients(
+    model: keras.Model, x: Any, loss: Callable[[Any, Any], Any], *data: np.ndarray, jit_compile: bool = False
+) -> list[np.ndarray]:
+    """Each example's gradient, from a forward and backward pass of its own.
+
+    Args:
+        model: The model.
+        x: Its inputs.
+        loss: From an example's data and what the model says of it, as batches of one, to its loss.
+        *data: What else there is of each example, such as targets and weights.
+        jit_compile: Whether to compile with XLA, which rounds in its own way.
+
+    Returns:
+        An array `(examples, *shape)` for each trainable variable.
+    """
+    variables = [variable.value for variable in model.trainable_variables]
+
+    @tf.function(jit_compile=jit_compile)
+    def gradients_of_one(x, *data):
+        with tf.GradientTape() as tape:
+            value = loss(model(x), *data)
+        gradients = tape.gradient(value, variables, unconnected_gradients="zero")
+        return [tf.convert_to_tensor(gradient) for gradient in gradients]
+
+    rows = len(keras.tree.flatten(x)[0])
+    found = []
+    for row in range(rows):
+        one = keras.tree.map_structure(lambda each, row=row: tf.constant(each[row : row + 1]), (x, *data))
+        found.append([gradient.numpy().astype("float32") for gradient in gradients_of_one(*one)])
+    return [np.stack(parts) for parts in zip(*found, strict=True)]
+
+
+def norms_of(gradients: list[np.ndarray]) -> np.ndarray:
+    """The norm of each example's gradient over all weights."""
+    return np.sqrt(sum(np.square(gradient.reshape(len(gradient), -1)).sum(1) for gradient in gradients))
+
+
+def gradient_error(ours: Sequence, theirs: Sequence[np.ndarray], scale: float | None = None) -> float:
+    """The largest difference, as a share of the largest norm of an example's gradient."""
+    scale = float(norms_of(list(theirs)).max()) if scale is None else scale
+    return max(float(np.abs(np.asarray(a) - b).max()) for a, b in zip(ours, theirs, strict=True)) / (scale or 1.0)

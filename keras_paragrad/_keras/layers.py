@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
+from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope
@@ -20,13 +20,13 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
 
 def outermost_layer() -> keras.layers.Layer | None:
     """The layer whose call this code runs in, the outermost of those that called each other."""
-    context = global_state.get_global_attribute("current_call_ctx")
+    context = get_global_attribute("current_call_ctx")
     return context.entry_layer if context else None
 
 
 def called_for_training() -> bool:
     """Whether the call this code runs in was asked to train."""
-    context = global_state.get_global_attribute("current_call_ctx")
+    context = get_global_attribute("current_call_ctx")
     return bool(context and context.get_value("training"))
 
 

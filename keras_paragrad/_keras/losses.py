@@ -67,14 +67,15 @@ class LossTerm:
 
 
 class _Recording:
-    """Stands in for a compiled loss, and keeps what it was called with."""
+    """Stands in for a compiled loss, or for another recording of one, and keeps what it was called with."""
 
-    def __init__(self, loss: keras.losses.Loss, terms: list[LossTerm]):
-        self.loss, self.terms = loss, terms
+    def __init__(self, inner: Any, terms: list[LossTerm]):
+        self.inner, self.terms = inner, terms
+        self.loss: keras.losses.Loss = inner.loss if isinstance(inner, _Recording) else inner
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         self.terms.append(LossTerm(self.loss, y_true, y_pred, sample_weight))
-        return self.loss(y_true, y_pred, sample_weight)
+        return self.inner(y_true, y_pred, sample_weight)
 
 
 @contextlib.contextmanager
@@ -111,6 +112,6 @@ def recorded_terms(model: keras.Model) -> Iterator[list[LossTerm]]:
             compiled.__dict__["build"] = before
         if compiled._flat_losses:
             compiled._flat_losses = [
-                flat._replace(loss=flat.loss.loss) if isinstance(flat.loss, _Recording) else flat
+                flat._replace(loss=flat.loss.inner) if isinstance(flat.loss, _Recording) else flat
                 for flat in compiled._flat_losses
             ]

@@ -79,9 +79,9 @@ class Capture:
     def _tap(self, made: Call, outputs: Any) -> Any:
         if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self.graph:
             raise ValueError(
-                f"{made.layer.name!r} is called within a loop, a branch or a tf.function, out of which the gradients of "
-                "its examples can't be brought. If a layer of your own does so, make it one unit: keras_paragrad."
-                "per_example.register_rule(YourLayer)(keras_paragrad.per_example.Generic)."
+                f"{made.layer.name!r} is called within a loop, a branch or a tf.function, out of which the gradients "
+                "of its examples can't be brought. If a layer of your own does so, make it one unit: "
+                "keras_paragrad.per_example.register_rule(YourLayer)(keras_paragrad.per_example.Generic)."
             )
         flat = keras.tree.flatten(outputs)
         places = [place for place, output in enumerate(flat) if tf.is_tensor(output) and output.dtype.is_floating]

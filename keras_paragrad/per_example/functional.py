@@ -123,7 +123,9 @@ def _in_batches(
     jit_compile: bool,
 ) -> list[Any]:
     if not model.trainable_variables:
-        raise ValueError(f"{model.name!r} has no trainable weights: build it first, or set trainable=True on its layers.")
+        raise ValueError(
+            f"{model.name!r} has no trainable weights: build it first, or set trainable=True on its layers."
+        )
     if batch_size is not None and (not hasattr(batch_size, "__index__") or batch_size < 1):
         raise ValueError(f"`batch_size` is {batch_size!r}, and must be a whole number of rows. Write batch_size=256.")
     compiled = _compiled(quantity, model, loss, training, jit_compile)

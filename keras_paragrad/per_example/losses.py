@@ -49,7 +49,9 @@ def row_losses(term: LossTerm) -> tf.Tensor:
     values = tf.cast(term.values, "float32")
     mask = tf.ones_like(values) if term.mask is None else tf.cast(term.mask, "float32")
     weight = tf.constant(1.0) if term.sample_weight is None else tf.cast(term.sample_weight, "float32")
-    weight = tf.reshape(weight, tf.concat([tf.shape(weight), tf.ones([values.shape.rank - weight.shape.rank], tf.int32)], 0))
+    weight = tf.reshape(
+        weight, tf.concat([tf.shape(weight), tf.ones([values.shape.rank - weight.shape.rank], tf.int32)], 0)
+    )
     inner = list(range(1, values.shape.rank))
     total = tf.reduce_sum(values * weight * mask, inner)
     return total if term.is_sum else total * tf.math.reciprocal_no_nan(tf.reduce_sum(mask, inner))
@@ -66,7 +68,13 @@ def _mixes_examples(term: LossTerm) -> bool:
         try:
             together = _values(term, y_true, y_pred)
             alone = [
-                _values(term, *(keras.tree.map_structure(lambda tensor, i=i: tensor[i : i + 1], side) for side in (y_true, y_pred)))
+                _values(
+                    term,
+                    *(
+                        keras.tree.map_structure(lambda tensor, i=i: tensor[i : i + 1], side)
+                        for side in (y_true, y_pred)
+                    ),
+                )
                 for i in range(3)
             ]
         except Exception:

@@ -51,10 +51,10 @@ class WeightReads(keras.StatelessScope):
         """What a weight is read as; `None` for its own value."""
         if id(variable) in self.watched and id(variable) not in self.readable:
             raise ValueError(
-                f"The weight {variable.path!r} is read outside of the call of the layer that owns it, so its per-example "
-                "gradients would lack what happens there. If a layer of your own reads a weight of a layer within it, "
-                "make it one unit: keras_paragrad.per_example.register_rule(YourLayer)(keras_paragrad.per_example."
-                "Generic)."
+                f"The weight {variable.path!r} is read outside of the call of the layer that owns it, and the gradients "
+                "of the examples would lack what happens there. If a layer of your own reads a weight of a layer within "
+                "it, make it one unit: "
+                "keras_paragrad.per_example.register_rule(YourLayer)(keras_paragrad.per_example.Generic)."
             )
         return super().get_current_value(variable)
 

@@ -69,7 +69,7 @@ class Rows:
         count = tf.shape(rows)[0]
         self.count.assign(count)
         if self.capacity is not None:
-            missing = tf.maximum(self.capacity - count, 0)
+            missing: Any = tf.maximum(self.capacity - count, 0)
             rows = tf.pad(rows, [[0, missing], *([0, 0] for _ in rows.shape[1:])])[: self.capacity]
         self.values.assign(tf.ensure_shape(rows, self.values.shape))
 

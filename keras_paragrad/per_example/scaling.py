@@ -45,9 +45,8 @@ class Divisor:
         if len(divisors) > 1:
             raise ValueError(
                 "The losses of this model's outputs are reduced in different ways "
-                f"({', '.join(map(repr, sorted({str(term.loss.reduction) for term in self.terms})))}), so that no one "
-                "factor makes the gradients of single examples out of theirs. Give the outputs losses of one reduction, "
-                "with the same sample weights."
+                f"({', '.join(str(term.loss.reduction) for term in self.terms)}), so that no one factor makes an "
+                "example's gradient out of its share. Give the outputs losses of one reduction, with the same weights."
             )
         divisor = next(iter(divisors.values())) if divisors else tf.cast(batch, "float32")
         # Keras divides by the number of replicas, unless the loss is a sum.

@@ -39,9 +39,9 @@ def check_layers(layer: keras.layers.Layer) -> None:
         shape = getattr(inner, "noise_shape", None)
         if isinstance(inner, keras.layers.Dropout) and inner.rate and shape is not None and shape[0] == 1:
             raise ValueError(
-                f"The dropout {inner.name!r} drops the same units for all examples of a batch (noise_shape={shape}), so "
-                f"that an example's gradient depends on which batch it is in. Write noise_shape=(None, "
-                f"{', '.join(map(str, shape[1:]))}) for it."
+                f"The dropout {inner.name!r} drops the same units for all examples of a batch (noise_shape={shape}), "
+                "so that what an example's gradient is depends on its batch. Write "
+                f"noise_shape=({', '.join(map(str, (None, *shape[1:])))}) for it."
             )
 
 

@@ -31,8 +31,8 @@ class PerExampleGradients(keras.layers.Wrapper):
             it. Norms and the clipped sum come out of one backward pass.
         transform: Instead, a function from the norms, a float32 tensor `(count,)`, to what each example's gradient is
             multiplied by in the update, of the same shape: importance sampling, filtering.
-        capacity: For `quantity="gradients"` in steps compiled by XLA, how many examples to make room for on each device.
-            Without it, Keras's `jit_compile="auto"` leaves XLA off. Norms have room for 16384, unless told.
+        capacity: For `quantity="gradients"` in steps compiled by XLA, how many examples to make room for on each
+            device. Without it, Keras's `jit_compile="auto"` leaves XLA off. Norms have room for 16384, unless told.
         **kwargs: Keras's own for layers.
 
     Attributes:
@@ -45,7 +45,7 @@ class PerExampleGradients(keras.layers.Wrapper):
             gradients, in the weights' shapes.
 
     Raises:
-        ValueError: An argument makes no sense; or, when the step is built, the layer has no per-example gradients: batch
+        ValueError: An argument makes no sense; or, when a step is built, an example has no gradient of its own: batch
             normalization in training, a loss that mixes examples, a second call. The message says what to write.
 
     Example:
@@ -104,7 +104,8 @@ class PerExampleGradients(keras.layers.Wrapper):
 
         # The weights go in so that the backward pass comes by, whichever of them it is asked for.
         weights = [tf.convert_to_tensor(variable.value) for variable in self.layer.trainable_variables]
-        capture = Capture(self.layer, finish(tf.zeros([]), *weights), detached=self._reweighs)
+        anchor: Any = finish(tf.zeros([]), *weights)
+        capture = Capture(self.layer, anchor, detached=self._reweighs)
         outputs = capture(inputs, *args, **kwargs)
         for loss in capture.losses:
             self.add_loss(loss)
@@ -155,10 +156,11 @@ class PerExampleGradients(keras.layers.Wrapper):
 
     def _make_room(self, capacity: int | None) -> None:
         """Makes a place for the results of steps with so many examples, unless there is one."""
-        before, variables = self._results, self.layer.trainable_variables
-        if before is not None and len(before.variables) == len(variables):
-            if capacity is None or (before.capacity or 0) >= capacity:
-                return
+        before: Any = self._results
+        variables = self.layer.trainable_variables
+        same = before is not None and len(before.variables) == len(variables)
+        if same and (capacity is None or (before.capacity or 0) >= capacity):
+            return
         with tf.init_scope():
             self.__dict__["_results"] = StepResults(self._keeps, variables, capacity)
 
@@ -178,13 +180,15 @@ class PerExampleGradients(keras.layers.Wrapper):
         self._check_called_once(capture)
         quantities = Quantities(capture.recorded, self.layer.trainable_variables)
         norms = self._results.keep(quantities, divisor.factor(quantities.batch))
-        return quantities.weighted_sums(self._weights_of(norms)) if self._reweighs else [None] * len(quantities.variables)
+        return (
+            quantities.weighted_sums(self._weights_of(norms)) if self._reweighs else [None] * len(quantities.variables)
+        )
 
-    def _weights_of(self, norms: tf.Tensor) -> tf.Tensor:
+    def _weights_of(self, norms: Any) -> tf.Tensor:
         """What each example counts for in the update, given its norm."""
         if self.transform is None:
-            return tf.minimum(1.0, self.clip_norm * tf.math.reciprocal_no_nan(norms))
-        weights = tf.convert_to_tensor(self.transform(norms))
+            return tf.where(norms > self.clip_norm, self.clip_norm / norms, 1.0)
+        weights: Any = tf.convert_to_tensor(self.transform(norms))
         if weights.shape.rank != 1:
             raise ValueError(
                 f"`transform` returned a tensor of shape {weights.shape} for norms of shape {norms.shape}, and must "
@@ -197,6 +201,6 @@ class PerExampleGradients(keras.layers.Wrapper):
         answered, self.__dict__["_answered"] = self._answered, capture
         if answered not in (None, capture):
             raise ValueError(
-                f"{self.layer.name!r} was called more than once in a step, and an example's gradient is the sum over its "
-                "calls. Wrap the model in which it is called instead: keras_paragrad.wrap(model)."
+                f"{self.layer.name!r} was called more than once in a step, and an example's gradient is the sum over "
+                "its calls. Wrap the model in which it is called instead: keras_paragrad.wrap(model)."
             )

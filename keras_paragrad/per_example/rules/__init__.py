@@ -6,8 +6,8 @@ from keras_paragrad.per_example.rules import (  # noqa: F401  (each registers it
     dense,
     einsum,
     embedding,
+    generic,
     normalization,
     prelu,
-    generic,
     separable,
 )

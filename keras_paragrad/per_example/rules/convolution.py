@@ -1,5 +1,6 @@
 """Convolutions: a dense layer on every window."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -16,50 +17,52 @@ class Convolutional(Linear):
     Rochette et al., https://arxiv.org/abs/1912.06015, and Lee and Kifer, https://arxiv.org/abs/2009.03106.
     """
 
-    def biases(self, call: Call) -> tf.Tensor:
-        cotangent = channels_last(call.cotangent, call.layer)
-        return tf.reduce_sum(cotangent, list(range(1, cotangent.shape.rank - 1)))
+    def broadcast_bias(self, layer: Any, rank: int) -> Sequence[int]:
+        return convolution_bias(layer, rank)
 
 
 @register_rule(keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 class ConvolutionRule(Convolutional):
-    """Positions are windows; a group's rows are the taps and input channels of a window."""
+    """Positions are windows; rows are the taps and input channels of a group's windows."""
 
     def product(self, call: Call) -> Product:
-        layer = call.layer
-        cotangent = channels_last(call.cotangent, layer)
-        found = windows(channels_last(call.input, layer), Geometry.of(layer), spatial(cotangent))
-        return Product(_grouped(found, layer.groups), _grouped(flat(cotangent)[:, :, tf.newaxis], layer.groups))
+        layer: Any = call.layer
+        inputs, cotangent = channels_last(call.input, layer), channels_last(call.cotangent, layer)
+        return grouped_product(inputs, cotangent, Geometry.of(layer), self.groups(layer, inputs))
+
+    def groups(self, layer: Any, inputs: tf.Tensor) -> int:
+        """How many groups of channels are convolved on their own."""
+        return layer.groups
 
     def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:
-        *leading, groups, rows, columns = range(product.shape.rank)
-        in_order = tf.transpose(product, [*leading, rows, groups, columns])
-        return _reshaped(in_order, len(leading), layer.kernel.shape)
+        return grouped_kernel(layer.kernel.shape, product)
 
 
 @register_rule(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
-class DepthwiseRule(Convolutional):
-    """As many groups as input channels; rows are the taps."""
+class DepthwiseRule(ConvolutionRule):
+    """As many groups as channels."""
 
-    def product(self, call: Call) -> Product:
-        cotangent = channels_last(call.cotangent, call.layer)
-        return depthwise_product(channels_last(call.input, call.layer), cotangent, Geometry.of(call.layer))
-
-    def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:
-        return depthwise_kernel(layer.kernel.shape, product)
+    def groups(self, layer: Any, inputs: Any) -> int:
+        return inputs.shape[-1]
 
 
-def depthwise_product(inputs: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry) -> Product:
-    """The gradient of a depthwise kernel; both tensors have their channels last."""
-    left = tf.transpose(windows(inputs, geometry, spatial(cotangent)), [0, 3, 1, 2])
-    right = tf.reshape(flat(cotangent), [-1, *flat(cotangent).shape[1:2], inputs.shape[-1], cotangent.shape[-1] // inputs.shape[-1]])
-    return Product(left, tf.transpose(right, [0, 2, 1, 3]))
+def grouped_product(inputs: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry, groups: int) -> Product:
+    """The gradient of a convolution's kernel; both tensors have their channels last."""
+    found = windows(inputs, geometry, spatial(cotangent))
+    return Product(_grouped(found, groups), _grouped(flat(cotangent)[:, :, tf.newaxis], groups))
 
 
-def depthwise_kernel(shape: tf.TensorShape, product: tf.Tensor) -> tf.Tensor:
-    """A depthwise kernel's gradient in its own shape, after the leading axes."""
+def grouped_kernel(shape: tf.TensorShape, product: tf.Tensor) -> tf.Tensor:
+    """A kernel's gradient `(..., groups, rows, columns)` in its own shape, after the leading axes."""
     *leading, groups, rows, columns = range(product.shape.rank)
-    return _reshaped(tf.transpose(product, [*leading, rows, groups, columns]), len(leading), shape)
+    in_order = tf.transpose(product, [*leading, rows, groups, columns])
+    return tf.reshape(in_order, [-1, *shape] if leading else list(shape))
+
+
+def convolution_bias(layer: Any, rank: int) -> Sequence[int]:
+    """The shape in which a convolution layer adds its bias to outputs of so many axes."""
+    size = layer.bias.shape[0]
+    return [1] * (rank - 1) + [size] if layer.data_format == "channels_last" else [1, size] + [1] * (rank - 2)
 
 
 def flat(tensor: tf.Tensor) -> tf.Tensor:
@@ -69,14 +72,10 @@ def flat(tensor: tf.Tensor) -> tf.Tensor:
 
 def _grouped(found: tf.Tensor, groups: int) -> tf.Tensor:
     """`(batch, positions, taps, channels)` as `(batch, groups, positions, taps x channels of a group)`."""
-    _, positions, taps, channels = found.shape
     if groups == 1:
         return flattened(found, 2, 4)[:, tf.newaxis]
-    batch = tf.shape(found)[0]
-    positions = tf.shape(found)[1] if positions is None else positions
-    apart = tf.reshape(found, [batch, positions, taps, groups, channels // groups])
+    shape: Any = found.shape
+    dynamic = tf.shape(found)
+    positions = dynamic[1] if shape[1] is None else shape[1]
+    apart = tf.reshape(found, [dynamic[0], positions, shape[2], groups, shape[3] // groups])
     return flattened(tf.transpose(apart, [0, 3, 1, 2, 4]), 3, 5)
-
-
-def _reshaped(tensor: tf.Tensor, leading: int, shape: Any) -> tf.Tensor:
-    return tf.reshape(tensor, [-1, *shape] if leading else list(shape))

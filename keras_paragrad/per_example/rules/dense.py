@@ -14,10 +14,8 @@ class DenseRule(Linear):
     """y = a W + b at every position."""
 
     def product(self, call: Call) -> Product:
-        left, right = (
-            flattened(side, 1, side.shape.rank - 1)[:, tf.newaxis] for side in (call.input, call.cotangent)
-        )
+        left, right = (flattened(side, 1, side.shape.rank - 1)[:, tf.newaxis] for side in (call.input, call.cotangent))
         return Product(left, right)
 
     def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:
-        return product[..., 0, :, :]
+        return tf.squeeze(product, -3)

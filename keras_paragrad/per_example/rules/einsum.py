@@ -64,13 +64,6 @@ class EinsumRule(Linear):
             tf.transpose(spread, [*range(first), *places]), [*product.shape[:first], *layer.kernel.shape]
         )
 
-    def biases(self, call: Call) -> tf.Tensor:
-        shape, cotangent = call.layer.bias.shape, call.cotangent
-        missing = cotangent.shape.rank - 1 - len(shape)
-        spread = [1] * missing + list(shape)
-        summed = [axis for axis, size in enumerate(spread, start=1) if size == 1 and cotangent.shape[axis] != 1]
-        return tf.reshape(tf.reduce_sum(cotangent, summed, keepdims=True), [-1, *shape])
-
 
 def _terms(equation: str) -> tuple[str, str, str]:
     inputs, outputs = equation.replace(" ", "").replace("...", "0").split("->")

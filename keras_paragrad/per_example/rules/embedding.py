@@ -59,8 +59,8 @@ class EmbeddingRule(Rule):
         indices, cotangents = _lookups(calls)
         weighted = cotangents * weights[:, tf.newaxis, tf.newaxis]
         values = tf.reshape(weighted, [-1, cotangents.shape[-1]])
-        shape = tf.constant([self._size(calls), cotangents.shape[-1]])
-        return [tf.IndexedSlices(values, tf.reshape(indices, [-1]), shape)]
+        layer: Any = calls[0].layer
+        return [tf.IndexedSlices(values, tf.reshape(indices, [-1]), tf.constant(list(layer.embeddings.shape)))]
 
     def _size(self, calls: Sequence[Call]) -> int:
         layer: Any = calls[0].layer

@@ -24,7 +24,9 @@ class Product(NamedTuple):
     @property
     def is_ghost(self) -> bool:
         """Whether norms are had for less from the positions' inner products than from the gradients themselves."""
-        positions, rows, columns = self.left.shape[2], self.left.shape[3], self.right.shape[3]
+        left: Any = self.left.shape
+        _, _, positions, rows = left
+        columns: Any = self.right.shape[3]
         # By the operations alone it would be without the 2; but many small products take longer than one of their size.
         return positions is not None and 2 * positions * (rows + columns) < rows * columns
 
@@ -78,10 +80,9 @@ class Linear(Rule):
         """`(..., groups, rows, columns)` in the order and shape of the kernel, after the leading axes."""
         raise NotImplementedError
 
-    def biases(self, call: Call) -> tf.Tensor:
-        """Each example's gradient for the bias, `(batch, *shape)`."""
-        cotangent = call.cotangent
-        return tf.reduce_sum(cotangent, list(range(1, cotangent.shape.rank - 1)))
+    def broadcast_bias(self, layer: Any, rank: int) -> Sequence[int]:
+        """The shape in which the layer adds its bias to outputs of so many axes."""
+        return layer.bias.shape
 
     def variables(self, layer: Any) -> list[keras.Variable]:
         return [layer.kernel] if layer.bias is None else [layer.kernel, layer.bias]
@@ -112,16 +113,35 @@ class Linear(Rule):
         return Product(*(tf.concat(sides, 2) for sides in zip(*products, strict=True)))
 
     def _biases(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        return [] if calls[0].layer.bias is None else [tf.add_n([self.biases(call) for call in calls])]
+        layer: Any = calls[0].layer
+        if layer.bias is None:
+            return []
+        shape = self.broadcast_bias(layer, calls[0].cotangent.shape.rank)
+        return [tf.add_n([bias_gradients(call.cotangent, shape, layer.bias) for call in calls])]
+
+
+def bias_gradients(cotangent: tf.Tensor, shape: Sequence[int], bias: keras.Variable) -> tf.Tensor:
+    """Each example's gradient for a bias that was added in the given shape, `(batch, *bias.shape)`.
+
+    Keras adds a bias with one long axis to the last axis of that length, or else to the second, whichever it was meant
+    for (`keras.ops.add` takes it to `tf.nn.bias_add`); the gradient goes where the bias went.
+    """
+    rank = cotangent.shape.rank
+    kept = [axis for axis, size in enumerate(shape, start=rank - len(shape)) if size > 1]
+    size = shape[kept[0] - rank] if len(kept) == 1 else None
+    if size is not None and size in (cotangent.shape[1], cotangent.shape[-1]):
+        kept = [rank - 1 if size == cotangent.shape[-1] else 1]
+    sums = tf.reduce_sum(cotangent, [axis for axis in range(1, rank) if axis not in kept])
+    return tf.reshape(sums, [-1, *bias.shape])
 
 
 def flattened(tensor: tf.Tensor, first: int, last: int) -> tf.Tensor:
-    """A tensor with the axes from `first` up to `last` made into one, which is 1 where there are none."""
-    shape = [tensor.shape[axis] if tensor.shape[axis] is not None else tf.shape(tensor)[axis] for axis in range(tensor.shape.rank)]
-    middle = shape[first:last]
-    size = math.prod(middle) if all(isinstance(axis, int) for axis in middle) else -1
-    # Only one size may be left open, and the batch's is known to the tensor alone.
-    return tf.reshape(tensor, [*shape[:first], size, *shape[last:]])
+    """A tensor with the axes from `first` up to `last` made into one, which is of size 1 where there are none."""
+    sizes: list[Any] = list(tensor.shape)
+    dynamic = tf.shape(tensor)
+    middle = -1 if None in sizes[first:last] else math.prod(sizes[first:last])
+    known = [size if size is not None else dynamic[axis] for axis, size in enumerate(sizes)]
+    return tf.reshape(tensor, [*known[:first], middle, *known[last:]])
 
 
 def _squares(side: tf.Tensor) -> tf.Tensor:

@@ -48,9 +48,7 @@ class Normalization(Rule):
         return gradients
 
 
-@register_rule(
-    keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.BatchNormalization
-)
+@register_rule(keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.BatchNormalization)
 class ScaleAndOffsetRule(Normalization):
     """Over the features, or over groups of them, or by the moving statistics of frozen batch normalization."""
 

@@ -7,8 +7,8 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.registry import Call, Rule, register_rule, squared_norm
-from keras_paragrad.per_example.rules.convolution import depthwise_kernel, depthwise_product, flat
-from keras_paragrad.per_example.rules.linear import Product
+from keras_paragrad.per_example.rules.convolution import convolution_bias, flat, grouped_kernel, grouped_product
+from keras_paragrad.per_example.rules.linear import Product, bias_gradients
 from keras_paragrad.per_example.rules.windows import Geometry, channels_last
 
 
@@ -43,14 +43,16 @@ class SeparableRule(Rule):
         layer: Any = call.layer
         leading = [-1] if depthwise.shape.rank == 4 else []
         return [
-            depthwise_kernel(layer.depthwise_kernel.shape, depthwise),
+            grouped_kernel(layer.depthwise_kernel.shape, depthwise),
             tf.reshape(pointwise, [*leading, *layer.pointwise_kernel.shape]),
             *biases,
         ]
 
     def _bias(self, call: Call) -> list[tf.Tensor]:
         layer: Any = call.layer
-        return [] if layer.bias is None else [tf.reduce_sum(flat(channels_last(call.cotangent, layer)), 1)]
+        if layer.bias is None:
+            return []
+        return [bias_gradients(call.cotangent, convolution_bias(layer, call.cotangent.shape.rank), layer.bias)]
 
 
 def _products(call: Call) -> tuple[Product, Product]:
@@ -66,4 +68,4 @@ def _products(call: Call) -> tuple[Product, Product]:
     returned = tf.tensordot(cotangent, tf.reshape(pointwise, pointwise.shape[-2:]), [[-1], [1]])
     returned = tf.ensure_shape(returned, [*cotangent.shape[:-1], pointwise.shape[-2]])
     product = Product(flat(between)[:, tf.newaxis], flat(cotangent)[:, tf.newaxis])
-    return depthwise_product(inputs, returned, geometry), product
+    return grouped_product(inputs, returned, geometry, kernel.shape[-2]), product

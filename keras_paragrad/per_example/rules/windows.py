@@ -44,7 +44,8 @@ def windows(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any]) -> tf
     Returns:
         `(batch, positions, taps, channels)`.
     """
-    batch, channels, taps = tf.shape(images)[0], images.shape[-1], math.prod(geometry.kernel_size)
+    taps = math.prod(geometry.kernel_size)
+    channels: Any = images.shape[-1]
     padded = _padded(images, geometry, outputs)
     if taps * channels <= FEW_VALUES:
         identity = tf.reshape(tf.eye(taps * channels, dtype=images.dtype), [*geometry.kernel_size, channels, -1])
@@ -55,16 +56,17 @@ def windows(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any]) -> tf
         found = tf.image.extract_patches(padded, sizes, strides, rates, "VALID")
     else:
         found = tf.stack([_slice(padded, tap, geometry, outputs) for tap in _taps(geometry)], axis=-2)
-    positions = math.prod(outputs) if all(isinstance(size, int) for size in outputs) else -1
-    if positions == -1:
-        return tf.reshape(found, [batch, -1, taps, channels])
-    return tf.reshape(found, [-1, positions, taps, channels])
+    if all(isinstance(size, int) for size in outputs):
+        return tf.reshape(found, [-1, math.prod(outputs), taps, channels])
+    return tf.reshape(found, [tf.shape(images)[0], -1, taps, channels])
 
 
 def spatial(tensor: tf.Tensor) -> list[Any]:
     """The sizes of the axes between batch and channels, numbers where they are known."""
     dynamic = tf.shape(tensor)
-    return [dynamic[axis] if tensor.shape[axis] is None else tensor.shape[axis] for axis in range(1, tensor.shape.rank - 1)]
+    return [
+        dynamic[axis] if tensor.shape[axis] is None else tensor.shape[axis] for axis in range(1, tensor.shape.rank - 1)
+    ]
 
 
 def channels_last(tensor: tf.Tensor, layer: Any) -> tf.Tensor:
