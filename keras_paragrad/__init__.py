@@ -4,6 +4,10 @@ import keras_paragrad._keras  # noqa: F401  (checks the installed Keras and Tens
 from keras_paragrad.accumulation.callback import ExactAccumulation
 from keras_paragrad.accumulation.microbatch import microbatch
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
+from keras_paragrad.inputs.attribution import integrated_gradients
+from keras_paragrad.inputs.gradients import input_gradients
+from keras_paragrad.inputs.jacobian import input_jacobian
+from keras_paragrad.inputs.second_order import hessian_vector_product
 from keras_paragrad.per_example.functional import per_example_gradients, per_example_norms
 from keras_paragrad.per_example.model import wrap
 from keras_paragrad.per_example.wrapper import PerExampleGradients
@@ -12,6 +16,10 @@ __all__ = [
     "AccumulatingOptimizer",
     "ExactAccumulation",
     "PerExampleGradients",
+    "hessian_vector_product",
+    "input_gradients",
+    "input_jacobian",
+    "integrated_gradients",
     "microbatch",
     "per_example_gradients",
     "per_example_norms",

@@ -68,7 +68,7 @@ def example_gradients(
     """
     variables = [variable.value for variable in model.trainable_variables]
 
-    @tf.function(jit_compile=jit_compile)
+    @tf.function(jit_compile=jit_compile, autograph=False)
     def gradients_of_one(x, *data):
         with tf.GradientTape() as tape:
             value = loss(model(x), *data)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_paragrad._keras.layers import called_for_training, mask_of, with_mask
 from keras_paragrad.per_example.reads import WeightReads
 from keras_paragrad.per_example.registry import Call
-from keras_paragrad.per_example.units import Unit, check_layers, check_training, units_of
+from keras_paragrad.per_example.units import Unit, check_training
 
 
 class Capture:
@@ -23,17 +23,17 @@ class Capture:
 
     Args:
         layer: A built layer or model.
+        units: Its units; see `keras_paragrad.per_example.probing.units_for`.
         anchor: A float32 scalar that a tape watches.
         detached: Whether the backward pass is to leave out the gradients of the layer's weights.
     """
 
-    def __init__(self, layer: keras.layers.Layer, anchor: tf.Tensor, detached: bool = False):
-        check_layers(layer)
-        self.layer, self.anchor = layer, anchor
+    def __init__(self, layer: keras.layers.Layer, units: Sequence[Unit], anchor: tf.Tensor, detached: bool = False):
+        self.layer, self.units, self.anchor = layer, units, anchor
         self.graph = tf.compat.v1.get_default_graph()
-        self.units = units_of(layer)
-        self.calls: dict[int, list[Call]] = {id(unit.layer): [] for unit in self.units}
+        self.calls: dict[int, list[Call]] = {id(unit.layer): [] for unit in units}
         self.reads = WeightReads(layer.trainable_variables, detached)
+        self.out_of_reach: keras.Variable | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Calls the layer, and returns what it returns."""
@@ -44,6 +44,19 @@ class Capture:
                 stack.enter_context(_attribute(unit.layer, "call", self._recording(unit)))
             stack.enter_context(self.reads)
             return self.layer(*arguments, **keywords)
+
+    @property
+    def in_the_way(self) -> keras.Variable | None:
+        """The weight for which the call was given up: read behind its owner's back, or out of reach."""
+        return self.out_of_reach if self.reads.read_outside is None else self.reads.read_outside
+
+    def without_batch(self, size: int) -> keras.Variable | None:
+        """A weight of a unit that was called on something else than a batch of so many examples, or `None`."""
+        for calls in self.calls.values():
+            for call in calls:
+                if any(output.shape[0] != size for output in call.outputs):
+                    return call.layer.trainable_variables[0]
+        return None
 
     @property
     def losses(self) -> list[tf.Tensor]:
@@ -59,11 +72,14 @@ class Capture:
                 yield unit, calls
 
     def _recording(self, unit: Unit) -> Callable[..., Any]:
+        """What takes the place of a unit's `call`."""
         layer, rule = unit
         original = layer.call
 
         @functools.wraps(original)
         def call(*arguments, **keywords):
+            if self.reads.is_within_a_unit:
+                return original(*arguments, **keywords)
             training = called_for_training()
             made = Call(layer, arguments, keywords, training, functools.partial(_rerun, layer, original, training))
             self.calls[id(layer)].append(made)
@@ -77,14 +93,17 @@ class Capture:
         return call
 
     def _tap(self, made: Call, outputs: Any) -> Any:
+        """Outputs through the identity that keeps their cotangents."""
         if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self.graph:
+            self.out_of_reach = made.layer.trainable_variables[0]
             raise ValueError(
                 f"{made.layer.name!r} is called within a loop, a branch or a tf.function, out of which the gradients "
-                "of its examples can't be brought. If a layer of your own does so, make it one unit: "
-                "keras_paragrad.per_example.register_rule(YourLayer)(keras_paragrad.per_example.Generic)."
+                "of its examples can't be brought. Wrap the layer that does so as a whole, or give it a rule with "
+                "keras_paragrad.per_example.register_rule."
             )
         flat = keras.tree.flatten(outputs)
         places = [place for place, output in enumerate(flat) if tf.is_tensor(output) and output.dtype.is_floating]
+        made.outputs = [flat[place] for place in places]
 
         @tf.custom_gradient
         def identity(anchor, *tensors):
@@ -94,7 +113,7 @@ class Capture:
 
             return [tf.identity(tensor) for tensor in tensors], backward
 
-        for place, tapped in zip(places, identity(self.anchor, *(flat[place] for place in places)), strict=True):
+        for place, tapped in zip(places, identity(self.anchor, *made.outputs), strict=True):
             flat[place] = with_mask(tapped, mask_of(flat[place]))
         return keras.tree.pack_sequence_as(outputs, flat)
 

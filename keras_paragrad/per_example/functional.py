@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_paragrad._keras.losses import LossTerm
 from keras_paragrad.per_example.capture import Capture
 from keras_paragrad.per_example.losses import check_loss, row_losses
+from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.quantities import Quantities
 
 # What is made for each example of a batch in between is as large as the result, so this bounds the memory.
@@ -172,7 +173,7 @@ def _compile(quantity: Quantity, reference: Any, loss: Any, training: bool, jit_
         model, anchor = reference(), tf.zeros([])
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(anchor)
-            capture = Capture(model, anchor, detached=True)
+            capture = Capture(model, units_for(model, (x,), {"training": training}), anchor, detached=True)
             y_pred = capture(x, training=training)
             total = tf.add_n([tf.reduce_sum(row_losses(term)) for term in _terms(losses, y, y_pred, sample_weight)])
         tape.gradient(total, anchor)

@@ -26,6 +26,12 @@ class WeightReads(keras.StatelessScope):
         self.watched = {id(variable): variable for variable in variables}
         self.readable: set[int] = set()
         self.assignments = 0
+        self.read_outside: keras.Variable | None = None
+
+    @property
+    def is_within_a_unit(self) -> bool:
+        """Whether a unit is being called."""
+        return bool(self.readable)
 
     @contextlib.contextmanager
     def by(self, layer: keras.layers.Layer) -> Iterator[None]:
@@ -50,11 +56,10 @@ class WeightReads(keras.StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> Any:
         """What a weight is read as; `None` for its own value."""
         if id(variable) in self.watched and id(variable) not in self.readable:
+            self.read_outside = variable
             raise ValueError(
-                f"The weight {variable.path!r} is read outside of the call of the layer that owns it, and the gradients "
-                "of the examples would lack what happens there. If a layer of your own reads a weight of a layer within "
-                "it, make it one unit: "
-                "keras_paragrad.per_example.register_rule(YourLayer)(keras_paragrad.per_example.Generic)."
+                f"The weight {variable.path!r} is read outside of the call of the layer that owns it, and the "
+                "gradients of the examples would lack what happens there. Wrap the layer that reads it as a whole."
             )
         return super().get_current_value(variable)
 

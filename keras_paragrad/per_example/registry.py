@@ -20,6 +20,7 @@ class Call:
         training: Whether it was called to train.
         rerun: Does the call again, as it was done; takes other `arguments` and `keywords` in their places.
         recorded: What the rule's `run` kept of it.
+        outputs: The floating-point tensors to which the cotangents belong.
         cotangents: The loss's gradient with respect to each floating-point tensor that came out (or would have gone
             into the layer's activation, for rules with `before_activation`); filled in by the backward pass.
     """
@@ -30,6 +31,7 @@ class Call:
     training: bool
     rerun: Callable[..., Any]
     recorded: Any = None
+    outputs: Sequence[tf.Tensor] = ()
     cotangents: list[tf.Tensor] | None = None
 
     @functools.cached_property

@@ -1,7 +1,7 @@
-"""The layers of a model that have a rule each, and those that have no per-example gradients at all."""
+"""The layers of a model that have a rule each, and those that leave an example without a gradient of its own."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import keras
@@ -9,6 +9,7 @@ import keras
 from keras_paragrad._keras.layers import children
 from keras_paragrad.per_example.registry import Rule, rule_for
 from keras_paragrad.per_example.rules.generic import Generic
+from keras_paragrad.per_example.rules.normalization import needs_its_batch
 
 _LOGGER = logging.getLogger("keras_paragrad")
 _GENERIC = Generic()
@@ -21,21 +22,38 @@ class Unit(NamedTuple):
     rule: Rule
 
 
-def units_of(layer: keras.layers.Layer) -> list[Unit]:
-    """The units that own all of a layer's trainable weights, each once."""
+def units_of(layer: keras.layers.Layer, whole: Collection[int] = ()) -> list[Unit]:
+    """The units that have all of a layer's trainable weights, each once.
+
+    Args:
+        layer: A layer or model.
+        whole: The ids of layers that are not to be taken apart.
+    """
     found: dict[int, Unit] = {}
-    for unit in _walk(layer):
+    for unit in _walk(layer, whole):
         found.setdefault(id(unit.layer), unit)
     return list(found.values())
 
 
-def check_layers(layer: keras.layers.Layer) -> None:
-    """Refuses what mixes the examples of a batch whatever it is called with.
+def holders_of(layer: keras.layers.Layer, variable: keras.Variable) -> list[keras.layers.Layer]:
+    """The layers within a layer, and itself, that train a weight; those of the fewest weights first."""
+    holders = {
+        id(inner): inner
+        for inner in all_layers(layer)
+        if any(variable is weight for weight in inner.trainable_variables)
+    }
+    return sorted(holders.values(), key=lambda inner: len(inner.trainable_variables))
+
+
+def check_training(layer: keras.layers.Layer) -> None:
+    """Refuses what mixes the examples of a batch in training.
 
     Raises:
-        ValueError: A dropout's mask is the same for all examples.
+        ValueError: A layer normalizes by the batch's statistics, or a dropout's mask is the same for all examples.
     """
-    for inner in _all(layer):
+    for inner in all_layers(layer):
+        if isinstance(inner, keras.layers.BatchNormalization) and inner.trainable and not inner.trainable_variables:
+            raise ValueError(needs_its_batch(inner))
         shape = getattr(inner, "noise_shape", None)
         if isinstance(inner, keras.layers.Dropout) and inner.rate and shape is not None and shape[0] == 1:
             raise ValueError(
@@ -45,31 +63,18 @@ def check_layers(layer: keras.layers.Layer) -> None:
             )
 
 
-def check_training(layer: keras.layers.Layer) -> None:
-    """Refuses what mixes the examples of a batch in training.
-
-    Raises:
-        ValueError: A layer normalizes by the batch's statistics.
-    """
-    for inner in _all(layer):
-        if isinstance(inner, keras.layers.BatchNormalization) and inner.trainable:
-            raise ValueError(
-                f"{inner.name!r} normalizes each example by the statistics of its batch, so an example has no gradient "
-                "of its own. Use keras.layers.GroupNormalization in its place, or freeze it: layer.trainable = False."
-            )
-
-
-def _all(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
+def all_layers(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
+    """A layer and those within it, at every depth."""
     yield layer
     for child in children(layer):
-        yield from _all(child)
+        yield from all_layers(child)
 
 
-def _walk(layer: keras.layers.Layer) -> Iterator[Unit]:
+def _walk(layer: keras.layers.Layer, whole: Collection[int]) -> Iterator[Unit]:
     if not layer.trainable_variables:
         return
     rule = rule_for(layer)
-    if rule is None and _owns_weights(layer):
+    if rule is None and (id(layer) in whole or _owns_weights(layer)):
         rule = _GENERIC
         _LOGGER.info(
             "%s has no per-example rule, so its examples are gone through one by one. To make that faster, give it one "
@@ -80,7 +85,7 @@ def _walk(layer: keras.layers.Layer) -> Iterator[Unit]:
         yield Unit(layer, rule)
         return
     for child in children(layer):
-        yield from _walk(child)
+        yield from _walk(child, whole)
 
 
 def _owns_weights(layer: keras.layers.Layer) -> bool:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_paragrad._keras.layers import may_be_differentiated
 from keras_paragrad.per_example.arguments import check_arguments
 from keras_paragrad.per_example.capture import Capture
+from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.results import StepResults, capacity_for
 from keras_paragrad.per_example.scaling import Divisor
@@ -105,7 +106,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         # The weights go in so that the backward pass comes by, whichever of them it is asked for.
         weights = [tf.convert_to_tensor(variable.value) for variable in self.layer.trainable_variables]
         anchor: Any = finish(tf.zeros([]), *weights)
-        capture = Capture(self.layer, anchor, detached=self._reweighs)
+        capture = Capture(self.layer, units_for(self.layer, (inputs, *args), kwargs), anchor, detached=self._reweighs)
         outputs = capture(inputs, *args, **kwargs)
         for loss in capture.losses:
             self.add_loss(loss)

@@ -146,7 +146,7 @@ def test_where_forward_mode_cannot_be_had(build):
     model = build()
     x = rows(model, 5)
     check(input_jacobian(model, x, batch_size=2), reference(model, x))
-    with pytest.raises((ValueError, LookupError), match=r"mode='reverse'|gradient registry has no entry"):
+    with pytest.raises(ValueError, match="mode='reverse'"):
         input_jacobian(model, x, "forward")
 
 

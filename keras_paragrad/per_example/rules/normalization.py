@@ -50,7 +50,12 @@ class Normalization(Rule):
 
 @register_rule(keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.BatchNormalization)
 class ScaleAndOffsetRule(Normalization):
-    """Over the features, or over groups of them, or by the moving statistics of frozen batch normalization."""
+    """Over the features, over groups of them, or by the moving statistics of batch normalization."""
+
+    def run(self, call: Call, function: Any, reads: Any) -> Any:
+        if call.training and isinstance(call.layer, keras.layers.BatchNormalization):
+            raise ValueError(needs_its_batch(call.layer))
+        return super().run(call, function, reads)
 
 
 @register_rule(keras.layers.RMSNormalization)
@@ -62,3 +67,11 @@ class RMSNormalizationRule(Normalization):
 
     def offset(self, layer: Any) -> None:
         return None
+
+
+def needs_its_batch(layer: keras.layers.BatchNormalization) -> str:
+    """What to say of batch normalization in training."""
+    return (
+        f"{layer.name!r} normalizes each example by the statistics of its batch, so an example has no gradient of its "
+        "own. Use keras.layers.GroupNormalization in its place, or freeze it: layer.trainable = False."
+    )

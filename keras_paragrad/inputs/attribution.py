@@ -1,0 +1,119 @@
+"""`integrated_gradients`: how much of a difference in output each input entry accounts for."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.inputs.derivative import Derivative
+from keras_paragrad.inputs.function import RowFunction
+from keras_paragrad.inputs.options import Options
+from keras_paragrad.inputs.run import differentiate
+
+
+def integrated_gradients(
+    model: keras.Model,
+    x: Any,
+    baseline: Any = None,
+    *,
+    steps: int = 50,
+    output: str | int | Callable[[Any], Any] | None = None,
+    batch_size: int = 2048,
+    wrt: Any = None,
+    jit_compile: bool | str = "auto",
+    out: str | os.PathLike | Any = None,
+    stream: bool = False,
+    verbose: int = 0,
+) -> Any:
+    """Attributes an output to the inputs, by gradients along the straight line from a baseline.
+
+    Each row's attributions add up to the difference between its output and that of the baseline. The integral is taken
+    by Gauss and Legendre's rule, one step after the other.
+
+    Args:
+        model: A Keras model, in which no row has a part in another's output.
+        x: The inputs; see `input_gradients`.
+        baseline: The row that the line begins at: one array without rows for each input that is differentiated, nested
+            as these or as `wrt`, or one number for all; zero if `None`.
+        steps: How many gradients the integral is taken from.
+        output: What to attribute, one number a row; see `input_gradients`.
+        batch_size: Rows at a time; see `input_gradients`, also for the arguments that follow.
+        wrt: The inputs to attribute to. The others are as in `x` all along the line.
+        jit_compile: Whether to compile with XLA.
+        out: Files to write to instead of memory.
+        stream: Whether to return an iterator of the results of each chunk.
+        verbose: 1 for a progress bar.
+
+    Returns:
+        An array for each input, of its shape, nested as the inputs or as `wrt`. See `input_gradients`.
+
+    Raises:
+        ValueError: As for `input_gradients`; or `steps` is less than 1, or `baseline` does not fit a row.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import integrated_gradients
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3, activation="tanh")])
+    >>> x = np.ones((10, 8), "float32")
+    >>> attributions = integrated_gradients(model, x, output=0)
+    >>> difference = model(x)[:, 0] - model(np.zeros_like(x))[:, 0]
+    >>> bool(np.allclose(attributions.sum(axis=1), difference, atol=1e-5))
+    True
+
+    Reference:
+        Sundararajan, Taly and Yan, *Axiomatic Attribution for Deep Networks*, 2017, https://arxiv.org/abs/1703.01365.
+    """
+    if not hasattr(steps, "__index__") or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"`steps` is {steps!r}, and must be a whole number of at least 1. Write steps=50.")
+    options = Options(output, wrt, batch_size, jit_compile, out, stream, verbose)
+    rows = [np.asarray(row) for row in keras.tree.flatten(0.0 if baseline is None else baseline)]
+    return differentiate(model, x, [_Path(rows, steps)], options)
+
+
+class _Path(NamedTuple):
+    """The integral of the gradient along the line from the baseline to each row, times its length.
+
+    Attributes:
+        baseline: A row for each free input, or one number for all of them.
+        steps: How many gradients to take.
+    """
+
+    baseline: list[np.ndarray]
+    steps: int
+
+    def __call__(self, function: RowFunction, free: list[tf.Tensor], beside: Sequence, check: tf.Tensor) -> Derivative:
+        starts = [
+            tf.broadcast_to(tf.cast(row, x.dtype), x.shape) for row, x in zip(self._rows(free), free, strict=True)
+        ]
+        ways = [x - start for x, start in zip(free, starts, strict=True)]
+        points, weights = np.polynomial.legendre.leggauss(self.steps)
+        # From the interval (-1, 1) to the line's (0, 1).
+        places, shares = tf.constant((points + 1) / 2), tf.constant(weights / 2)
+
+        def add(step, total):
+            here = [start + tf.cast(places[step], way.dtype) * way for start, way in zip(starts, ways, strict=True)]
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(here)
+                values = function.values(here)
+            gradients = function.connected(tape.gradient(values, here))
+            parts = [tf.cast(shares[step], gradient.dtype) * gradient for gradient in gradients]
+            return step + 1, [added + part for added, part in zip(total, parts, strict=True)]
+
+        zeros = [tf.zeros_like(way) for way in ways]
+        _, means = tf.while_loop(lambda step, _: step < self.steps, add, (0, zeros), parallel_iterations=1)
+        return Derivative([mean * way for mean, way in zip(means, ways, strict=True)])
+
+    def _rows(self, free: list[tf.Tensor]) -> list[np.ndarray]:
+        rows = self.baseline
+        if len(rows) == 1 and rows[0].ndim == 0:
+            return rows * len(free)
+        if [row.shape for row in rows] != [tuple(x.shape[1:]) for x in free]:
+            raise ValueError(
+                f"`baseline` has shapes {[row.shape for row in rows]}, and a row of the inputs has "
+                f"{[tuple(x.shape[1:]) for x in free]}. Give it an array like one row for each input, or one number."
+            )
+        return rows

@@ -1,0 +1,112 @@
+"""Runs a derivative on chunks of rows: in one compiled function, on every replica."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.inputs.derivative import Derivative
+from keras_paragrad.inputs.function import RowFunction
+from keras_paragrad.inputs.options import Options
+from keras_paragrad.inputs.rows import Chunk
+from keras_paragrad.inputs.selection import Selection
+
+Differentiate = Callable[..., Derivative]
+
+
+class Execution:
+    """Compiles a derivative for the first chunk, and runs it on each.
+
+    Args:
+        model: The model.
+        selection: The inputs that are differentiated.
+        options: The arguments of the public function.
+    """
+
+    def __init__(self, model: keras.Model, selection: Selection, options: Options):
+        self.model = model
+        self.selection = selection
+        self.options = options
+        self.strategy = model.distribute_strategy
+        self._function: Any = None
+
+    def begin(self, chunk: Chunk, ways: Sequence[Differentiate]) -> list[np.ndarray]:
+        """The results of the first chunk, by the first way to differentiate whose results are sound."""
+        self._build(chunk)
+        leaves = self._distributed(chunk)
+        *others, last = ways
+        for way in others:
+            try:
+                return self._begin(way, leaves)
+            except Exception:
+                # If it is not this way's fault, the last one fails in the same way.
+                continue
+        return self._begin(last, leaves)
+
+    def run(self, chunk: Chunk) -> list[np.ndarray]:
+        """The results of another chunk."""
+        values, _ = self._function(self._distributed(chunk), tf.constant(False))
+        return [self._gathered(value) for value in values]
+
+    def _begin(self, way: Differentiate, leaves: Any) -> list[np.ndarray]:
+        self._function = self._compiled(way, leaves)
+        values, sound = self._function(leaves, tf.constant(True))
+        if not self._gathered(sound).all():
+            raise ValueError(
+                "Forward mode and reverse mode disagree: some gradient in this model has no derivative of its own, "
+                "such as that of bilinear resizing. Write mode='reverse'."
+            )
+        return [self._gathered(value) for value in values]
+
+    def _compiled(self, way: Differentiate, leaves: Any) -> Callable:
+        def derivative(leaves, check):
+            count = len(self.selection.names)
+            inputs, beside = leaves[:count], leaves[count:]
+            function = RowFunction(self.model, self.selection, self.options.output, inputs)
+            values, sound = way(function, [inputs[number] for number in self.selection.chosen], beside, check)
+            pairs = zip(values, self.selection.dtypes, strict=True)
+            return [tf.cast(value, dtype) for value, dtype in pairs], tf.reshape(sound, [1])
+
+        jit = self.model.jit_compile if self.options.jit_compile == "auto" else self.options.jit_compile
+
+        def replica(*arguments):
+            # XLA compiles for each replica by itself: one function for all would touch the variables of one.
+            return (
+                tf.function(derivative, jit_compile=True, autograph=False)(*arguments)
+                if jit
+                else derivative(*arguments)
+            )
+
+        function = tf.function(lambda *arguments: self.strategy.run(replica, args=arguments), autograph=False)
+        # Concrete, so that another shape is an error and not another function.
+        return function.get_concrete_function(leaves, tf.constant(True))
+
+    def _build(self, chunk: Chunk) -> None:
+        if not self.model.built:
+            leaves = [leaf[:1] for leaf in chunk.leaves[: len(self.selection.names)]]
+            with self.strategy.scope():
+                self.model(keras.tree.pack_sequence_as(self.selection.structure, leaves))
+
+    def _distributed(self, chunk: Chunk) -> Any:
+        """A chunk's inputs, an equal part for each replica, in the dtypes that they are differentiated in."""
+        leaves = list(chunk.leaves)
+        for number, dtype in zip(self.selection.chosen, self.selection.dtypes, strict=True):
+            leaves[number] = leaves[number].astype(dtype, copy=False)
+        each = len(leaves[0]) // self.strategy.num_replicas_in_sync
+
+        def part(context):
+            start = context.replica_id_in_sync_group * each
+            return [tf.constant(leaf[start : start + each]) for leaf in leaves]
+
+        return self.strategy.experimental_distribute_values_from_function(part)
+
+    def _gathered(self, value: Any) -> np.ndarray:
+        parts = [part.numpy() for part in self.strategy.experimental_local_results(value)]
+        if len(parts) < self.strategy.num_replicas_in_sync:
+            raise ValueError(
+                "The model's strategy has replicas in other processes, whose rows can't be had from here. Load the "
+                "model without the strategy, and give each process rows of its own."
+            )
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)

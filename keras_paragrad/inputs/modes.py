@@ -1,0 +1,96 @@
+"""Jacobians of a chunk of rows: one pass an input in forward mode, one pass an output in reverse mode."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from keras_paragrad.inputs.derivative import Derivative
+from keras_paragrad.inputs.function import RowFunction
+from keras_paragrad.inputs.seeds import one_hot, over_seeds, width
+
+MODES = ("auto", "forward", "reverse", "vectorized")
+
+
+class Jacobian(NamedTuple):
+    """The Jacobian of a function of a chunk of rows, whose forward pass the passes for all seeds share.
+
+    A backward pass is linear in its seed, so its gradient with respect to the seed is the derivative along a tangent:
+    forward mode is reverse mode, twice. Unlike `tf.autodiff.ForwardAccumulator` that goes through recurrent layers.
+
+    Attributes:
+        mode: One of `MODES`.
+    """
+
+    mode: str
+
+    def __call__(self, function: RowFunction, free: list[tf.Tensor], beside: Sequence, check: tf.Tensor) -> Derivative:
+        """Differentiates `function` at `free`, and if `check` holds, compares forward mode with reverse mode."""
+        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as outer:
+            with tf.GradientTape(persistent=True, watch_accessed_variables=False) as inner:
+                inner.watch(free)
+                output = function(free)
+                flat = tf.reshape(output, [output.shape[0], -1])
+
+            def pull(seed: tf.Tensor) -> list[tf.Tensor]:
+                return function.connected(inner.gradient(flat, free, [seed]))
+
+            mode = _fewer_passes(flat, free) if self.mode == "auto" else self.mode
+            seed = tf.random.stateless_normal(tf.shape(flat), (0, 0), dtype=flat.dtype)
+            if mode == "forward":
+                outer.watch(seed)
+            pulled = pull(seed) if mode == "forward" else []
+
+        sound = tf.constant(True)
+        if mode == "vectorized":
+            jacobians = [_vectorized(inner, flat, tensor) for tensor in free]
+        elif mode == "reverse":
+            stacks = over_seeds(lambda index: pull(one_hot(flat, index)), width(flat), free)
+            jacobians = [tf.transpose(stack, [1, 0, *range(2, stack.shape.rank)]) for stack in stacks]
+        else:
+            jacobians = [_pushed(outer, seed, *pair) for pair in zip(pulled, free, strict=True)]
+            tolerance = 1e-3 if function.model.compute_dtype in ("float32", "float64") else 0.1
+            sound = tf.cond(check, lambda: _error(jacobians, seed, pull(seed)) < tolerance, lambda: sound)
+        shapes = [[*output.shape, *tensor.shape[1:]] for tensor in free]
+        return Derivative([tf.reshape(*pair) for pair in zip(jacobians, shapes, strict=True)], sound)
+
+
+def _fewer_passes(flat: tf.Tensor, free: Sequence[tf.Tensor]) -> str:
+    # A pass takes about as long either way: see the crossover in docs/input_gradients.md.
+    return "forward" if sum(width(tensor) for tensor in free) < width(flat) else "reverse"
+
+
+def _pushed(tape: tf.GradientTape, seed: tf.Tensor, pulled: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Takes the entries of an input forward, one by one: a tensor of shape `(rows, outputs, inputs)`."""
+
+    def push(index) -> list:
+        try:
+            (derivative,) = tape.gradient(pulled, [seed], [one_hot(tensor, index)])
+        except LookupError as error:
+            raise ValueError(f"TensorFlow has no derivative of a gradient: {error}. Write mode='reverse'.") from error
+        if derivative is None:
+            raise ValueError("TensorFlow has no derivative of a gradient in this model. Write mode='reverse'.")
+        return [derivative]
+
+    (stack,) = over_seeds(push, width(tensor), [seed])
+    return tf.transpose(stack, [1, 2, 0])
+
+
+def _vectorized(tape: tf.GradientTape, flat: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    try:
+        return tape.batch_jacobian(flat, tensor)
+    except ValueError as error:
+        raise ValueError("TensorFlow can't vectorize a step of the model. Write mode='reverse'.") from error
+
+
+def _error(jacobians: Sequence[tf.Tensor], seed: tf.Tensor, pulled: Sequence[tf.Tensor]) -> tf.Tensor:
+    """How far Jacobians are from reverse mode along one seed, at most, relative to the largest entry.
+
+    TensorFlow takes a gradient that has no derivative of its own, as that of bilinear resizing, for a constant.
+    """
+    errors = []
+    for jacobian, expected in zip(jacobians, pulled, strict=True):
+        expected = tf.cast(tf.reshape(expected, [seed.shape[0], -1]), "float32")
+        found = tf.einsum("ro,roi->ri", tf.cast(seed, "float32"), tf.cast(jacobian, "float32"))
+        errors.append(tf.math.divide_no_nan(tf.reduce_max(abs(found - expected)), tf.reduce_max(abs(expected))))
+    return tf.reduce_max(errors)

@@ -1,0 +1,55 @@
+"""Which output is differentiated: named, picked by its index, or a function of them all."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+Output = str | int | Callable[[Any], Any] | None
+
+
+def checked_output(output: Any) -> Output:
+    """The `output` argument, if it is a name, an index, a function or `None`."""
+    if output is None or isinstance(output, str) or callable(output):
+        return output
+    if hasattr(output, "__index__") and not isinstance(output, bool):
+        return operator.index(output)
+    raise ValueError(
+        f"`output` is {output!r}. Write the name of an output, the index of an entry on its last axis such as a class, "
+        "or a function such as output=lambda outputs: outputs[:, 0] - outputs[:, 1]."
+    )
+
+
+def select(model: keras.Model, outputs: Any, output: Output) -> Any:
+    """The output, or the function of the outputs, that `output` stands for."""
+    if callable(output):
+        return output(outputs)
+    names = output_names(model, outputs)
+    if isinstance(output, str):
+        if output not in names:
+            known = f"are {', '.join(map(repr, names))}" if names else "have no names"
+            raise ValueError(f"`output` is {output!r}, and the model's outputs {known}. {_WRITE_A_FUNCTION}")
+        return keras.tree.flatten(outputs)[names.index(output)]
+    leaves = keras.tree.flatten(outputs)
+    if len(leaves) != 1:
+        write = f"Write output= one of {', '.join(map(repr, names))}." if names else _WRITE_A_FUNCTION
+        raise ValueError(f"The model has {len(leaves)} outputs. {write}")
+    if output is None:
+        return leaves[0]
+    last = leaves[0].shape[-1] if len(leaves[0].shape) > 1 else None
+    if last is None or not -last <= output < last:
+        raise ValueError(f"`output` is {output}, and the model's output has shape {leaves[0].shape}: no such entry.")
+    return leaves[0][..., output]
+
+
+_WRITE_A_FUNCTION = "Write a function of the outputs, such as output=lambda outputs: outputs[0]."
+
+
+def output_names(model: keras.Model, outputs: Any) -> list[str]:
+    """The outputs' names, in the order in which they are flattened, or none."""
+    paths = [path for path, _ in keras.tree.flatten_with_path(outputs)]
+    if all(path and isinstance(path[-1], str) for path in paths):
+        return [path[-1] for path in paths]
+    names = list(getattr(model, "output_names", None) or [])
+    return names if len(names) == len(paths) else []

@@ -1,0 +1,35 @@
+"""What to write instead of a gradient with respect to an input that has none."""
+
+import keras
+
+
+def integer_refusal(model: keras.Model, names: list[str], number: int, dtype: str) -> str:
+    """What to say of an input that is not made of real numbers."""
+    said = f"Input {names[number]!r} is {dtype}, which can't be moved by a little, and so has no gradient. "
+    others = [name for name in names if name != names[number]]
+    leave_out = f" To leave it out, write wrt={others}." if others else ""
+    hint = embedding_hint(model, number)
+    if not hint and dtype not in ("bool", "object") and not dtype.startswith(("<U", "|S")):
+        hint = "If it holds numbers and not codes, write x.astype('float32')."
+    return f"{said}{hint}{leave_out}"
+
+
+def embedding_hint(model: keras.Model, number: int) -> str:
+    """What to write to differentiate from the embedding of an input, if there is one."""
+    embeddings = [layer for layer in getattr(model, "layers", []) if isinstance(layer, keras.layers.Embedding)]
+    tensors = list(getattr(model, "inputs", None) or [])
+    if not embeddings:
+        return ""
+    if not tensors:
+        return f"Differentiate from the output of the embedding {embeddings[0].name!r}, as the input of a model."
+    fed = [layer for layer in embeddings if layer.input is tensors[min(number, len(tensors) - 1)]]
+    layer = (fed or embeddings)[0]
+    words = f"model.get_layer({layer.name!r}).output"
+    inputs = [words if place == number else f"model.inputs[{place}]" for place in range(len(tensors))]
+    inputs = inputs[0] if len(inputs) == 1 else f"[{', '.join(inputs)}]"
+    outputs = "model.outputs[0]" if len(model.outputs) == 1 else "model.output"
+    return (
+        f"Differentiate from what its embedding {layer.name!r} gives: build before = keras.Model("
+        f"model.inputs[{number}], {words}) and after = keras.Model({inputs}, {outputs}), and call this with `after`, "
+        "and before.predict(...) for this input."
+    )

@@ -1,0 +1,84 @@
+"""Where results go as they come: into an array, or into a file."""
+
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import keras
+import numpy as np
+
+
+class GrowingArray:
+    """An array that rows are added to, without a second copy of them all at the end.
+
+    Args:
+        rows: How many rows there will be, or `None` if that isn't known.
+    """
+
+    def __init__(self, rows: int | None):
+        self._expected = rows
+        self._rows = 0
+        self._array: np.ndarray | None = None
+
+    def append(self, part: np.ndarray) -> None:
+        """Adds some rows."""
+        if self._array is None:
+            self._array = np.empty((self._expected or len(part), *part.shape[1:]), part.dtype)
+        end = self._rows + len(part)
+        if end > len(self._array):
+            # By little, so that little is empty: the system moves a large array without copying it.
+            self._array.resize((end + end // 32, *part.shape[1:]), refcheck=False)
+        self._array[self._rows : end] = part
+        self._rows = end
+
+    def result(self) -> np.ndarray:
+        """The array of all rows."""
+        assert self._array is not None, "a result has at least one row"
+        if len(self._array) > self._rows:
+            self._array.resize((self._rows, *self._array.shape[1:]), refcheck=False)
+        return self._array
+
+
+class NpyFile:
+    """A `.npy` file that rows are added to. It can be read at any time, and holds the rows added so far.
+
+    Args:
+        path: The file, which is overwritten.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self._path = Path(path)
+        self._rows = 0
+
+    def append(self, part: np.ndarray) -> None:
+        """Adds some rows."""
+        with self._path.open("r+b" if self._rows else "wb") as file:
+            self._write_header(file, part)
+            file.seek(0, os.SEEK_END)
+            file.write(np.ascontiguousarray(part).data)
+            self._rows += len(part)
+            self._write_header(file, part)
+
+    def _write_header(self, file: BinaryIO, part: np.ndarray) -> None:
+        # NumPy leaves room in the header for any number of rows, so that it is always as long.
+        shape = (self._rows, *part.shape[1:])
+        header = {"descr": np.lib.format.dtype_to_descr(part.dtype), "fortran_order": False, "shape": shape}
+        file.seek(0)
+        np.lib.format.write_array_header_1_0(file, header)
+
+    def result(self) -> np.ndarray:
+        """All rows, mapped into memory to read."""
+        return np.load(self._path, mmap_mode="r")
+
+
+def sinks(out: Any, nesting: Any, rows: int | None) -> list[GrowingArray] | list[NpyFile]:
+    """Where each of the results goes: into files if `out` names them in the same nesting, or into memory."""
+    count = len(keras.tree.flatten(nesting))
+    if out is None:
+        return [GrowingArray(rows) for _ in range(count)]
+    paths = keras.tree.flatten(out)
+    if len(paths) != count or not all(isinstance(path, (str, os.PathLike)) for path in paths):
+        example = keras.tree.map_structure(lambda number: f"{number}.npy", nesting)
+        raise ValueError(f"`out` is {out!r}. Name a file for each result, nested as they are: write out={example!r}.")
+    keras.tree.assert_same_structure(out, nesting)
+    return [NpyFile(path) for path in paths]

@@ -1,0 +1,130 @@
+"""Rows from wherever they come, in chunks of one size: arrays, datasets, generators."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+class Chunk(NamedTuple):
+    """Rows that go through the model at once.
+
+    Attributes:
+        leaves: An array for each input, all with the same number of rows.
+        rows: How many of them count; the others fill the chunk up.
+    """
+
+    leaves: list[np.ndarray]
+    rows: int
+
+
+class Rows:
+    """Reads nested inputs and hands them on in chunks that are all of the same size.
+
+    Args:
+        x: Arrays, nested or not; or batches of any size from a `tf.data.Dataset`, a `keras.utils.PyDataset` or an
+            iterator, each of them `x` or, as in `model.predict`, a tuple `(x, y, ...)` of which the rest is left aside.
+        batch_size: The most rows in a chunk.
+        multiple: What the size of a chunk is a multiple of: the number of replicas.
+
+    Attributes:
+        structure: The nesting of the inputs, with a number for each.
+        known: How many rows there are, or `None` if only reading them tells.
+        first: The first rows, and no less than any chunk has.
+
+    Raises:
+        ValueError: There are no rows, unequal numbers of rows, or sparse or ragged inputs.
+    """
+
+    def __init__(self, x: Any, batch_size: int, multiple: int = 1):
+        batches, self.known = _batches(x)
+        first = next(batches, None)
+        if first is None:
+            raise ValueError("`x` has no rows. Give it at least one; a generator that has been read has none left.")
+        self.structure = keras.tree.pack_sequence_as(first, list(range(len(keras.tree.flatten(first)))))
+        size = -(-batch_size // multiple) * multiple
+        self._parts = _cut(self._arrays(itertools.chain([first], batches)), size)
+        part = next(self._parts, None)
+        if part is None:
+            raise ValueError("`x` has no rows. Give it at least one.")
+        self.first = part
+        self._size = -(-len(self.first[0]) // multiple) * multiple
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for part in itertools.chain([self.first], self._parts):
+            yield _filled(part, self._size)
+
+    def _arrays(self, batches: Iterator[Any]) -> Iterator[list[np.ndarray]]:
+        shapes = None
+        for batch in batches:
+            keras.tree.assert_same_structure(batch, self.structure)
+            arrays = arrays_of(batch)
+            found = [array.shape[1:] for array in arrays]
+            shapes = shapes or found
+            if found != shapes:
+                raise ValueError(f"A batch has rows of shape {found} after rows of {shapes}. Pad them to one shape.")
+            yield arrays
+
+
+def arrays_of(nested: Any) -> list[np.ndarray]:
+    """The arrays in a nested structure, which must have the same number of rows."""
+    leaves = keras.tree.flatten(nested)
+    for leaf in leaves:
+        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+            raise ValueError(f"`x` holds a {type(leaf).__name__}. Write .to_tensor(), or tf.sparse.to_dense() for it.")
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    if not arrays or any(array.ndim == 0 for array in arrays):
+        raise ValueError(
+            f"`x` holds {nested!r:.80}, which has no rows. Give it arrays of shape (rows, ...), nested as the model's "
+            "inputs are, a tf.data.Dataset, or a generator of batches."
+        )
+    if len({len(array) for array in arrays}) > 1:
+        raise ValueError(f"The inputs have {[len(array) for array in arrays]} rows. Give them all the same number.")
+    return arrays
+
+
+def is_batched(x: Any) -> bool:
+    """Whether `x` gives batches, and is not the rows themselves."""
+    return isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__")
+
+
+def _batches(x: Any) -> tuple[Iterator[Any], int | None]:
+    """The batches of `x`, and their rows if they can be told."""
+    if isinstance(x, keras.utils.PyDataset):
+        count = itertools.count() if x.num_batches is None else range(x.num_batches)
+        x = map(x.__getitem__, count)
+    if is_batched(x):
+        return (keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in x), None
+    return iter([x]), len(arrays_of(x)[0])
+
+
+def _cut(batches: Iterator[list[np.ndarray]], size: int) -> Iterator[list[np.ndarray]]:
+    """Cuts batches of any size anew: all are of `size` but the last. Rows of one array are not copied."""
+    pieces, missing = [], size
+    for batch in batches:
+        start = 0
+        while start < len(batch[0]):
+            piece = [leaf[start : start + missing] for leaf in batch]
+            pieces.append(piece)
+            start += len(piece[0])
+            missing -= len(piece[0])
+            if not missing:
+                yield _joined(pieces)
+                pieces, missing = [], size
+    if pieces:
+        yield _joined(pieces)
+
+
+def _joined(pieces: list[list[np.ndarray]]) -> list[np.ndarray]:
+    return pieces[0] if len(pieces) == 1 else [np.concatenate(leaves) for leaves in zip(*pieces, strict=True)]
+
+
+def _filled(part: list[np.ndarray], size: int) -> Chunk:
+    """A chunk of `size` rows, filled up with its own rows, over again: they are as good as any, and never strange."""
+    rows = len(part[0])
+    if rows < size:
+        part = [np.take(leaf, np.arange(size) % rows, axis=0) for leaf in part]
+    return Chunk(part, rows)

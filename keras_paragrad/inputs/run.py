@@ -1,0 +1,59 @@
+"""Takes a derivative of any number of rows: chunk by chunk, and out to where the results go."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_paragrad.inputs.execution import Differentiate, Execution
+from keras_paragrad.inputs.options import Options
+from keras_paragrad.inputs.results import sinks
+from keras_paragrad.inputs.rows import Rows
+from keras_paragrad.inputs.selection import Selection
+
+
+def differentiate(
+    model: keras.Model, x: Any, ways: Sequence[Differentiate], options: Options, beside: Any = None
+) -> Any:
+    """Takes a derivative of every row.
+
+    Args:
+        model: The model.
+        x: The rows; see `Rows`.
+        ways: How to differentiate a chunk. The first whose result on the first chunk is sound is used for all.
+        options: The arguments of the public function.
+        beside: Nested arrays, cut into chunks with `x`, for the derivative's own use.
+
+    Returns:
+        The results of all rows, nested as the inputs are, or an iterator of those of each chunk.
+    """
+    options = options.checked()
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    rows = Rows(x if beside is None else (x, beside), options.batch_size, replicas)
+    structure = rows.structure if beside is None else rows.structure[0]
+    selection = Selection.of(model, structure, rows.first, options.wrt)
+    targets = sinks(options.out, selection.nesting, rows.known)
+    parts = _over(rows, Execution(model, selection, options), ways, options.verbose)
+    # What can be refused is refused before this returns, also where the results are streamed.
+    parts = itertools.chain([next(parts)], parts)
+    if options.stream:
+        return (selection.nested(part) for part in parts)
+    for part in parts:
+        for target, values in zip(targets, part, strict=True):
+            target.append(values)
+    return selection.nested([target.result() for target in targets])
+
+
+def _over(rows: Rows, execution: Execution, ways: Sequence[Differentiate], verbose: int) -> Iterator[list[np.ndarray]]:
+    """The results of each chunk, in order."""
+    bar = keras.utils.Progbar(rows.known, verbose=verbose, unit_name="row")
+    done = 0
+    for chunk in rows:
+        results = execution.run(chunk) if done else execution.begin(chunk, ways)
+        yield [result[: chunk.rows] for result in results]
+        done += chunk.rows
+        bar.update(done, finalize=False)
+    bar.target = done
+    bar.update(done, finalize=True)

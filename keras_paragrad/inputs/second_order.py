@@ -1,0 +1,116 @@
+"""`hessian_vector_product`: the derivative of an input gradient along a direction."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.inputs.derivative import Derivative
+from keras_paragrad.inputs.function import RowFunction
+from keras_paragrad.inputs.options import Options
+from keras_paragrad.inputs.rows import is_batched
+from keras_paragrad.inputs.run import differentiate
+
+
+def hessian_vector_product(
+    model: keras.Model,
+    x: Any,
+    vector: Any,
+    output: str | int | Callable[[Any], Any] | None = None,
+    *,
+    batch_size: int = 2048,
+    wrt: Any = None,
+    jit_compile: bool | str = "auto",
+    out: str | os.PathLike | Any = None,
+    stream: bool = False,
+    verbose: int = 0,
+) -> Any:
+    """Each row's Hessian of an output with respect to the inputs, times that row's vector, without the Hessian.
+
+    Args:
+        model: A Keras model, in which no row has a part in another's output.
+        x: The inputs: arrays of shape `(rows, ...)`, nested as the model takes them.
+        vector: What to multiply with: arrays of the same shapes as the inputs that are differentiated, nested as these
+            or as `wrt`.
+        output: What to differentiate, one number a row; see `input_gradients`.
+        batch_size: Rows at a time; see `input_gradients`, also for the arguments that follow.
+        wrt: The inputs to differentiate with respect to.
+        jit_compile: Whether to compile with XLA.
+        out: Files to write to instead of memory.
+        stream: Whether to return an iterator of the results of each chunk.
+        verbose: 1 for a progress bar.
+
+    Returns:
+        An array for each input, of its shape, nested as the inputs or as `wrt`. See `input_gradients`.
+
+    Raises:
+        ValueError: As for `input_gradients`; or `vector` does not fit; or TensorFlow would leave out the second
+            derivative of a step of the model.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import hessian_vector_product
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, activation="tanh")])
+    >>> x = np.ones((1000, 8), "float32")
+    >>> hessian_vector_product(model, x, vector=np.ones_like(x)).shape
+    (1000, 8)
+
+    Reference:
+        Pearlmutter, *Fast Exact Multiplication by the Hessian*, Neural Computation 6(1), 1994.
+    """
+    if is_batched(x):
+        raise ValueError(f"`x` is a {type(x).__name__}, and `vector` must go with it row by row. Give arrays for both.")
+    options = Options(output, wrt, batch_size, jit_compile, out, stream, verbose)
+    return differentiate(model, x, [_hessian_times_vector], options, beside=vector)
+
+
+def _hessian_times_vector(
+    function: RowFunction, free: list[tf.Tensor], beside: Sequence[tf.Tensor], check: tf.Tensor
+) -> Derivative:
+    if [vector.shape for vector in beside] != [tensor.shape for tensor in free]:
+        raise ValueError(
+            f"A row of `vector` has shape {[tuple(vector.shape[1:]) for vector in beside]}, and a row of the inputs "
+            f"{[tuple(tensor.shape[1:]) for tensor in free]}. Give it one array for each input, of its shape."
+        )
+    with tf.GradientTape(watch_accessed_variables=False) as outer:
+        outer.watch(free)
+        with tf.GradientTape(watch_accessed_variables=False) as inner:
+            inner.watch(free)
+            values = function.values(free)
+        gradients = function.connected(inner.gradient(values, free))
+        along = tf.add_n(
+            [
+                tf.reduce_sum(gradient * tf.cast(vector, gradient.dtype))
+                for gradient, vector in zip(gradients, beside, strict=True)
+            ]
+        )
+    _check_second_derivatives(along.graph)
+    # An output that is linear in an input has no second derivative there: it is zero.
+    try:
+        products = outer.gradient(along, free, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    except LookupError as error:
+        raise ValueError(f"TensorFlow has no second derivative of a step of the model: {error}.") from error
+    return Derivative([tf.convert_to_tensor(product) for product in products])
+
+
+# Gradients that TensorFlow takes for constants, though they are not.
+CONSTANT_GRADIENTS = {
+    "FakeQuantWithMinMaxArgsGradient",
+    "FakeQuantWithMinMaxVarsGradient",
+    "FakeQuantWithMinMaxVarsPerChannelGradient",
+    "ResizeBilinearGrad",
+}
+
+
+def _check_second_derivatives(graph: tf.Graph) -> None:
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+    found = sorted({node.op for node in nodes} & CONSTANT_GRADIENTS)
+    if found:
+        raise ValueError(
+            f"TensorFlow has no derivative of {', '.join(found)}, and would leave it out of the Hessian. Resize "
+            "outside of the model, or quantize after differentiating."
+        )

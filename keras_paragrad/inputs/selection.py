@@ -1,0 +1,78 @@
+"""Which inputs are differentiated: all of them, or those that `wrt` names. What can't be is refused."""
+
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from keras_paragrad.inputs.refusal import integer_refusal
+
+
+class Selection(NamedTuple):
+    """The inputs of a model, and those among them to differentiate with respect to.
+
+    Attributes:
+        structure: The nesting of the inputs, with a number for each.
+        names: The name of each.
+        chosen: The numbers of those that are differentiated.
+        dtypes: The dtype that each of those is differentiated in.
+        nesting: The nesting of the result, with an input's number in each place.
+    """
+
+    structure: Any
+    names: list[str]
+    chosen: list[int]
+    dtypes: list[str]
+    nesting: Any
+
+    @classmethod
+    def of(cls, model: keras.Model, structure: Any, leaves: list[np.ndarray], wrt: Any) -> "Selection":
+        """Selects the inputs that `wrt` names: all if it is `None`, otherwise a name, a number or a list of them."""
+        declared = _declared(model, structure)
+        names = _names(structure, declared)
+        nesting = structure if wrt is None else keras.tree.map_structure(lambda name: _number(name, names), wrt)
+        chosen = keras.tree.flatten(nesting)
+        if not chosen or len(set(chosen)) < len(chosen):
+            raise ValueError(f"`wrt` is {wrt!r}. Name one or more of the inputs {names}, each once.")
+        dtypes = [_dtype(model, names, number, declared[number], leaves[number]) for number in chosen]
+        return cls(structure, names, chosen, dtypes, nesting)
+
+    def nested(self, results: list) -> Any:
+        """Results, one for each chosen input, nested as `wrt` or the inputs are."""
+        return keras.tree.pack_sequence_as(self.nesting, results)
+
+
+def _declared(model: keras.Model, structure: Any) -> list:
+    """The symbolic input that belongs to each place of the structure, or `None`."""
+    tensors = list(getattr(model, "inputs", None) or [])
+    by_name = {tensor.name: tensor for tensor in tensors}
+    paths = [path for path, _ in keras.tree.flatten_with_path(structure)]
+    if all(path and path[-1] in by_name for path in paths):
+        return [by_name[path[-1]] for path in paths]
+    return tensors if len(tensors) == len(paths) else [None] * len(paths)
+
+
+def _names(structure: Any, declared: list) -> list[str]:
+    paths = [path for path, _ in keras.tree.flatten_with_path(structure)]
+    return [
+        path[-1] if path and isinstance(path[-1], str) else getattr(tensor, "name", f"input {number}")
+        for number, (path, tensor) in enumerate(zip(paths, declared, strict=True))
+    ]
+
+
+def _number(name: Any, names: list[str]) -> int:
+    if isinstance(name, str) and name in names:
+        return names.index(name)
+    if isinstance(name, int) and not isinstance(name, bool) and 0 <= name < len(names):
+        return name
+    raise ValueError(f"`wrt` names {name!r}, and the model's inputs are {names}. Write one of these, or its number.")
+
+
+def _dtype(model: keras.Model, names: list[str], number: int, declared: Any, leaf: np.ndarray) -> str:
+    """The dtype an input is differentiated in: half precision is raised to float32."""
+    expected = keras.backend.standardize_dtype(declared.dtype) if declared is not None else keras.config.floatx()
+    found = expected if leaf.dtype.kind in "fV" else str(leaf.dtype)
+    for dtype in (expected, found):
+        if "float" not in dtype:
+            raise ValueError(integer_refusal(model, names, number, dtype))
+    return "float64" if expected == "float64" else "float32"

@@ -1,0 +1,58 @@
+"""One harness that holds all per-example quantities of a model to a loop over its examples."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from oracles import example_gradients, gradient_error, norms_of
+
+from keras_paragrad.per_example.capture import Capture
+from keras_paragrad.per_example.probing import units_for
+from keras_paragrad.per_example.quantities import Quantities
+
+TOLERANCE = 1e-6
+
+
+def quantities(model, x, targets, weights, jit_compile, training=None):
+    """All that there is to be had of a backward pass: gradients, squared norms, second moments and weighted sums."""
+
+    @tf.function(jit_compile=jit_compile, autograph=False)
+    def compiled(x, targets):
+        anchor = tf.zeros([])
+        with tf.GradientTape() as tape:
+            tape.watch(anchor)
+            capture = Capture(model, units_for(model, (x,), {"training": training}), anchor, detached=True)
+            loss = tf.reduce_sum(tf.cast(capture(x, training=training), "float32") * targets)
+        tape.gradient(loss, anchor)
+        found = Quantities(capture.recorded, model.trainable_variables)
+        sums = [
+            tf.zeros(variable.shape) if total is None else tf.convert_to_tensor(total)
+            for variable, total in zip(
+                model.trainable_variables, found.weighted_sums(tf.constant(weights)), strict=True
+            )
+        ]
+        return found.gradients(), found.squared_norms(), found.second_moments(), sums
+
+    return compiled(x, targets)
+
+
+def check(model: keras.Model, x, jit_compile: bool = False, tolerance: float = TOLERANCE) -> None:
+    rows = len(keras.tree.flatten(x)[0])
+    generator = np.random.default_rng(2)
+    outputs = model(keras.tree.map_structure(tf.constant, x))
+    targets = generator.normal(size=outputs.shape).astype("float32")
+    weights = generator.uniform(0, 2, rows).astype("float32")
+    weights[0] = 0
+
+    def loss(y_pred, targets):
+        return tf.reduce_sum(tf.cast(y_pred, "float32") * targets)
+
+    theirs = example_gradients(model, x, loss, targets, jit_compile=jit_compile)
+    gradients, squared_norms, moments, sums = quantities(
+        model, keras.tree.map_structure(tf.constant, x), targets, weights, jit_compile
+    )
+    norms = norms_of(theirs)
+    scale = float(norms.max()) or 1.0
+    assert gradient_error(gradients, theirs, scale) < tolerance
+    assert np.abs(np.sqrt(squared_norms) - norms).max() / scale < tolerance
+    assert gradient_error(moments, [np.square(g).sum(0) for g in theirs], scale**2 * rows) < tolerance
+    assert gradient_error(sums, [np.tensordot(weights, g, 1) for g in theirs], scale * weights.sum() or 1) < tolerance
