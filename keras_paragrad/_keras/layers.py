@@ -34,7 +34,7 @@ def may_be_differentiated() -> bool:
     """Whether a gradient may be asked of what is computed here: not if Keras only infers shapes, or predicts."""
     if in_symbolic_scope() or tf.distribute.in_cross_replica_context():
         return False
-    return called_for_training() or could_possibly_record()
+    return could_possibly_record() or (called_for_training() and not tf.executing_eagerly())
 
 
 def assign_now(variable: keras.Variable, value: Any) -> None:

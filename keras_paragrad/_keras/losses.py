@@ -11,6 +11,8 @@ import tensorflow as tf
 from keras.src.backend.common.masking import get_keras_mask
 from keras.src.losses.loss import apply_mask
 
+_LISTENERS = "_keras_paragrad_listeners"
+
 
 @dataclasses.dataclass
 class LossTerm:
@@ -67,20 +69,22 @@ class LossTerm:
 
 
 class _Recording:
-    """Stands in for a compiled loss, or for another recording of one, and keeps what it was called with."""
+    """Stands in for a compiled loss, and tells all who listen what it was called with."""
 
-    def __init__(self, inner: Any, terms: list[LossTerm]):
-        self.inner, self.terms = inner, terms
-        self.loss: keras.losses.Loss = inner.loss if isinstance(inner, _Recording) else inner
+    def __init__(self, loss: keras.losses.Loss, listeners: list[list[LossTerm]]):
+        self.loss, self.listeners = loss, listeners
 
     def __call__(self, y_true, y_pred, sample_weight=None):
-        self.terms.append(LossTerm(self.loss, y_true, y_pred, sample_weight))
-        return self.inner(y_true, y_pred, sample_weight)
+        for terms in self.listeners:
+            terms.append(LossTerm(self.loss, y_true, y_pred, sample_weight))
+        return self.loss(y_true, y_pred, sample_weight)
 
 
 @contextlib.contextmanager
 def recorded_terms(model: keras.Model) -> Iterator[list[LossTerm]]:
     """Within it, `model.compute_loss` fills the yielded list with the terms of the compiled loss.
+
+    Several may be open at a time, and close in any order.
 
     Args:
         model: A compiled model. It is left as it was found.
@@ -90,10 +94,23 @@ def recorded_terms(model: keras.Model) -> Iterator[list[LossTerm]]:
     if compiled is None:
         yield terms
         return
+    listeners = compiled.__dict__.setdefault(_LISTENERS, [])
+    if not listeners:
+        _listen(compiled, listeners)
+    listeners.append(terms)
+    try:
+        yield terms
+    finally:
+        listeners[:] = [other for other in listeners if other is not terms]
+        if not listeners:
+            _stop_listening(compiled)
+
+
+def _listen(compiled: Any, listeners: list[list[LossTerm]]) -> None:
     build = compiled.build
 
     def record():
-        compiled._flat_losses = [flat._replace(loss=_Recording(flat.loss, terms)) for flat in compiled._flat_losses]
+        compiled._flat_losses = [flat._replace(loss=_Recording(flat.loss, listeners)) for flat in compiled._flat_losses]
 
     def build_and_record(y_true, y_pred):
         build(y_true, y_pred)
@@ -102,16 +119,13 @@ def recorded_terms(model: keras.Model) -> Iterator[list[LossTerm]]:
     # Keras builds the compiled loss when it is first called, which may be now.
     if compiled.built:
         record()
-    before = compiled.__dict__.get("build")
     compiled.__dict__["build"] = build_and_record
-    try:
-        yield terms
-    finally:
-        del compiled.__dict__["build"]
-        if before is not None:
-            compiled.__dict__["build"] = before
-        if compiled._flat_losses:
-            compiled._flat_losses = [
-                flat._replace(loss=flat.loss.inner) if isinstance(flat.loss, _Recording) else flat
-                for flat in compiled._flat_losses
-            ]
+
+
+def _stop_listening(compiled: Any) -> None:
+    del compiled.__dict__["build"], compiled.__dict__[_LISTENERS]
+    if compiled._flat_losses:
+        compiled._flat_losses = [
+            flat._replace(loss=flat.loss.loss) if isinstance(flat.loss, _Recording) else flat
+            for flat in compiled._flat_losses
+        ]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -104,11 +105,15 @@ class Capture:
         flat = keras.tree.flatten(outputs)
         places = [place for place, output in enumerate(flat) if tf.is_tensor(output) and output.dtype.is_floating]
         made.outputs = [flat[place] for place in places]
+        # TensorFlow keeps the gradient functions of graphs for ever, and they are not to keep the model.
+        reference = weakref.ref(made)
 
         @tf.custom_gradient
         def identity(anchor, *tensors):
             def backward(*cotangents):
-                made.cotangents = list(cotangents)
+                made = reference()
+                if made is not None:
+                    made.cotangents = list(cotangents)
                 return tf.zeros_like(anchor), *cotangents
 
             return [tf.identity(tensor) for tensor in tensors], backward

@@ -9,6 +9,8 @@ import tensorflow as tf
 
 from keras_paragrad._keras.losses import LossTerm
 
+# How many examples a loss is tried on: several of each of two classes.
+_MADE_UP = 5
 _CHECKED: "weakref.WeakSet[keras.losses.Loss]" = weakref.WeakSet()
 
 
@@ -58,37 +60,32 @@ def row_losses(term: LossTerm) -> tf.Tensor:
 
 
 def _mixes_examples(term: LossTerm) -> bool:
-    """Tries the loss on three made-up examples, together and one by one."""
+    """Tries the loss on made-up examples, together and one by one."""
+    generator = np.random.default_rng(0)
+
+    def target(tensor):
+        return tf.cast(generator.integers(0, 2, _made_up_shape(tensor)), tensor.dtype)
+
+    def prediction(tensor):
+        return tf.cast(generator.uniform(0.1, 0.9, _made_up_shape(tensor)), tensor.dtype)
+
     with tf.init_scope():
-        generator = np.random.default_rng(0)
-        y_true, y_pred = (
-            keras.tree.map_structure(lambda tensor: _made_up(tensor, generator), side)
-            for side in (term.y_true, term.y_pred)
-        )
+        whole = keras.tree.map_structure(target, term.y_true), keras.tree.map_structure(prediction, term.y_pred)
+        rows = [keras.tree.map_structure(lambda each, row=row: each[row : row + 1], whole) for row in range(_MADE_UP)]
         try:
-            together = _values(term, y_true, y_pred)
-            alone = [
-                _values(
-                    term,
-                    *(
-                        keras.tree.map_structure(lambda tensor, i=i: tensor[i : i + 1], side)
-                        for side in (y_true, y_pred)
-                    ),
-                )
-                for i in range(3)
-            ]
+            together = _values(term, *whole)
+            alone = [_values(term, *row) for row in rows]
         except Exception:
             # A loss may well refuse what was made up; then nothing is known of it.
             return False
-    return together.shape[:1] != (3,) or not np.allclose(together, np.concatenate(alone), atol=1e-5, equal_nan=True)
+    return together.shape[:1] != (_MADE_UP,) or not np.allclose(
+        together, np.concatenate(alone), atol=1e-5, equal_nan=True
+    )
 
 
 def _values(term: LossTerm, y_true: Any, y_pred: Any) -> np.ndarray:
     return LossTerm(term.loss, y_true, y_pred, None).values.numpy()
 
 
-def _made_up(tensor: Any, generator: np.random.Generator) -> tf.Tensor:
-    shape = [3, *(4 if size is None else size for size in tensor.shape[1:])]
-    if not tensor.dtype.is_floating:
-        return tf.cast(generator.integers(0, 2, shape), tensor.dtype)
-    return tf.cast(generator.uniform(0.1, 0.9, shape), tensor.dtype)
+def _made_up_shape(tensor: Any) -> list[int]:
+    return [_MADE_UP, *(4 if size is None else size for size in tensor.shape[1:])]

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.layers import may_be_differentiated, outermost_layer
+from keras_paragrad._keras.layers import outermost_layer
 from keras_paragrad.per_example.quantities import Quantities
 
 # A norm is four bytes, so this much room costs a step nothing.
@@ -104,29 +104,15 @@ class Total:
         return np.sum([part.numpy() for part in _local(self.value)], axis=0)
 
 
-def capacity_for(inputs: Any, kept: Collection[str], before: StepResults | None) -> int | None:
-    """How many examples a step needs room for, or `None` if any number fits, or what there is must do.
+def capacity_for(kept: Collection[str]) -> int | None:
+    """How many examples a step needs room for if nobody said, or `None` where shapes are not fixed.
 
     Args:
-        inputs: The batch.
         kept: See `StepResults`.
-        before: Where the steps before left their results.
-
-    Raises:
-        ValueError: The step is compiled by XLA, and how many examples it may have was never seen.
     """
     model: Any = outermost_layer()
-    if not (isinstance(model, keras.Model) and model.compiled and model.jit_compile):
-        return None
-    size = keras.tree.flatten(inputs)[0].shape[0]
-    if "gradients" not in kept:
-        return max(size or 0, ROOM_FOR_NORMS)
-    if size is None and (before is None or before.capacity is None) and may_be_differentiated():
-        raise ValueError(
-            "In a step compiled by XLA, how many examples' gradients there must be room for can't be seen. Write "
-            "PerExampleGradients(..., capacity=<the batch's size>), or compile the model without jit_compile=True."
-        )
-    return size
+    compiled_by_xla = isinstance(model, keras.Model) and model.compiled and model.jit_compile
+    return ROOM_FOR_NORMS if compiled_by_xla and "gradients" not in kept else None
 
 
 def _variable(shape: Sequence[int | None], dtype: tf.DType) -> tf.Variable:

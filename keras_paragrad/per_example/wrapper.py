@@ -1,5 +1,6 @@
 """`PerExampleGradients`: a layer that knows the gradient of every example it is trained on."""
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,11 @@ import tensorflow as tf
 
 from keras_paragrad._keras.layers import may_be_differentiated
 from keras_paragrad.per_example.arguments import check_arguments
-from keras_paragrad.per_example.capture import Capture
-from keras_paragrad.per_example.probing import units_for
-from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.results import StepResults, capacity_for
-from keras_paragrad.per_example.scaling import Divisor
+from keras_paragrad.per_example.step import Step
+
+# How many calls may wait for their backward pass, or never have one.
+_UNFINISHED = 16
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
@@ -32,8 +33,9 @@ class PerExampleGradients(keras.layers.Wrapper):
             it. Norms and the clipped sum come out of one backward pass.
         transform: Instead, a function from the norms, a float32 tensor `(count,)`, to what each example's gradient is
             multiplied by in the update, of the same shape: importance sampling, filtering.
-        capacity: For `quantity="gradients"` in steps compiled by XLA, how many examples to make room for on each
-            device. Without it, Keras's `jit_compile="auto"` leaves XLA off. Norms have room for 16384, unless told.
+        capacity: How many examples' gradients to make room for on each device, so that steps with
+            `quantity="gradients"` can be compiled by XLA, which wants fixed shapes; without it, Keras leaves XLA off
+            for them. Norms have room for 16384, unless told.
         **kwargs: Keras's own for layers.
 
     Attributes:
@@ -86,29 +88,20 @@ class PerExampleGradients(keras.layers.Wrapper):
         self.capacity = capacity
         self.supports_jit = quantity != "gradients" or capacity is not None
         # Past Keras's attribute tracking: what a step leaves behind is no state of the model, and not saved.
-        self.__dict__.update(_results=None, _answered=None)
+        self.__dict__.update(_results=None, _steps=collections.deque(maxlen=_UNFINISHED))
 
     def build(self, input_shape: Any = None) -> None:
         super().build(input_shape)
         self._make_room(self.capacity)
 
     def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self._make_room(self.capacity or capacity_for(inputs, self._keeps, self._results))
+        self._make_room(self.capacity or capacity_for(self._keeps))
         if not may_be_differentiated():
             return self.layer(inputs, *args, **kwargs)
-        self.__dict__["_answered"] = None
-        divisor = Divisor()
-
-        @tf.custom_gradient
-        def finish(anchor, *weights):
-            return tf.identity(anchor), lambda _: (tf.zeros([]), *self._finish(capture, divisor))
-
-        # The weights go in so that the backward pass comes by, whichever of them it is asked for.
-        weights = [tf.convert_to_tensor(variable.value) for variable in self.layer.trainable_variables]
-        anchor: Any = finish(tf.zeros([]), *weights)
-        capture = Capture(self.layer, units_for(self.layer, (inputs, *args), kwargs), anchor, detached=self._reweighs)
-        outputs = capture(inputs, *args, **kwargs)
-        for loss in capture.losses:
+        step = Step(self.layer, self._finish, detached=self._reweighs)
+        self._steps.append(step)
+        outputs = step(inputs, *args, **kwargs)
+        for loss in step.capture.losses:
             self.add_loss(loss)
         return outputs
 
@@ -175,15 +168,14 @@ class PerExampleGradients(keras.layers.Wrapper):
             raise ValueError(f"There are no {name} before the layer is built. Call the model, or fit it, first.")
         return getattr(self._results, name)
 
-    def _finish(self, capture: Capture, divisor: Divisor) -> list[Any]:
+    def _finish(self, step: Step) -> list[Any]:
         """Called when the backward pass has been through the layer; returns the gradients it is to take instead."""
-        divisor.close()
-        self._check_called_once(capture)
-        quantities = Quantities(capture.recorded, self.layer.trainable_variables)
-        norms = self._results.keep(quantities, divisor.factor(quantities.batch))
-        return (
-            quantities.weighted_sums(self._weights_of(norms)) if self._reweighs else [None] * len(quantities.variables)
-        )
+        self._check_only(step)
+        quantities, factor = step.quantities()
+        norms = self._results.keep(quantities, factor)
+        if not self._reweighs:
+            return [None] * len(quantities.variables)
+        return quantities.weighted_sums(self._weights_of(norms))
 
     def _weights_of(self, norms: Any) -> tf.Tensor:
         """What each example counts for in the update, given its norm."""
@@ -197,11 +189,14 @@ class PerExampleGradients(keras.layers.Wrapper):
             )
         return tf.cast(weights, "float32")
 
-    def _check_called_once(self, capture: Capture) -> None:
-        """Refuses a second backward pass through other calls than the last."""
-        answered, self.__dict__["_answered"] = self._answered, capture
-        if answered not in (None, capture):
+    def _check_only(self, step: Step) -> None:
+        """Refuses the backward pass of a step after that of another which was called after it."""
+        for called in self._steps:
+            called.divisor.close()
+        if step not in self._steps:
             raise ValueError(
                 f"{self.layer.name!r} was called more than once in a step, and an example's gradient is the sum over "
                 "its calls. Wrap the model in which it is called instead: keras_paragrad.wrap(model)."
             )
+        self._steps.clear()
+        self._steps.append(step)

@@ -1,0 +1,57 @@
+"""One call of the layer in training, up to the backward pass through it."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.per_example.capture import Capture
+from keras_paragrad.per_example.probing import units_for
+from keras_paragrad.per_example.quantities import Quantities
+from keras_paragrad.per_example.scaling import Divisor
+
+
+class Step:
+    """Calls a layer, and when the backward pass has been through it, hands over what it found.
+
+    Whoever makes one keeps it until then.
+
+    Args:
+        layer: The layer.
+        finish: Takes the step, and returns the gradients that the backward pass is to have for the layer's weights, or
+            `None` for each that is right as it is.
+        detached: Whether it returns any.
+    """
+
+    def __init__(self, layer: keras.layers.Layer, finish: Callable[["Step"], Sequence[Any]], detached: bool):
+        self.layer, self.finish, self.detached = layer, finish, detached
+        self.divisor = Divisor()
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Calls the layer."""
+        units = units_for(self.layer, arguments, keywords)
+        self.capture = Capture(self.layer, units, self._anchor(), self.detached)
+        return self.capture(*arguments, **keywords)
+
+    def quantities(self) -> tuple[Quantities, tf.Tensor]:
+        """The per-example quantities, and the factor that makes an example's share the gradient of its own loss."""
+        found = Quantities(self.capture.recorded, self.layer.trainable_variables)
+        return found, self.divisor.factor(found.batch)
+
+    def _anchor(self) -> Any:
+        """A scalar whose gradient calls `finish`; the weights go in so that any of their gradients comes by."""
+        # TensorFlow keeps the gradient functions of graphs for ever, and they are not to keep the model.
+        reference = weakref.ref(self)
+
+        @tf.custom_gradient
+        def anchor(zero, *weights):
+            def backward(_):
+                step = reference()
+                return tf.zeros_like(zero), *([None] * len(weights) if step is None else step.finish(step))
+
+            return tf.identity(zero), backward
+
+        weights = [tf.convert_to_tensor(variable.value) for variable in self.layer.trainable_variables]
+        return anchor(tf.zeros([]), *weights)
