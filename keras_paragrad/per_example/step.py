@@ -16,7 +16,7 @@ from keras_paragrad.per_example.scaling import Divisor
 class Step:
     """Calls a layer, and when the backward pass has been through it, hands over what it found.
 
-    Whoever makes one keeps it until then.
+    Whoever makes one keeps it until then, and drops it if it is not to be answered any more.
 
     Args:
         layer: The layer.
@@ -43,13 +43,18 @@ class Step:
     def _anchor(self) -> Any:
         """A scalar whose gradient calls `finish`; the weights go in so that any of their gradients comes by."""
         # TensorFlow keeps the gradient functions of graphs for ever, and they are not to keep the model.
-        reference = weakref.ref(self)
+        reference, name = weakref.ref(self), self.layer.name
 
         @tf.custom_gradient
         def anchor(zero, *weights):
             def backward(_):
                 step = reference()
-                return tf.zeros_like(zero), *([None] * len(weights) if step is None else step.finish(step))
+                if step is None:
+                    raise ValueError(
+                        f"{name!r} was called more than once in a step, and an example's gradient is the sum over its "
+                        "calls. Wrap the model in which it is called instead: keras_paragrad.wrap(model)."
+                    )
+                return tf.zeros_like(zero), *step.finish(step)
 
             return tf.identity(zero), backward
 

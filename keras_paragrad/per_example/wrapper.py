@@ -170,7 +170,11 @@ class PerExampleGradients(keras.layers.Wrapper):
 
     def _finish(self, step: Step) -> list[Any]:
         """Called when the backward pass has been through the layer; returns the gradients it is to take instead."""
-        self._check_only(step)
+        for called in self._steps:
+            called.divisor.close()
+        # Calls before this one are dropped, and say so if the backward pass comes to them as well.
+        self._steps.clear()
+        self._steps.append(step)
         quantities, factor = step.quantities()
         norms = self._results.keep(quantities, factor)
         if not self._reweighs:
@@ -188,15 +192,3 @@ class PerExampleGradients(keras.layers.Wrapper):
                 "return one weight for each of them."
             )
         return tf.cast(weights, "float32")
-
-    def _check_only(self, step: Step) -> None:
-        """Refuses the backward pass of a step after that of another which was called after it."""
-        for called in self._steps:
-            called.divisor.close()
-        if step not in self._steps:
-            raise ValueError(
-                f"{self.layer.name!r} was called more than once in a step, and an example's gradient is the sum over "
-                "its calls. Wrap the model in which it is called instead: keras_paragrad.wrap(model)."
-            )
-        self._steps.clear()
-        self._steps.append(step)
