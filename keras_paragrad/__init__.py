@@ -8,13 +8,17 @@ from keras_paragrad.inputs.attribution import integrated_gradients
 from keras_paragrad.inputs.gradients import input_gradients
 from keras_paragrad.inputs.jacobian import input_jacobian
 from keras_paragrad.inputs.second_order import hessian_vector_product
+from keras_paragrad.per_example.example_gradients import ExampleGradients
 from keras_paragrad.per_example.functional import per_example_gradients, per_example_norms
 from keras_paragrad.per_example.model import wrap
+from keras_paragrad.per_example.noise_scale import GradientNoiseScale
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 
 __all__ = [
     "AccumulatingOptimizer",
     "ExactAccumulation",
+    "ExampleGradients",
+    "GradientNoiseScale",
     "PerExampleGradients",
     "hessian_vector_product",
     "input_gradients",

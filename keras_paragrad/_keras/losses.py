@@ -68,6 +68,12 @@ class LossTerm:
         return apply_mask(weight, mask, dtype=dtype, reduction=self.loss.reduction)
 
 
+def is_summed(model: keras.Model) -> bool:
+    """Whether a model's compiled loss, which has been called, adds up over the examples instead of averaging."""
+    flat = model._compile_loss._flat_losses if model._compile_loss else None
+    return bool(flat) and all(loss.loss is None or loss.loss.reduction == "sum" for loss in flat)
+
+
 class _Recording:
     """Stands in for a compiled loss, and tells all who listen what it was called with."""
 

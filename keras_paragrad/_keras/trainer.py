@@ -13,7 +13,8 @@ import keras
 
 from keras_paragrad._keras.execution import compile_steps
 from keras_paragrad._keras.model import has_own_train_step
-from keras_paragrad._keras.step import Gradient, Weigh, apply_gradient, gradient_of, track_loss
+from keras_paragrad._keras.observe import Observe, observed
+from keras_paragrad._keras.step import Gradient, Weigh, apply_gradient, gradient_of, rows_of, track_loss
 
 
 class Split(Protocol):
@@ -53,6 +54,7 @@ class StepBuilder:
         split: Cuts a batch up and puts its gradient together again, or `None`.
         weigh: Measures what a gradient counts for, or `None`.
         apply: Decides when gradients reach the weights, or `None`.
+        observe: Sees the gradients on their way to them, or `None`.
     """
 
     def __init__(self, model: keras.Model):
@@ -60,6 +62,7 @@ class StepBuilder:
         self.split: Split | None = None
         self.weigh: Weigh | None = None
         self.apply: Apply | None = None
+        self.observe: Observe | None = None
         self._built: dict[Any, Callable] = {}
         self._built_for: Any = None
 
@@ -74,23 +77,23 @@ class StepBuilder:
         for stage, filler in stages.items():
             setattr(self, stage, filler)
         self.model.train_function = None
-        if self.split or self.weigh or self.apply:
+        if self.split or self.weigh or self.apply or self.observe:
             self.model.__dict__["make_train_function"] = self.make_train_function
         else:
             self.model.__dict__.pop("make_train_function", None)
 
     def make_train_function(self, force: bool = False) -> None:
         """What the model's `make_train_function` does while a stage is filled."""
-        if not force and self.apply:
+        if not force and (self.apply or self.observe):
             # Keras calls this before a callback fills its stages: these were left by a `fit` that broke off.
-            self.fill(weigh=None, apply=None)
+            self.fill(weigh=None, apply=None, observe=None)
         if force or self.model.train_function is None:
             self.build()
 
     def build(self) -> None:
         """Gives the model its train function, compiled before if nothing has changed since."""
         # `compile` makes a new configuration, and a train function is only good for the one it was traced with.
-        configuration, key = self.model._compile_config, (self.split, self.weigh, self.apply)
+        configuration, key = self.model._compile_config, (self.split, self.weigh, self.apply, self.observe)
         if self._built_for is not configuration:
             self._built_for, self._built = configuration, {}
         if key not in self._built:
@@ -102,9 +105,10 @@ class StepBuilder:
         return [functools.partial(self._step, update=update) for update in choices]
 
     def _step(self, data: Any, update: bool) -> dict:
-        logs = self._train(data)
-        if self.apply:
-            self.apply.end(update)
+        with observed(self.model, self.observe, rows_of(data)):
+            logs = self._train(data)
+            if self.apply:
+                self.apply.end(update)
         return logs
 
     def _train(self, data: Any) -> dict:

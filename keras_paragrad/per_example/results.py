@@ -73,6 +73,11 @@ class Rows:
             rows = tf.pad(rows, [[0, missing], *([0, 0] for _ in rows.shape[1:])])[: self.capacity]
         self.values.assign(tf.ensure_shape(rows, self.values.shape))
 
+    def sum_of_squares(self) -> tf.Tensor:
+        """The sum of all the squares of this replica; within a step."""
+        # Beyond the rows there are zeros.
+        return tf.reduce_sum(tf.square(self.values))
+
     def numpy(self) -> np.ndarray:
         """The rows of this process's replicas, one after the other.
 

@@ -95,7 +95,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         self._make_room(self.capacity)
 
     def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self._make_room(self.capacity or capacity_for(self._keeps))
+        self._make_room(self.capacity or capacity_for(self.kept))
         if not may_be_differentiated():
             return self.layer(inputs, *args, **kwargs)
         step = Step(self.layer, self._finish, detached=self._reweighs)
@@ -145,23 +145,27 @@ class PerExampleGradients(keras.layers.Wrapper):
         return self.clip_norm is not None or self.transform is not None
 
     @property
-    def _keeps(self) -> set[str]:
+    def kept(self) -> set[str]:
+        """What there is after each step: the `quantity`, and the norms if the update needs them."""
         return {self.quantity, "norms"} if self._reweighs else {self.quantity}
+
+    def sum_of_squared_norms(self) -> tf.Tensor:
+        """Within a step: the sum of the squared norms of this replica's examples, a float32 scalar."""
+        return self._kept("norms").sum_of_squares()
 
     def _make_room(self, capacity: int | None) -> None:
         """Makes a place for the results of steps with so many examples, unless there is one."""
         before: Any = self._results
         variables = self.layer.trainable_variables
-        same = before is not None and len(before.variables) == len(variables)
-        if same and (capacity is None or (before.capacity or 0) >= capacity):
+        if before and len(before.variables) == len(variables) and (before.capacity or 0) >= (capacity or 0):
             return
         with tf.init_scope():
-            self.__dict__["_results"] = StepResults(self._keeps, variables, capacity)
+            self.__dict__["_results"] = StepResults(self.kept, variables, capacity)
 
     def _kept(self, name: str) -> Any:
-        if name not in self._keeps:
+        if name not in self.kept:
             raise ValueError(
-                f"This layer keeps {' and '.join(sorted(self._keeps))}, and not {name}. Write "
+                f"This layer keeps {' and '.join(sorted(self.kept))}, and not {name}. Write "
                 f"PerExampleGradients(..., quantity={name!r})."
             )
         if self._results is None:

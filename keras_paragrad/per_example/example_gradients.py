@@ -1,0 +1,155 @@
+"""`ExampleGradients`: which examples a model still has to learn from, and how much."""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.per_example.search import find_layer
+from keras_paragrad.per_example.wrapper import PerExampleGradients
+
+
+class Largest(NamedTuple):
+    """An example with a large gradient.
+
+    Attributes:
+        place: Its place among the examples in the order in which `fit` went through them.
+        norm: The norm of its gradient.
+    """
+
+    place: int
+    norm: float
+
+
+class ExampleGradients(keras.callbacks.Callback):
+    """Collects the norms of an epoch's per-example gradients: quantiles, histogram, clipped share, and the largest.
+
+    For a model with a `PerExampleGradients` layer that keeps norms. With `fit(shuffle=False)` an example's place is its
+    index in the data; to rank the examples of shuffled data, use `per_example_norms`. At the end of each epoch, `logs`
+    has `example_norm_quantile_50` and so on, and `example_clip_fraction` if the layer clips; put callbacks that write
+    logs after this one.
+
+    Args:
+        layer: The layer, or `None` for the model's first.
+        quantiles: Which quantiles of the norms to take, from 0 to 1.
+        bins: How many bins the histogram has.
+        largest: How many of the examples with the largest norms to name.
+        log_dir: A folder of TensorBoard's to write the quantiles and the histogram to, or `None`.
+
+    Attributes:
+        norms: The norms of the last epoch's gradients, `(examples,)`, each from the step the example was in.
+        quantiles_of_norms: The quantiles of those.
+        histogram: How many norms are in each bin, and the bins' edges.
+        clip_fraction: The share of examples whose gradients were clipped, or `None`.
+        largest_norms: The examples with the largest norms, a list of `(place, norm)`, the largest first.
+
+    Raises:
+        ValueError: An argument makes no sense; or, when `fit` begins, the model has no such layer, or takes several
+            steps before a callback sees it.
+        ImportError: There is a `log_dir`, and TensorBoard is not installed.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import ExampleGradients, wrap
+    >>> model = wrap(keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)]))
+    >>> model.compile("sgd", loss="mse")
+    >>> x = np.ones((100, 8)) * np.linspace(0, 1, 100)[:, None]
+    >>> examples = ExampleGradients(largest=3)
+    >>> history = model.fit(x, x[:, 0] + 1, shuffle=False, verbose=0, callbacks=[examples])
+    >>> len(examples.norms), len(examples.largest_norms)
+    (100, 3)
+    """
+
+    def __init__(
+        self,
+        layer: PerExampleGradients | None = None,
+        *,
+        quantiles: Sequence[float] = (0.5, 0.9, 0.99),
+        bins: int = 30,
+        largest: int = 10,
+        log_dir: str | Path | None = None,
+    ):
+        super().__init__()
+        if not all(0 <= quantile <= 1 for quantile in quantiles):
+            raise ValueError(f"`quantiles` is {quantiles!r}, and they must be from 0 to 1. Write quantiles=(0.5, 0.9).")
+        for name, number in (("bins", bins), ("largest", largest)):
+            if not hasattr(number, "__index__") or number < 1:
+                raise ValueError(f"`{name}` is {number!r}, and must be a whole number of at least 1.")
+        if log_dir is not None and importlib.util.find_spec("tensorboard") is None:
+            raise ImportError("`log_dir` needs TensorBoard: pip install keras_paragrad[profile].")
+        self.layer, self.quantiles, self.bins, self.largest, self.log_dir = layer, quantiles, bins, largest, log_dir
+        self._batches: list[np.ndarray] = []
+        self._writer: Any = None
+        self._found: Any = layer
+        self.norms = np.empty(0, "float32")
+
+    @property
+    def quantiles_of_norms(self) -> np.ndarray:
+        return np.quantile(self.norms, self.quantiles)
+
+    @property
+    def histogram(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.histogram(self.norms, self.bins)
+
+    @property
+    def clip_fraction(self) -> float | None:
+        clip_norm = self._found.clip_norm
+        return None if clip_norm is None else float(np.mean(self.norms > clip_norm))
+
+    @property
+    def largest_norms(self) -> list[Largest]:
+        indices = np.argsort(-self.norms, kind="stable")[: self.largest]
+        return [Largest(int(index), float(self.norms[index])) for index in indices]
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Finds the layer."""
+        model: Any = self.model
+        self._found = self.layer or find_layer(model)
+        if self._found is None:
+            raise ValueError("The model has no PerExampleGradients layer. Write model = keras_paragrad.wrap(model).")
+        if "norms" not in self._found.kept:
+            raise ValueError(
+                "The PerExampleGradients layer keeps no norms. Write PerExampleGradients(quantity='norms')."
+            )
+        if model.steps_per_execution != 1:
+            raise ValueError(
+                f"With steps_per_execution={model.steps_per_execution} only the last of so many batches is to be seen "
+                "after them. Compile the model with steps_per_execution=1."
+            )
+        if self.log_dir is not None:
+            self._writer = tf.summary.create_file_writer(str(self.log_dir))
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begins to collect."""
+        self._batches = []
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Collects a batch's norms."""
+        self._batches.append(self._found.norms)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Puts what the norms say into the logs, and into TensorBoard."""
+        self.norms = np.concatenate(self._batches) if self._batches else np.empty(0, "float32")
+        if not len(self.norms):
+            return
+        pairs = zip(self.quantiles, self.quantiles_of_norms, strict=True)
+        found = {f"example_norm_quantile_{100 * quantile:g}": float(norm) for quantile, norm in pairs}
+        if self.clip_fraction is not None:
+            found["example_clip_fraction"] = self.clip_fraction
+        if logs is not None:
+            logs.update(found)
+        if self._writer is not None:
+            with self._writer.as_default(step=epoch):
+                for name, value in found.items():
+                    tf.summary.scalar(name, value)
+                tf.summary.histogram("example_norms", self.norms, buckets=self.bins)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Writes out what TensorBoard has not seen yet."""
+        if self._writer is not None:
+            self._writer.close()

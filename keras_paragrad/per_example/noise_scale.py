@@ -1,0 +1,133 @@
+"""`GradientNoiseScale`: how large a batch pays off."""
+
+from typing import Any
+
+import keras
+
+from keras_paragrad._keras.apply import unscaled
+from keras_paragrad._keras.losses import is_summed
+from keras_paragrad._keras.optimizer import WrappingOptimizer
+from keras_paragrad._keras.trainer import StepBuilder
+from keras_paragrad.per_example.noise_estimate import Noise, NoiseEstimate
+from keras_paragrad.per_example.search import find_layer
+
+SOURCES = ("auto", "examples", "accumulation", "replicas")
+
+
+class GradientNoiseScale(keras.callbacks.Callback):
+    """Estimates the gradient noise scale while `fit` runs: about the largest batch that still speeds up learning.
+
+    Below it, twice the batch takes half the steps; far above it, a larger batch is wasted. It compares the norms of
+    gradients of few examples with the norm of the gradient of many, without another backward pass, and averages over
+    updates. At the end of each epoch `logs` has `gradient_noise_scale`, `gradient_signal` (the squared norm of the
+    gradient over all data) and `gradient_variance` (of one example's gradient, summed over the weights); put callbacks
+    that write logs, such as `TensorBoard` and `CSVLogger`, after this one.
+
+    Args:
+        source: Where the few examples come from: `"examples"`, single ones, of a model with a `PerExampleGradients`
+            layer around all its weights that keeps norms; `"accumulation"`, the micro-batches of an
+            `AccumulatingOptimizer`; `"replicas"`, the parts of a batch on each replica; `"auto"`, the first of these
+            that there is.
+        decay: What is left of the average at each update, from 0 to below 1.
+        update_freq: `"epoch"`, or after how many batches to put the estimates into the `logs` of batches, too.
+
+    Attributes:
+        noise: The estimate so far, with `signal`, `variance` and `scale`.
+
+    Raises:
+        ValueError: An argument makes no sense; or, when `fit` begins, there is no such source.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import GradientNoiseScale, wrap
+    >>> model = wrap(keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)]))
+    >>> model.compile("sgd", loss="mse")
+    >>> x = np.random.default_rng(0).normal(size=(1000, 8))
+    >>> history = model.fit(x, x[:, :1], verbose=0, callbacks=[GradientNoiseScale()])
+    >>> history.history["gradient_noise_scale"][0] > 0
+    True
+
+    Reference:
+        McCandlish et al., An empirical model of large-batch training, https://arxiv.org/abs/1812.06162, appendix A.
+    """
+
+    def __init__(self, source: str = "auto", decay: float = 0.99, update_freq: int | str = "epoch"):
+        super().__init__()
+        if source not in SOURCES:
+            raise ValueError(f"`source` is {source!r}, and must be one of {', '.join(map(repr, SOURCES))}.")
+        if not 0 <= decay < 1:
+            raise ValueError(f"`decay` is {decay!r}, and must be from 0 to below 1. Write decay=0.99.")
+        if update_freq != "epoch" and (not hasattr(update_freq, "__index__") or int(update_freq) < 1):
+            raise ValueError(f"`update_freq` is {update_freq!r}, and must be 'epoch' or a number of batches.")
+        self.source, self.decay, self.update_freq = source, decay, update_freq
+        self._estimate: NoiseEstimate | None = None
+        self._estimated: keras.Model | None = None
+
+    @property
+    def noise(self) -> Noise:
+        return Noise(float("nan"), float("nan")) if self._estimate is None else self._estimate.read()
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begins to watch the gradients; a second `fit` of the same model goes on with the average."""
+        if self._estimated is not self.model:
+            with self.model.distribute_strategy.scope():
+                self._estimate = self._made()
+            self._estimated = self.model
+        builder = StepBuilder.of(self.model)
+        builder.fill(observe=self._estimate)
+        builder.build()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Forgets a window that the epoch before left open."""
+        if self._estimate:
+            self._estimate.begin()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Puts the estimates into the logs of every so many batches."""
+        if self.update_freq != "epoch" and logs is not None and (batch + 1) % int(self.update_freq) == 0:
+            logs.update(self._logs())
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Puts the estimates into the epoch's logs."""
+        if logs is not None:
+            logs.update(self._logs())
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Stops watching."""
+        StepBuilder.of(self.model).fill(observe=None)
+
+    def _logs(self) -> dict[str, float]:
+        noise = self.noise
+        return {
+            "gradient_noise_scale": noise.scale,
+            "gradient_signal": noise.signal,
+            "gradient_variance": noise.variance,
+        }
+
+    def _made(self) -> NoiseEstimate:
+        model: Any = self.model
+        layer: Any = find_layer(model)
+        optimizer = unscaled(model.optimizer)
+        replicas = model.distribute_strategy.num_replicas_in_sync
+        keeps_norms = layer is not None and layer.quantity == "norms"
+        there = {
+            "examples": keeps_norms and layer.clip_norm is None and layer.transform is None,
+            "accumulation": isinstance(optimizer, WrappingOptimizer),
+            "replicas": replicas > 1,
+        }
+        source = next((name for name, found in there.items() if found), None) if self.source == "auto" else self.source
+        if source is None or not there[source]:
+            raise ValueError(
+                f"GradientNoiseScale(source={self.source!r}) finds no gradients of few examples to compare: wrap the "
+                "model with keras_paragrad.wrap(model), without clip_norm or transform; or compile it with an "
+                "AccumulatingOptimizer of several steps; or train it on several replicas."
+            )
+        clips = any(getattr(optimizer, name, None) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
+        if replicas > 1 and clips and not there["accumulation"]:
+            raise ValueError(
+                "Under a strategy Keras clips gradients before it adds them up over the replicas, so that the gradient "
+                "of the whole batch is not to be seen. Write model.compile(AccumulatingOptimizer(optimizer, steps=1))."
+            )
+        examples = layer.sum_of_squared_norms if source == "examples" else None
+        return NoiseEstimate(self.decay, lambda: is_summed(model), examples)
