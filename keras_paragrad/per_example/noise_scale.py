@@ -110,9 +110,8 @@ class GradientNoiseScale(keras.callbacks.Callback):
         layer: Any = find_layer(model)
         optimizer = unscaled(model.optimizer)
         replicas = model.distribute_strategy.num_replicas_in_sync
-        keeps_norms = layer is not None and layer.quantity == "norms"
         there = {
-            "examples": keeps_norms and layer.clip_norm is None and layer.transform is None,
+            "examples": bool(layer) and layer.kept == {"norms"} and not layer.reweighs,
             "accumulation": isinstance(optimizer, WrappingOptimizer),
             "replicas": replicas > 1,
         }

@@ -26,28 +26,32 @@ def units_for(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, A
         arguments: The positional arguments of the call.
         keywords: The keyword arguments of the call.
     """
-    if layer not in _WHOLE:
-        _WHOLE[layer] = _not_taken_apart(layer, arguments, keywords)
-    return units_of(layer, _WHOLE[layer])
+    whole = _WHOLE.get(layer)
+    if whole is None:
+        whole, finished = _not_taken_apart(layer, arguments, keywords)
+        if finished:
+            _WHOLE[layer] = whole
+    return units_of(layer, whole)
 
 
-def _not_taken_apart(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any]) -> set[int]:
+def _not_taken_apart(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any]) -> tuple[set[int], bool]:
+    """The ids of the layers that have to be units as a whole, and whether the placeholders went through."""
     whole: set[int] = set()
     while True:
         units = units_of(layer, whole)
-        variable = _weight_in_the_way(layer, units, arguments, keywords)
+        variable, finished = _weight_in_the_way(layer, units, arguments, keywords)
         larger = [] if variable is None else holders_of(layer, variable)
         larger = [holder for holder in larger if not any(holder is unit.layer for unit in units)]
         # Where nothing larger is left, the call itself says what is wrong.
         if not larger:
-            return whole
+            return whole, finished
         whole.add(id(larger[0]))
 
 
 def _weight_in_the_way(
     layer: keras.layers.Layer, units: list[Unit], arguments: tuple, keywords: dict[str, Any]
-) -> keras.Variable | None:
-    """A weight that a unit other than these would have to have, or `None` if these will do."""
+) -> tuple[keras.Variable | None, bool]:
+    """A weight that a larger unit would have to have, or `None`; and whether the placeholders went through."""
     flat = keras.tree.flatten((arguments, keywords))
     places = [place for place, value in enumerate(flat) if tf.is_tensor(value) and value.shape.rank]
     captures: list[Capture] = []
@@ -67,5 +71,5 @@ def _weight_in_the_way(
     except Exception:
         # What went wrong for another reason, such as a batch of a size that the model is not made for, goes wrong in
         # the call itself or is none.
-        return captures[0].in_the_way
-    return captures[0].without_batch(BATCH)
+        return captures[0].in_the_way, False
+    return captures[0].without_batch(BATCH), True

@@ -98,7 +98,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         self._make_room(self.capacity or capacity_for(self.kept))
         if not may_be_differentiated():
             return self.layer(inputs, *args, **kwargs)
-        step = Step(self.layer, self._finish, detached=self._reweighs)
+        step = Step(self.layer, self._finish, detached=self.reweighs)
         self._steps.append(step)
         outputs = step(inputs, *args, **kwargs)
         for loss in step.capture.losses:
@@ -140,14 +140,14 @@ class PerExampleGradients(keras.layers.Wrapper):
         return super().from_config(config, custom_objects)
 
     @property
-    def _reweighs(self) -> bool:
+    def reweighs(self) -> bool:
         """Whether examples count for more or less in the update than without the layer."""
         return self.clip_norm is not None or self.transform is not None
 
     @property
     def kept(self) -> set[str]:
         """What there is after each step: the `quantity`, and the norms if the update needs them."""
-        return {self.quantity, "norms"} if self._reweighs else {self.quantity}
+        return {self.quantity, "norms"} if self.reweighs else {self.quantity}
 
     def sum_of_squared_norms(self) -> tf.Tensor:
         """Within a step: the sum of the squared norms of this replica's examples, a float32 scalar."""
@@ -181,7 +181,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         self._steps.append(step)
         quantities, factor = step.quantities()
         norms = self._results.keep(quantities, factor)
-        if not self._reweighs:
+        if not self.reweighs:
             return [None] * len(quantities.variables)
         return quantities.weighted_sums(self._weights_of(norms))
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 from drawn_layers import some_inputs
 from keras import layers
 from oracles import example_gradients, norms_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from keras_paragrad import (
     AccumulatingOptimizer,
@@ -141,11 +142,14 @@ def test_a_second_fit_goes_on_and_one_without_it_does_not():
     assert noise.noise != first
 
 
-def test_its_logs_reach_a_csv_file(tmp_path):
+def test_its_logs_reach_a_csv_file_and_tensorboard(tmp_path):
     model = wrap(inner())
     model.compile("sgd", "mse")
-    callbacks = [GradientNoiseScale(), keras.callbacks.CSVLogger(tmp_path / "log.csv")]
-    model.fit(X, Y, epochs=2, verbose=0, callbacks=callbacks)
+    writers = [keras.callbacks.CSVLogger(tmp_path / "log.csv"), keras.callbacks.TensorBoard(tmp_path)]
+    model.fit(X, Y, epochs=2, verbose=0, callbacks=[GradientNoiseScale(), *writers])
+    events = EventAccumulator(str(tmp_path / "train"))
+    events.Reload()
+    assert len(events.Tensors("epoch_gradient_noise_scale")) == 2
     rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
     assert [float(row["gradient_noise_scale"]) > 0 for row in rows] == [True, True]
 
@@ -186,8 +190,6 @@ def test_the_norms_of_an_epoch():
 
 
 def test_they_reach_tensorboard(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     model = wrap(inner())
     model.compile("sgd", "mse")
     model.fit(X, Y, epochs=2, verbose=0, callbacks=[ExampleGradients(log_dir=tmp_path)])

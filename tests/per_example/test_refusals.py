@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from drawn_layers import some_inputs
 from keras import layers, ops
+from oracles import example_gradients, norms_of
+from own_layers import TokenAndPosition
 
 from keras_paragrad import PerExampleGradients, per_example_gradients, wrap
 
@@ -48,6 +50,23 @@ def test_batch_normalization_in_training(weights):
         train(model)
     normalization.trainable = False
     assert train(model).per_example.count == 4
+
+
+def test_what_was_refused_is_looked_at_again():
+    tokens = keras.Input((4,), dtype="int32")
+    embed, normalization = TokenAndPosition(4), layers.BatchNormalization()
+    model = keras.Model(tokens, layers.Dense(2)(layers.Flatten()(normalization(embed(tokens)))))
+    wrapped = wrap(model)
+    wrapped.compile("sgd", "mse")
+    x, y = some_inputs((4, 4), 11), np.ones((4, 2), "float32")
+    with pytest.raises(ValueError, match="GroupNormalization"):
+        wrapped.fit(x, y, verbose=0)
+    normalization.trainable = False
+    wrapped.compile(keras.optimizers.SGD(0.0), "mse")
+    # As many examples as positions, which the positions' embedding must not be taken for.
+    wrapped.fit(x, y, batch_size=4, verbose=0)
+    theirs = example_gradients(model, x, lambda y_pred, y: ops.mean(ops.square(y_pred - y)), y)
+    np.testing.assert_allclose(wrapped.per_example.norms, norms_of(theirs), rtol=1e-5)
 
 
 def test_batch_normalization_that_is_called_to_predict():

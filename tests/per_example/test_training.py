@@ -17,13 +17,14 @@ REDUCTIONS = ["sum_over_batch_size", "sum", "mean_with_sample_weight"]
 ROWS = 22
 
 
-def make_model(regularizer=None):
+def make_model(regularizer=None, dropout=0.0):
     keras.utils.set_random_seed(3)
     return keras.Sequential(
         [
             keras.Input((6, 4)),
             layers.Conv1D(5, 3, activation="tanh"),
             layers.LayerNormalization(),
+            layers.Dropout(dropout),
             layers.Flatten(),
             layers.Dense(6, activation="silu", kernel_regularizer=regularizer),
             layers.Dense(3),
@@ -97,8 +98,9 @@ def test_what_is_left_is_the_last_batch_s_loop(quantity, execution, rows, reduct
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD", "Muon"])
 def test_training_is_the_same_to_the_bit(quantity, optimizer):
     weights = []
-    for make in (lambda: make_model("l2"), lambda: wrap(make_model("l2"), quantity=quantity)):
-        model = make()
+    for options in (None, {"quantity": quantity}):
+        model = make_model("l2", dropout=0.3)
+        model = model if options is None else wrap(model, **options)
         made = getattr(keras.optimizers, optimizer)(0.01, use_ema=True, ema_momentum=0.9)
         model.compile(made, crossentropy(), jit_compile=False)
         fit(model, ROWS, epochs=2, weighted=True)
