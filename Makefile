@@ -9,7 +9,7 @@ SOURCES := pyproject.toml README.md LICENSE $(shell find keras_paragrad -name __
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
-.PHONY: demo test bench clean
+.PHONY: demo test bench bench-peers clean
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
@@ -24,8 +24,11 @@ test: .venv/.wheel
 bench: .venv/.wheel
 	$(BIN)/python benchmarks/run.py
 
+# What the benchmarks compare with, JAX and PyTorch; without them, `make bench` leaves their rows out.
+bench-peers: .venv-peers/jax/.installed .venv-peers/torch/.installed
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.created:
@@ -46,6 +49,11 @@ clean:
 
 .venv/.dev: .venv/.created constraints.txt pyproject.toml
 	$(PIP) install -c constraints.txt '.[dev,profile]'
+	@touch $@
+
+.venv-peers/%/.installed: benchmarks/peers/requirements-%.txt .venv/.created
+	$(BIN)/python -m venv --clear $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -r $<
 	@touch $@
 
 # The tests run against the wheel, as users get it, and not against the working tree.

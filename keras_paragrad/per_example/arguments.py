@@ -5,9 +5,12 @@ from typing import Any
 import keras
 
 QUANTITIES = ("norms", "gradients", "second_moment")
+REDUCTIONS = ("sum_over_batch_size", "sum")
 
 
-def check_arguments(layer: Any, quantity: Any, clip_norm: Any, transform: Any, capacity: Any) -> None:
+def check_arguments(
+    layer: Any, quantity: Any, clip_norm: Any, transform: Any, capacity: Any, loss_reduction: Any
+) -> None:
     """Raises a `ValueError` for arguments that make no sense, with what to write instead."""
     if not isinstance(layer, keras.layers.Layer):
         raise ValueError(
@@ -30,6 +33,8 @@ def check_arguments(layer: Any, quantity: Any, clip_norm: Any, transform: Any, c
         )
     if capacity is not None and (not hasattr(capacity, "__index__") or isinstance(capacity, bool) or capacity < 1):
         raise ValueError(f"`capacity` is {capacity!r}, and must be a whole number of examples. Write capacity=256.")
+    if loss_reduction not in (None, *REDUCTIONS):
+        raise ValueError(f"`loss_reduction` is {loss_reduction!r}, and must be 'sum_over_batch_size' or 'sum'.")
 
 
 def _is_positive(number: Any) -> bool:

@@ -59,6 +59,15 @@ class Capture:
                     return call.layer.trainable_variables[0]
         return None
 
+    def batched(self, unit: Unit, size: int) -> list[list[bool]]:
+        """For each call of a unit, which of the flattened arguments have so many rows."""
+
+        def has_rows(value):
+            return bool(tf.is_tensor(value) and value.shape.rank and value.shape[0] == size)
+
+        calls = self.calls[id(unit.layer)]
+        return [[has_rows(value) for value in keras.tree.flatten((call.arguments, call.keywords))] for call in calls]
+
     @property
     def losses(self) -> list[tf.Tensor]:
         """The losses that layers added in the call."""
@@ -74,7 +83,7 @@ class Capture:
 
     def _recording(self, unit: Unit) -> Callable[..., Any]:
         """What takes the place of a unit's `call`."""
-        layer, rule = unit
+        layer, rule, batched = unit
         original = layer.call
 
         @functools.wraps(original)
@@ -83,7 +92,9 @@ class Capture:
                 return original(*arguments, **keywords)
             training = called_for_training()
             made = Call(layer, arguments, keywords, training, functools.partial(_rerun, layer, original, training))
-            self.calls[id(layer)].append(made)
+            calls = self.calls[id(layer)]
+            made.batched = batched[len(calls)] if len(calls) < len(batched) else None
+            calls.append(made)
             with self.reads.by(layer):
                 activation = layer.activation if rule.before_activation else None
                 if activation is None:

@@ -16,6 +16,7 @@ from keras_paragrad.per_example.quantities import Quantities
 
 # What is made for each example of a batch in between is as large as the result, so this bounds the memory.
 BATCH_SIZE = 256
+_KEPT = 8
 _COMPILED: "weakref.WeakKeyDictionary[keras.Model, dict]" = weakref.WeakKeyDictionary()
 
 Quantity = Callable[[Quantities], list[tf.Tensor]]
@@ -161,6 +162,9 @@ def _compiled(quantity: Quantity, model: keras.Model, loss: Any, training: bool,
     key = (quantity, weights, tuple(keras.tree.flatten(loss)), training, jit_compile)
     cached = _COMPILED.setdefault(model, {})
     if key not in cached:
+        # A function that is made anew for every call must not fill the memory.
+        while len(cached) >= _KEPT:
+            del cached[next(iter(cached))]
         cached[key] = _compile(quantity, weakref.ref(model), loss, training, jit_compile)
     return cached[key]
 

@@ -6,13 +6,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.layers import called_for_training
 from keras_paragrad.per_example.capture import Capture
 from keras_paragrad.per_example.units import Unit, holders_of, units_of
 
 # A size that no other axis is likely to have: what leaves a layer with another was no batch of examples.
 BATCH = 1009
 
-_WHOLE: "weakref.WeakKeyDictionary[keras.layers.Layer, set[int]]" = weakref.WeakKeyDictionary()
+_KNOWN: "weakref.WeakKeyDictionary[keras.layers.Layer, dict]" = weakref.WeakKeyDictionary()
 
 
 def units_for(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any]) -> list[Unit]:
@@ -26,34 +27,50 @@ def units_for(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, A
         arguments: The positional arguments of the call.
         keywords: The keyword arguments of the call.
     """
-    whole = _WHOLE.get(layer)
-    if whole is None:
-        whole, finished = _not_taken_apart(layer, arguments, keywords)
-        if finished:
-            _WHOLE[layer] = whole
-    return units_of(layer, whole)
+    known = _KNOWN.setdefault(layer, {})
+    weights = tuple(id(variable) for variable in layer.trainable_variables)
+    key = (weights, called_for_training(), *map(_kind, keras.tree.flatten((arguments, keywords))))
+    if key not in known:
+        units, is_known = _probed(layer, arguments, keywords)
+        if not is_known:
+            return units
+        known[key] = units
+    return known[key]
 
 
-def _not_taken_apart(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any]) -> tuple[set[int], bool]:
-    """The ids of the layers that have to be units as a whole, and whether the placeholders went through."""
+def _kind(value: Any) -> Any:
+    return (value.dtype, *value.shape[1:]) if tf.is_tensor(value) else repr(value)
+
+
+def _probed(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any]) -> tuple[list[Unit], bool]:
+    """The units, and whether the layer could be called on placeholders."""
     whole: set[int] = set()
+    size = BATCH
     while True:
         units = units_of(layer, whole)
-        variable, finished = _weight_in_the_way(layer, units, arguments, keywords)
+        capture, is_done = _called_on_placeholders(layer, units, arguments, keywords, size)
+        variable = capture.without_batch(size) if is_done else capture.in_the_way
         larger = [] if variable is None else holders_of(layer, variable)
         larger = [holder for holder in larger if not any(holder is unit.layer for unit in units)]
-        # Where nothing larger is left, the call itself says what is wrong.
-        if not larger:
-            return whole, finished
-        whole.add(id(larger[0]))
+        if larger:
+            whole.add(id(larger[0]))
+        elif is_done:
+            return [unit._replace(batched=capture.batched(unit, size)) for unit in units], True
+        elif variable is None and size == BATCH and (fixed := _first_axis(arguments, keywords)):
+            # A model may be made for batches of one size.
+            size = fixed
+        else:
+            # The call itself will say what is wrong.
+            return units, False
 
 
-def _weight_in_the_way(
-    layer: keras.layers.Layer, units: list[Unit], arguments: tuple, keywords: dict[str, Any]
-) -> tuple[keras.Variable | None, bool]:
-    """A weight that a larger unit would have to have, or `None`; and whether the placeholders went through."""
+def _called_on_placeholders(
+    layer: keras.layers.Layer, units: list[Unit], arguments: tuple, keywords: dict[str, Any], size: int
+) -> tuple[Capture, bool]:
+    """Calls a layer with batches of the given size, and says whether it got to the end."""
     flat = keras.tree.flatten((arguments, keywords))
-    places = [place for place, value in enumerate(flat) if tf.is_tensor(value) and value.shape.rank]
+    first = _first_axis(arguments, keywords)
+    places = [place for place, value in enumerate(flat) if _is_tensor(value) and value.shape[0] == first]
     captures: list[Capture] = []
 
     def call(*placeholders):
@@ -65,11 +82,19 @@ def _weight_in_the_way(
         captures[0](*arguments_of_probe, **keywords_of_probe)
         return tf.zeros([])
 
-    specifications = [tf.TensorSpec([BATCH, *flat[place].shape[1:]], flat[place].dtype) for place in places]
+    specifications = [tf.TensorSpec([size, *flat[place].shape[1:]], flat[place].dtype) for place in places]
     try:
         tf.function(call, autograph=False).get_concrete_function(*specifications)
     except Exception:
-        # What went wrong for another reason, such as a batch of a size that the model is not made for, goes wrong in
-        # the call itself or is none.
-        return captures[0].in_the_way, False
-    return captures[0].without_batch(BATCH), True
+        # Whatever it was, the call itself will run into it, unless it comes of the size.
+        return captures[0], False
+    return captures[0], True
+
+
+def _first_axis(arguments: tuple, keywords: dict[str, Any]) -> int | None:
+    flat = keras.tree.flatten((arguments, keywords))
+    return next((value.shape[0] for value in flat if _is_tensor(value)), None)
+
+
+def _is_tensor(value: Any) -> bool:
+    return bool(tf.is_tensor(value) and value.shape.rank)

@@ -20,6 +20,7 @@ class Call:
         training: Whether it was called to train.
         rerun: Does the call again, as it was done; takes other `arguments` and `keywords` in their places.
         recorded: What the rule's `run` kept of it.
+        batched: For each of the flattened arguments and keywords, whether it has a row for each example, if known.
         outputs: The floating-point tensors to which the cotangents belong.
         cotangents: The loss's gradient with respect to each floating-point tensor that came out (or would have gone
             into the layer's activation, for rules with `before_activation`); filled in by the backward pass.
@@ -31,6 +32,7 @@ class Call:
     training: bool
     rerun: Callable[..., Any]
     recorded: Any = None
+    batched: Sequence[bool] | None = None
     outputs: Sequence[tf.Tensor] = ()
     cotangents: list[tf.Tensor] | None = None
 
@@ -54,7 +56,7 @@ class Rule:
 
     Attributes:
         before_activation: Whether the cotangent is wanted before the layer's `activation`, rather than at its output.
-        serves_overrides: Whether the rule holds for subclasses of its layers that override `call`, too.
+        serves_overrides: Whether the rule holds for subclasses of its layers that compute something else, too.
     """
 
     before_activation = False
@@ -99,12 +101,26 @@ class Rule:
 
 R = TypeVar("R", bound=type[Rule])
 _RULES: dict[type, Rule] = {}
+# What a subclass may override and still compute the same.
+_HARMLESS = {
+    "_keras_api_export_path",
+    "build",
+    "build_from_config",
+    "compute_mask",
+    "compute_output_shape",
+    "compute_output_spec",
+    "from_config",
+    "get_build_config",
+    "get_config",
+    "load_own_variables",
+    "save_own_variables",
+}
 
 
 def register_rule(*layers: type[keras.layers.Layer]) -> Callable[[R], R]:
     """Makes a `Rule` subclass the rule of layer classes, in place of any before.
 
-    It serves their subclasses too, as long as those do not override `call`.
+    It serves their subclasses too, as long as those do not override what is computed.
 
     Args:
         *layers: Layer classes.
@@ -148,9 +164,16 @@ def rule_for(layer: keras.layers.Layer) -> Rule | None:
     for kind in type(layer).__mro__:
         rule = _RULES.get(kind)
         if rule is not None:
-            overridden = type(layer).call is not kind.call
-            return rule if rule.suits(layer) and (rule.serves_overrides or not overridden) else None
+            computes = rule.serves_overrides or not _computes_otherwise(type(layer), kind)
+            return rule if computes and rule.suits(layer) else None
     return None
+
+
+def _computes_otherwise(kind: type, registered: type) -> bool:
+    """Whether a class overrides something of the registered one that its `call` may depend on."""
+    between = kind.__mro__[: kind.__mro__.index(registered)]
+    overridden = {name for each in between for name in vars(each) if hasattr(registered, name)}
+    return any(not name.startswith("__") and name not in _HARMLESS for name in overridden)
 
 
 def wide(dtype: tf.DType) -> tf.DType:

@@ -15,10 +15,12 @@ from keras_paragrad.per_example.losses import check_loss
 class Divisor:
     """Watches the model that is trained compute its loss, from the call of a layer in it to the backward pass.
 
-    A model that is not compiled is taken to average its loss over the examples of a batch.
+    Args:
+        reduction: What the loss does over the examples where that can't be seen: `"sum_over_batch_size"` or `"sum"`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reduction: str | None = None) -> None:
+        self.reduction = reduction
         outermost: Any = outermost_layer()
         self.model = outermost if isinstance(outermost, keras.Model) and outermost.compiled else None
         self.terms: list[LossTerm] = []
@@ -46,12 +48,25 @@ class Divisor:
             raise ValueError(
                 "The losses of this model's outputs are reduced in different ways "
                 f"({', '.join(str(term.loss.reduction) for term in self.terms)}), so that no one factor makes an "
-                "example's gradient out of its share. Give the outputs losses of one reduction, with the same weights."
+                "example's gradient out of its share. Give all of them the reduction 'sum_over_batch_size'."
             )
-        divisor = next(iter(divisors.values())) if divisors else tf.cast(batch, "float32")
+        if not divisors:
+            divisors = self._stated(batch)
+        ((kind, divisor),) = divisors.items()
         # Keras divides by the number of replicas, unless the loss is a sum.
-        replicas = 1 if self.terms and self.terms[0].is_sum else replica_count()
+        replicas = 1 if kind == ("sum",) else replica_count()
         return divisor * replicas / self._loss_scale()
+
+    def _stated(self, batch: tf.Tensor) -> dict[tuple, tf.Tensor]:
+        if self.reduction is None and self.model is not None:
+            raise ValueError(
+                f"{type(self.model).__name__} computes its loss in a way of its own, and whether that is a mean or a "
+                "sum over the examples can't be seen. Write "
+                "PerExampleGradients(..., loss_reduction='sum_over_batch_size'), or 'sum'."
+            )
+        if self.reduction == "sum":
+            return {("sum",): tf.constant(1.0)}
+        return {("mean",): tf.cast(batch, "float32")}
 
     def _loss_scale(self) -> tf.Tensor:
         one = tf.constant(1.0)

@@ -23,11 +23,18 @@ class Step:
         finish: Takes the step, and returns the gradients that the backward pass is to have for the layer's weights, or
             `None` for each that is right as it is.
         detached: Whether it returns any.
+        loss_reduction: What the loss does over the examples where that can't be seen.
     """
 
-    def __init__(self, layer: keras.layers.Layer, finish: Callable[["Step"], Sequence[Any]], detached: bool):
+    def __init__(
+        self,
+        layer: keras.layers.Layer,
+        finish: Callable[["Step"], Sequence[Any]],
+        detached: bool,
+        loss_reduction: str | None,
+    ):
         self.layer, self.finish, self.detached = layer, finish, detached
-        self.divisor = Divisor()
+        self.divisor = Divisor(loss_reduction)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Calls the layer."""

@@ -1,7 +1,7 @@
 """The layers of a model that have a rule each, and those that leave an example without a gradient of its own."""
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import keras
@@ -16,10 +16,17 @@ _GENERIC = Generic()
 
 
 class Unit(NamedTuple):
-    """A layer whose gradients one rule gives."""
+    """A layer whose gradients one rule gives.
+
+    Attributes:
+        layer: The layer.
+        rule: Its rule.
+        batched: For each of its calls, which of the arguments have a row for each example, as far as that is known.
+    """
 
     layer: keras.layers.Layer
     rule: Rule
+    batched: Sequence[Sequence[bool]] = ()
 
 
 def units_of(layer: keras.layers.Layer, whole: Collection[int] = ()) -> list[Unit]:
@@ -36,13 +43,14 @@ def units_of(layer: keras.layers.Layer, whole: Collection[int] = ()) -> list[Uni
 
 
 def holders_of(layer: keras.layers.Layer, variable: keras.Variable) -> list[keras.layers.Layer]:
-    """The layers within a layer, and itself, that train a weight; those of the fewest weights first."""
+    """The layers within a layer, and itself, that train a weight; those of the fewest weights, and innermost, first."""
     holders = {
         id(inner): inner
         for inner in all_layers(layer)
         if any(variable is weight for weight in inner.trainable_variables)
     }
-    return sorted(holders.values(), key=lambda inner: len(inner.trainable_variables))
+    innermost_first = list(holders.values())[::-1]
+    return sorted(innermost_first, key=lambda inner: len(inner.trainable_variables))
 
 
 def check_training(layer: keras.layers.Layer) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad._keras.layers import may_be_differentiated
+from keras_paragrad._keras.model import all_layers
 from keras_paragrad.per_example.arguments import check_arguments
 from keras_paragrad.per_example.results import StepResults, capacity_for
 from keras_paragrad.per_example.step import Step
@@ -36,6 +37,8 @@ class PerExampleGradients(keras.layers.Wrapper):
         capacity: How many examples' gradients to make room for on each device, so that steps with
             `quantity="gradients"` can be compiled by XLA, which wants fixed shapes; without it, Keras leaves XLA off
             for them. Norms have room for 16384, unless told.
+        loss_reduction: `"sum_over_batch_size"` or `"sum"`: what a loss that is not compiled into the model does over
+            the examples of a batch. A loop of one's own is taken to average, unless told.
         **kwargs: Keras's own for layers.
 
     Attributes:
@@ -76,9 +79,15 @@ class PerExampleGradients(keras.layers.Wrapper):
         transform: Callable[[tf.Tensor], tf.Tensor] | None = None,
         *,
         capacity: int | None = None,
+        loss_reduction: str | None = None,
         **kwargs: Any,
     ):
-        check_arguments(layer, quantity, clip_norm, transform, capacity)
+        check_arguments(layer, quantity, clip_norm, transform, capacity, loss_reduction)
+        if any(isinstance(inner, PerExampleGradients) for inner in (layer, *all_layers(layer))):
+            raise ValueError(
+                f"{layer.name!r} has a PerExampleGradients layer within. Take one of the two away: the outer one has "
+                "the gradients of all the weights."
+            )
         # In float32 itself, it leaves inputs and weights to the layers within, in whatever they compute.
         super().__init__(layer, **{"dtype": "float32", "autocast": False, **kwargs})
         self.supports_masking = layer.supports_masking
@@ -86,6 +95,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         self.clip_norm = clip_norm
         self.transform = transform
         self.capacity = capacity
+        self.loss_reduction = loss_reduction
         self.supports_jit = quantity != "gradients" or capacity is not None
         # Past Keras's attribute tracking: what a step leaves behind is no state of the model, and not saved.
         self.__dict__.update(_results=None, _steps=collections.deque(maxlen=_UNFINISHED))
@@ -98,7 +108,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         self._make_room(self.capacity or capacity_for(self.kept))
         if not may_be_differentiated():
             return self.layer(inputs, *args, **kwargs)
-        step = Step(self.layer, self._finish, detached=self.reweighs)
+        step = Step(self.layer, self._finish, self.reweighs, self.loss_reduction)
         self._steps.append(step)
         outputs = step(inputs, *args, **kwargs)
         for loss in step.capture.losses:
@@ -131,6 +141,7 @@ class PerExampleGradients(keras.layers.Wrapper):
             "clip_norm": self.clip_norm,
             "transform": keras.saving.serialize_keras_object(self.transform),
             "capacity": self.capacity,
+            "loss_reduction": self.loss_reduction,
         }
 
     @classmethod

@@ -6,8 +6,10 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.layers import full_precision, mask_of, with_mask
+from keras_paragrad._keras.model import all_layers
 from keras_paragrad.per_example.reads import Weights
 from keras_paragrad.per_example.registry import Call, Rule, register_rule, wide, widened
+from keras_paragrad.per_example.rules.normalization import needs_its_batch
 
 
 class _Recording(NamedTuple):
@@ -45,6 +47,9 @@ class Generic(Rule):
                 f"{call.layer.name!r} is stateful: what it does with an example depends on the batch before. Write "
                 "stateful=False."
             )
+        for layer in all_layers(call.layer) if call.training else []:
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+                raise ValueError(needs_its_batch(layer))
         variables = call.layer.trainable_variables
         with full_precision():
             weights = [tf.identity(variable.value) for variable in variables]
@@ -66,7 +71,8 @@ def _one_by_one(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
     variables = call.layer.trainable_variables
     weights = [tf.convert_to_tensor(variable.value) for variable in variables]
     flat = keras.tree.flatten((call.arguments, call.keywords))
-    batches = {place: value for place, value in enumerate(flat) if _has_rows(value)}
+    known = call.batched or [_has_rows(value) for value in flat]
+    batches = {place: value for place, (value, rows) in enumerate(zip(flat, known, strict=True)) if rows}
     masks = {place: mask_of(value) for place, value in batches.items() if mask_of(value) is not None}
 
     def of_one(rows):
@@ -115,4 +121,5 @@ def _floating(outputs: Any) -> list[tf.Tensor]:
 
 
 def _has_rows(value: Any) -> bool:
+    """Whether an argument of which nothing is known looks like a batch."""
     return tf.is_tensor(value) and value.shape.rank != 0 and value.shape[0] != 1

@@ -1,0 +1,284 @@
+"""What the gradients of single examples cost, in time and memory, beside the plain gradient of the batch.
+
+`python benchmarks/per_example.py` prints the tables and saves them in `results/per_example.json`. JAX and PyTorch are
+in them where `make bench-peers` has installed them.
+"""
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from harness import fashion_mnist, report, timed_fit
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# On Linux a process's peak begins with what its parent holds, so the one that starts the others loads no TensorFlow.
+if sys.argv[1:]:
+    import keras
+    import tensorflow as tf
+    from peers.ratios import in_plain, print_ratios
+
+    from keras_paragrad import per_example_gradients, wrap
+
+BENCHMARKS = Path(__file__).parent
+PEERS = BENCHMARKS.parent / ".venv-peers"
+MODELS = {
+    "mlp": "MLP 784-512-512-10, batch of 128",
+    "cnn": "CNN of the DP tutorial on MNIST, batch of 128",
+    "transformer": "transformer block, 32 x 64, batch of 32",
+}
+ROWS = {"mlp": 128, "cnn": 128, "transformer": 32}
+WORDS, TOKENS, WIDTH = 1000, 32, 64
+STEPS, ROUNDS = 60, 7
+# By name, the options of `wrap`.
+QUANTITIES = {
+    "norms": {"quantity": "norms"},
+    "clipped update": {"clip_norm": 1.0},
+    "gradients": {"quantity": "gradients"},
+    "second moment": {"quantity": "second_moment"},
+}
+WAYS = {"plain": None, **QUANTITIES}
+# At most so many times plain training.
+TARGETS = {
+    "norms": {"mlp": 1.15, "cnn": 1.4, "transformer": 1.15},
+    "clipped update": {"mlp": 1.25, "cnn": 1.45, "transformer": 1.3},
+}
+# Large enough that what a batch takes shows.
+MEMORY_BATCHES = {"mlp": 8192, "cnn": 4096, "transformer": 2048}
+CORRUPTS = "corrupts memory"
+
+
+def mlp():
+    hidden = [keras.layers.Dense(512, activation="relu") for _ in range(2)]
+    return keras.Sequential([keras.Input((784,)), *hidden, keras.layers.Dense(10)])
+
+
+def cnn():
+    return keras.Sequential(
+        [
+            keras.Input((28, 28, 1)),
+            keras.layers.Conv2D(16, 8, strides=2, padding="same", activation="relu"),
+            keras.layers.MaxPooling2D(2, 1),
+            keras.layers.Conv2D(32, 4, strides=2, activation="relu"),
+            keras.layers.MaxPooling2D(2, 1),
+            keras.layers.Flatten(),
+            keras.layers.Dense(32, activation="relu"),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+def transformer():
+    tokens = keras.Input((TOKENS,), dtype="int32")
+    embedded = keras.layers.Embedding(WORDS, WIDTH)(tokens)
+    attended = keras.layers.MultiHeadAttention(4, WIDTH // 4)(embedded, embedded)
+    hidden = keras.layers.LayerNormalization()(embedded + attended)
+    forward = keras.layers.Dense(WIDTH)(keras.layers.Dense(2 * WIDTH, activation="relu")(hidden))
+    hidden = keras.layers.LayerNormalization()(hidden + forward)
+    return keras.Model(tokens, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling1D()(hidden)))
+
+
+def model_of(name):
+    keras.utils.set_random_seed(0)
+    return {"mlp": mlp, "cnn": cnn, "transformer": transformer}[name]()
+
+
+def batch_of(name, rows=None):
+    """A batch of the size that the model is compared with, or of so many rows."""
+    rows = rows or ROWS[name]
+    if name == "transformer":
+        generator = np.random.default_rng(0)
+        return generator.integers(0, WORDS, (rows, TOKENS)).astype("int32"), generator.integers(0, 10, rows)
+    images, classes = fashion_mnist(rows)
+    return images.reshape(-1, 784) if name == "mlp" else images, classes
+
+
+def loss_of(reduction="sum_over_batch_size"):
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+
+
+def trained(name, options, jit_compile):
+    """A model to be fitted, plain if there are no options."""
+    model = model_of(name)
+    if options is not None:
+        # Without room made for them beforehand, gradients are not compiled by XLA.
+        room = {"capacity": ROWS[name]} if options.get("quantity") == "gradients" else {}
+        model = wrap(model, **options, **room)
+    # Of all optimizers the one that takes the least, so that what is added to the gradient shows.
+    model.compile(keras.optimizers.SGD(0.01), loss_of(), jit_compile=jit_compile)
+    if model.jit_compile != jit_compile:
+        raise RuntimeError(f"Keras has set jit_compile={model.jit_compile} for {name} with {options}.")
+    return model
+
+
+def endless(*batch):
+    """A batch for ever. Without autotuning, whose thread sleeps ever longer, and is waited for when `fit` ends."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return tf.data.Dataset.from_tensors(batch).cache().repeat().with_options(options)
+
+
+def print_fits():
+    """Runs in a process of its own: a JSON line for each model, jit on and off."""
+    for name in MODELS:
+        for jit in ("off", "on"):
+            data = endless(*batch_of(name))
+            models = {way: trained(name, options, jit == "on") for way, options in WAYS.items()}
+            fits = {way: timed_fit(model, data, STEPS, STEPS) for way, model in models.items()}
+            milliseconds, ratios = in_plain(fits, ROUNDS)
+            print(json.dumps({"model": name, "jit": jit, "plain": milliseconds, "ratios": ratios}), flush=True)
+
+
+class Ways:
+    """The ways TensorFlow has to a model's gradients of single examples, as functions without arguments."""
+
+    def __init__(self, name):
+        self.name = name
+        self.model = model_of(name)
+        self.weights = [variable.value for variable in self.model.trainable_variables]
+        self.x, self.y = map(tf.constant, batch_of(name))
+
+    def losses(self, x, y):
+        return loss_of("none")(y, self.model(x, training=True))
+
+    def plain(self):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.losses(self.x, self.y))
+        return tape.gradient(loss, self.weights)
+
+    def of_one(self, row):
+        x, y = row
+        with tf.GradientTape() as tape:
+            loss = self.losses(x[tf.newaxis], y[tf.newaxis])
+        return [tf.convert_to_tensor(gradient) for gradient in tape.gradient(loss, self.weights)]
+
+    def ours(self):
+        return per_example_gradients(self.model, self.x, self.y, loss_of(), training=True)
+
+    def python_loop(self):
+        rows = zip(self.x, self.y, strict=True)
+        return [tf.stack(gradients) for gradients in zip(*map(self.of_one, rows), strict=True)]
+
+    def map_fn(self):
+        signature = [tf.TensorSpec(weight.shape) for weight in self.weights]
+        return tf.map_fn(self.of_one, (self.x, self.y), fn_output_signature=signature)
+
+    def vectorized_map(self):
+        return tf.vectorized_map(self.of_one, (self.x, self.y))
+
+    def jacobian(self):
+        with tf.GradientTape() as tape:
+            losses = self.losses(self.x, self.y)
+        return tape.jacobian(losses, self.weights)
+
+    def compiled(self, jit):
+        """The plain gradient first, and those that work."""
+        ways = {
+            "plain": self.plain,
+            "gradients: keras_paragrad": self.ours,
+            "gradients: tf.map_fn": self.map_fn,
+            "gradients: tape.jacobian": self.jacobian,
+            "gradients: tf.vectorized_map": self.vectorized_map,
+        }
+        if self.name == "transformer" and jit == "off":
+            del ways["gradients: tf.vectorized_map"]
+        functions = {way: tf.function(function, jit_compile=jit == "on") for way, function in ways.items()}
+        if jit == "off":
+            functions["gradients: Python loop"] = self.python_loop
+        return functions
+
+
+def print_functions():
+    """Runs in a process of its own: the JSON lines of `print_ratios` for all models, jit on and off."""
+    for name in MODELS:
+        for jit in ("off", "on"):
+            print_ratios(name, jit, Ways(name).compiled(jit), rounds=3)
+    print(json.dumps({"way": "gradients: tf.vectorized_map", "model": "transformer", "jit": "off", "ratio": CORRUPTS}))
+
+
+def print_peak(name, way, jit):
+    """Runs in a process of its own: the most memory it has held, in MB."""
+    x, y = batch_of(name, MEMORY_BATCHES[name])
+    if way != "nothing trained":
+        trained(name, WAYS[way], jit == "on").fit(x, y, len(x), epochs=3, verbose=0)
+    unit = 1 if platform.system() == "Darwin" else 1024
+    print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6))
+
+
+def lines(python, *arguments):
+    """What a process prints, line by line, each of it JSON."""
+    command = [str(python), "-W", "ignore", *map(str, arguments)]
+    finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=BENCHMARKS, timeout=900, check=True)
+    return [json.loads(line) for line in finished.stdout.splitlines()]
+
+
+def in_processes_of_their_own():
+    """The ratios of TensorFlow's ways, and of those peers that are installed."""
+    found = lines(sys.executable, __file__, "functions")
+    for peer in ("jax", "torch"):
+        python = PEERS / peer / "bin" / "python"
+        if python.exists():
+            found += lines(python, "-m", f"peers.per_example_{peer}")
+        else:
+            print(f"Without {peer}, which is not installed: make bench-peers")
+    return found
+
+
+def report_fits(jax):
+    """Every quantity in `fit`; `jax` is the ratio of the gradients in JAX by model, where it is installed."""
+    found = {(line["model"], line["jit"]): line for line in lines(sys.executable, __file__, "fit")}
+    rows = []
+    for name, title in MODELS.items():
+        off, on = found[name, "off"], found[name, "on"]
+        targets = {way: TARGETS.get(way, {}).get(name, "") for way in QUANTITIES}
+        targets["gradients"] = jax.get(name, "JAX's")
+        rows.append([f"{title}: plain, ms", off["plain"], on["plain"], ""])
+        rows += [[f"  {way}", off["ratios"][way], on["ratios"][way], targets[way]] for way in QUANTITIES]
+    report("per_example", "A step of fit, in plain steps", ["", "jit off", "jit on", "at most"], rows)
+
+
+def report_functions(found):
+    ratios = {(line["way"], line["jit"], line["model"]): line["ratio"] for line in found}
+    ways = dict.fromkeys((way, jit) for way, jit, _ in ratios)
+    rows = [[way, jit, *(ratios.get((way, jit, name), "") for name in MODELS)] for way, jit in sorted(ways)]
+    title = "The gradient of every example, in plain batch gradients of the same framework"
+    report("per_example", title, ["", "jit", *MODELS.values()], rows)
+
+
+def peak(*case):
+    return lines(sys.executable, __file__, "memory", *case)[0]
+
+
+def report_memory():
+    # Nothing is trained, whatever the model.
+    idle = peak("mlp", "nothing trained", "off")
+    rows = []
+    for name, title in MODELS.items():
+        for jit in ("off", "on"):
+            held = [peak(name, way, jit) - idle for way in ("plain", "norms")]
+            case = f"{title.partition(',')[0]}, batch of {MEMORY_BATCHES[name]}, jit {jit}"
+            rows.append([case, *map(round, held), held[1] / held[0], 1.1])
+    columns = ["", "plain training", "with norms", "ratio", "at most"]
+    report("per_example", "Peak memory above an idle process, MB", columns, rows)
+
+
+def main():
+    if sys.argv[1:]:
+        section, *arguments = sys.argv[1:]
+        {"fit": print_fits, "functions": print_functions, "memory": print_peak}[section](*arguments)
+        return
+    if hasattr(os, "sched_setaffinity"):
+        # The same two cores for all frameworks.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    found = in_processes_of_their_own()
+    report_fits({line["model"]: line["ratio"] for line in found if line["way"] == "gradients: JAX vmap(grad)"})
+    report_functions(found)
+    report_memory()
+
+
+if __name__ == "__main__":
+    main()
