@@ -20,7 +20,7 @@ def quantities(model, x, targets, weights, jit_compile, training=None):
         anchor = tf.zeros([])
         with tf.GradientTape() as tape:
             tape.watch(anchor)
-            capture = Capture(model, units_for(model, (x,), {"training": training}), anchor, detached=True)
+            capture = Capture(model, units_for(model, (x,), {"training": training}), anchor, True, jit_compile)
             loss = tf.reduce_sum(tf.cast(capture(x, training=training), "float32") * targets)
         tape.gradient(loss, anchor)
         found = Quantities(capture.recorded, model.trainable_variables)

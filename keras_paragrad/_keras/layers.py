@@ -24,6 +24,12 @@ def outermost_layer() -> keras.layers.Layer | None:
     return context.entry_layer if context else None
 
 
+def compiled_by_xla() -> bool:
+    """Whether the model whose call this code runs in is known to compile its step with XLA."""
+    model: Any = outermost_layer()
+    return isinstance(model, keras.Model) and model.compiled and bool(model.jit_compile)
+
+
 def called_for_training() -> bool:
     """Whether the call this code runs in was asked to train."""
     context = get_global_attribute("current_call_ctx")

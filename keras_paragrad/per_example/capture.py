@@ -27,10 +27,18 @@ class Capture:
         units: Its units; see `keras_paragrad.per_example.probing.units_for`.
         anchor: A float32 scalar that a tape watches.
         detached: Whether the backward pass is to leave out the gradients of the layer's weights.
+        by_xla: Whether the step is known to be compiled by XLA.
     """
 
-    def __init__(self, layer: keras.layers.Layer, units: Sequence[Unit], anchor: tf.Tensor, detached: bool = False):
-        self.layer, self.units, self.anchor = layer, units, anchor
+    def __init__(
+        self,
+        layer: keras.layers.Layer,
+        units: Sequence[Unit],
+        anchor: tf.Tensor,
+        detached: bool = False,
+        by_xla: bool = False,
+    ):
+        self.layer, self.units, self.anchor, self.by_xla = layer, units, anchor, by_xla
         self.graph = tf.compat.v1.get_default_graph()
         self.calls: dict[int, list[Call]] = {id(unit.layer): [] for unit in units}
         self.reads = WeightReads(layer.trainable_variables, detached)
@@ -91,8 +99,9 @@ class Capture:
             if self.reads.is_within_a_unit:
                 return original(*arguments, **keywords)
             training = called_for_training()
-            made = Call(layer, arguments, keywords, training, functools.partial(_rerun, layer, original, training))
             calls = self.calls[id(layer)]
+            rerun = functools.partial(_rerun, layer, original, training)
+            made = Call(layer, arguments, keywords, training, rerun, by_xla=self.by_xla)
             made.batched = batched[len(calls)] if len(calls) < len(batched) else None
             calls.append(made)
             with self.reads.by(layer):

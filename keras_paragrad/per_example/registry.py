@@ -21,6 +21,7 @@ class Call:
         rerun: Does the call again, as it was done; takes other `arguments` and `keywords` in their places.
         recorded: What the rule's `run` kept of it.
         batched: For each of the flattened arguments and keywords, whether it has a row for each example, if known.
+        by_xla: Whether the step is known to be compiled by XLA, for rules that have another way then.
         outputs: The floating-point tensors to which the cotangents belong.
         cotangents: The loss's gradient with respect to each floating-point tensor that came out (or would have gone
             into the layer's activation, for rules with `before_activation`); filled in by the backward pass.
@@ -33,6 +34,7 @@ class Call:
     rerun: Callable[..., Any]
     recorded: Any = None
     batched: Sequence[bool] | None = None
+    by_xla: bool = False
     outputs: Sequence[tf.Tensor] = ()
     cotangents: list[tf.Tensor] | None = None
 

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.layers import outermost_layer
+from keras_paragrad._keras.layers import compiled_by_xla
 from keras_paragrad.per_example.quantities import Quantities
 
 # A norm is four bytes, so this much room costs a step nothing.
@@ -44,8 +44,9 @@ class StepResults:
         """
         self.count.assign(quantities.batch)
         if self.gradients:
-            for rows, gradients in zip(self.gradients, quantities.gradients(), strict=True):
-                rows.assign(tf.cast(gradients, "float32") * factor)
+            # The cotangents are smaller than what is made of them.
+            for rows, gradients in zip(self.gradients, quantities.times(factor).gradients(), strict=True):
+                rows.assign(tf.cast(gradients, "float32"))
         if self.second_moment:
             for total, moment in zip(self.second_moment, quantities.second_moments(), strict=True):
                 total.assign(tf.cast(moment, "float32") * tf.square(factor))
@@ -115,9 +116,7 @@ def capacity_for(kept: Collection[str]) -> int | None:
     Args:
         kept: See `StepResults`.
     """
-    model: Any = outermost_layer()
-    compiled_by_xla = isinstance(model, keras.Model) and model.compiled and model.jit_compile
-    return ROOM_FOR_NORMS if compiled_by_xla and "gradients" not in kept else None
+    return ROOM_FOR_NORMS if compiled_by_xla() and "gradients" not in kept else None
 
 
 def _variable(shape: Sequence[int | None], dtype: tf.DType) -> tf.Variable:

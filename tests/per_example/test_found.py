@@ -152,8 +152,8 @@ def test_a_batch_of_one_size_only():
             continue
         tape.gradient(loss, variables)
         with tf.GradientTape(persistent=True) as tape:
-            outputs = model(x)
-        theirs = [gradient.numpy() for gradient in tape.jacobian(outputs[:, 0], variables, experimental_use_pfor=False)]
+            outputs = model(x)[:, 0]
+        theirs = [gradient.numpy() for gradient in tape.jacobian(outputs, variables, experimental_use_pfor=False)]
         np.testing.assert_allclose(layer.norms, norms_of(theirs), rtol=1e-5)
 
 

@@ -28,7 +28,7 @@ class ConvolutionRule(Convolutional):
     def product(self, call: Call) -> Product:
         layer: Any = call.layer
         inputs, cotangent = channels_last(call.input, layer), channels_last(call.cotangent, layer)
-        return grouped_product(inputs, cotangent, Geometry.of(layer), self.groups(layer, inputs))
+        return grouped_product(inputs, cotangent, Geometry.of(layer), self.groups(layer, inputs), call.by_xla)
 
     def groups(self, layer: Any, inputs: tf.Tensor) -> int:
         """How many groups of channels are convolved on their own."""
@@ -36,6 +36,21 @@ class ConvolutionRule(Convolutional):
 
     def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:
         return grouped_kernel(layer.kernel.shape, product)
+
+    def kernel_sum(self, call: Call, weights: tf.Tensor) -> tf.Tensor:
+        layer: Any = call.layer
+        if layer.padding == "causal":
+            return super().kernel_sum(call, weights)
+        cotangent = call.cotangent * tf.reshape(weights, [-1, *[1] * (call.cotangent.shape.rank - 1)])
+        kernel = tf.zeros(layer.kernel.shape, call.input.dtype)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(kernel)
+            # Its result is not used, so only the gradient is computed.
+            outputs = keras.ops.conv(
+                call.input, kernel, layer.strides, layer.padding, layer.data_format, layer.dilation_rate
+            )
+        (total,) = tape.gradient(outputs, [kernel], output_gradients=[cotangent])
+        return tf.convert_to_tensor(total)
 
 
 @register_rule(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
@@ -45,10 +60,13 @@ class DepthwiseRule(ConvolutionRule):
     def groups(self, layer: Any, inputs: Any) -> int:
         return inputs.shape[-1]
 
+    def kernel_sum(self, call: Call, weights: tf.Tensor) -> tf.Tensor:
+        return Convolutional.kernel_sum(self, call, weights)
 
-def grouped_product(inputs: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry, groups: int) -> Product:
+
+def grouped_product(inputs: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry, groups: int, by_xla: bool) -> Product:
     """The gradient of a convolution's kernel; both tensors have their channels last."""
-    found = windows(inputs, geometry, spatial(cotangent))
+    found = windows(inputs, geometry, spatial(cotangent), by_xla)
     return Product(_grouped(found, groups), _grouped(flat(cotangent)[:, :, tf.newaxis], groups))
 
 

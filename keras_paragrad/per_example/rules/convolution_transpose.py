@@ -18,7 +18,7 @@ class ConvolutionTransposeRule(Convolutional):
     def product(self, call: Call) -> Product:
         layer = call.layer
         inputs, cotangent = channels_last(call.input, layer), channels_last(call.cotangent, layer)
-        found = windows(cotangent, Geometry.of(layer), spatial(inputs))
+        found = windows(cotangent, Geometry.of(layer), spatial(inputs), call.by_xla)
         return Product(flattened(found, 2, 4)[:, tf.newaxis], flat(inputs)[:, tf.newaxis])
 
     def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:

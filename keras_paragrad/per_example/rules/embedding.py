@@ -8,6 +8,9 @@ import tensorflow as tf
 
 from keras_paragrad.per_example.registry import Call, Rule, register_rule
 
+# Up to so many, comparing all with all is faster than sorting them.
+FEW_LOOKUPS = 128
+
 
 class _Rows(NamedTuple):
     """The rows of the table that each example's gradient has.
@@ -27,8 +30,9 @@ class _Rows(NamedTuple):
 class EmbeddingRule(Rule):
     """An example's gradient has only the rows it looked up, and a row looked up twice is the sum of both.
 
-    So the rows are sorted and added up within each example, and nothing is as large as the table for every example
-    (except its gradients, when they are asked for).
+    So the rows are sorted and added up within each example, or where they are few, their products with each other are
+    added up for those that are of one index. Nothing is as large as the table for every example, except its gradients
+    when they are asked for.
     """
 
     def variables(self, layer: Any) -> list[keras.Variable]:
@@ -46,7 +50,10 @@ class EmbeddingRule(Rule):
         return [tf.reshape(rows, [-1, size, width])]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        indices, _ = _lookups(calls)
+        indices, cotangents = _lookups(calls)
+        if (indices.shape[1] or FEW_LOOKUPS + 1) <= FEW_LOOKUPS:
+            same = tf.cast(indices[:, :, tf.newaxis] == indices[:, tf.newaxis], cotangents.dtype)
+            return [tf.reduce_sum(same * tf.matmul(cotangents, cotangents, transpose_b=True), [1, 2])]
         rows = _summed(calls)
         squares = tf.reduce_sum(tf.square(rows.values), 1)
         return [tf.reduce_sum(tf.reshape(squares, tf.shape(indices)), 1)]

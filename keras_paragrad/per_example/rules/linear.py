@@ -27,11 +27,12 @@ class Product(NamedTuple):
         left: Any = self.left.shape
         _, _, positions, rows = left
         columns: Any = self.right.shape[3]
-        # By the operations alone it would be without the 2; but many small products take longer than one of their size.
-        return positions is not None and 2 * positions * (rows + columns) < rows * columns
+        return positions is not None and positions * (rows + columns) <= rows * columns
 
     def gradients(self) -> tf.Tensor:
         """Each example's gradient, `(batch, groups, rows, columns)`."""
+        if self.left.shape[2] == 1:
+            return tf.transpose(self.left, [0, 1, 3, 2]) * self.right
         return tf.matmul(self.left, self.right, transpose_a=True)
 
     def squared_norms(self) -> tf.Tensor:
@@ -39,7 +40,9 @@ class Product(NamedTuple):
         if self.left.shape[2] == 1:
             return tf.reduce_sum(_squares(self.left) * _squares(self.right), [1, 2])
         if not self.is_ghost:
-            return squared_norm(self.gradients())
+            # Transposed or not, the norm is the same, and products with the wider side last are faster.
+            narrow, wide = sorted(self, key=lambda side: side.shape[3] or 0)
+            return squared_norm(tf.matmul(narrow, wide, transpose_a=True))
         alike = tf.matmul(self.left, self.left, transpose_b=True) * tf.matmul(self.right, self.right, transpose_b=True)
         return tf.reduce_sum(alike, [1, 2, 3])
 
@@ -84,6 +87,10 @@ class Linear(Rule):
         """The shape in which the layer adds its bias to outputs of so many axes."""
         return layer.bias.shape
 
+    def kernel_sum(self, call: Call, weights: tf.Tensor) -> tf.Tensor:
+        """The sum over examples of the kernel's gradients times `weights` `(batch,)`, in the kernel's shape."""
+        return self.kernel(call.layer, self.product(call).weighted_sum(weights))
+
     def variables(self, layer: Any) -> list[keras.Variable]:
         return [layer.kernel] if layer.bias is None else [layer.kernel, layer.bias]
 
@@ -102,7 +109,7 @@ class Linear(Rule):
         return [moment, *(tf.reduce_sum(tf.square(bias), 0) for bias in self._biases(calls))]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
-        total = self.kernel(calls[0].layer, self._product(calls).weighted_sum(weights))
+        total = tf.add_n([self.kernel_sum(call, weights) for call in calls])
         return [total, *(tf.tensordot(weights, bias, 1) for bias in self._biases(calls))]
 
     def _product(self, calls: Sequence[Call]) -> Product:

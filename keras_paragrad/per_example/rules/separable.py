@@ -68,4 +68,4 @@ def _products(call: Call) -> tuple[Product, Product]:
     returned = tf.tensordot(cotangent, tf.reshape(pointwise, pointwise.shape[-2:]), [[-1], [1]])
     returned = tf.ensure_shape(returned, [*cotangent.shape[:-1], pointwise.shape[-2]])
     product = Product(flat(between)[:, tf.newaxis], flat(cotangent)[:, tf.newaxis])
-    return grouped_product(inputs, returned, geometry, kernel.shape[-2]), product
+    return grouped_product(inputs, returned, geometry, kernel.shape[-2], call.by_xla), product
