@@ -200,9 +200,9 @@ def print_functions():
     print(json.dumps({"way": "gradients: tf.vectorized_map", "model": "transformer", "jit": "off", "ratio": CORRUPTS}))
 
 
-def print_peak(name, way, jit):
+def print_peak(name, way, jit, rows):
     """Runs in a process of its own: the most memory it has held, in MB."""
-    x, y = batch_of(name, MEMORY_BATCHES[name])
+    x, y = batch_of(name, int(rows))
     if way != "nothing trained":
         trained(name, WAYS[way], jit == "on").fit(x, y, len(x), epochs=3, verbose=0)
     unit = 1 if platform.system() == "Darwin" else 1024
@@ -255,14 +255,16 @@ def peak(*case):
 
 def report_memory():
     # Nothing is trained, whatever the model.
-    idle = peak("mlp", "nothing trained", "off")
+    idle = peak("mlp", "nothing trained", "off", 1)
     rows = []
     for name, title in MODELS.items():
-        for jit in ("off", "on"):
-            held = [peak(name, way, jit) - idle for way in ("plain", "norms")]
-            case = f"{title.partition(',')[0]}, batch of {MEMORY_BATCHES[name]}, jit {jit}"
-            rows.append([case, *map(round, held), held[1] / held[0], 1.1])
-    columns = ["", "plain training", "with norms", "ratio", "at most"]
+        for size in (ROWS[name], MEMORY_BATCHES[name]):
+            for jit in ("off", "on"):
+                plain, norms = (peak(name, way, jit, size) for way in ("plain", "norms"))
+                case = f"{title.partition(',')[0]}, batch of {size}, jit {jit}"
+                ratio = (norms - idle) / (plain - idle)
+                rows.append([case, round(plain - idle), round(norms - idle), ratio, norms / plain])
+    columns = ["", "plain training", "with norms", "ratio", "ratio of whole processes"]
     report("per_example", "Peak memory above an idle process, MB", columns, rows)
 
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("exactness", "accumulation", "memory")
+BENCHMARKS = ("exactness", "accumulation", "memory", "per_example", "input_gradients")
 
 if __name__ == "__main__":
     for name in BENCHMARKS:

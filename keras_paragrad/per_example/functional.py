@@ -172,7 +172,7 @@ def _compiled(quantity: Quantity, model: keras.Model, loss: Any, training: bool,
 def _compile(quantity: Quantity, reference: Any, loss: Any, training: bool, jit_compile: bool) -> Any:
     losses = [_as_loss(each) for each in keras.tree.flatten(loss)]
 
-    @tf.function(jit_compile=jit_compile, reduce_retracing=True)
+    @tf.function(jit_compile=jit_compile, reduce_retracing=True, autograph=False)
     def compiled(x, y, sample_weight):
         model, anchor = reference(), tf.zeros([])
         with tf.GradientTape(watch_accessed_variables=False) as tape:

@@ -55,10 +55,10 @@ def _probed(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any
         if larger:
             whole.add(id(larger[0]))
         elif is_done:
-            return [unit._replace(batched=capture.batched(unit, size)) for unit in units], True
-        elif variable is None and size == BATCH and (fixed := _first_axis(arguments, keywords)):
+            return [Unit(unit.layer, unit.rule, capture.batched(unit, size)) for unit in units], True
+        elif variable is None and size == BATCH and _first_axis(arguments, keywords):
             # A model may be made for batches of one size.
-            size = fixed
+            size = _first_axis(arguments, keywords) or BATCH
         else:
             # The call itself will say what is wrong.
             return units, False

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.layers import outermost_layer
 from keras_paragrad._keras.losses import LossTerm, recorded_terms
+from keras_paragrad._keras.model import has_own_compute_loss, has_own_train_step
 from keras_paragrad._keras.replicas import replica_count
 from keras_paragrad.per_example.losses import check_loss
 
@@ -58,7 +59,8 @@ class Divisor:
         return divisor * replicas / self._loss_scale()
 
     def _stated(self, batch: tf.Tensor) -> dict[tuple, tf.Tensor]:
-        if self.reduction is None and self.model is not None:
+        own = self.model is not None and (has_own_compute_loss(self.model) or has_own_train_step(self.model))
+        if self.reduction is None and own:
             raise ValueError(
                 f"{type(self.model).__name__} computes its loss in a way of its own, and whether that is a mean or a "
                 "sum over the examples can't be seen. Write "

@@ -122,6 +122,42 @@ def test_attention(group):
     check(model, some_inputs((4, 5), 9))
 
 
+class WordModel(keras.Model):
+    """Embeds words, mixes them, and scores them by the table."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.words = layers.ReversibleEmbedding(9, 4, **options)
+        self.mix = layers.Conv1D(4, 2, padding="causal", activation="tanh")
+
+    def build(self, input_shape):
+        self.words.build()
+        self.mix.build((None, 5, 4))
+        self.built = True
+
+    def call(self, inputs):
+        return self.words(self.mix(self.words(inputs)), reverse=True)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("options", [{}, {"tie_weights": False}, {"logit_soft_cap": 0.5}])
+def test_a_reversible_embedding(options, jit_compile):
+    model = WordModel(**options)
+    model(some_inputs((2, 5), 9))
+    randomize(model)
+    check(model, some_inputs((4, 5), 9), jit_compile)
+
+
+@pytest.mark.parametrize("tie_weights", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_half_of_a_reversible_embedding(reverse, tie_weights):
+    layer = layers.ReversibleEmbedding(9, 4, tie_weights=tie_weights)
+    inputs = keras.Input((5, 4)) if reverse else keras.Input((5,), dtype="int32")
+    model = keras.Model(inputs, layer(inputs, reverse=reverse))
+    randomize(model)
+    check(model, some_inputs((3, 5, 4)) if reverse else some_inputs((3, 5), 9))
+
+
 def test_images_of_any_size():
     model = keras.Sequential(
         [

@@ -9,5 +9,6 @@ from keras_paragrad.per_example.rules import (  # noqa: F401  (each registers it
     generic,
     normalization,
     prelu,
+    reversible,
     separable,
 )

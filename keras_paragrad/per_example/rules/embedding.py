@@ -42,7 +42,7 @@ class EmbeddingRule(Rule):
         return self.gradients_of_all([call])
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        indices, cotangents = _lookups(calls)
+        indices, cotangents = lookups(calls)
         batch, size = tf.shape(indices)[0], self._size(calls)
         places = indices + tf.range(batch)[:, tf.newaxis] * size
         width = cotangents.shape[-1]
@@ -50,7 +50,7 @@ class EmbeddingRule(Rule):
         return [tf.reshape(rows, [-1, size, width])]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        indices, cotangents = _lookups(calls)
+        indices, cotangents = lookups(calls)
         if (indices.shape[1] or FEW_LOOKUPS + 1) <= FEW_LOOKUPS:
             same = tf.cast(indices[:, :, tf.newaxis] == indices[:, tf.newaxis], cotangents.dtype)
             return [tf.reduce_sum(same * tf.matmul(cotangents, cotangents, transpose_b=True), [1, 2])]
@@ -63,7 +63,7 @@ class EmbeddingRule(Rule):
         return [tf.math.unsorted_segment_sum(tf.square(rows.values), rows.indices, self._size(calls))]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
-        indices, cotangents = _lookups(calls)
+        indices, cotangents = lookups(calls)
         weighted = cotangents * weights[:, tf.newaxis, tf.newaxis]
         values = tf.reshape(weighted, [-1, cotangents.shape[-1]])
         layer: Any = calls[0].layer
@@ -74,7 +74,7 @@ class EmbeddingRule(Rule):
         return layer.input_dim
 
 
-def _lookups(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:
+def lookups(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:
     """What each example looked up in all calls, `(batch, lookups)`, and its cotangents, `(batch, lookups, width)`."""
     indices = [_one_axis(tf.cast(call.input, tf.int32), 0) for call in calls]
     return tf.concat(indices, 1), tf.concat([_one_axis(call.cotangent, 1) for call in calls], 1)
@@ -82,18 +82,18 @@ def _lookups(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:
 
 def _summed(calls: Sequence[Call]) -> _Rows:
     """The rows with those of the same example and index added up into one, and zeros in the places of the rest."""
-    indices, cotangents = _lookups(calls)
+    indices, cotangents = lookups(calls)
     order = tf.argsort(indices, axis=1, stable=True)
     indices, cotangents = (tf.gather(each, order, batch_dims=1) for each in (indices, cotangents))
     shape = tf.shape(indices)
-    batch, lookups = shape[0], shape[1]
+    batch, width = shape[0], shape[1]
     changes = tf.pad(tf.cast(indices[:, 1:] != indices[:, :-1], tf.int32), [[0, 0], [1, 0]])
-    segments = tf.reshape(tf.cumsum(changes, axis=1) + tf.range(batch)[:, tf.newaxis] * lookups, [-1])
-    count = batch * lookups
+    segments = tf.reshape(tf.cumsum(changes, axis=1) + tf.range(batch)[:, tf.newaxis] * width, [-1])
+    count = batch * width
     values = tf.math.unsorted_segment_sum(tf.reshape(cotangents, [-1, cotangents.shape[-1]]), segments, count)
     # A segment that is not used keeps the lowest index there is, where it adds zero.
     numbers = tf.maximum(tf.math.unsorted_segment_max(tf.reshape(indices, [-1]), segments, count), 0)
-    return _Rows(tf.range(count) // lookups, numbers, values)
+    return _Rows(tf.range(count) // width, numbers, values)
 
 
 def _one_axis(tensor: tf.Tensor, kept: int) -> tf.Tensor:
