@@ -15,7 +15,7 @@ class ReversibleEmbeddingRule(Rule):
     """Looking up gives rows E; scoring h by the table gives sum_s d_s h_s', with cotangents d over the words.
 
     Where both have one table, |E + sum_s d_s h_s'|^2 has the product of the two in it, for which only the scores of
-    the words that were looked up are needed: 2 sum_ts d_s[i_t] (h_s'e_t). Nothing is as large as a table for each example.
+    the words that were looked up are needed: 2 sum_ts d_s[i_t] (h_s'e_t). No example makes a table.
     """
 
     _embedding = EmbeddingRule()
