@@ -148,7 +148,7 @@ def test_losses_that_are_no_sums_over_examples(loss, says):
         "hinge",
         keras.losses.Dice(axis=-1),
     ],
-    ids=str,
+    ids=lambda loss: loss if isinstance(loss, str) else loss.name,
 )
 def test_losses_that_are(loss):
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2, activation="sigmoid")])
