@@ -27,14 +27,22 @@ class LayerCase(NamedTuple):
     rows: int = 3
     jit_compile: bool = False
 
-    def model(self) -> keras.Model:
-        """The layer as a model, with weights that are neither zero nor one."""
-        model = keras.Sequential([keras.Input(self.shape), self.make()])
+    def model(self, dtype: str = "float32") -> keras.Model:
+        """The layer as a model, with weights that are neither zero nor one.
+
+        Args:
+            dtype: The layer's dtype policy.
+        """
+        model = keras.Sequential([keras.Input(self.shape, dtype=self._input_dtype(dtype)), self.make(dtype=dtype)])
         randomize(model)
         return model
 
-    def inputs(self) -> np.ndarray:
-        return some_inputs((self.rows, *self.shape), self.vocabulary)
+    def inputs(self, dtype: str = "float32") -> np.ndarray:
+        inputs = some_inputs((self.rows, *self.shape), self.vocabulary)
+        return inputs if self.vocabulary else inputs.astype(self._input_dtype(dtype))
+
+    def _input_dtype(self, dtype: str) -> str:
+        return "int64" if self.vocabulary else "float64" if dtype == "float64" else "float32"
 
 
 def randomize(model: keras.Model) -> None:

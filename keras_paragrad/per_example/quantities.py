@@ -77,10 +77,11 @@ class Quantities:
             for total, variable in zip(sums, self.variables, strict=True)
         ]
 
-    def _parts(self, method: str, *arguments: Any, tied: bool = True) -> Iterator[tuple[int, Any]]:
+    def _parts(self, method: str, *arguments: tf.Tensor, tied: bool = True) -> Iterator[tuple[int, Any]]:
         """What a rule's method returns for each weight, with the weight's place; of tied ones only if asked for."""
         for unit, calls in self.recorded:
-            parts = getattr(unit.rule, method)(calls, *arguments)
+            in_its_dtype = [tf.cast(argument, calls[0].cotangent.dtype) for argument in arguments]
+            parts = getattr(unit.rule, method)(calls, *in_its_dtype)
             for variable, part in zip(unit.rule.variables(unit.layer), parts, strict=True):
                 if id(variable) in self.places and (tied or id(variable) not in self.tied):
                     yield self.places[id(variable)], part

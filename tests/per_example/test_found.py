@@ -27,6 +27,13 @@ def test_a_subclass_that_overrides_what_call_calls():
     check(model, some_inputs((3, 6, 6, 2)))
 
 
+@pytest.mark.parametrize("length", [5, 6, 7, 8])
+@pytest.mark.parametrize(("kernel_size", "strides", "dilation_rate"), [(2, 2, 1), (3, 2, 1), (3, 3, 1), (3, 1, 2)])
+def test_causal_windows_that_end_before_the_input(kernel_size, strides, dilation_rate, length):
+    convolution = layers.Conv1D(2, kernel_size, strides, "causal", dilation_rate=dilation_rate)
+    check(keras.Sequential([keras.Input((length, 2)), convolution]), some_inputs((3, length, 2)))
+
+
 class WithNormalization(layers.Layer):
     """Owns a weight, so that it is one unit, and normalizes within it."""
 

@@ -1,9 +1,11 @@
 """Every rule gives what a forward and backward pass for each example gives."""
 
 import hypothesis
+import keras
 import pytest
-from drawn_layers import DRAWN, LayerCase
+from drawn_layers import DRAWN, LayerCase, randomize, some_inputs
 from every_example import check
+from keras import layers
 
 
 @pytest.mark.parametrize("kind", DRAWN)
@@ -12,3 +14,34 @@ from every_example import check
 def test_a_rule_is_the_loop(kind, data):
     case: LayerCase = data.draw(DRAWN[kind])
     check(case.model(), case.inputs(), case.jit_compile)
+
+
+# What half precision rounds, of a sum over a few positions: 10 bits of a float16, 7 of a bfloat16.
+TOLERANCES = {"float64": 1e-6, "mixed_float16": 6e-3, "mixed_bfloat16": 5e-2, "bfloat16": 5e-2}
+# Keras can't initialize recurrent weights in bfloat16.
+RECURRENT = ("simple_rnn", "lstm", "gru")
+CASES = [(kind, dtype) for dtype in TOLERANCES for kind in DRAWN if dtype != "bfloat16" or kind not in RECURRENT]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), CASES)
+@hypothesis.settings(max_examples=2)
+@hypothesis.given(data=hypothesis.strategies.data())
+def test_a_rule_in_another_dtype(kind, dtype, data):
+    case: LayerCase = data.draw(DRAWN[kind])
+    # On CPUs, TensorFlow convolves with the channels first in float32 alone.
+    hypothesis.assume("data_format" not in case.make.keywords)
+    check(case.model(dtype), case.inputs(dtype), case.jit_compile, TOLERANCES[dtype])
+
+
+@hypothesis.settings(max_examples=8)
+@hypothesis.given(
+    layer=hypothesis.strategies.sampled_from([layers.LSTM, layers.GRU, layers.SimpleRNN, layers.LayerNormalization]),
+    length=hypothesis.strategies.integers(1, 6),
+    jit_compile=hypothesis.strategies.booleans(),
+)
+def test_a_mask(layer, length, jit_compile):
+    words = keras.Input((length,), dtype="int32")
+    embedded = layers.Embedding(4, 3, mask_zero=True)(words)
+    model = keras.Model(words, layer()(embedded) if layer is layers.LayerNormalization else layer(3)(embedded))
+    randomize(model)
+    check(model, some_inputs((5, length), 3), jit_compile)

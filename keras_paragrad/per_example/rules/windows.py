@@ -121,6 +121,10 @@ def _range(tap: Sequence[int], geometry: Geometry, outputs: Sequence[int]) -> tu
     return tuple(slice(start, start + (size - 1) * stride + 1, stride) for start, size, stride in steps)
 
 
+def _at_least_zero(size: Any) -> Any:
+    return max(size, 0) if isinstance(size, int) else tf.maximum(size, 0)
+
+
 def _padded(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any]) -> tf.Tensor:
     """With the zeros around it that the windows reach, cut to where they end."""
     paddings = []
@@ -128,9 +132,10 @@ def _padded(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any]) -> tf
         spatial(images), outputs, geometry.kernel_size, geometry.strides, geometry.dilation, strict=True
     ):
         missing = (out - 1) * stride + (taps - 1) * dilation + 1 - size
-        missing = max(missing, 0) if isinstance(missing, int) else tf.maximum(missing, 0)
-        before = missing // 2 if geometry.padding == "same" else missing
-        paddings.append([before, missing - before])
+        missing = _at_least_zero(missing)
+        # Causal windows begin before the input even where the last of them end before its end.
+        before = (taps - 1) * dilation if geometry.padding == "causal" else missing // 2
+        paddings.append([before, _at_least_zero(missing - before)])
     if all(pair == [0, 0] for pair in paddings):
         return images
     return tf.pad(images, [[0, 0], *paddings, [0, 0]])
