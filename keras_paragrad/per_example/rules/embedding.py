@@ -16,12 +16,10 @@ class _Rows(NamedTuple):
     """The rows of the table that each example's gradient has.
 
     Attributes:
-        examples: Which example a row belongs to, `(count,)`.
         indices: Which row of the table it is, `(count,)`.
         values: Its gradient, `(count, width)`.
     """
 
-    examples: tf.Tensor
     indices: tf.Tensor
     values: tf.Tensor
 
@@ -93,7 +91,7 @@ def _summed(calls: Sequence[Call]) -> _Rows:
     values = tf.math.unsorted_segment_sum(tf.reshape(cotangents, [-1, cotangents.shape[-1]]), segments, count)
     # A segment that is not used keeps the lowest index there is, where it adds zero.
     numbers = tf.maximum(tf.math.unsorted_segment_max(tf.reshape(indices, [-1]), segments, count), 0)
-    return _Rows(tf.range(count) // width, numbers, values)
+    return _Rows(numbers, values)
 
 
 def _one_axis(tensor: tf.Tensor, kept: int) -> tf.Tensor:
