@@ -9,7 +9,7 @@ SOURCES := pyproject.toml README.md LICENSE $(shell find keras_paragrad -name __
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
-.PHONY: demo test bench bench-peers clean
+.PHONY: demo test bench bench-peers exactness clean
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
@@ -23,6 +23,13 @@ test: .venv/.wheel
 
 bench: .venv/.wheel
 	$(BIN)/python benchmarks/run.py
+
+# The table of the README: one setting at a time, and then a sample in which every three settings meet. All cells, which
+# take days on two cores: `make exactness CELLS=--whole`.
+CELLS ?= --strength 3
+
+exactness: .venv/.wheel
+	$(BIN)/python benchmarks/exactness_matrix.py $(CELLS)
 
 # What the benchmarks compare with, JAX and PyTorch; without them, `make bench` leaves their rows out.
 bench-peers: .venv-peers/jax/.installed .venv-peers/torch/.installed
@@ -48,7 +55,7 @@ clean:
 	@touch $@
 
 .venv/.dev: .venv/.created constraints.txt pyproject.toml
-	$(PIP) install -c constraints.txt '.[dev,profile]'
+	$(PIP) install -c constraints.txt '.[dev]'
 	@touch $@
 
 .venv-peers/%/.installed: benchmarks/peers/requirements-%.txt .venv/.created

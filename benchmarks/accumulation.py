@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from harness import interleaved, report, timed_fit
+from models import endless
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
 
@@ -46,13 +47,6 @@ def dense_model(optimizer, jit_compile=False):
     model = keras.Sequential([keras.Input((WIDTH,)), *layers])
     model.compile(optimizer, "mse", jit_compile=jit_compile)
     return model
-
-
-def endless(*batch):
-    """A batch for ever. Without autotuning, whose thread sleeps ever longer, and is waited for when `fit` ends."""
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return tf.data.Dataset.from_tensors(batch).cache().repeat().with_options(options)
 
 
 def dense_data(rows):

@@ -12,27 +12,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-from harness import fashion_mnist, report, timed_fit
+from harness import report, timed_fit
+from sizes import MODELS, ROWS
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # On Linux a process's peak begins with what its parent holds, so the one that starts the others loads no TensorFlow.
 if sys.argv[1:]:
     import keras
     import tensorflow as tf
+    from models import batch_of, endless, loss_of, model_of
     from peers.ratios import in_plain, print_ratios
 
     from keras_paragrad import per_example_gradients, wrap
 
 BENCHMARKS = Path(__file__).parent
 PEERS = BENCHMARKS.parent / ".venv-peers"
-MODELS = {
-    "mlp": "MLP 784-512-512-10, batch of 128",
-    "cnn": "CNN of the DP tutorial on MNIST, batch of 128",
-    "transformer": "transformer block, 32 x 64, batch of 32",
-}
-ROWS = {"mlp": 128, "cnn": 128, "transformer": 32}
-WORDS, TOKENS, WIDTH = 1000, 32, 64
 STEPS, ROUNDS = 60, 7
 # By name, the options of `wrap`.
 QUANTITIES = {
@@ -52,55 +46,6 @@ MEMORY_BATCHES = {"mlp": 8192, "cnn": 4096, "transformer": 2048}
 CORRUPTS = "corrupts memory"
 
 
-def mlp():
-    hidden = [keras.layers.Dense(512, activation="relu") for _ in range(2)]
-    return keras.Sequential([keras.Input((784,)), *hidden, keras.layers.Dense(10)])
-
-
-def cnn():
-    return keras.Sequential(
-        [
-            keras.Input((28, 28, 1)),
-            keras.layers.Conv2D(16, 8, strides=2, padding="same", activation="relu"),
-            keras.layers.MaxPooling2D(2, 1),
-            keras.layers.Conv2D(32, 4, strides=2, activation="relu"),
-            keras.layers.MaxPooling2D(2, 1),
-            keras.layers.Flatten(),
-            keras.layers.Dense(32, activation="relu"),
-            keras.layers.Dense(10),
-        ]
-    )
-
-
-def transformer():
-    tokens = keras.Input((TOKENS,), dtype="int32")
-    embedded = keras.layers.Embedding(WORDS, WIDTH)(tokens)
-    attended = keras.layers.MultiHeadAttention(4, WIDTH // 4)(embedded, embedded)
-    hidden = keras.layers.LayerNormalization()(embedded + attended)
-    forward = keras.layers.Dense(WIDTH)(keras.layers.Dense(2 * WIDTH, activation="relu")(hidden))
-    hidden = keras.layers.LayerNormalization()(hidden + forward)
-    return keras.Model(tokens, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling1D()(hidden)))
-
-
-def model_of(name):
-    keras.utils.set_random_seed(0)
-    return {"mlp": mlp, "cnn": cnn, "transformer": transformer}[name]()
-
-
-def batch_of(name, rows=None):
-    """A batch of the size that the model is compared with, or of so many rows."""
-    rows = rows or ROWS[name]
-    if name == "transformer":
-        generator = np.random.default_rng(0)
-        return generator.integers(0, WORDS, (rows, TOKENS)).astype("int32"), generator.integers(0, 10, rows)
-    images, classes = fashion_mnist(rows)
-    return images.reshape(-1, 784) if name == "mlp" else images, classes
-
-
-def loss_of(reduction="sum_over_batch_size"):
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-
-
 def trained(name, options, jit_compile):
     """A model to be fitted, plain if there are no options."""
     model = model_of(name)
@@ -113,13 +58,6 @@ def trained(name, options, jit_compile):
     if model.jit_compile != jit_compile:
         raise RuntimeError(f"Keras has set jit_compile={model.jit_compile} for {name} with {options}.")
     return model
-
-
-def endless(*batch):
-    """A batch for ever. Without autotuning, whose thread sleeps ever longer, and is waited for when `fit` ends."""
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return tf.data.Dataset.from_tensors(batch).cache().repeat().with_options(options)
 
 
 def print_fits():

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("exactness", "accumulation", "memory", "per_example", "input_gradients")
+BENCHMARKS = ("exactness", "accumulation", "memory", "per_example", "input_gradients", "distribution", "profiling")
 
 if __name__ == "__main__":
     for name in BENCHMARKS:

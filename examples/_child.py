@@ -38,9 +38,29 @@ def messages(command, errors):
         for line in child.stdout:
             if line.startswith("{"):
                 yield json.loads(line)
-    if child.returncode != 0:
-        end = last_lines(errors)
-        raise ChildError(f"A training ended with status {child.returncode}. The end of {errors}:\n{end}")
+    _check(child.returncode, errors)
+
+
+def run(command, errors):
+    """Runs a command that prints for the user.
+
+    Args:
+        command: The program and its arguments.
+        errors: The file that gets what the process writes to its standard error.
+
+    Raises:
+        ChildError: As with `messages`.
+    """
+    with errors.open("w") as log:
+        finished = subprocess.run(
+            [str(part) for part in command], stderr=log, env={**os.environ, **ENVIRONMENT}, check=False
+        )
+    _check(finished.returncode, errors)
+
+
+def _check(status, errors):
+    if status != 0:
+        raise ChildError(f"A training ended with status {status}. The end of {errors}:\n{last_lines(errors)}")
 
 
 def last_lines(path):

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
+from keras_paragrad import AccumulatingOptimizer, DistributedFit
 
 SEED = 0
 
@@ -66,34 +66,51 @@ def convolutional_model():
     )
 
 
-def train(batch_size, steps, epochs, folder):
-    """Trains with one update for every `steps` batches, and returns the model and its results."""
-    accumulates = steps > 1
-    adam = keras.optimizers.Adam(1e-3)
+def distributed(replicas):
+    """A `DistributedFit` on so many devices: this processor, as it is or divided."""
+    if replicas == 1:
+        return DistributedFit(strategy="none")
+    parts = [tf.config.LogicalDeviceConfiguration()] * replicas
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)
+    return DistributedFit(devices=[f"CPU:{index}" for index in range(replicas)])
+
+
+def compiled(dist, steps):
+    """The classifier, to be updated once for every `steps` batches."""
     keras.utils.set_random_seed(SEED)
-    model = convolutional_model()
-    model.compile(
-        AccumulatingOptimizer(adam, steps=steps) if accumulates else adam,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+    with dist.scope():
+        adam = keras.optimizers.Adam(1e-3)
+        model = convolutional_model()
+        model.compile(
+            AccumulatingOptimizer(adam, steps=steps) if steps > 1 else adam,
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    return model
+
+
+def train(batch_size, steps, replicas, epochs, folder):
+    """Trains with one update for every `steps` batches, and returns the model and its results."""
+    dist = distributed(replicas)
+    (folder / "explanation.txt").write_text(str(dist.explain()) + "\n")
+    model = compiled(dist, steps)
     training, validation = digits()
     reporter = Reporter()
-    accumulation = [ExactAccumulation()] if accumulates else []
     loaded = peak_megabytes()
     began = time.perf_counter()
-    history = model.fit(
+    history = dist.fit(
+        model,
         *training,
         batch_size=batch_size,
         epochs=epochs,
         shuffle=False,
         validation_data=validation,
-        callbacks=[*accumulation, keras.callbacks.TensorBoard(folder), reporter],
+        callbacks=[keras.callbacks.TensorBoard(folder), reporter],
         verbose=0,
     )
     return model, {
         "accuracy": history.history["val_accuracy"][-1],
-        "updates": int(model.optimizer.iterations),
+        "updates": int(model.optimizer.iterations.numpy()),
         "batches": reporter.batches,
         "seconds": time.perf_counter() - began,
         "peak_megabytes": peak_megabytes(),
@@ -114,6 +131,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True, help="how many batches an update takes")
+    parser.add_argument("--replicas", type=int, required=True)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Trains a digit classifier on whole batches and in micro-batches, and shows that both end with the same weights.
+"""Trains a digit classifier on whole batches, in micro-batches and on two replicas: all end with the same weights.
 
 Run it with `make demo`, or with `python examples/digits.py` where the `demo` extra is installed.
 """
@@ -10,15 +10,16 @@ import time
 from pathlib import Path
 
 import numpy as np
-from _child import ChildError, messages
+from _child import ChildError, messages, run
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 EPOCHS = 10
 TRAININGS = {
-    "whole": {"title": "batches of 256", "batch_size": 256, "steps": 1},
-    "accumulated": {"title": "8 micro-batches of 32", "batch_size": 32, "steps": 8},
+    "whole": {"title": "batches of 256", "batch_size": 256, "steps": 1, "replicas": 1},
+    "accumulated": {"title": "8 micro-batches of 32", "batch_size": 32, "steps": 8, "replicas": 1},
+    "replicas": {"title": "2 replicas, 4 of 64", "batch_size": 64, "steps": 4, "replicas": 2},
 }
 ROWS = {
     "accuracy": ("accuracy in validation", "{:.2%}"),
@@ -36,7 +37,8 @@ def train(name, folder, progress):
     task = progress.add_task(training["title"], total=EPOCHS, note="starting TensorFlow")
     folder.mkdir(parents=True)
     command = [sys.executable, Path(__file__).with_name("_training_run.py"), "--folder", folder, "--epochs", EPOCHS]
-    command += ["--batch-size", training["batch_size"], "--steps", training["steps"]]
+    for option in ("batch_size", "steps", "replicas"):
+        command += ["--" + option.replace("_", "-"), training[option]]
     for message in messages(command, errors=folder / "errors.log"):
         note = f"accuracy {message['accuracy']:.3f}"
         progress.update(task, completed=message["epoch"], note=note)
@@ -45,16 +47,31 @@ def train(name, folder, progress):
     return json.loads((folder / "results.json").read_text()), weights
 
 
-def train_both(folder, console):
-    """Runs the trainings one after the other, so that neither takes the other's time."""
+def train_all(folder, console):
+    """Runs the trainings one after the other, so that none takes another's time."""
     columns = TextColumn("{task.description:<22}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
         return {name: train(name, folder / name, progress) for name in TRAININGS}
 
 
+def profile(folder, console):
+    """Looks at a few epochs on replicas, in a process that prints what it saw, and says where there is more."""
+    folder.mkdir()
+    console.print("\nThe replicas once more, seen from inside:", soft_wrap=True)
+    run([sys.executable, Path(__file__).with_name("_profiled_run.py"), folder], errors=folder / "errors.log")
+    console.print(f"The report, to open in a browser: {shortest(folder / 'report.html')}", markup=False, soft_wrap=True)
+
+
 def largest_difference(ones, others):
     """The largest absolute difference between two models' weights, which is NaN if any weight is."""
     return float(np.max([np.abs(one - other).max() for one, other in zip(ones, others, strict=True)]))
+
+
+def differences(trained):
+    """By training, how far its weights are from those of whole batches."""
+    weights = {name: weights for name, (_, weights) in trained.items()}
+    whole = weights.pop("whole")
+    return {name: largest_difference(whole, others) for name, others in weights.items()}
 
 
 def allowed_difference(updates):
@@ -64,12 +81,12 @@ def allowed_difference(updates):
     return updates * float(np.finfo(np.float32).eps)
 
 
-def results_table(results, difference):
+def results_table(results, found):
     """What the trainings came to, side by side."""
     table = Table("", *(training["title"] for training in TRAININGS.values()))
     for key, (title, form) in ROWS.items():
         table.add_row(title, *(form.format(results[name][key]) for name in TRAININGS))
-    table.add_row("largest weight difference", "", f"{difference:.1e}")
+    table.add_row("largest weight difference", "", *(f"{difference:.1e}" for difference in found.values()))
     return table
 
 
@@ -81,12 +98,15 @@ def verdict(held, difference, updates):
     return f"The promise is broken: after {updates} updates a weight differs by {difference:.1e}; {rounding}."
 
 
-def viewing_command(folder):
-    """The command that shows the logs, as short as the current directory allows."""
-    paths = Path(sys.executable).with_name("tensorboard"), folder
+def shortest(path):
+    """A path, as short as the current directory allows."""
     here = Path.cwd()
-    program, logs = (str(path.relative_to(here) if path.is_relative_to(here) else path) for path in paths)
-    return shlex.join([program, "--logdir", logs])
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def viewing_command(folder):
+    """The command that shows the logs."""
+    return shlex.join([shortest(Path(sys.executable).with_name("tensorboard")), "--logdir", shortest(folder)])
 
 
 def main():
@@ -94,20 +114,27 @@ def main():
     console = Console(highlight=False)
     folder = Path.cwd() / "runs" / time.strftime("digits-%Y%m%d-%H%M%S")
     console.print(
-        "Training one digit classifier twice, on whole batches and on the same batches in parts.", soft_wrap=True
+        "Training one digit classifier three times, on whole batches and on the same batches in parts.", soft_wrap=True
     )
     try:
-        trained = train_both(folder, console)
+        trained = train_all(folder, console)
     except ChildError as failure:
         console.print(str(failure), markup=False, soft_wrap=True)
         return 1
     results = {name: result for name, (result, _) in trained.items()}
-    difference = largest_difference(*(weights for _, weights in trained.values()))
+    console.print((folder / "replicas" / "explanation.txt").read_text(), markup=False, soft_wrap=True)
+    found = differences(trained)
+    difference = float(np.max(list(found.values())))
     updates = results["accumulated"]["updates"]
     held = difference <= allowed_difference(updates)
-    console.print(results_table(results, difference))
+    console.print(results_table(results, found))
     console.print(verdict(held, difference, updates), soft_wrap=True)
-    console.print(f"To see both in TensorBoard: {viewing_command(folder)}", markup=False, soft_wrap=True)
+    try:
+        profile(folder / "profiled", console)
+    except ChildError as failure:
+        console.print(str(failure), markup=False, soft_wrap=True)
+        return 1
+    console.print(f"All of them in TensorBoard: {viewing_command(folder)}", markup=False, soft_wrap=True)
     return 0 if held else 1
 
 

@@ -4,6 +4,7 @@ import keras_paragrad._keras  # noqa: F401  (checks the installed Keras and Tens
 from keras_paragrad.accumulation.callback import ExactAccumulation
 from keras_paragrad.accumulation.microbatch import microbatch
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
+from keras_paragrad.distribution.fit import DistributedFit
 from keras_paragrad.inputs.attribution import integrated_gradients
 from keras_paragrad.inputs.gradients import input_gradients
 from keras_paragrad.inputs.jacobian import input_jacobian
@@ -13,13 +14,23 @@ from keras_paragrad.per_example.functional import per_example_gradients, per_exa
 from keras_paragrad.per_example.model import wrap
 from keras_paragrad.per_example.noise_scale import GradientNoiseScale
 from keras_paragrad.per_example.wrapper import PerExampleGradients
+from keras_paragrad.profiling.report import write_report
+from keras_paragrad.profiling.schedule import ProfileSchedule
+from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
+from keras_paragrad.profiling.throughput.callback import Throughput
+from keras_paragrad.profiling.tracer import Profiler
 
 __all__ = [
     "AccumulatingOptimizer",
+    "DistributedFit",
     "ExactAccumulation",
     "ExampleGradients",
     "GradientNoiseScale",
+    "GradientTelemetry",
     "PerExampleGradients",
+    "ProfileSchedule",
+    "Profiler",
+    "Throughput",
     "hessian_vector_product",
     "input_gradients",
     "input_jacobian",
@@ -28,5 +39,6 @@ __all__ = [
     "per_example_gradients",
     "per_example_norms",
     "wrap",
+    "write_report",
 ]
 __version__ = "0.1.0"

@@ -6,6 +6,8 @@ import keras
 
 from keras_paragrad._keras.replicas import run_if
 
+_REDUCE = "_all_reduce_sum_gradients"
+
 
 def unscaled(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """The optimizer that a `LossScaleOptimizer` is around, or the optimizer itself."""
@@ -29,16 +31,20 @@ def apply_everywhere(run, optimizer: keras.optimizers.Optimizer, gradients, vari
         variables: The variables that the optimizer was built with.
     """
     frequencies = [(part, part.ema_overwrite_frequency) for part in parts(optimizer)]
+    before = [part.__dict__.get(_REDUCE) for part, _ in frequencies]
     for part, _ in frequencies:
-        part.__dict__["_all_reduce_sum_gradients"] = list
+        part.__dict__[_REDUCE] = list
         # Keras overwrites in a branch on each replica, and a strategy refuses to update a variable in there.
         part.ema_overwrite_frequency = None
     try:
         run(lambda gradients: optimizer.apply(gradients, variables), gradients)
     finally:
-        for part, frequency in frequencies:
-            del part.__dict__["_all_reduce_sum_gradients"]
+        for (part, frequency), replaced in zip(frequencies, before, strict=True):
             part.ema_overwrite_frequency = frequency
+            if replaced is None:
+                del part.__dict__[_REDUCE]
+            else:
+                part.__dict__[_REDUCE] = replaced
     for part, frequency in frequencies:
         if part.use_ema and frequency and part.built:
             run_if(part.iterations % frequency == 0, functools.partial(_overwrite_with_average, run, part))

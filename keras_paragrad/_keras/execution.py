@@ -7,12 +7,21 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
 
+from keras_paragrad._keras.replicas import of_first_replica
+from keras_paragrad._keras.stages import Spread
+
 Step = Callable[[Any], dict]
 # From an iterator, and whether each batch ends with an update, to the last batch's logs; `None` if there was no batch.
 Execute = Callable[[Any, list[bool]], dict | None]
 
 
-def compile_steps(model: keras.Model, steps: Sequence[Step], schedule: Any = None) -> Callable[[Any], dict]:
+def compile_steps(
+    model: keras.Model,
+    steps: Sequence[Step],
+    schedule: Any = None,
+    spread: Spread | None = None,
+    passed_over: Callable[[int], int] = lambda batches: 0,
+) -> Callable[[Any], dict]:
     """Makes a train function in which each batch is run by one of several steps, compiled apart.
 
     The host picks the step: the branch lies outside what XLA compiles, so that a step costs nothing where it isn't run.
@@ -21,19 +30,30 @@ def compile_steps(model: keras.Model, steps: Sequence[Step], schedule: Any = Non
         model: The model that is trained; its `jit_compile`, `run_eagerly` and `steps_per_execution` hold.
         steps: One step, or two: without and with an update.
         schedule: Its `plan(batches)` says for each batch whether to take the second step; its `ended(batches,
-            exhausted)` is told that they have run. Needed for two steps.
+            exhausted)` is told that they have run, and its `passed_over(batches)` that they have not. Needed for two
+            steps.
+        spread: How batches are spread over replicas, or `None` for Keras's way.
+        passed_over: How many of so many next batches to take and not to run.
 
     Returns:
         A function for `model.train_function`.
     """
-    compiled = [_compile_step(model, step) for step in steps]
+    compiled = [_compile_step(model, step, spread) for step in steps]
     by_host = _by_host(model, compiled)
     run = _in_graph(model, compiled) if model.distribute_strategy.num_replicas_in_sync == 1 else by_host
 
     def train_function(iterator: Any) -> dict:
         batches = model.steps_per_execution
+        for _ in range(passed := passed_over(batches)):
+            _next_batch(iterator)
+        if schedule and passed:
+            schedule.passed_over(passed)
+        if passed == batches:
+            return {}
+        batches -= passed
         updates = schedule.plan(batches) if schedule else [False] * batches
-        execute = run if isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) else by_host
+        in_graph = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not passed
+        execute = run if in_graph else by_host
         logs = execute(iterator, updates)
         if schedule:
             schedule.ended(batches, exhausted=logs is None)
@@ -44,18 +64,24 @@ def compile_steps(model: keras.Model, steps: Sequence[Step], schedule: Any = Non
     return train_function
 
 
-def _compile_step(model: keras.Model, step: Step) -> Step:
+def _next_batch(iterator: Any) -> Any:
+    return iterator.get_next() if hasattr(iterator, "get_next") else next(iterator)
+
+
+def _compile_step(model: keras.Model, step: Step, spread: Spread | None) -> Step:
     strategy = model.distribute_strategy
 
     def one_step(data: Any) -> dict:
-        return reduce_per_replica(strategy.run(step, args=(data,)), strategy, reduction="auto")
+        logs = strategy.run(step, args=(data,))
+        return of_first_replica(strategy, logs) if spread else reduce_per_replica(logs, strategy, reduction="auto")
 
     if not model.run_eagerly:
         # Not inlined, so that nothing in it, such as a counter, runs ahead of a batch that turns out not to exist.
         one_step = tf.function(
             one_step,
             reduce_retracing=True,
-            jit_compile=model.jit_compile,
+            # XLA can't compile what several devices meet in.
+            jit_compile=model.jit_compile and (spread is None or strategy.num_replicas_in_sync == 1),
             autograph=False,
             experimental_attributes={"_noinline": True},
         )

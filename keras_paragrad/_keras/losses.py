@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common.masking import get_keras_mask
 from keras.src.losses.loss import apply_mask
+
+from keras_paragrad._keras.replicas import replica_index
 
 _LISTENERS = "_keras_paragrad_listeners"
 
@@ -74,15 +76,22 @@ def is_summed(model: keras.Model) -> bool:
     return bool(flat) and all(loss.loss is None or loss.loss.reduction == "sum" for loss in flat)
 
 
-class _Recording:
-    """Stands in for a compiled loss, and tells all who listen what it was called with."""
+class _Listener(NamedTuple):
+    replica: int
+    terms: list[LossTerm]
 
-    def __init__(self, loss: keras.losses.Loss, listeners: list[list[LossTerm]]):
+
+class _Recording:
+    """Stands in for a compiled loss, and tells all who listen on this replica what it was called with."""
+
+    def __init__(self, loss: keras.losses.Loss, listeners: list[_Listener]):
         self.loss, self.listeners = loss, listeners
 
     def __call__(self, y_true, y_pred, sample_weight=None):
-        for terms in self.listeners:
-            terms.append(LossTerm(self.loss, y_true, y_pred, sample_weight))
+        here = replica_index()
+        for replica, terms in self.listeners:
+            if replica == here:
+                terms.append(LossTerm(self.loss, y_true, y_pred, sample_weight))
         return self.loss(y_true, y_pred, sample_weight)
 
 
@@ -103,16 +112,17 @@ def recorded_terms(model: keras.Model) -> Iterator[list[LossTerm]]:
     listeners = compiled.__dict__.setdefault(_LISTENERS, [])
     if not listeners:
         _listen(compiled, listeners)
-    listeners.append(terms)
+    # Replicas may meet while the terms are recorded, and each takes note of its own.
+    listeners.append(_Listener(replica_index(), terms))
     try:
         yield terms
     finally:
-        listeners[:] = [other for other in listeners if other is not terms]
+        listeners[:] = [other for other in listeners if other.terms is not terms]
         if not listeners:
             _stop_listening(compiled)
 
 
-def _listen(compiled: Any, listeners: list[list[LossTerm]]) -> None:
+def _listen(compiled: Any, listeners: list[_Listener]) -> None:
     build = compiled.build
 
     def record():

@@ -18,6 +18,22 @@ def has_own_compute_loss(model: keras.Model) -> bool:
     return type(model).compute_loss is not keras.Model.compute_loss or "compute_loss" in model.__dict__
 
 
+def leaves_xla_open(model: keras.Model) -> bool:
+    """Whether a model was compiled with `jit_compile="auto"`, and XLA can compile its layers."""
+    asked = model._compile_config.config.get("jit_compile", "auto")
+    return asked == "auto" and all(layer.supports_jit for layer in model._flatten_layers())
+
+
 def has_own_train_step(model: keras.Model) -> bool:
     """Whether the model takes its training step in a way of its own."""
     return type(model).train_step is not keras.Model.train_step or "train_step" in model.__dict__
+
+
+def has_own_test_step(model: keras.Model) -> bool:
+    """Whether the model evaluates a batch in a way of its own."""
+    return type(model).test_step is not keras.Model.test_step or "test_step" in model.__dict__
+
+
+def has_own_predict_step(model: keras.Model) -> bool:
+    """Whether the model predicts on a batch in a way of its own."""
+    return type(model).predict_step is not keras.Model.predict_step or "predict_step" in model.__dict__

@@ -8,7 +8,9 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.apply import unscaled
+from keras_paragrad._keras.forward import scaled_gradient
 from keras_paragrad._keras.optimizer import WrappingOptimizer
+from keras_paragrad._keras.replaced import Replacement, replaced
 from keras_paragrad._keras.replicas import replica_count, replica_index
 
 _WINDOW = "_keras_paragrad_window"
@@ -39,40 +41,36 @@ def observed(model: keras.Model, observe: Observe | None, rows: tf.Tensor) -> It
         yield
         return
     optimizer = unscaled(model.optimizer)
-    # Replicas are traced in turns, each up to where they meet: the first in opens the window, the last out closes it.
-    window = optimizer.__dict__.setdefault(_WINDOW, _Window(optimizer, observe))
-    window.enter(rows)
-    try:
+    with replaced(optimizer, _WINDOW, lambda: _Window(optimizer, observe)) as window:
+        window.rows[replica_index()] = rows
         yield
-    finally:
-        if window.leave():
-            del optimizer.__dict__[_WINDOW]
 
 
-class _Window:
+def show_before_sum(model: keras.Model, gradients: Sequence[Any], share: tf.Tensor) -> None:
+    """Shows a replica's gradients where they are added up before they come to the optimizer; called on every replica.
+
+    Args:
+        model: The model whose step is traced; nothing happens unless it is `observed`.
+        gradients: A gradient for each weight or `None`, with the loss scale and
+        share: with what the loss was multiplied besides.
+    """
+    window = unscaled(model.optimizer).__dict__.get(_WINDOW)
+    if window is not None:
+        factor = share * tf.cast(model.optimizer.scale_loss(tf.constant(1.0)), "float32")
+        window.sums_first = True
+        window.show_own([scaled_gradient(each, tf.math.reciprocal_no_nan(factor)) for each in gradients])
+
+
+class _Window(Replacement):
     """An optimizer's methods, replaced by ones that show the gradients they are called with."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, observe: Observe):
+        super().__init__()
         self.optimizer, self.observe = optimizer, observe
         self.rows: dict[int, tf.Tensor] = {}
-        self.inside = 0
-        self.replaced = contextlib.ExitStack()
+        self.sums_first = False
 
-    def enter(self, rows: tf.Tensor) -> None:
-        """Opens it, if it is not, and takes note of this replica's rows."""
-        self.rows[replica_index()] = rows
-        if not self.inside:
-            self._replace()
-        self.inside += 1
-
-    def leave(self) -> bool:
-        """Closes it, if no other replica is inside, and says so."""
-        self.inside -= 1
-        if not self.inside:
-            self.replaced.close()
-        return not self.inside
-
-    def _replace(self) -> None:
+    def replace_all(self) -> None:
         optimizer: Any = self.optimizer
         if isinstance(optimizer, WrappingOptimizer):
             self._before(optimizer.inner_optimizer, self.observe.update)
@@ -81,9 +79,16 @@ class _Window:
         else:
             self._after_reduction(optimizer)
         # Last, so that it is called first.
-        self._before(optimizer, self._gradient)
+        self._before(optimizer, self._arrived)
 
-    def _gradient(self, gradients: Sequence[Any]) -> None:
+    def _arrived(self, gradients: Sequence[Any]) -> None:
+        if self.sums_first:
+            self.observe.update(gradients)
+        else:
+            self.show_own(gradients)
+
+    def show_own(self, gradients: Sequence[Any]) -> None:
+        """Shows the gradients of this replica's examples."""
         self.observe.gradient(gradients, self.rows[replica_index()])
 
     def _before(self, optimizer: Any, show: Callable[[Sequence[Any]], None]) -> None:
@@ -94,7 +99,7 @@ class _Window:
             show(gradients)
             return original(gradients, *arguments, **keywords)
 
-        self.replaced.enter_context(_replaced(optimizer, "apply", shown))
+        self.replace(optimizer, "apply", shown)
 
     def _after_reduction(self, optimizer: Any) -> None:
         original = optimizer._all_reduce_sum_gradients
@@ -104,16 +109,4 @@ class _Window:
             self.observe.update([gradient for gradient, _ in reduced])
             return reduced
 
-        self.replaced.enter_context(_replaced(optimizer, "_all_reduce_sum_gradients", shown))
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = owner.__dict__.get(name)
-    owner.__dict__[name] = value
-    try:
-        yield
-    finally:
-        del owner.__dict__[name]
-        if before is not None:
-            owner.__dict__[name] = before
+        self.replace(optimizer, "_all_reduce_sum_gradients", shown)

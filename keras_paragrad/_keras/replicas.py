@@ -14,9 +14,9 @@ def replica_count() -> int:
 def replica_index() -> int:
     """Which replica this code is being traced for, counted from 0."""
     context = tf.distribute.get_replica_context()
-    index = context.replica_id_in_sync_group if context else 0
-    # A TPU traces one program for all its replicas, and there the index is a tensor.
-    return index if isinstance(index, int) else 0
+    index = tf.get_static_value(context.replica_id_in_sync_group) if context else 0
+    # A TPU traces one program for all its replicas, and there the index has no value yet.
+    return 0 if index is None else int(index)
 
 
 def coordinate(body: Callable[..., None], *per_replica: Any) -> None:
@@ -47,7 +47,12 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 def first_replica(value: Any) -> Any:
     """The first local replica's part of a value that is the same on all of them."""
-    return tf.distribute.get_strategy().experimental_local_results(value)[0]
+    return of_first_replica(tf.distribute.get_strategy(), value)
+
+
+def of_first_replica(strategy: tf.distribute.Strategy, values: Any) -> Any:
+    """The first local replica's part of nested values."""
+    return tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], values)
 
 
 def run_if(predicate: Any, action: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
 """One training step of a model, opened at the places where the package has something to do."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -8,22 +8,10 @@ import tensorflow as tf
 from keras.src.losses.loss import unscale_loss_for_distribution
 
 from keras_paragrad._keras.apply import apply_everywhere, unscaled
-from keras_paragrad._keras.losses import LossTerm, recorded_terms
+from keras_paragrad._keras.forward import Share, Weigh, Weight, compiled_pass, pass_through, scaled_gradient
 from keras_paragrad._keras.optimizer import WrappingOptimizer
+from keras_paragrad._keras.presence import Presence, rows_of
 from keras_paragrad._keras.replicas import coordinate, replica_count, sum_over_replicas
-
-
-class Weight(NamedTuple):
-    """What a micro-batch's gradient counts for.
-
-    Attributes:
-        value: What the loss was divided by, a float32 scalar: the gradient of two micro-batches together is the
-            average of their gradients, weighted by it.
-        summed: Whether the loss was not divided at all, so that the gradients of two micro-batches add up.
-    """
-
-    value: tf.Tensor
-    summed: bool = False
 
 
 class Gradient(NamedTuple):
@@ -42,61 +30,123 @@ class Gradient(NamedTuple):
     weight: Weight | None
 
 
-# From a model, the arguments its `compute_loss` was called with, and the loss terms it called, to the weight.
-Weigh = Callable[[keras.Model, dict[str, Any], list[LossTerm]], Weight]
+class Sharing:
+    """How much of a batch's gradient one replica's is: its weight in that of all.
+
+    Args:
+        presence: Whether this replica has examples.
+    """
+
+    def __init__(self, presence: Presence):
+        self.presence = presence
+        self._known: tuple[tf.Tensor, tf.Tensor] | None = None
+
+    def __call__(self, weight: Weight) -> tf.Tensor:
+        """What to multiply this replica's loss with, so that the replicas' gradients add up to that of the batch."""
+        return self._share_and_rows(weight)[0]
+
+    def counts(self, weight: Weight) -> tf.Tensor:
+        """What this replica's loss counts for in the mean that `fit` shows, in examples."""
+        share, rows = self._share_and_rows(weight)
+        return rows * share / replica_count()
+
+    def _share_and_rows(self, weight: Weight) -> tuple[tf.Tensor, tf.Tensor]:
+        if self._known is None:
+            one = tf.constant(1.0)
+            value = one if weight.summed else self.presence.weight(tf.cast(weight.value, "float32"))
+            (totals,) = sum_over_replicas([tf.stack([value, tf.cast(self.presence.rows, "float32")])])
+            # Keras has divided the loss by the number of replicas, unless it is a sum.
+            share = one if weight.summed else tf.where(totals[0] > 0, value * replica_count() / totals[0], one)
+            self._known = share, totals[1]
+        return self._known
 
 
-def rows_of(x: Any) -> tf.Tensor:
-    """How many examples a batch of inputs holds."""
-    return tf.shape(next(tensor for tensor in keras.tree.flatten(x) if tensor is not None))[0]
-
-
-def gradient_of(model: keras.Model, data: Any, weigh: Weigh | None = None) -> Gradient:
+def gradient_of(
+    model: keras.Model,
+    data: Any,
+    weigh: Weigh | None = None,
+    *,
+    share: Share | None = None,
+    presence: Presence | None = None,
+    by_xla: bool = False,
+) -> Gradient:
     """Does what Keras's `train_step` does up to the optimizer: forward, loss, backward, metrics.
 
     Args:
         model: A compiled model with Keras's own `train_step`.
         data: A batch, as `train_step` takes it.
         weigh: Measures what the gradient counts for.
+        share: What the loss is multiplied with, by its weight.
+        presence: Whether there are examples in the batch; there are, if `None`.
+        by_xla: Whether XLA compiles the forward and backward pass, and nothing else.
 
     Returns:
         The `Gradient`; the loss has not been tracked yet.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    with tf.GradientTape() as tape:
-        y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
-        arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-        with recorded_terms(model) as terms:
-            loss = model._compute_loss(**arguments, training=True)
-        scaled = model.optimizer.scale_loss(loss)
-    gradients = tape.gradient(scaled, model.trainable_weights)
-    weight = weigh(model, arguments, terms) if weigh else None
-    model.compute_metrics(**arguments)
-    return Gradient(gradients, loss, rows_of(x), weight)
+    presence = presence or Presence(rows_of(x))
+    passed = (compiled_pass if by_xla else pass_through)(model, data, weigh, share)
+    presence.run(lambda: model.compute_metrics(x=x, y=y, y_pred=passed.y_pred, sample_weight=sample_weight))
+    weight = passed.weight and passed.weight._replace(value=presence.weight(passed.weight.value))
+    return Gradient(presence.gradients(passed.gradients), passed.loss, rows_of(x), weight)
 
 
-def track_loss(model: keras.Model, gradient: Gradient) -> None:
-    """Adds the batch to the mean that `fit` shows as `loss`."""
-    model._loss_tracker.update_state(unscale_loss_for_distribution(gradient.loss), sample_weight=gradient.rows)
+def shared(gradient: Gradient, share: Share) -> Gradient:
+    """A gradient times its share in that of all replicas."""
+    if gradient.weight is None:
+        return gradient
+    factor = share(gradient.weight)
+    return gradient._replace(gradients=[scaled_gradient(each, factor) for each in gradient.gradients])
 
 
-def apply_gradient(model: keras.Model, gradient: Gradient) -> None:
-    """Hands a gradient to the model's optimizer; called on every replica.
+def track_loss(model: keras.Model, loss: tf.Tensor, counts: tf.Tensor) -> None:
+    """Adds a batch's loss to the mean that `fit` shows as `loss`.
 
-    Where the weight is known, replicas' gradients are averaged by it before they are clipped, so that the step is that
-    of one device. An optimizer that wraps another sees to that itself.
+    Args:
+        model: The model that computed it.
+        loss: As the model computed it.
+        counts: What it counts for: how many examples, or a replica's share of those that all of them have.
+    """
+    model._loss_tracker.update_state(unscale_loss_for_distribution(loss), sample_weight=counts)
+
+
+def apply_gradient(
+    model: keras.Model, gradients: list[Any], *, whole: bool, beside: Sequence[tf.Tensor] = ()
+) -> list[tf.Tensor] | None:
+    """Hands gradients to the model's optimizer; called on every replica.
+
+    Args:
+        model: A compiled model.
+        gradients: A gradient for each of its `trainable_weights`, or `None`.
+        whole: Whether the sum over the replicas is exactly the gradient of the batch. Then they are added up before
+            they are clipped, so that the step is that of one device. An optimizer that wraps another sees to that
+            itself.
+        beside: Other tensors to add up over the replicas, in the same collective.
+
+    Returns:
+        Their sums, or `None` if gradients were not added up here.
     """
     optimizer, variables = model.optimizer, model.trainable_weights
-    if gradient.weight is None or replica_count() == 1 or isinstance(unscaled(optimizer), WrappingOptimizer):
-        optimizer.apply_gradients(zip(gradient.gradients, variables, strict=True))
-        return
-    value, summed = gradient.weight
-    # Keras has divided the loss by the number of replicas, unless it is a sum.
-    share = tf.constant(1.0) if summed else value * replica_count()
-    averaged = {index: g for index, g in enumerate(gradient.gradients) if g is not None}
-    scaled = [tf.cast(share, g.dtype) * tf.convert_to_tensor(g) for g in averaged.values()]
-    *totals, weight = sum_over_replicas([*scaled, value])
-    factor = tf.constant(1.0) if summed else tf.math.reciprocal_no_nan(weight)
-    means = {i: total * tf.cast(factor, total.dtype) for i, total in zip(averaged, totals, strict=True)}
-    whole = [means.get(index) for index in range(len(variables))]
-    coordinate(lambda run, whole: apply_everywhere(run, optimizer, whole, variables), whole)
+    if replica_count() == 1 or not whole:
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return None
+    if isinstance(unscaled(optimizer), WrappingOptimizer):
+        if unscaled(optimizer) is not optimizer:
+            gradients = _nonfinite_everywhere(gradients)
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return None
+    present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    summed = sum_over_replicas([*(gradients[index] for index in present), *beside])
+    sums = dict(zip(present, summed, strict=False))
+    total = [sums.get(index) for index in range(len(gradients))]
+    coordinate(lambda run, total: apply_everywhere(run, optimizer, total, variables), total)
+    return summed[len(present) :]
+
+
+def _nonfinite_everywhere(gradients: list[Any]) -> list[Any]:
+    """NaN on every replica if a gradient is not finite on one: a `LossScaleOptimizer` looks at the first alone."""
+    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients if each is not None]
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+    (elsewhere,) = sum_over_replicas([tf.cast(tf.logical_not(finite), "float32")])
+    poison = tf.where(elsewhere > 0, float("nan"), 1.0)
+    return [scaled_gradient(gradient, poison) for gradient in gradients]

@@ -4,47 +4,21 @@ A step has six stages: *take* batches from the iterator, *split* a batch into sl
 the gradients, *apply* them, *log*. Keras's own way is what an unfilled stage does.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 
 from keras_paragrad._keras.execution import compile_steps
+from keras_paragrad._keras.forward import Weigh
 from keras_paragrad._keras.model import has_own_train_step
 from keras_paragrad._keras.observe import Observe, observed
-from keras_paragrad._keras.step import Gradient, Weigh, apply_gradient, gradient_of, rows_of, track_loss
-
-
-class Split(Protocol):
-    """Fills the *split* stage: a batch cut into slices, and its gradient put together again."""
-
-    weigh: Weigh
-
-    def __call__(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient], data: Any) -> Gradient:
-        """The gradient of a batch, from those of its slices."""
-        ...
-
-
-class Apply(Protocol):
-    """Fills the *combine* and *apply* stages: when gradients that were gathered reach the weights."""
-
-    def plan(self, batches: int) -> list[bool]:
-        """Whether each of the next batches ends with an update; asked by the host before they are run."""
-        ...
-
-    def ended(self, batches: int, exhausted: bool) -> None:
-        """Tells that the planned batches have run, or that the data ran out before the first of them."""
-        ...
-
-    def gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
-        """The context in which the optimizer gathers a gradient, or those of a `train_step` that can't be seen into."""
-        ...
-
-    def end(self, update: bool) -> None:
-        """Ends the step on this replica, with an update or without."""
-        ...
+from keras_paragrad._keras.presence import Presence
+from keras_paragrad._keras.stages import Apply, Split, Spread
+from keras_paragrad._keras.telemetry_execution import LookAhead, Telemetry, pick_watched
+from keras_paragrad._keras.telemetry_watch import updates_each_batch, watched
+from keras_paragrad._keras.train_step import TrainStep
 
 
 class StepBuilder:
@@ -55,6 +29,8 @@ class StepBuilder:
         weigh: Measures what a gradient counts for, or `None`.
         apply: Decides when gradients reach the weights, or `None`.
         observe: Sees the gradients on their way to them, or `None`.
+        telemetry: Looks at some updates of the weights, or `None`.
+        spread: How batches are spread over replicas, or `None` for Keras's way.
     """
 
     def __init__(self, model: keras.Model):
@@ -63,6 +39,9 @@ class StepBuilder:
         self.weigh: Weigh | None = None
         self.apply: Apply | None = None
         self.observe: Observe | None = None
+        self.telemetry: Telemetry | None = None
+        self.spread: Spread | None = None
+        self._pass_over = 0
         self._built: dict[Any, Callable] = {}
         self._built_for: Any = None
 
@@ -77,56 +56,63 @@ class StepBuilder:
         for stage, filler in stages.items():
             setattr(self, stage, filler)
         self.model.train_function = None
-        if self.split or self.weigh or self.apply or self.observe:
+        if any(self._stages):
             self.model.__dict__["make_train_function"] = self.make_train_function
         else:
             self.model.__dict__.pop("make_train_function", None)
 
     def make_train_function(self, force: bool = False) -> None:
         """What the model's `make_train_function` does while a stage is filled."""
-        if not force and (self.apply or self.observe):
+        if not force and (self.apply or self.observe or self.telemetry):
             # Keras calls this before a callback fills its stages: these were left by a `fit` that broke off.
-            self.fill(weigh=None, apply=None, observe=None)
+            self.fill(weigh=None, apply=None, observe=None, telemetry=None)
         if force or self.model.train_function is None:
             self.build()
 
     def build(self) -> None:
         """Gives the model its train function, compiled before if nothing has changed since."""
         # `compile` makes a new configuration, and a train function is only good for the one it was traced with.
-        configuration, key = self.model._compile_config, (self.split, self.weigh, self.apply, self.observe)
+        configuration, key = self.model._compile_config, self._stages
         if self._built_for is not configuration:
             self._built_for, self._built = configuration, {}
         if key not in self._built:
-            self._built[key] = compile_steps(self.model, self._steps(), self.apply)
+            self._built[key] = self._picked(self.telemetry) if self.telemetry else self._compiled(self.apply)
         self.model.train_function = self._built[key]
 
-    def _steps(self) -> list[Callable[[Any], dict]]:
-        choices = (False, True) if self.apply else (False,)
-        return [functools.partial(self._step, update=update) for update in choices]
+    def _compiled(self, apply: Any, telemetry: Telemetry | None = None) -> Callable[[Any], dict]:
+        return compile_steps(self.model, self._steps(telemetry), apply, self.spread, self._passed_over)
 
-    def _step(self, data: Any, update: bool) -> dict:
-        with observed(self.model, self.observe, rows_of(data)):
-            logs = self._train(data)
+    def _picked(self, telemetry: Telemetry) -> Callable[[Any], dict]:
+        ahead = LookAhead(self.apply) if self.apply else None
+        functions = self._compiled(ahead), self._compiled(ahead, telemetry)
+        return pick_watched(*functions, telemetry, ahead, self._next_batches, updates_each_batch(self.model.optimizer))
+
+    def _next_batches(self) -> int:
+        return 0 if self._pass_over else self.model.steps_per_execution
+
+    def pass_over(self, batches: int) -> None:
+        """Takes the next batches and trains on none of them: where training goes on, it has seen them already."""
+        self._pass_over = batches
+
+    def _passed_over(self, batches: int) -> int:
+        passed = min(self._pass_over, batches)
+        self._pass_over -= passed
+        return passed
+
+    @property
+    def _stages(self) -> tuple:
+        return self.split, self.weigh, self.apply, self.observe, self.telemetry, self.spread
+
+    def _steps(self, telemetry: Telemetry | None) -> list[Callable[[Any], dict]]:
+        choices = (False, True) if self.apply else (False,)
+        return [functools.partial(self._step, update=update, telemetry=telemetry) for update in choices]
+
+    def _step(self, data: Any, update: bool, telemetry: Telemetry | None) -> dict:
+        step = TrainStep(self.model, self.split, self.weigh, self.apply, self.spread)
+        presence = Presence.of(data)
+        show = telemetry.show if telemetry else None
+        with observed(self.model, self.observe, presence.rows), watched(self.model, show):
+            logs = step.in_its_own_way(data) if has_own_train_step(self.model) else step(data, presence)
             if self.apply:
                 self.apply.end(update)
         return logs
-
-    def _train(self, data: Any) -> dict:
-        model = self.model
-        if has_own_train_step(model):
-            with self._gathering(None):
-                return model.train_step(data)
-        gradient = self._gradient(data)
-        track_loss(model, gradient)
-        with self._gathering(gradient):
-            apply_gradient(model, gradient)
-        return model.get_metrics_result()
-
-    def _gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
-        return self.apply.gathering(gradient) if self.apply else contextlib.nullcontext()
-
-    def _gradient(self, data: Any) -> Gradient:
-        if self.split is None:
-            return gradient_of(self.model, data, self.weigh)
-        weigh = self.weigh or self.split.weigh
-        return self.split(self.model, lambda part: gradient_of(self.model, part, weigh), data)

@@ -21,6 +21,12 @@ class Hook(NamedTuple):
 
 HOOKS = (
     Hook("keras.src.optimizers.optimizer", "Optimizer._all_reduce_sum_gradients", ("grads_and_vars",)),
+    Hook("keras.src.optimizers.optimizer", "Optimizer._clip_gradients", ("grads",)),
+    Hook(
+        "keras.src.optimizers.optimizer",
+        "Optimizer._backend_update_step",
+        ("grads", "trainable_variables", "learning_rate"),
+    ),
     Hook("keras.src.optimizers.optimizer", "Optimizer._var_key", ("variable",)),
     Hook("keras.src.optimizers.optimizer", "Optimizer._get_variable_index", ("variable",)),
     Hook("keras.src.optimizers.optimizer", "Optimizer._check_variables_are_known", ("variables",)),
@@ -45,6 +51,23 @@ HOOKS = (
     Hook("keras.src.backend.tensorflow.trainer", "TensorFlowTrainer._autoconvert_optionals", ("step_func",)),
     Hook("keras.src.backend.tensorflow.trainer", "TensorFlowTrainer.distribute_strategy"),
     Hook("keras.src.backend.tensorflow.trainer", "reduce_per_replica", ("values", "strategy", "reduction")),
+    Hook("keras.src.backend.tensorflow.trainer", "TensorFlowTrainer._maybe_symbolic_build", ("iterator", "data_batch")),
+    Hook("keras.src.backend.tensorflow.trainer", "TensorFlowTrainer.make_test_function", ("force",)),
+    Hook("keras.src.backend.tensorflow.trainer", "TensorFlowTrainer.make_predict_function", ("force",)),
+    Hook("keras.src.trainers.trainer", "Trainer._symbolic_build", ("data_batch",)),
+    Hook(
+        "keras.src.trainers.data_adapters",
+        "get_data_adapter",
+        ("x", "y", "sample_weight", "batch_size", "steps_per_epoch", "class_weight"),
+    ),
+    Hook("keras.src.trainers.data_adapters.array_data_adapter", "ArrayDataAdapter"),
+    Hook("keras.src.trainers.data_adapters.array_slicing", "TensorflowSparseWrapper"),
+    Hook("keras.src.trainers.data_adapters.array_slicing", "convert_to_sliceable", ("arrays", "target_backend")),
+    Hook("keras.src.trainers.data_adapters.array_slicing", "slice_tensorflow_sparse_wrapper"),
+    Hook("keras.src.trainers.data_adapters.array_slicing", "train_validation_split", ("arrays", "validation_split")),
+    Hook("keras.src.trainers.data_adapters.data_adapter", "DataAdapter.on_epoch_begin"),
+    Hook("keras.src.trainers.data_adapters.generator_data_adapter", "GeneratorDataAdapter"),
+    Hook("keras.src.trainers.data_adapters.py_dataset_adapter", "PyDatasetAdapter._standardize_batch"),
     Hook("keras.src.layers.layer", "Layer._get_own_losses"),
     Hook("keras.src.layers.layer", "Layer._flatten_layers", ("include_self",)),
     Hook("tensorflow.python.distribute.distribute_lib", "StrategyExtendedV1.call_for_each_replica", ("fn", "args")),
@@ -52,6 +75,16 @@ HOOKS = (
         "tensorflow.python.distribute.distribute_lib",
         "StrategyExtendedV2.colocate_vars_with",
         ("colocate_with_variable",),
+    ),
+    Hook(
+        "tensorflow.python.distribute.collective_all_reduce_strategy",
+        "CollectiveAllReduceExtended._initialize_local_devices",
+        ("cluster_resolver", "worker_device"),
+    ),
+    Hook("tensorflow.python.distribute.input_ops", "auto_shard_dataset"),
+    Hook(
+        "tensorflow.python.eager.polymorphic_function.polymorphic_function",
+        "Function._list_all_concrete_functions",
     ),
     Hook("tensorflow", "__internal__.tracking.AutoTrackable"),
 )

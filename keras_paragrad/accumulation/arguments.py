@@ -1,11 +1,14 @@
 """The arguments of `AccumulatingOptimizer`, checked before anything is built on them."""
 
+import logging
 from typing import Any
 
 import keras
 
 from keras_paragrad._keras.apply import parts
 from keras_paragrad._keras.optimizer import WrappingOptimizer
+
+_log = logging.getLogger("keras_paragrad")
 
 CHOICES = {
     "weighting": ("auto", "uniform", "examples", "sample_weight", "mask"),
@@ -51,3 +54,13 @@ def checked_inner(inner_optimizer: Any) -> keras.optimizers.Optimizer:
             "accumulate what has been accumulated. Leave it out there, and write steps= here."
         )
     return inner
+
+
+def advise_the_callback(name: str) -> None:
+    """Tells who uses an accumulating optimizer of this name without `ExactAccumulation` what that would bring."""
+    _log.warning(
+        "%s counts every micro-batch the same, and lets windows go on from one epoch into the next. Pass "
+        "callbacks=[keras_paragrad.ExactAccumulation()] to fit() for uneven and weighted micro-batches, a closed "
+        "window before validation and faster steps, or write weighting='uniform' if this is what you want.",
+        name,
+    )

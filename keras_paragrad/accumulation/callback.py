@@ -6,9 +6,9 @@ import keras
 
 from keras_paragrad._keras.apply import unscaled
 from keras_paragrad._keras.trainer import StepBuilder
+from keras_paragrad._keras.weights import Measure, warn_of_batch_statistics
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
-from keras_paragrad.accumulation.weights import Measure, warn_of_batch_statistics
 
 
 class ExactAccumulation(keras.callbacks.Callback):

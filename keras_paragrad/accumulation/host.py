@@ -56,6 +56,11 @@ class HostSchedule:
             self._update += 1
         return full
 
+    def passed_over(self, batches: int) -> None:
+        """Leaves out batches that training has seen already."""
+        if self.batches_left is not None:
+            self.batches_left -= batches
+
     def ended(self, batches: int, exhausted: bool) -> None:
         """Closes the window where the epoch has ended, before any callback sees the weights."""
         if self.batches_left is not None:
@@ -74,9 +79,7 @@ class HostSchedule:
 
     def gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
         """The context in which the optimizer gathers a gradient by its weight."""
-        if gradient is None or self.optimizer.weighting == "uniform":
-            return self.optimizer.gathering()
-        return self.optimizer.gathering(gradient.weight)
+        return self.optimizer.gathering(gradient and gradient.weight)
 
     def end(self, update: bool) -> None:
         """Ends the micro-batch on this replica."""

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.step import Gradient, Weight, rows_of
+from keras_paragrad._keras.forward import Weight
+from keras_paragrad._keras.presence import rows_of
+from keras_paragrad._keras.step import Gradient
 from keras_paragrad._keras.trainer import StepBuilder
-from keras_paragrad.accumulation.weights import Measure, warn_of_batch_statistics
+from keras_paragrad._keras.weights import Measure, warn_of_batch_statistics
 
 
 class microbatch:  # noqa: N801  (used as a function and as a context, like contextlib's own)

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,15 +9,13 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.apply import apply_everywhere
+from keras_paragrad._keras.forward import Weight
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.replicas import coordinate, first_replica, replica_count, replica_index, run_if
-from keras_paragrad._keras.step import Weight
-from keras_paragrad.accumulation.arguments import check_choices, checked_inner
+from keras_paragrad.accumulation.arguments import advise_the_callback, check_choices, checked_inner
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.schedule import Steps, StepsSchedule
 from keras_paragrad.accumulation.window import GradientWindow
-
-_log = logging.getLogger("keras_paragrad")
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
@@ -141,21 +138,27 @@ class AccumulatingOptimizer(WrappingOptimizer):
         with tf.control_dependencies(None if tf.executing_eagerly() else gradients):
             window.add_gradients(indices, gradients, weight, drop_nonfinite=self._drops_nonfinite)
             if not self._gathers_only:
-                self._advise()
+                if weight is None:
+                    self._advise()
                 self.end_micro_batch()
 
     @contextlib.contextmanager
     def gathering(self, weight: Weight | None = None) -> Iterator[None]:
-        """Within it, `apply` only adds to the window; `end_micro_batch` has to follow.
+        """Within it, `apply` only adds a gradient of this weight to the window; `end_micro_batch` has to follow."""
+        self._gathers_only = True
+        try:
+            with self.weighed(weight):
+                yield
+        finally:
+            self._gathers_only = False
 
-        Args:
-            weight: What the micro-batch counts for on this replica; the same as any other, if `None`.
-        """
-        self._gathers_only, self._weights[replica_index()] = True, weight
+    @contextlib.contextmanager
+    def weighed(self, weight: Weight | None) -> Iterator[None]:
+        """Within it, `apply` is given a gradient of this weight on this replica."""
+        self._weights[replica_index()] = None if self.weighting == "uniform" else weight
         try:
             yield
         finally:
-            self._gathers_only = False
             self._weights.pop(replica_index(), None)
 
     def end_micro_batch(self, update: bool | None = None) -> None:
@@ -240,15 +243,9 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def _advise(self) -> None:
-        if self.weighting == "uniform" or self._advised:
-            return
-        self._advised = True
-        _log.warning(
-            "%s counts every micro-batch the same, and lets windows go on from one epoch into the next. Pass "
-            "callbacks=[keras_paragrad.ExactAccumulation()] to fit() for uneven and weighted micro-batches, a closed "
-            "window before validation and faster steps, or write weighting='uniform' if this is what you want.",
-            self.name,
-        )
+        if self.weighting != "uniform" and not self._advised:
+            self._advised = True
+            advise_the_callback(self.name)
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, serialized."""

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from keras_paragrad._keras.forward import Weight
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.replicas import replica_count, sum_over_replicas
 from keras_paragrad._keras.saved import SavedVariables
-from keras_paragrad._keras.step import Weight
 
 
 class GradientWindow(SavedVariables):

@@ -123,10 +123,13 @@ class GradientNoiseScale(keras.callbacks.Callback):
                 "AccumulatingOptimizer of several steps; or train it on several replicas."
             )
         clips = any(getattr(optimizer, name, None) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
-        if replicas > 1 and clips and not there["accumulation"]:
+        spread = StepBuilder.of(model).spread
+        sums_first = there["accumulation"] or (spread is not None and spread.weigh is not None)
+        if replicas > 1 and clips and not sums_first:
             raise ValueError(
                 "Under a strategy Keras clips gradients before it adds them up over the replicas, so that the gradient "
-                "of the whole batch is not to be seen. Write model.compile(AccumulatingOptimizer(optimizer, steps=1))."
+                "of the whole batch is not to be seen. Train with DistributedFit(), or write "
+                "model.compile(AccumulatingOptimizer(optimizer, steps=1))."
             )
         examples = layer.sum_of_squared_norms if source == "examples" else None
         return NoiseEstimate(self.decay, lambda: is_summed(model), examples)

@@ -2,11 +2,14 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
+
+_COLUMNS = 64
 
 
 @dataclasses.dataclass
@@ -90,7 +93,7 @@ class Rule:
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         """The squared norm of each example's gradient for each of `variables(layer)`, `(batch,)`."""
-        return [squared_norm(gradient) for gradient in self.gradients_of_all(calls)]
+        return [squared_norm(gradient, calls[0].by_xla) for gradient in self.gradients_of_all(calls)]
 
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         """The sum over examples of squared gradients, in the shapes of `variables(layer)`."""
@@ -188,6 +191,23 @@ def widened(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, wide(tensor.dtype))
 
 
-def squared_norm(gradients: tf.Tensor) -> tf.Tensor:
+def squared_norm(gradients: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
     """The squared norm of each row of a `(batch, ...)` tensor, `(batch,)`."""
-    return tf.reduce_sum(tf.square(gradients), axis=list(range(1, gradients.shape.rank)))
+    return row_sums(tf.square(gradients), by_xla)
+
+
+def row_sums(values: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
+    """The sum of each row of a `(batch, ...)` tensor, `(batch,)`.
+
+    Args:
+        values: The tensor.
+        by_xla: Whether XLA compiles this. On CPUs it adds up a row one number after the other, but columns beside each
+            other, so that columns are added first.
+    """
+    sizes: list[Any] = list(values.shape[1:])
+    size = 0 if None in sizes else math.prod(sizes)
+    if not by_xla or size % _COLUMNS or size == _COLUMNS:
+        return tf.reduce_sum(values, axis=list(range(1, values.shape.rank)))
+    columns = tf.reduce_sum(tf.reshape(values, [-1, size // _COLUMNS, _COLUMNS]), 1)
+    # The maximum changes nothing, but keeps XLA from making one sum of the two.
+    return tf.reduce_sum(tf.maximum(columns, columns.dtype.min), 1)

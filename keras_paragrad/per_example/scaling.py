@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.forward import share_of
 from keras_paragrad._keras.layers import outermost_layer
 from keras_paragrad._keras.losses import LossTerm, recorded_terms
 from keras_paragrad._keras.model import has_own_compute_loss, has_own_train_step
@@ -56,7 +57,9 @@ class Divisor:
         ((kind, divisor),) = divisors.items()
         # Keras divides by the number of replicas, unless the loss is a sum.
         replicas = 1 if kind == ("sum",) else replica_count()
-        return divisor * replicas / self._loss_scale()
+        share = tf.constant(1.0) if self.model is None else share_of(self.model)
+        # No share at all is that of a replica without examples.
+        return tf.math.divide_no_nan(divisor * replicas, share * self._loss_scale())
 
     def _stated(self, batch: tf.Tensor) -> dict[tuple, tf.Tensor]:
         own = self.model is not None and (has_own_compute_loss(self.model) or has_own_train_step(self.model))

@@ -1,6 +1,7 @@
 """`PerExampleGradients`: a layer that knows the gradient of every example it is trained on."""
 
 import collections
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.layers import may_be_differentiated
 from keras_paragrad._keras.model import all_layers
+from keras_paragrad._keras.replicas import replica_index
 from keras_paragrad.per_example.arguments import check_arguments
 from keras_paragrad.per_example.results import StepResults, capacity_for
 from keras_paragrad.per_example.step import Step
@@ -98,7 +100,8 @@ class PerExampleGradients(keras.layers.Wrapper):
         self.loss_reduction = loss_reduction
         self.supports_jit = quantity != "gradients" or capacity is not None
         # Past Keras's attribute tracking: what a step leaves behind is no state of the model, and not saved.
-        self.__dict__.update(_results=None, _steps=collections.deque(maxlen=_UNFINISHED))
+        steps_of_a_replica = functools.partial(collections.deque, maxlen=_UNFINISHED)
+        self.__dict__.update(_results=None, _steps=collections.defaultdict(steps_of_a_replica))
 
     def build(self, input_shape: Any = None) -> None:
         super().build(input_shape)
@@ -109,7 +112,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         if not may_be_differentiated():
             return self.layer(inputs, *args, **kwargs)
         step = Step(self.layer, self._finish, self.reweighs, self.loss_reduction)
-        self._steps.append(step)
+        self._steps[replica_index()].append(step)
         outputs = step(inputs, *args, **kwargs)
         for loss in step.capture.losses:
             self.add_loss(loss)
@@ -185,11 +188,13 @@ class PerExampleGradients(keras.layers.Wrapper):
 
     def _finish(self, step: Step) -> list[Any]:
         """Called when the backward pass has been through the layer; returns the gradients it is to take instead."""
-        for called in self._steps:
+        # Replicas may meet between the forward and the backward pass, and so each has calls of its own.
+        steps = self._steps[replica_index()]
+        for called in steps:
             called.divisor.close()
         # Calls before this one are dropped, and say so if the backward pass comes to them as well.
-        self._steps.clear()
-        self._steps.append(step)
+        steps.clear()
+        steps.append(step)
         quantities, factor = step.quantities()
         norms = self._results.keep(quantities, factor)
         if not self.reweighs:

@@ -240,7 +240,7 @@ def test_a_subclassed_model_that_is_not_built():
 
 def test_the_weight_is_what_the_loss_divides_by():
     from keras_paragrad._keras.losses import recorded_terms
-    from keras_paragrad.accumulation.weights import Measure
+    from keras_paragrad._keras.weights import Measure
 
     x, y = sequences()
     weights = generator.uniform(0.1, 2, (ROWS, 7)).astype("float32")

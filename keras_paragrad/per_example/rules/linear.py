@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.registry import Call, Rule, squared_norm
+from keras_paragrad.per_example.registry import Call, Rule, row_sums, squared_norm
 
 
 class Product(NamedTuple):
@@ -33,18 +33,18 @@ class Product(NamedTuple):
         """Each example's gradient, `(batch, groups, rows, columns)`."""
         if self.left.shape[2] == 1:
             return tf.transpose(self.left, [0, 1, 3, 2]) * self.right
-        return tf.matmul(self.left, self.right, transpose_a=True)
+        return _matmul(self.left, self.right, transpose_a=True)
 
-    def squared_norms(self) -> tf.Tensor:
+    def squared_norms(self, by_xla: bool = False) -> tf.Tensor:
         """The squared norm of each example's gradient, `(batch,)`."""
         if self.left.shape[2] == 1:
             return tf.reduce_sum(_squares(self.left) * _squares(self.right), [1, 2])
         if not self.is_ghost:
             # Transposed or not, the norm is the same, and products with the wider side last are faster.
             narrow, wide = sorted(self, key=lambda side: side.shape[3] or 0)
-            return squared_norm(tf.matmul(narrow, wide, transpose_a=True))
-        alike = tf.matmul(self.left, self.left, transpose_b=True) * tf.matmul(self.right, self.right, transpose_b=True)
-        return tf.reduce_sum(alike, [1, 2, 3])
+            return squared_norm(_matmul(narrow, wide, transpose_a=True), by_xla)
+        left, right = (_matmul(side, side, transpose_b=True) for side in self)
+        return row_sums(left * right, by_xla)
 
     def second_moment(self) -> tf.Tensor:
         """The sum over examples of squared gradients, `(groups, rows, columns)`."""
@@ -102,7 +102,8 @@ class Linear(Rule):
         return [self.kernel(layer, self._product(calls).gradients()), *self._biases(calls)]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        return [self._product(calls).squared_norms(), *(squared_norm(bias) for bias in self._biases(calls))]
+        product = self._product(calls)
+        return [product.squared_norms(calls[0].by_xla), *(squared_norm(bias) for bias in self._biases(calls))]
 
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         moment = self.kernel(calls[0].layer, self._product(calls).second_moment())
@@ -149,6 +150,13 @@ def flattened(tensor: tf.Tensor, first: int, last: int) -> tf.Tensor:
     middle = -1 if None in sizes[first:last] else math.prod(sizes[first:last])
     known = [size if size is not None else dynamic[axis] for axis, size in enumerate(sizes)]
     return tf.reshape(tensor, [*known[:first], middle, *known[last:]])
+
+
+def _matmul(left: tf.Tensor, right: tf.Tensor, **transposed: Any) -> tf.Tensor:
+    # TensorFlow multiplies a batch of matrices faster than a batch of batches, and most layers have one group.
+    if left.shape[1] == 1:
+        return tf.matmul(left[:, 0], right[:, 0], **transposed)[:, tf.newaxis]
+    return tf.matmul(left, right, **transposed)
 
 
 def _squares(side: tf.Tensor) -> tf.Tensor:

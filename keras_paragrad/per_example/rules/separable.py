@@ -28,7 +28,7 @@ class SeparableRule(Rule):
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         if len(calls) > 1:
             return super().squared_norms(calls)
-        norms = [product.squared_norms() for product in _products(calls[0])]
+        norms = [product.squared_norms(calls[0].by_xla) for product in _products(calls[0])]
         return [*norms, *(squared_norm(bias) for bias in self._bias(calls[0]))]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:

@@ -7,14 +7,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.forward import Weight
 from keras_paragrad._keras.losses import LossTerm
 from keras_paragrad._keras.model import all_layers, has_added_losses, has_own_compute_loss, has_own_train_step
-from keras_paragrad._keras.step import Weight, rows_of
+from keras_paragrad._keras.presence import rows_of
 
-_SAY = (
-    "If you know what it divides by, say so: AccumulatingOptimizer(..., weighting=...) takes 'examples', "
-    "'sample_weight' or 'mask', and 'uniform' for micro-batches that are all alike."
-)
+_ALIKE = {
+    "AccumulatingOptimizer": "AccumulatingOptimizer(..., weighting='uniform')",
+    "DistributedFit": "DistributedFit(..., exact=False)",
+}
 
 
 class Measure:
@@ -24,10 +25,12 @@ class Measure:
 
     Args:
         weighting: `"auto"`, `"examples"`, `"sample_weight"` or `"mask"`.
+        asked_by: What the user wrote to have weights measured, for errors to name.
     """
 
-    def __init__(self, weighting: str = "auto"):
+    def __init__(self, weighting: str = "auto", asked_by: str = "AccumulatingOptimizer"):
         self.weighting = weighting
+        self.asked_by = asked_by
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Measure) and other.weighting == self.weighting
@@ -44,16 +47,25 @@ class Measure:
         name = type(model).__name__
         if has_own_train_step(model):
             raise ValueError(
-                f"{name} has a train_step of its own, in which the weight of a micro-batch can't be "
-                "seen, so uneven micro-batches would bias the gradient. If they are all alike, write "
-                "AccumulatingOptimizer(..., weighting='uniform'); else move what train_step does into compute_loss."
+                f"{name} has a train_step of its own, in which the weight of a part of a batch can't be seen, so that "
+                f"uneven parts would bias the gradient. If they are all alike, write {_ALIKE[self.asked_by]}; else "
+                "move what train_step does into compute_loss."
             )
         if self.weighting == "auto" and has_own_compute_loss(model):
-            raise ValueError(f"{name} has a compute_loss of its own, and what that divides by can't be seen. {_SAY}")
+            raise ValueError(
+                f"{name} has a compute_loss of its own, and what that divides by can't be seen. {self._say}"
+            )
 
     def __call__(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight:
         """The weight of the micro-batch whose loss was just computed; see `keras_paragrad._keras.step.Weigh`."""
-        return _STATED[self.weighting](arguments) if self.weighting in _STATED else _of_terms(model, terms)
+        return _STATED[self.weighting](arguments) if self.weighting in _STATED else _of_terms(model, terms, self._say)
+
+    @property
+    def _say(self) -> str:
+        return (
+            f"If you know what it divides by, say so: {self.asked_by}(..., weighting=...) takes 'examples', "
+            f"'sample_weight' or 'mask'. If all parts of batches are alike, write {_ALIKE[self.asked_by]}."
+        )
 
 
 def warn_of_batch_statistics(model: keras.Model) -> None:
@@ -89,15 +101,15 @@ _STATED: dict[str, Callable[[dict[str, Any]], Weight]] = {
 }
 
 
-def _of_terms(model: keras.Model, terms: list[LossTerm]) -> Weight:
+def _of_terms(model: keras.Model, terms: list[LossTerm], say: str) -> Weight:
     if has_added_losses(model):
         raise ValueError(
             "A layer adds a loss by add_loss() or an activity regularizer, and whether that is a sum or a mean over "
-            f"the examples can't be seen. {_SAY}"
+            f"the examples can't be seen. {say}"
         )
     if not terms:
         raise ValueError("The model was compiled without a loss. Write model.compile(optimizer, loss=...).")
-    divisors = [_divisor(term) for term in terms]
+    divisors = [_divisor(term, say) for term in terms]
     kinds = {kind for kind, _ in divisors}
     if len(kinds) > 1:
         raise ValueError(
@@ -114,10 +126,10 @@ def _of_terms(model: keras.Model, terms: list[LossTerm]) -> Weight:
     return Weight(value, summed=kind == ("sum",))
 
 
-def _divisor(term: LossTerm) -> tuple[tuple, tf.Tensor]:
+def _divisor(term: LossTerm, say: str) -> tuple[tuple, tf.Tensor]:
     """What one loss is divided by, and a key that two terms share if their divisors are proportional."""
     if term.reduces_itself:
-        raise ValueError(f"{term.loss.name} has a __call__ of its own, and what that divides by can't be seen. {_SAY}")
+        raise ValueError(f"{term.loss.name} has a __call__ of its own, and what that divides by can't be seen. {say}")
     reduction = term.loss.reduction
     if reduction in ("sum", "none", None):
         return ("sum",), tf.constant(1.0)
@@ -125,7 +137,7 @@ def _divisor(term: LossTerm) -> tuple[tuple, tf.Tensor]:
     if values.shape.rank == 0:
         raise ValueError(
             f"The loss {term.loss.name!r} returns one number for the whole batch, and what that is divided by can't be "
-            f"seen. Let it return a value for each example. {_SAY}"
+            f"seen. Let it return a value for each example. {say}"
         )
     size = tf.cast(tf.size(values), "float32")
     if reduction == "mean_with_sample_weight" and term.weights is not None:

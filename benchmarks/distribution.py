@@ -1,0 +1,369 @@
+"""What replicas and workers cost: beside stock Keras, in bytes, beside the bare collective, and after a kill.
+
+`python benchmarks/distribution.py` prints the tables and saves them in `results/distribution.json`; `python
+benchmarks/distribution.py recovery` does one of the sections `replicas`, `bytes`, `throughput` and `recovery`. Two
+logical devices, or two workers, on the cores of one machine show what is added to a step, not how training scales.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+from harness import fashion_mnist, interleaved, report
+
+
+def place_in_cluster():
+    """The number of this worker."""
+    return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+
+# With more words than a section's name, this is one of the processes that a section starts.
+if sys.argv[2:]:
+    if sys.argv[1] == "throughput" and hasattr(os, "sched_setaffinity"):
+        # Before TensorFlow, which starts as many threads as it sees cores.
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, [cores[place_in_cluster() % len(cores)]])
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    from models import endless
+
+    from keras_paragrad import AccumulatingOptimizer, DistributedFit
+    from keras_paragrad.distribution.checkpoint.backup import Backup
+
+NAME = "distribution"
+BATCH, STEPS, ROUNDS = 128, 50, 21
+MODELS = {"mlp": "MLP 784-512-512-10", "cnn": "CNN of two convolutions"}
+REDUCTIONS = {"one_device": "added up on one device", "ring": "added up on TensorFlow's default, a ring"}
+OPTIMIZERS = ("SGD", "Adam")
+ACCUMULATED = (1, 4, 16)
+# Whole windows for every k, and how often they are measured.
+SEGMENT, SEGMENTS = 64, 5
+TRACED = 16
+BACKUP_EVERY, KILLED_AT, RECOVERY_STEPS, KILLS = 10, 57, 80, 3
+
+
+def model_of(name, optimizer, jit_compile=False):
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    if name == "mlp":
+        body = [layers.Flatten(), *(layers.Dense(512, activation="relu") for _ in range(2))]
+    else:
+        convolutions = [layers.Conv2D(filters, 5, strides=2, activation="relu") for filters in (16, 32)]
+        body = [*convolutions, layers.Flatten(), layers.Dense(64, activation="relu")]
+    model = keras.Sequential([keras.Input((28, 28, 1)), *body, layers.Dense(10)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, jit_compile=jit_compile)
+    return model
+
+
+def optimizer_of(name):
+    return {"SGD": keras.optimizers.SGD, "Adam": keras.optimizers.Adam}[name](1e-3)
+
+
+def batches(rows=BATCH):
+    return endless(*fashion_mnist(rows))
+
+
+def median_step(fit, steps=STEPS):
+    """A case for `interleaved`: the median of the milliseconds between the ends of two steps of `fit(steps, clock)`."""
+    ends = []
+    clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
+
+    def run():
+        ends.clear()
+        fit(steps, clock)
+        # The first few are of a pipeline that fills.
+        return statistics.median(late - early for early, late in itertools.pairwise(ends[5:])) * 1e3
+
+    return run
+
+
+def fitted(model, data):
+    """What `median_step` measures: a model's own `fit`."""
+    return lambda steps, *callbacks: model.fit(
+        data, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=list(callbacks)
+    )
+
+
+def print_turns(cases, **case):
+    """Prints a JSON line: what each case took, in every turn that counts."""
+    turns = [interleaved(cases, rounds=1, warm_up=0) for _ in range(2 + ROUNDS)][2:]
+    print(json.dumps({**case, "turns": turns}), flush=True)
+
+
+def quartiles(values):
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.3g} ({low:.3g} to {high:.3g})"
+
+
+def print_replicas(reduction, name):
+    """Runs in a process of its own: stock Keras and ours under one strategy, by turns."""
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    operations = tf.distribute.ReductionToOneDevice() if reduction == "one_device" else None
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=operations)
+    dist = DistributedFit(strategy=strategy)
+
+    def parallel(optimizer, prepared, jit_compile=False):
+        with dist.scope():
+            model = model_of(name, optimizer_of(optimizer), jit_compile)
+        if prepared:
+            dist.prepare(model)
+        return model
+
+    for optimizer in OPTIMIZERS:
+        own_data = dist.dataset(batches(), steps_per_epoch=STEPS)
+        fits = {
+            "stock": fitted(parallel(optimizer, prepared=False), batches()),
+            "ours": fitted(parallel(optimizer, prepared=True), own_data),
+            "ours, stock's feed": fitted(parallel(optimizer, prepared=True), batches()),
+            "ours, XLA": fitted(parallel(optimizer, prepared=True, jit_compile=True), own_data),
+            "one device": fitted(model_of(name, optimizer_of(optimizer)), batches()),
+            "one device, XLA": fitted(model_of(name, optimizer_of(optimizer), jit_compile=True), batches()),
+        }
+        print_turns({way: median_step(fit) for way, fit in fits.items()}, optimizer=optimizer)
+
+
+def report_replicas():
+    for reduction, name in itertools.product(REDUCTIONS, MODELS):
+        rows = []
+        for line in printed("replicas", reduction, name):
+            turns = line["turns"]
+            ratios = {way: [turn[way] / turn["stock"] for turn in turns] for way in turns[0]}
+            xla = [turn["ours, XLA"] / turn["ours"] for turn in turns]
+            rows.append(
+                [
+                    line["optimizer"],
+                    statistics.median(turn["stock"] for turn in turns),
+                    quartiles(ratios["ours"]),
+                    quartiles(ratios["ours, stock's feed"]),
+                    quartiles(xla),
+                    statistics.median(turn["one device"] for turn in turns),
+                    statistics.median(turn["one device, XLA"] for turn in turns),
+                ]
+            )
+        title = f"A step on 2 replicas, {MODELS[name]}, batch of {BATCH}; gradients are {REDUCTIONS[reduction]}"
+        ours = ["ours to stock, at most 1", "both with stock's feed", "ours with XLA to without"]
+        report(NAME, title, ["", "stock, ms", *ours, "one device, ms", "with XLA"], rows)
+
+
+def loopback_bytes():
+    """How many bytes this machine has sent to itself."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.split()[0] == "lo:")
+
+
+def worker_model(make_optimizer):
+    # Before anything else, as TensorFlow has it.
+    dist = DistributedFit(strategy="multi_worker")
+    with dist.scope():
+        model = model_of("mlp", make_optimizer())
+    return dist, model
+
+
+def collectives(fit, steps):
+    """How many all-reduces this worker has begun in so many steps."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    with tempfile.TemporaryDirectory() as folder:
+        with tf.profiler.experimental.Profile(folder):
+            fit(steps)
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        space = xplane_pb2.XSpace.FromString(path.read_bytes())
+    lines = [(plane.event_metadata, line) for plane in space.planes for line in plane.lines]
+    names = [metadata[event.metadata_id].name for metadata, line in lines for event in line.events]
+    return sum(name.rpartition(":")[2] == "CollectiveReduceV2" for name in names)
+
+
+def print_bytes(steps):
+    """Runs as each of two workers: a JSON line."""
+    dist, model = worker_model(lambda: AccumulatingOptimizer("adam", int(steps)))
+    seen = []
+
+    def take_note(batch, logs):
+        if batch % SEGMENT == SEGMENT - 1:
+            seen.append(loopback_bytes())
+
+    clock = keras.callbacks.LambdaCallback(on_train_batch_end=take_note)
+    count = SEGMENT * (SEGMENTS + 1)
+    data = dist.dataset(batches(), steps_per_epoch=count)
+
+    def fit(steps, *callbacks):
+        dist.fit(model, data, steps_per_epoch=steps, verbose=0, callbacks=list(callbacks))
+
+    fit(count, clock)
+    sent = [(late - early) / SEGMENT for early, late in itertools.pairwise(seen)]
+    # Each of the two workers sends the other half of its own gradient, and half of the sum.
+    gradients = 2 * sum(4 * int(np.prod(weight.shape)) for weight in model.trainable_weights)
+    # What a `fit` begins with drops out.
+    reduces = (collectives(fit, 2 * TRACED) - collectives(fit, TRACED)) / TRACED
+    print(json.dumps({"sent": sent, "gradients": gradients, "reduces": reduces}), flush=True)
+
+
+def report_bytes():
+    start, seconds = loopback_bytes(), 2.0
+    time.sleep(seconds)
+    others = round((loopback_bytes() - start) / seconds)
+    rows, at_one = [], None
+    for steps in ACCUMULATED:
+        (line,) = on_two_workers("bytes", steps)
+        least, most = round(min(line["sent"])), round(max(line["sent"]))
+        gradients = round(line["gradients"] / steps)
+        at_one = at_one or least
+        rows.append([f"k={steps}", least, most, gradients, least - gradients, at_one / least, line["reduces"]])
+    title = f"Bytes on the loopback a micro-batch of {BATCH}, two workers on a ring: {MODELS['mlp']}, Adam"
+    columns = ["", "least", "most", "gradients by themselves", "the rest", "k=1 to this", "all-reduces a micro-batch"]
+    report(NAME, title, columns, [["nothing trained, a second", others, "", "", "", "", ""], *rows])
+
+
+def print_throughput(optimizer):
+    """Runs as each of two workers, on a core of its own: a JSON line."""
+    dist, model = worker_model(lambda: optimizer_of(optimizer))
+    strategy = dist.strategy
+    data = dist.dataset(batches(), steps_per_epoch=STEPS)
+    share = model_of("mlp", optimizer_of(optimizer))
+    vectors = [tf.ones(weight.shape) for weight in model.trainable_weights]
+
+    def summed():
+        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, vectors)
+
+    all_reduce = tf.function(lambda: strategy.run(summed), autograph=False)
+
+    def bare(steps, clock):
+        for step in range(steps):
+            all_reduce()
+            clock.on_train_batch_end(step, None)
+
+    fits = {
+        "step": lambda steps, clock: dist.fit(model, data, steps_per_epoch=steps, verbose=0, callbacks=[clock]),
+        "compute": fitted(share, batches(BATCH // 2)),
+        "collective": bare,
+    }
+    print_turns({name: median_step(fit) for name, fit in fits.items()})
+
+
+def report_throughput():
+    (line,) = on_two_workers("throughput", "Adam")
+    turns = line["turns"]
+    took = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+    ratio = quartiles([turn["step"] / (turn["compute"] + turn["collective"]) for turn in turns])
+    title = f"Two workers on a ring, a core each, batch of {BATCH}: {MODELS['mlp']}, Adam"
+    columns = ["", "ms", "steps a second"]
+    names = {
+        "step": "a step",
+        "compute": f"one worker's step alone, batch of {BATCH // 2}",
+        "collective": "the all-reduce of as many bytes alone",
+    }
+    rows = [[title, took[name], 1e3 / took[name]] for name, title in names.items()]
+    report(NAME, title, columns, [*rows, ["the step to the sum of the two", ratio, ""]])
+
+
+def print_recovery(folder):
+    """Runs as each of two workers, of which the last kills itself the first time; notes when each step has ended."""
+    index = place_in_cluster()
+    killed = Path(folder, "killed")
+    journal = Path(folder, f"{index}-{os.getpid()}.steps")
+
+    def take_note(batch, logs):
+        # Batches that a restarted worker passes over have no logs.
+        if logs:
+            with journal.open("a") as file:
+                print(batch + 1, time.time(), file=file)
+        if index == 1 and batch + 1 == KILLED_AT and not killed.exists():
+            killed.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    dist, model = worker_model(lambda: optimizer_of("Adam"))
+    clock = keras.callbacks.LambdaCallback(on_train_batch_end=take_note)
+    backup = Backup(Path(folder, "backups"), every=BACKUP_EVERY)
+    images, classes = fashion_mnist(BATCH * RECOVERY_STEPS)
+    dist.fit(model, images, classes, BATCH, shuffle=False, verbose=0, callbacks=[clock, backup])
+
+
+def recovered(folder):
+    """Trains two workers through a kill; seconds of what came between, and how many steps were taken again."""
+    words = [sys.executable, "-m", "keras_paragrad", "launch", "--workers", "2", "--max-restarts", "1"]
+    begun = time.time()
+    with subprocess.Popen([*words, __file__, "recovery", folder], stderr=subprocess.PIPE, text=True) as launcher:
+        again = [time.time() for line in launcher.stderr if "starting all again" in line]
+    if launcher.returncode or len(again) != 1:
+        raise RuntimeError(f"The launcher ended with {launcher.returncode} after {len(again)} restarts.")
+    # Of the first worker: one file before the kill, and one after it.
+    journals = [[line.split() for line in path.read_text().splitlines()] for path in Path(folder).glob("0-*.steps")]
+    journals = [[(int(step), float(when)) for step, when in journal] for journal in journals]
+    before, after = sorted(journals)
+    killed = float(Path(folder, "killed").read_text())
+    first_step, first_time = after[0]
+    return {
+        "start to first step": before[0][1] - begun,
+        "kill to end of all": again[0] - killed,
+        "restart to first step": first_time - again[0],
+        "kill to first step": first_time - killed,
+        "steps lost": KILLED_AT - (first_step - 1),
+    }
+
+
+def report_recovery():
+    with contextlib.ExitStack() as stack:
+        folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(KILLS)]
+        found = [recovered(folder) for folder in folders]
+    rows = [
+        [what, *(each[what] for each in found), statistics.median(each[what] for each in found)] for what in found[0]
+    ]
+    columns = ["", *(f"kill {number + 1}" for number in range(KILLS)), "median"]
+    title = f"Seconds after SIGKILL to one of two workers at step {KILLED_AT}, backup every {BACKUP_EVERY} steps"
+    report(NAME, title, columns, rows)
+
+
+def printed(*words):
+    """What a process of a section prints, line by line, each of it JSON."""
+    command = [sys.executable, "-W", "ignore", __file__, *map(str, words)]
+    finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
+    return [json.loads(line) for line in finished.stdout.splitlines()]
+
+
+def on_two_workers(*words):
+    """What the first of two workers prints, line by line, each of it JSON."""
+    command = [sys.executable, "-m", "keras_paragrad", "launch", "--workers", "2", __file__, *map(str, words)]
+    finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
+    label = "[worker 0] "
+    return [json.loads(line.removeprefix(label)) for line in finished.stdout.splitlines() if line.startswith(label)]
+
+
+IN_PROCESS = {
+    "replicas": print_replicas,
+    "bytes": print_bytes,
+    "throughput": print_throughput,
+    "recovery": print_recovery,
+}
+SECTIONS = {
+    "replicas": report_replicas,
+    "bytes": report_bytes,
+    "throughput": report_throughput,
+    "recovery": report_recovery,
+}
+
+
+def main():
+    section, *arguments = sys.argv[1:] or [None]
+    if arguments:
+        IN_PROCESS[section](*arguments)
+        return
+    for name in [section] if section else SECTIONS:
+        SECTIONS[name]()
+
+
+if __name__ == "__main__":
+    main()

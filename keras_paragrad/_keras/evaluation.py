@@ -1,0 +1,84 @@
+"""Evaluation and prediction on replicas: every example once, and in order."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.execution import compile_steps
+from keras_paragrad._keras.forward import compiled_apart
+from keras_paragrad._keras.logs import means_of_all, results_of_all
+from keras_paragrad._keras.model import has_own_predict_step, has_own_test_step
+from keras_paragrad._keras.presence import Presence
+from keras_paragrad._keras.replicas import replica_count
+from keras_paragrad._keras.stages import Spread
+from keras_paragrad._keras.step import track_loss
+
+
+def test_function(model: keras.Model, spread: Spread) -> Callable[[Any], dict]:
+    """What to evaluate a model with, for `model.test_function`."""
+
+    def step(data: Any) -> dict:
+        if has_own_test_step(model):
+            return means_of_all(model.test_step(data))
+        presence = Presence.of(data)
+        filled = presence.filled(data)
+        y_pred, loss = _apart(_evaluated, spread)(model, filled)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(filled)
+
+        def count():
+            track_loss(model, loss, presence.rows)
+            model.compute_metrics(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
+
+        presence.run(count)
+        return results_of_all(model)
+
+    return compile_steps(model, [step], spread=spread)
+
+
+def predict_function(model: keras.Model, spread: Spread) -> Callable[[list], Any]:
+    """What to predict with, for `model.predict_function`."""
+    strategy = model.distribute_strategy
+
+    def step(data: Any) -> Any:
+        if has_own_predict_step(model):
+            return model.predict_step(data)
+        presence = Presence.of(data)
+        return presence.cut(_apart(_predicted, spread)(model, presence.filled(data)))
+
+    def predicted(batch: Any) -> Any:
+        outputs = strategy.run(model._autoconvert_optionals(step), args=(batch,))
+        if strategy.num_replicas_in_sync == 1:
+            return outputs
+        return keras.tree.map_structure(lambda output: strategy.gather(output, axis=0), outputs)
+
+    if not model.run_eagerly:
+        predicted = tf.function(predicted, reduce_retracing=True, autograph=False)
+
+    def predict(batches: list) -> Any:
+        outputs = [predicted(batch) for batch in batches]
+        return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+    return predict
+
+
+def _apart(function: Callable[[Any, Any], Any], spread: Spread) -> Callable[[Any, Any], Any]:
+    if not spread.by_xla or replica_count() == 1:
+        return function
+    return lambda model, data: compiled_apart(functools.partial(function, model), data)
+
+
+def _evaluated(model: Any, data: Any) -> tuple[Any, tf.Tensor]:
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    y_pred = _called(model, x)
+    return y_pred, model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
+
+
+def _predicted(model: Any, data: Any) -> Any:
+    return _called(model, keras.utils.unpack_x_y_sample_weight(data)[0])
+
+
+def _called(model: Any, x: Any) -> Any:
+    return model(x, training=False) if model._call_has_training_arg else model(x)

@@ -1,0 +1,136 @@
+"""The forward and backward pass of one batch on one device, in the graph around it or compiled by XLA on its own."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.layers import mask_of, with_mask
+from keras_paragrad._keras.losses import LossTerm, recorded_terms
+from keras_paragrad._keras.replicas import replica_index
+
+_SHARES = "_keras_paragrad_shares"
+
+
+class Weight(NamedTuple):
+    """What a micro-batch's gradient counts for.
+
+    Attributes:
+        value: What the loss was divided by, a float32 scalar: the gradient of two micro-batches together is the
+            average of their gradients, weighted by it.
+        summed: Whether the loss was not divided at all, so that the gradients of two micro-batches add up.
+    """
+
+    value: tf.Tensor
+    summed: bool = False
+
+
+# From a model, the arguments its `compute_loss` was called with, and the loss terms it called, to the weight.
+Weigh = Callable[[keras.Model, dict[str, Any], list[LossTerm]], Weight]
+# From a weight to what the loss is multiplied with before the backward pass.
+Share = Callable[[Weight], tf.Tensor]
+
+
+class Passed(NamedTuple):
+    """What a forward and backward pass leaves behind.
+
+    Attributes:
+        gradients: A gradient for each of the model's `trainable_weights`, or `None` where there is none.
+        loss: The loss as the model computed it.
+        y_pred: The model's outputs.
+        weight: What the gradient counts for, or `None` if nobody asked.
+    """
+
+    gradients: list[Any]
+    loss: tf.Tensor
+    y_pred: Any
+    weight: Weight | None
+
+
+def pass_through(model: keras.Model, data: Any, weigh: Weigh | None = None, share: Share | None = None) -> Passed:
+    """Does what Keras's `train_step` does from the inputs to the gradients.
+
+    Args:
+        model: A compiled model.
+        data: A batch, as `train_step` takes it.
+        weigh: Measures what the gradient counts for.
+        share: What the loss is multiplied with, by its weight.
+    """
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    with tf.GradientTape() as tape:
+        y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+        arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+        with recorded_terms(model) as terms:
+            loss = model._compute_loss(**arguments, training=True)
+        with tape.stop_recording():
+            weight = weigh(model, arguments, terms) if weigh else None
+            factor = share(weight) if weight is not None and share else None
+        shared = loss if factor is None else loss * tf.cast(factor, loss.dtype)
+        scaled = model.optimizer.scale_loss(shared)
+    with _shared(model, factor):
+        gradients = tape.gradient(scaled, model.trainable_weights)
+    return Passed(gradients, loss, y_pred, weight)
+
+
+def compiled_pass(model: keras.Model, data: Any, weigh: Weigh | None = None, share: Share | None = None) -> Passed:
+    """`pass_through`, compiled by XLA apart from everything else in the step.
+
+    On several replicas no more than this can be compiled: XLA knows one device. What it is given and gives back is the
+    same, but for the share, which comes from other replicas and is multiplied with the gradients.
+    """
+    is_summed = []
+
+    def parts(data):
+        gradients, loss, y_pred, weight = pass_through(model, data, weigh)
+        is_summed.append(weight is not None and weight.summed)
+        return gradients, loss, y_pred, None if weight is None else weight.value
+
+    gradients, loss, y_pred, value = compiled_apart(parts, data)
+    weight = None if value is None else Weight(value, is_summed[-1])
+    if weight is not None and share:
+        gradients = [scaled_gradient(gradient, share(weight)) for gradient in gradients]
+    return Passed(gradients, loss, y_pred, weight)
+
+
+def compiled_apart(function: Callable[[Any], Any], data: Any) -> Any:
+    """Calls a function on one replica, compiled by XLA on its own; the masks on what it returns are kept."""
+
+    # Made anew on each replica: a function that they shared would be traced for the device of the first.
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled(data):
+        outputs = function(data)
+        return outputs, [mask_of(output) for output in keras.tree.flatten(outputs)]
+
+    outputs, masks = compiled(data)
+    marked = [with_mask(*pair) for pair in zip(keras.tree.flatten(outputs), masks, strict=True)]
+    return keras.tree.pack_sequence_as(outputs, marked)
+
+
+def scaled_gradient(gradient: Any, factor: tf.Tensor) -> Any:
+    """A gradient, dense or `tf.IndexedSlices` or `None`, times a scalar."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = scaled_gradient(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def share_of(model: keras.Model) -> tf.Tensor:
+    """What the loss was multiplied with in the backward pass that is being traced on this replica."""
+    return model.__dict__.get(_SHARES, {}).get(replica_index(), tf.constant(1.0))
+
+
+@contextlib.contextmanager
+def _shared(model: keras.Model, factor: tf.Tensor | None) -> Iterator[None]:
+    if factor is None:
+        yield
+        return
+    shares = model.__dict__.setdefault(_SHARES, {})
+    shares[replica_index()] = factor
+    try:
+        yield
+    finally:
+        del shares[replica_index()]

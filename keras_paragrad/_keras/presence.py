@@ -1,0 +1,79 @@
+"""Replicas that got nothing of a batch, as the last ones do of a batch with fewer examples than replicas."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.replicas import replica_count
+
+
+def rows_of(x: Any) -> tf.Tensor:
+    """How many examples a batch of inputs holds."""
+    return tf.shape(next(tensor for tensor in keras.tree.flatten(x) if tensor is not None))[0]
+
+
+class Presence(NamedTuple):
+    """Whether a replica has examples.
+
+    Attributes:
+        rows: How many.
+        some: Whether there are any, or `None` where the shapes say that there are.
+    """
+
+    rows: tf.Tensor
+    some: tf.Tensor | None = None
+
+    @classmethod
+    def of(cls, data: Any) -> "Presence":
+        """That of a batch, as a step takes it."""
+        tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+        rows = rows_of(tensors)
+        certain = replica_count() == 1 or all(tensor.shape[0] for tensor in tensors)
+        return cls(rows) if certain else cls(rows, rows > 0)
+
+    def filled(self, data: Any) -> Any:
+        """The batch, with an example of zeros in it if there is none: not every layer can do without."""
+        return data if self.some is None else tf.cond(self.some, lambda: data, lambda: _one_of_zeros(data))
+
+    def cut(self, outputs: Any) -> Any:
+        """Outputs of the filled batch, without those of an example that isn't there."""
+        if self.some is None:
+            return outputs
+        return keras.tree.map_structure(lambda tensor: tensor[: self.rows], outputs)
+
+    def run(self, action: Callable[[], Any]) -> None:
+        """Runs `action` where there are examples."""
+        if self.some is None:
+            action()
+            return
+
+        def run_it():
+            action()
+            return True
+
+        tf.cond(self.some, run_it, lambda: False)
+
+    def weight(self, value: tf.Tensor) -> tf.Tensor:
+        """What an example counts for, or 0 where there is none."""
+        return value if self.some is None else value * tf.cast(self.some, value.dtype)
+
+    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """Gradients, which are zeros where there are no examples, whatever zeros have brought about."""
+        return list(gradients) if self.some is None else [self._zero_if_empty(gradient) for gradient in gradients]
+
+    def _zero_if_empty(self, gradient: Any) -> Any:
+        if gradient is None:
+            return None
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(self._zero_if_empty(gradient.values), gradient.indices, gradient.dense_shape)
+        # A branch, as it copies nothing.
+        return tf.cond(self.some, lambda: gradient, lambda: tf.zeros_like(gradient))
+
+
+def _one_of_zeros(data: Any) -> Any:
+    def one(tensor):
+        return None if tensor is None else tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
+
+    return keras.tree.map_structure(one, data)

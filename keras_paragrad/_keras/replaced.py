@@ -1,0 +1,58 @@
+"""Methods that are replaced while a step is traced, for all replicas together."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+Made = TypeVar("Made", bound="Replacement")
+
+
+class Replacement:
+    """Methods of objects, replaced from the first replica that comes to the last that leaves."""
+
+    def __init__(self):
+        self.inside = 0
+        self._replaced = contextlib.ExitStack()
+
+    def replace_all(self) -> None:
+        """Replaces what is to be replaced."""
+        raise NotImplementedError
+
+    def replace(self, owner: Any, name: str, method: Callable) -> None:
+        """Replaces a method of one object until the last replica has left."""
+        before = owner.__dict__.get(name)
+        owner.__dict__[name] = method
+
+        def put_back():
+            del owner.__dict__[name]
+            if before is not None:
+                owner.__dict__[name] = before
+
+        self._replaced.callback(put_back)
+
+    def put_back(self) -> None:
+        """Puts everything back."""
+        self._replaced.close()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, key: str, make: Callable[[], Made]) -> Iterator[Made]:
+    """Replaces methods while a step is traced in it; entered on every replica.
+
+    Args:
+        owner: The object that keeps the replacement, so that the other replicas find it.
+        key: The attribute in which it does.
+        make: Makes the replacement.
+    """
+    # Replicas are traced in turns, each up to where they meet: the first in replaces, the last out puts back.
+    replacement = owner.__dict__.setdefault(key, make())
+    replacement.inside += 1
+    try:
+        if replacement.inside == 1:
+            replacement.replace_all()
+        yield replacement
+    finally:
+        replacement.inside -= 1
+        if not replacement.inside:
+            replacement.put_back()
+            del owner.__dict__[key]

@@ -1,0 +1,54 @@
+"""What a worker runs of a model whose weights lie on parameter servers."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.apply import parts
+from keras_paragrad._keras.metric_states import Tally
+
+
+def step_on_worker(model: Any, tally: Tally, take: Callable[[Any], Any]) -> Callable[[Any], tf.Tensor]:
+    """A compiled step that returns what it adds to the metrics.
+
+    Args:
+        model: A compiled and built model.
+        tally: Its metrics.
+        take: The model's `train_step` or `test_step`.
+    """
+
+    def step(data: Any) -> tf.Tensor:
+        with _counting_at_once(model.optimizer):
+            return tally.added_by(lambda: take(data))
+
+    return _compiled(model, step)
+
+
+def prediction_step(model: Any) -> Callable[[Any], Any]:
+    """A compiled `predict_step`."""
+    return _compiled(model, model.predict_step)
+
+
+def _compiled(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    strategy = model.distribute_strategy
+    return tf.function(lambda data: strategy.run(step, args=(data,)), reduce_retracing=True, autograph=False)
+
+
+@contextlib.contextmanager
+def _counting_at_once(optimizer: keras.optimizers.Optimizer | None) -> Iterator[None]:
+    """Within it, an optimizer's counter adds on its server; Keras would read it, and write over what others added."""
+    counters = [] if optimizer is None else [part.iterations for part in parts(optimizer)]
+    for counter in counters:
+        counter.__dict__["assign_add"] = _adder(counter)
+    try:
+        yield
+    finally:
+        for counter in counters:
+            del counter.__dict__["assign_add"]
+
+
+def _adder(counter: Any) -> Callable[[Any], Any]:
+    return lambda value: counter.value.assign_add(tf.cast(value, counter.dtype))

@@ -1,0 +1,46 @@
+"""Building a model from what its data looks like, before the first step."""
+
+from typing import Any
+
+import keras
+
+
+def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
+    """Builds what Keras's `_maybe_symbolic_build` builds, from one replica's part of a batch.
+
+    Keras averages the replicas' parts to get at their shape, which fails where they differ in size.
+
+    Args:
+        model: A model made under a strategy.
+        iterator: What gives batches, as Keras's trainer has it, or `None`.
+        data_batch: A batch, or `None`.
+    """
+    if all(layer.built for layer in model._flatten_layers()) and _all_built(model):
+        return
+    strategy = model.distribute_strategy
+    if iterator is not None:
+        data_batch = _first_batch(iterator)
+
+    def of_any_size(tensor):
+        if tensor is None:
+            return None
+        local = strategy.experimental_local_results(tensor)[0]
+        return keras.KerasTensor((None, *local.shape[1:]), keras.backend.standardize_dtype(local.dtype))
+
+    with strategy.scope():
+        model._symbolic_build(data_batch=keras.tree.map_structure(of_any_size, data_batch))
+
+
+def _all_built(model: Any) -> bool:
+    parts = (model._compile_metrics, model._compile_loss, model.optimizer)
+    return all(part is None or part.built for part in parts)
+
+
+def _first_batch(iterator: Any) -> Any:
+    """A batch, which is still there to be trained on if the data can show one."""
+    first = getattr(iterator.data_adapter, "first_batch", None)
+    if first:
+        return first()
+    for _, _, batches in iterator:
+        return next(batches)
+    raise ValueError("The data has no batch. Give fit() some.")

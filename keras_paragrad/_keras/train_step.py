@@ -1,0 +1,89 @@
+"""The training step of one replica, put together from the stages that are filled."""
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_paragrad._keras.apply import unscaled
+from keras_paragrad._keras.forward import Share, Weigh
+from keras_paragrad._keras.logs import SharedResults, means_of_all
+from keras_paragrad._keras.observe import show_before_sum
+from keras_paragrad._keras.optimizer import WrappingOptimizer
+from keras_paragrad._keras.presence import Presence
+from keras_paragrad._keras.replicas import replica_count, sum_over_replicas
+from keras_paragrad._keras.stages import Apply, Split, Spread
+from keras_paragrad._keras.step import Gradient, Sharing, apply_gradient, gradient_of, shared, track_loss
+
+
+class TrainStep(NamedTuple):
+    """What a model does with a replica's part of a batch.
+
+    Attributes:
+        model: A compiled model.
+        split, weigh, apply, spread: Stages; see `keras_paragrad._keras.trainer.StepBuilder`.
+    """
+
+    model: Any
+    split: Split | None
+    weigh: Weigh | None
+    apply: Apply | None
+    spread: Spread | None
+
+    def in_its_own_way(self, data: Any) -> dict:
+        """Takes the step as the model's own `train_step` does, and returns its logs."""
+        with self._gathering(None):
+            logs = self.model.train_step(data)
+        return means_of_all(logs) if self.spread else logs
+
+    def __call__(self, data: Any, presence: Presence) -> dict:
+        """Takes the step, and returns its logs.
+
+        Args:
+            data: A batch, as `train_step` takes it.
+            presence: Whether there are examples in it.
+        """
+        sharing = Sharing(presence) if replica_count() > 1 else None
+        # An accumulating optimizer weighs the replicas itself, once for the whole window.
+        gradient = self._gradient(presence.filled(data), presence, None if self._accumulates else sharing)
+        counts = self._counts(gradient, presence, sharing)
+        presence.run(lambda: track_loss(self.model, gradient.loss, counts))
+        if sharing and gradient.weight is not None and not self._accumulates:
+            show_before_sum(self.model, gradient.gradients, sharing(gradient.weight))
+        shown = SharedResults(self.model) if self.spread and sharing else None
+        with self._gathering(gradient):
+            whole = gradient.weight is not None
+            sums = apply_gradient(self.model, gradient.gradients, whole=whole, beside=shown.parts if shown else ())
+        if shown is None:
+            return self.model.get_metrics_result()
+        return shown.results(sum_over_replicas(shown.parts) if sums is None else sums)
+
+    @property
+    def _accumulates(self) -> bool:
+        return isinstance(unscaled(self.model.optimizer), WrappingOptimizer)
+
+    def _counts(self, gradient: Gradient, presence: Presence, sharing: Sharing | None) -> tf.Tensor:
+        # It takes a collective to know, and a window that is only added to does without one.
+        unknown = self._accumulates and not self.spread
+        if sharing is None or gradient.weight is None or unknown:
+            return presence.rows
+        return sharing.counts(gradient.weight)
+
+    def _gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
+        if self.apply:
+            return self.apply.gathering(gradient)
+        optimizer = unscaled(self.model.optimizer)
+        if gradient is None or gradient.weight is None or not isinstance(optimizer, WrappingOptimizer):
+            return contextlib.nullcontext()
+        return optimizer.weighed(gradient.weight)
+
+    def _gradient(self, data: Any, presence: Presence, share: Share | None) -> Gradient:
+        stages = [stage.weigh for stage in (self.split, self.spread) if stage]
+        weigh = next((weigh for weigh in (self.weigh, *stages) if weigh), None)
+        by_xla = bool(self.spread and self.spread.by_xla and replica_count() > 1)
+        of_part = functools.partial(gradient_of, self.model, weigh=weigh, presence=presence, by_xla=by_xla)
+        if self.split is None:
+            return of_part(data, share=share)
+        gradient = self.split(self.model, of_part, data)
+        return shared(gradient, share) if share else gradient

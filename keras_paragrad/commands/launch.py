@@ -1,0 +1,139 @@
+"""Start a training script as several workers on this machine, or as this task of a Slurm or Kubernetes job."""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from keras_paragrad.distribution.cluster import Cluster, find_cluster
+from keras_paragrad.distribution.launch.launcher import launch
+from keras_paragrad.distribution.launch.tasks import Layout
+
+_USAGE = """%(prog)s --workers N [options] script.py [arguments]
+       %(prog)s --workers N [options] -m module [arguments]
+       %(prog)s script.py [arguments]          within srun, or in a pod of an Indexed Job"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what `launch` takes: its own options, and then a script's or a module's words."""
+    parser.usage = _USAGE
+    here = parser.add_argument_group("on this machine")
+    here.add_argument("--workers", type=_whole(1), metavar="N", help="worker processes")
+    here.add_argument("--ps", type=_whole(0), default=0, metavar="N", help="parameter servers; a chief comes with them")
+    here.add_argument(
+        "--devices-per-worker", type=_whole(1), metavar="N", help="GPUs that each worker sees (default: all of them)"
+    )
+    here.add_argument(
+        "--port-base", type=_whole(1024), metavar="PORT", help="take the first free ports from here up (default: any)"
+    )
+    here.add_argument(
+        "--max-restarts", type=_whole(0), default=0, metavar="N", help="start all again after a failure (default: 0)"
+    )
+    here.add_argument(
+        "--grace-seconds",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="time between SIGTERM and SIGKILL (default: 30)",
+    )
+    what = parser.add_argument_group("what to start")
+    what.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="a module, and its words")
+    what.add_argument("script", nargs=argparse.REMAINDER, help="a script, and its words")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Starts the processes and waits for them; within a job, becomes the process.
+
+    Args:
+        arguments: What `add_arguments` declares.
+
+    Returns:
+        2 for wrong arguments, or else the exit status of the processes.
+    """
+    try:
+        command = _command(arguments.script, arguments.module)
+        cluster = find_cluster(os.environ)
+        if arguments.workers is None:
+            return _become(command, _given_cluster(arguments, cluster), arguments.max_restarts)
+        _check_alone(arguments.workers, cluster)
+        layout = Layout(arguments.workers, arguments.ps, arguments.devices_per_worker, arguments.port_base)
+        return launch(layout, command, arguments.max_restarts, arguments.grace_seconds)
+    except ValueError as error:
+        print(f"launch: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _command(script: list[str], module: list[str] | None) -> list[str]:
+    """The words to start, of which the first has been looked for."""
+    if module is not None:
+        if not module:
+            raise ValueError("-m needs a module's name, as in: launch --workers 2 -m package.train")
+        if PathFinder.find_spec(module[0].partition(".")[0], ["", *sys.path]) is None:
+            raise ValueError(f"There is no module {module[0]!r} here or among the installed packages.")
+        return [sys.executable, "-m", *module]
+    script = script[1:] if script[:1] == ["--"] else script
+    if not script:
+        raise ValueError("There is no script to start. Write one, as in: launch --workers 2 train.py")
+    if not Path(script[0]).is_file():
+        raise ValueError(f"There is no script {script[0]!r} in {Path.cwd()}.")
+    return [sys.executable, *script]
+
+
+def _given_cluster(arguments: argparse.Namespace, cluster: Cluster | None) -> Cluster:
+    """The cluster that who started this has made, to which options of one on this machine don't apply."""
+    local = {"--ps": arguments.ps, "--devices-per-worker": arguments.devices_per_worker}
+    for option, value in {**local, "--port-base": arguments.port_base}.items():
+        if value:
+            raise ValueError(f"{option} is for a cluster on this machine. Write --workers N with it.")
+    if cluster is None:
+        raise ValueError(
+            "Nothing in the environment says that this is a task of a cluster (TF_CONFIG, or the variables of a Slurm "
+            "step or a Kubernetes Job). Write --workers N for N workers on this machine."
+        )
+    return cluster
+
+
+def _check_alone(workers: int, cluster: Cluster | None) -> None:
+    """Checks that this isn't one of several tasks, each of which would make a cluster of its own."""
+    if cluster is not None and sum(map(len, cluster.jobs.values())) > 1:
+        raise ValueError(
+            f"This is {cluster.job} {cluster.index} of a cluster that {cluster.source} describes, and --workers "
+            f"{workers} would make another in each of its tasks. Leave --workers out."
+        )
+
+
+def _become(command: list[str], cluster: Cluster, max_restarts: int) -> int:
+    """Replaces this process by the task's: signals to it and its exit status are the scheduler's business."""
+    told = " --max-restarts has no effect here." if max_restarts else ""
+    print(
+        f"launch: {cluster.job} {cluster.index} of the cluster that {cluster.source} describes; starting it again is "
+        f"left to who started this.{told}",
+        file=sys.stderr,
+        flush=True,
+    )
+    environment = {**os.environ, "TF_CONFIG": cluster.to_tf_config()}
+    os.execve(command[0], command, environment)
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    """Reads a whole number of at least so much."""
+
+    def read(word: str) -> int:
+        if not word.isdecimal() or int(word) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least} up, got {word!r}")
+        return int(word)
+
+    return read
+
+
+def _seconds(word: str) -> float:
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected seconds, 0 or more, got {word!r}")
+    return seconds

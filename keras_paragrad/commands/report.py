@@ -1,0 +1,35 @@
+"""Write what a log directory holds, or two of them compared, as one HTML file."""
+
+import argparse
+import sys
+
+from keras_paragrad.profiling.report import write_report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what `report` takes."""
+    runs = parser.add_mutually_exclusive_group(required=True)
+    runs.add_argument("log_dir", nargs="?", metavar="LOGDIR", help="the log_dir of Profiler, or a folder with a trace")
+    runs.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two such folders, to set side by side")
+    parser.add_argument(
+        "--output", metavar="FILE", help="the file to write (default: report.html in LOGDIR, or comparison.html in A)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the report and says where.
+
+    Args:
+        arguments: What `add_arguments` declares.
+
+    Returns:
+        0; or 1 if there is nothing to report on, or the file can't be written.
+    """
+    log_dir, other = arguments.compare or (arguments.log_dir, None)
+    try:
+        path = write_report(log_dir, arguments.output, other)
+    except (OSError, ModuleNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(path)
+    return 0

@@ -1,0 +1,1 @@
+"""One training step over many devices: what is here, what follows from it, and the step itself."""

@@ -1,0 +1,247 @@
+"""`Backup`: what `fit` needs to go on after it was killed, kept in a directory."""
+
+import logging
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import keras
+
+from keras_paragrad._keras import checkpoint_state as seam
+from keras_paragrad.distribution.checkpoint.agreement import common_backup
+from keras_paragrad.distribution.checkpoint.content import Content
+from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, Stored
+from keras_paragrad.distribution.checkpoint.pace import StopChecks
+from keras_paragrad.distribution.checkpoint.remembered import HISTORY, state_of, with_epoch
+from keras_paragrad.distribution.checkpoint.resuming import Resumption
+from keras_paragrad.distribution.checkpoint.stopping import StopRequest, TrainingInterrupted
+from keras_paragrad.distribution.workers import agree, gather, place_of
+
+_log = logging.getLogger("keras_paragrad")
+
+
+class Backup(keras.callbacks.Callback):
+    """Backs training up while `fit` runs, and makes the next `fit` go on from there, on all workers at the same step.
+
+    What is backed up: the model's variables, the optimizer's with an open window of an `AccumulatingOptimizer`, the
+    metrics', the states of random seeds, the epoch and the batch in it, and the state of `EarlyStopping`,
+    `ReduceLROnPlateau`, `ModelCheckpoint` and of callbacks of your own that have `get_state` and `set_state`. One
+    worker, the chief, writes; a backup is written whole or not at all, and verified by a checksum before it is used.
+    It can be restored on another number of replicas and workers. Give it to `fit` as the last callback, to every
+    worker, and keep one directory for each `fit`.
+
+    Data is not backed up: in the middle of an epoch, batches that training has seen are taken and passed over, so the
+    data has to come in the same order again.
+
+    Args:
+        directory: Where backups are; on the other workers it may be another file system, or empty.
+        every: `"epoch"`, or after how many batches to back up.
+        keep: How many of the newest backups to keep.
+        on_sigterm: Whether SIGTERM to any worker makes all of them back up after the same batch and leave `fit` with
+            `TrainingInterrupted`, exit status 143.
+        check_every: After how many steps workers ask each other whether one has received SIGTERM; about every second,
+            if `None`.
+        callbacks: The other callbacks of this `fit`, whose state is backed up too.
+        delete_when_done: Whether to remove the backups when `fit` has come to its end, as the next `fit` would go on
+            from them.
+
+    Raises:
+        ValueError: An argument can't be used, or when `fit` begins: workers were given different ones, or the backup
+            is of another model.
+        DamagedBackupError: When `fit` begins: there are backups, and none is intact.
+        TrainingInterrupted: After SIGTERM.
+
+    Example:
+
+    >>> import tempfile, keras, numpy as np
+    >>> from keras_paragrad.distribution.checkpoint.backup import Backup
+    >>> directory = tempfile.mkdtemp()
+    >>> def trained(epochs, callbacks):
+    ...     keras.utils.set_random_seed(0)
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("adam", loss="mse")
+    ...     x = np.ones((8, 4))
+    ...     model.fit(x, x[:, :1], batch_size=2, epochs=epochs, shuffle=False, callbacks=callbacks, verbose=0)
+    ...     return model.get_weights()[0]
+    >>> _ = trained(1, [Backup(directory, delete_when_done=False)])
+    >>> bool(np.all(trained(2, [Backup(directory)]) == trained(2, [])))
+    True
+    """
+
+    def __init__(
+        self,
+        directory: str | PathLike[str],
+        every: str | int = "epoch",
+        keep: int = 2,
+        on_sigterm: bool = True,
+        check_every: int | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
+        delete_when_done: bool = True,
+    ):
+        super().__init__()
+        if every != "epoch" and not _is_count(every):
+            raise ValueError(f"Got every={every!r}. Write 'epoch', or after how many batches to back up: every=500.")
+        if check_every is not None and not _is_count(check_every):
+            raise ValueError(f"Got check_every={check_every!r}. Write a number of steps, or None for about a second.")
+        self.files = BackupFiles(directory, keep)
+        self.every = every
+        self.on_sigterm = on_sigterm
+        self.check_every = check_every
+        self.callbacks = list(callbacks)
+        self.delete_when_done = delete_when_done
+        self._request = StopRequest()
+        self._resumption: Resumption | None = None
+        self._position = Position(0, 0)
+        self._passed_over = 0
+        self._backed_up_at = 0
+        self._ended: tuple[int, dict[str, Any]] | None = None
+        self._failing = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Restores the newest backup, if there is one."""
+        model: Any = self.model
+        self._strategy = model.distribute_strategy
+        place = place_of(self._strategy)
+        self._workers, self._is_chief = place.workers, place.worker == 0
+        self._checks = StopChecks(self._strategy, place.workers, self.check_every)
+        self._agree_on_settings()
+        stored, damage = common_backup(self._strategy, self.files)
+        self._failing = False
+        if stored:
+            self._resumption = Resumption(model, stored, self.files.directory)
+            self._announce(stored, damage)
+        if self.on_sigterm:
+            self._request.listen()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Passes over the batches of the epoch that training has seen."""
+        self._position, self._ended = Position(epoch, 0), None
+        self._passed_over = self._backed_up_at = 0
+        if self._resumption:
+            self._resumption.in_first_epoch(epoch, self._others)
+            self._passed_over = self._backed_up_at = self._resumption.position.batch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Backs up, if it is time to or SIGTERM was received."""
+        done = batch + 1
+        if done <= self._passed_over:
+            return
+        self._position = Position(self._position.epoch, done)
+        if self._resumption:
+            self._resumption.after_first_batch()
+            self._resumption = None
+        if done == self.params.get("steps"):
+            # The epoch is about to end, and only then is everything known that belongs to it.
+            return
+        if self.on_sigterm and self._checks.after_step(self._request.received):
+            self._stop()
+        if self.every != "epoch" and done - self._backed_up_at >= int(self.every):
+            self._backed_up_at = done
+            self.save()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Backs up, if it is time to or SIGTERM was received."""
+        done, self._position, self._ended = self._position.batch, Position(epoch + 1, 0), (epoch, logs or {})
+        self._resumption = None
+        if self.model.stop_training:
+            # Going on from here would train for an epoch too many.
+            return
+        if self.on_sigterm and self._checks.ask(self._request.received):
+            self._stop()
+        if self.every == "epoch" or done - self._backed_up_at >= int(self.every):
+            self.save()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Removes the backups."""
+        if self._resumption:
+            # There was nothing left to do.
+            self._resumption.restore_callbacks(self._others)
+        self.leave()
+        if self.delete_when_done:
+            # Not before all workers are here: a restart would find nothing to go on from.
+            gather(self._strategy, [0])
+            if self._is_chief:
+                self._remove_all()
+
+    def leave(self) -> None:
+        """Puts the SIGTERM handler that was there before back; for when `fit` has broken off with an error."""
+        self._request.leave()
+        self._resumption = None
+        if self.model is not None:
+            seam.begin_in(self.model, None)
+            seam.pass_over(self.model, 0)
+
+    def save(self) -> bool:
+        """Backs up now, at the end of a batch or an epoch; called on every worker after the same step.
+
+        Returns:
+            Whether that has worked, as far as this worker knows: others than the chief write nothing.
+        """
+        variables = seam.training_variables(self.model)
+        values = seam.read_all(variables)
+        if not self._is_chief:
+            return True
+        names = {section: [variable.path for variable in found] for section, found in variables.items()}
+        states = state_of(self._others)
+        if self._ended and HISTORY in states:
+            states[HISTORY] = with_epoch(states[HISTORY], *self._ended)
+        content = Content(values, names, states).to_bytes()
+        try:
+            self.files.write(self._position, content)
+        except OSError as error:
+            self._say_that_it_failed(error)
+            return False
+        self._failing = False
+        return True
+
+    @property
+    def _others(self) -> list[keras.callbacks.Callback]:
+        history = getattr(self.model, "history", None)
+        return [*([history] if isinstance(history, keras.callbacks.History) else ()), *self.callbacks]
+
+    def _agree_on_settings(self) -> None:
+        settings = {
+            "batches between backups": 0 if self.every == "epoch" else int(self.every),
+            "as on_sigterm": int(self.on_sigterm),
+            "steps between checks": self.check_every or 0,
+        }
+        agree(self._strategy, settings, "settings of Backup")
+
+    def _announce(self, resumed: Stored, damage: list[str]) -> None:
+        if not self._is_chief:
+            return
+        if damage:
+            _log.warning("A damaged backup is set aside: %s.", "; ".join(damage))
+            self.files.set_aside(resumed.position)
+        _log.warning("Training goes on in %s, from the backup %s.", resumed.position, resumed.path)
+
+    def _remove_all(self) -> None:
+        try:
+            self.files.remove_all()
+        except OSError as error:
+            _log.warning("The backups could not be removed: %s. The next fit would go on from them.", error)
+
+    def _say_that_it_failed(self, error: OSError) -> None:
+        if self._failing:
+            return
+        self._failing = True
+        newest = next(iter(self.files.paths()), None)
+        _log.warning(
+            "No backup could be written at %s: %s. Training goes on, and tries again; until then %s. Free some space "
+            "in %s, or give another directory.",
+            self._position,
+            error,
+            f"the last one is {newest.name}" if newest else "there is none to go on from",
+            self.files.directory,
+        )
+
+    def _stop(self) -> None:
+        saved = self.save()
+        self.leave()
+        outcome = f"a backup is in {self.files.directory}" if saved else "no backup could be written of that"
+        _log.warning("SIGTERM: training stops in %s; %s. The same command goes on from there.", self._position, outcome)
+        raise TrainingInterrupted(self._position, saved)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,85 @@
+"""What is in a backup: the values of variables and the state of callbacks, as bytes and back."""
+
+import io
+import itertools
+import json
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+DESCRIPTION = "description"
+
+
+class Content(NamedTuple):
+    """What training goes on from.
+
+    Attributes:
+        values: The variables' values, by what they belong to.
+        names: The variables' names, in the same order.
+        callbacks: The state of each callback that has some.
+    """
+
+    values: dict[str, list[np.ndarray]]
+    names: dict[str, list[str]]
+    callbacks: dict[str, Any]
+
+    def to_bytes(self) -> bytes:
+        """The content as a NumPy archive, which holds no code."""
+        arrays = [array for values in self.values.values() for array in values]
+        dtypes = [array.dtype.name for array in arrays]
+
+        def as_array(value: Any) -> Any:
+            array = np.asarray(value)
+            if array.dtype == object:
+                raise TypeError(
+                    f"A callback's state holds {value!r}: it can hold numbers, texts, arrays, lists, dicts."
+                )
+            arrays.append(array)
+            dtypes.append(array.dtype.name)
+            return {"array": len(arrays) - 1}
+
+        callbacks = json.dumps(self.callbacks, default=as_array)
+        described = {"names": self.names, "callbacks": callbacks, "dtypes": dtypes}
+        description = np.frombuffer(json.dumps(described).encode(), np.uint8)
+        with io.BytesIO() as buffer:
+            named: dict[str, Any] = {str(index): array for index, array in enumerate(arrays)}
+            named[DESCRIPTION] = description
+            np.savez(buffer, **named)
+            return buffer.getvalue()
+
+    @classmethod
+    def from_bytes(cls, packed: bytes) -> "Content":
+        """Reads what `to_bytes` wrote."""
+        with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
+            described = json.loads(archive[DESCRIPTION].tobytes())
+            # NumPy does not know bfloat16 and the like by name, and gives back bytes.
+            arrays = [_of_dtype(archive[str(index)], np.dtype(name)) for index, name in enumerate(described["dtypes"])]
+        remaining = iter(arrays)
+        values = {name: [next(remaining) for _ in variables] for name, variables in described["names"].items()}
+
+        def as_value(read: dict[str, Any]) -> Any:
+            return arrays[read["array"]][()] if read.keys() == {"array"} else read
+
+        return cls(values, described["names"], json.loads(described["callbacks"], object_hook=as_value))
+
+    def check_fits(self, section: str, variables: list[keras.Variable], source: Any) -> None:
+        """Raises a `ValueError` that names the first variable for which there is no such value."""
+        wanted = [(variable.path, tuple(variable.shape), variable.dtype) for variable in variables]
+        values = zip(self.names[section], self.values[section], strict=True)
+        found = [(name, value.shape, value.dtype.name) for name, value in values]
+        for here, there in itertools.zip_longest(wanted, found):
+            if here is None or there is None or here[1:] != there[1:]:
+                raise ValueError(
+                    f"{source} has backups of another model: where the {section} of this one has {_described(here)}, "
+                    f"they have {_described(there)}. Train the model that they were made of, or give another directory "
+                    "to begin anew."
+                )
+
+
+def _of_dtype(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return array if array.dtype == dtype else array.view(dtype)
+
+
+def _described(variable: tuple[str, Any, str] | None) -> str:
+    return f"{variable[0]} of shape {variable[1]} and {variable[2]}" if variable else "nothing"

@@ -1,0 +1,86 @@
+"""A worker that is gone: TensorFlow's error about it, put into words."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from keras_paragrad.distribution.cluster import Cluster
+
+_TRACES = (
+    "Collective ops is aborted",
+    "coordination service",
+    "CoordinationService",
+    "stopped sending heartbeats",
+    "Connection reset by peer",
+    "Socket closed",
+    "failed to connect to all addresses",
+    "RecvBuf",
+)
+# A task as such, and not as the place of a device.
+_TASK = re.compile(r"/job:(chief|worker)/replica:\d+/task:(\d+)(?![\d/])")
+_ERRORS = (
+    tf.errors.UnavailableError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.InternalError,
+)
+
+
+class WorkerLostError(RuntimeError):
+    """Another worker of the cluster has ended or no longer answers, so that this one can't go on."""
+
+
+@contextlib.contextmanager
+def explained_failures(cluster: Cluster | None) -> Iterator[None]:
+    """Within it, an error of TensorFlow's that comes of a lost worker is raised as a `WorkerLostError`.
+
+    Workers notice by themselves, whatever they are waiting for: TensorFlow's coordination service sends heartbeats.
+
+    Args:
+        cluster: The cluster that this process trains in; `None` changes nothing.
+
+    Raises:
+        WorkerLostError: In place of TensorFlow's error, which is its `__cause__`.
+    """
+    try:
+        yield
+    except _ERRORS as error:
+        if cluster is None or cluster.worker_count == 1 or not _is_of_a_lost_worker(error):
+            raise
+        raise WorkerLostError(_explanation(cluster, error)) from error
+
+
+def _is_of_a_lost_worker(error: tf.errors.OpError) -> bool:
+    text = str(error)
+    return any(trace in text for trace in _TRACES)
+
+
+def _explanation(cluster: Cluster, error: tf.errors.OpError) -> str:
+    suspects = _suspects(cluster, str(error))
+    return (
+        f"Worker {cluster.rank} of {cluster.worker_count} lost touch with {suspects}. Most likely "
+        "the process there has ended: killed, out of memory, preempted, or by an error of its own. Look at the end of "
+        "its output, which says more than this. The network may have failed, too. Then start all workers again: with "
+        "dist.callbacks(directory) they go on from the last backup, and `python -m keras_paragrad launch "
+        f"--max-restarts 3` starts them by itself. TensorFlow said: {_first_line(error)}"
+    )
+
+
+def _suspects(cluster: Cluster, text: str) -> str:
+    """The workers that TensorFlow names, or all others."""
+    workers = [*cluster.jobs.get("chief", ()), *cluster.jobs.get("worker", ())]
+    before = {"chief": 0, "worker": len(cluster.jobs.get("chief", ()))}
+    named = {before[job] + int(index) for job, index in _TASK.findall(text)} - {cluster.rank}
+    others = sorted(named) or [rank for rank in range(len(workers)) if rank != cluster.rank]
+    listed = [f"worker {rank} ({workers[rank]})" for rank in others if rank < len(workers)]
+    if len(listed) > 8:
+        listed = [*listed[:8], f"{len(listed) - 8} more"]
+    return listed[0] if len(listed) == 1 else f"one of {', '.join(listed)}"
+
+
+def _first_line(error: tf.errors.OpError) -> str:
+    lines = [re.sub(r"^\{\{.*?\}\} ", "", line.strip()) for line in str(error).splitlines()]
+    return next((line for line in lines if any(trace in line for trace in _TRACES)), type(error).__name__)[:300]

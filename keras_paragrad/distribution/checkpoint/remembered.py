@@ -1,0 +1,78 @@
+"""The state of other callbacks: a resumed run stops early, or lowers its rate, where an undisturbed one does."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import keras
+
+_ATTRIBUTES = {
+    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch", "best_weights"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: ("best",),
+    keras.callbacks.History: ("history", "epoch"),
+}
+HISTORY = "History 0"
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A callback of your own whose state is backed up.
+
+    Numbers, texts, arrays, and lists and dictionaries of them can be.
+    """
+
+    def get_state(self) -> dict[str, Any]:
+        """What the callback goes on from."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Takes what `get_state` returned; called after every callback's `on_train_begin`."""
+        ...
+
+
+def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, Any]]:
+    """The state of each callback that has some, by its class and its number among those of that class."""
+    return {name: _get(callback) for name, callback in _named(callbacks).items()}
+
+
+def with_epoch(history: dict[str, Any], epoch: int, logs: dict[str, Any]) -> dict[str, Any]:
+    """A `History`'s state with an epoch that has ended, of which Keras tells `History` last of all."""
+    if epoch in history["epoch"]:
+        return history
+    values = {name: [*history["history"].get(name, ()), value] for name, value in logs.items()}
+    return {"history": {**history["history"], **values}, "epoch": [*history["epoch"], epoch]}
+
+
+def restore_state(callbacks: Iterable[keras.callbacks.Callback], states: dict[str, dict[str, Any]]) -> None:
+    """Gives callbacks their state back; one that was not there when it was saved stays as it is."""
+    for name, callback in _named(callbacks).items():
+        state = states.get(name)
+        if state is None:
+            continue
+        if isinstance(callback, Remembers):
+            callback.set_state(state)
+            continue
+        for attribute, value in state.items():
+            setattr(callback, attribute, value)
+
+
+def _named(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.callbacks.Callback]:
+    count: Counter[str] = Counter()
+    named = {}
+    for callback in callbacks:
+        if isinstance(callback, Remembers) or _attributes(callback):
+            kind = type(callback).__name__
+            named[f"{kind} {count[kind]}"] = callback
+            count[kind] += 1
+    return named
+
+
+def _get(callback: keras.callbacks.Callback) -> dict[str, Any]:
+    if isinstance(callback, Remembers):
+        return callback.get_state()
+    return {name: getattr(callback, name) for name in _attributes(callback) if hasattr(callback, name)}
+
+
+def _attributes(callback: keras.callbacks.Callback) -> tuple[str, ...]:
+    return next((names for kind, names in _ATTRIBUTES.items() if isinstance(callback, kind)), ())

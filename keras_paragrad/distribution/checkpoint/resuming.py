@@ -1,0 +1,82 @@
+"""Putting a `fit` that has just begun where another one was."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from keras_paragrad._keras import checkpoint_state as seam
+from keras_paragrad.distribution.checkpoint.content import Content
+from keras_paragrad.distribution.checkpoint.files import Stored
+from keras_paragrad.distribution.checkpoint.remembered import restore_state
+
+
+class Resumption:
+    """A backup on its way into a model, in the steps in which Keras is ready for it.
+
+    Args:
+        model: The model, as `fit` has it in `on_train_begin`.
+        stored: The backup.
+        source: Where it came from, to be named in errors.
+
+    Raises:
+        ValueError: It is of another model, or the model has no variables yet.
+    """
+
+    def __init__(self, model: keras.Model, stored: Stored, source: Path):
+        self.model = model
+        self.position = stored.position
+        self._content = Content.from_bytes(stored.content)
+        self._source = source
+        self._metrics_restored = not self.position.batch
+        self._restore()
+        seam.begin_in(model, self.position.epoch)
+
+    def in_first_epoch(self, epoch: int, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        """Goes on inside the epoch, once Keras and all callbacks have begun it.
+
+        Raises:
+            ValueError: `fit` has begun another epoch than that of the backup.
+        """
+        seam.begin_in(self.model, None)
+        if epoch != self.position.epoch:
+            raise ValueError(
+                f"fit begins with epoch {epoch + 1}, and the backup in {self._source} stands in {self.position}. Leave "
+                "out initial_epoch, as the backup says where to go on, or give another directory."
+            )
+        self.restore_callbacks(callbacks)
+        if self.position.batch:
+            # Again: Keras has reset the metrics, and callbacks may have changed what they change at an epoch's start.
+            self._restore()
+            self._restore_metrics(seam.assign_all)
+            seam.pass_over(self.model, self.position.batch)
+
+    def after_first_batch(self) -> None:
+        """Adds what the metrics had counted, if Keras has made their variables only in the first step."""
+        self._restore_metrics(seam.add_all)
+
+    def restore_callbacks(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        """Gives the other callbacks their state."""
+        restore_state(callbacks, self._content.callbacks)
+
+    def _restore(self) -> None:
+        if not self.model.built:
+            raise ValueError(
+                "The model has no variables yet to restore a backup to. Build it before fit, by calling it on a batch, "
+                "or begin it with keras.Input(shape)."
+            )
+        seam.build_optimizer(self.model)
+        variables = seam.training_variables(self.model)
+        for section in ("model", "optimizer"):
+            self._content.check_fits(section, variables[section], self._source)
+            seam.assign_all({section: variables[section]}, self._content.values)
+
+    def _restore_metrics(self, how: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+        metrics = {"metrics": seam.training_variables(self.model)["metrics"]}
+        waits = how is seam.assign_all and len(metrics["metrics"]) < len(self._content.values["metrics"])
+        if self._metrics_restored or waits:
+            return
+        self._content.check_fits("metrics", metrics["metrics"], self._source)
+        how(metrics, self._content.values)
+        self._metrics_restored = True

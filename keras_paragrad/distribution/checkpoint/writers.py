@@ -1,0 +1,106 @@
+"""Callbacks that write files, of which on several workers one writes for all."""
+
+import copy
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import keras
+
+# These read variables, which takes all workers where replicas have parts of them; the attribute says where they write.
+_READ_BY_ALL = {keras.callbacks.ModelCheckpoint: "filepath", keras.callbacks.TensorBoard: "log_dir"}
+# These read only what `fit` shows.
+_CHIEF_ONLY = (keras.callbacks.CSVLogger, keras.callbacks.RemoteMonitor)
+
+
+def with_one_writer(callbacks: Iterable[keras.callbacks.Callback], is_chief: bool) -> list[keras.callbacks.Callback]:
+    """The callbacks to give to `fit` on a worker, so that no two workers write the same file.
+
+    On the chief they are those given. On another worker `ModelCheckpoint` and `TensorBoard` take part in reading the
+    model, and write to a temporary directory that is emptied; `CSVLogger` and `RemoteMonitor` are left out. Callbacks
+    of other kinds are untouched: one of your own that writes has to ask which worker it is on.
+
+    Args:
+        callbacks: Keras callbacks.
+        is_chief: Whether this worker writes.
+
+    Returns:
+        A new list. The callbacks in it that write elsewhere are copies.
+
+    Raises:
+        ValueError: There is a `BackupAndRestore` or `OrbaxCheckpoint` among them, which can't be shared by workers.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_paragrad.distribution.checkpoint.writers import with_one_writer
+    >>> log = keras.callbacks.CSVLogger("log.csv")
+    >>> with_one_writer([log], is_chief=True) == [log], with_one_writer([log], is_chief=False)
+    (True, [])
+    """
+    callbacks = list(callbacks)
+    for callback in callbacks:
+        _refuse(callback)
+    if is_chief:
+        return callbacks
+    return [kept for callback in callbacks for kept in _for_another_worker(callback)]
+
+
+def _refuse(callback: keras.callbacks.Callback) -> None:
+    if isinstance(callback, (keras.callbacks.BackupAndRestore, keras.callbacks.OrbaxCheckpoint)):
+        raise ValueError(
+            f"{type(callback).__name__} can't be used by several workers: they would write the same files, or resume "
+            "at different steps. Write callbacks=dist.callbacks(directory) in its place."
+        )
+
+
+def _for_another_worker(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
+    if isinstance(callback, _CHIEF_ONLY):
+        return []
+    attribute = next((name for kind, name in _READ_BY_ALL.items() if isinstance(callback, kind)), None)
+    if attribute is None:
+        return [callback]
+    scratch = ScratchDirectory(emptied=attribute == "filepath")
+    elsewhere = copy.copy(callback)
+    setattr(elsewhere, attribute, str(scratch.path / Path(getattr(callback, attribute)).name))
+    return [elsewhere, scratch]
+
+
+class ScratchDirectory(keras.callbacks.Callback):
+    """A directory that is there while `fit` runs, emptied after the callbacks before this one have written to it.
+
+    Args:
+        emptied: Whether to remove what was written at once, or only when training ends.
+    """
+
+    def __init__(self, emptied: bool):
+        super().__init__()
+        self._emptied = emptied
+        self.path = Path(tempfile.mkdtemp(prefix="keras_paragrad_"))
+        # Should `fit` break off, it goes with this callback.
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Empties the directory."""
+        self._empty()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Empties the directory."""
+        self._empty()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Empties the directory for good."""
+        self._emptied = True
+        self._empty()
+
+    def _empty(self) -> None:
+        if not self._emptied:
+            return
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)

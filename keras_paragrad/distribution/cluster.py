@@ -1,0 +1,136 @@
+"""`Cluster`: which processes train together, and which of them this is."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from keras_paragrad.distribution.clusters.kubernetes import read_kubernetes
+from keras_paragrad.distribution.clusters.sagemaker import read_sagemaker
+from keras_paragrad.distribution.clusters.slurm import read_slurm
+from keras_paragrad.distribution.clusters.tf_config import read_tf_config
+
+JOBS = ("chief", "worker", "ps", "evaluator")
+READERS = {
+    "TF_CONFIG": read_tf_config,
+    "SageMaker": read_sagemaker,
+    "Kubernetes": read_kubernetes,
+    "Slurm": read_slurm,
+}
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The processes that train together, each with its address, and which of them this one is.
+
+    Args:
+        jobs: The addresses, `host:port`, of the tasks of each job, in order. Jobs are `chief`, `worker`, `ps` (a
+            parameter server) and `evaluator`.
+        job: The job of this process.
+        index: Which of its job's tasks this process is, counted from 0.
+        source: Where that was said: `TF_CONFIG`, `Slurm`, `Kubernetes` or `SageMaker`.
+
+    Raises:
+        ValueError: A job or this task is unknown, an address is malformed or there twice, or there are two chiefs.
+
+    Example:
+
+    >>> from keras_paragrad.distribution.cluster import Cluster
+    >>> cluster = Cluster({"worker": ("a:2222", "b:2222")}, "worker", 1, "TF_CONFIG")
+    >>> cluster.worker_count, cluster.rank, cluster.is_chief
+    (2, 1, False)
+    """
+
+    jobs: dict[str, tuple[str, ...]]
+    job: str
+    index: int
+    source: str
+
+    def __post_init__(self):
+        unknown = [job for job in self.jobs if job not in JOBS]
+        if unknown:
+            hint = " A `master` is called `chief` in TensorFlow 2." if "master" in unknown else ""
+            self._refuse(f"the jobs {unknown}. Jobs are {', '.join(JOBS)}.{hint}")
+        if len(self.jobs.get("chief", ())) > 1:
+            self._refuse(f"{len(self.jobs['chief'])} chiefs. Keep one, and make the others workers.")
+        self._check_addresses()
+        tasks = len(self.jobs.get(self.job, ()))
+        if not tasks:
+            self._refuse(f"no task for this process: it is a {self.job!r}, and the jobs are {list(self.jobs)}.")
+        if not 0 <= self.index < tasks:
+            self._refuse(f"no {self.job} {self.index}: there are {tasks}, counted from 0. Correct this task's index.")
+
+    def _check_addresses(self) -> None:
+        addresses = [address for hosts in self.jobs.values() for address in hosts]
+        for address in addresses:
+            match = _ADDRESS.fullmatch(address)
+            if match is None or not 0 < int(match[2]) < 65536:
+                self._refuse(f"the address {address!r}. Expected a host and a port from 1 to 65535: 'host0:2222'.")
+        twice = [address for address, count in Counter(addresses).items() if count > 1]
+        if twice:
+            self._refuse(f"{twice} more than once. Give every task an address of its own.")
+
+    def _refuse(self, found: str) -> None:
+        raise ValueError(f"The cluster from {self.source} has {found}")
+
+    @property
+    def worker_count(self) -> int:
+        """How many processes train: the chief and the workers."""
+        return len(self.jobs.get("chief", ())) + len(self.jobs.get("worker", ()))
+
+    @property
+    def rank(self) -> int:
+        """The place of this process among the chief, which is 0, and the workers.
+
+        Raises:
+            ValueError: This process is a parameter server or an evaluator.
+        """
+        if self.job not in ("chief", "worker"):
+            raise ValueError(f"This process is {self.job} {self.index}. Only the chief and the workers have a rank.")
+        return self.index + (len(self.jobs.get("chief", ())) if self.job == "worker" else 0)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the one that writes for all: the chief, or the first worker where there is none."""
+        return self.job in ("chief", "worker") and self.rank == 0
+
+    def to_tf_config(self) -> str:
+        """The cluster in the format of `TF_CONFIG`, which TensorFlow's strategies read.
+
+        Returns:
+            JSON that `find_cluster({"TF_CONFIG": ...})` reads back.
+        """
+        jobs = {job: list(hosts) for job, hosts in self.jobs.items()}
+        return json.dumps({"cluster": jobs, "task": {"type": self.job, "index": self.index}})
+
+
+def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
+    """Finds the cluster that this process was started in, by its environment variables.
+
+    `TF_CONFIG` goes before all others; then come SageMaker's variables, `KERAS_PARAGRAD_WORKERS` with Kubernetes's, and
+    those of a Slurm step. Nothing is looked up on the network.
+
+    Args:
+        environment: Names and values; `os.environ`, usually.
+
+    Returns:
+        The cluster, which may be of this process alone, or `None`.
+
+    Raises:
+        ValueError: A cluster is described, and the description is malformed.
+
+    Example:
+
+    >>> from keras_paragrad.distribution.cluster import find_cluster
+    >>> find_cluster({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}).jobs
+    {'worker': ('algo-1:2222', 'algo-2:2222')}
+    >>> find_cluster({}) is None
+    True
+    """
+    for source, read in READERS.items():
+        found = read(environment)
+        if found is not None:
+            return Cluster(found.jobs, found.job, found.task, source)
+    return None

@@ -1,0 +1,81 @@
+"""The cluster that a Slurm step is: one worker for each of its tasks."""
+
+from collections.abc import Mapping
+
+from keras_paragrad.distribution.clusters.found import Found, port_of, whole_number
+from keras_paragrad.distribution.clusters.nodelist import expand_nodes, expand_numbers, expand_tasks
+
+FIRST_PORT, PORTS_A_JOB, JOBS = 15000, 16, 900
+
+
+def read_slurm(environment: Mapping[str, str]) -> Found | None:
+    """Reads the variables that `srun` sets for each task; `None` where it did not start this process.
+
+    A batch script without `srun` is no step: it runs once, however many tasks it was given. The variables are those of
+    https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES.
+
+    Raises:
+        ValueError: A variable is missing, or they contradict each other.
+    """
+    if "SLURM_STEP_NODELIST" not in environment or "SLURM_PROCID" not in environment:
+        return None
+    nodes = expand_nodes(environment["SLURM_STEP_NODELIST"])
+    tasks = _tasks_on_nodes(environment, len(nodes))
+    ports = _ports(environment, max(tasks))
+    workers = [f"{node}:{port}" for node, count in zip(nodes, tasks, strict=True) for port in ports[:count]]
+    return Found({"worker": tuple(workers)}, "worker", _index(environment, tasks))
+
+
+def _tasks_on_nodes(environment: Mapping[str, str], nodes: int) -> list[int]:
+    total = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    expected = whole_number(environment, total, 1)
+    if "SLURM_STEP_TASKS_PER_NODE" not in environment and expected % nodes:
+        raise ValueError(
+            f"SLURM_STEP_TASKS_PER_NODE is not set, and {expected} tasks ({total}) are not spread evenly over {nodes} "
+            "nodes. Start the step with srun, which sets it."
+        )
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE", f"{expected // nodes}(x{nodes})")
+    tasks = expand_tasks(text)
+    if len(tasks) != nodes or sum(tasks) != expected:
+        raise ValueError(
+            f"SLURM_STEP_TASKS_PER_NODE={text} is {sum(tasks)} tasks on {len(tasks)} nodes, but SLURM_STEP_NODELIST="
+            f"{environment['SLURM_STEP_NODELIST']} names {nodes} nodes and {total} says {expected} tasks. "
+            "Start the step with srun, and leave its variables as they are."
+        )
+    return tasks
+
+
+def _index(environment: Mapping[str, str], tasks: list[int]) -> int:
+    """Which worker this is: by node and place there, since `srun --distribution=cyclic` deals ranks round the nodes."""
+    if "SLURM_NODEID" not in environment or "SLURM_LOCALID" not in environment:
+        return whole_number(environment, "SLURM_PROCID")
+    node, place = whole_number(environment, "SLURM_NODEID"), whole_number(environment, "SLURM_LOCALID")
+    if node >= len(tasks) or place >= tasks[node]:
+        raise ValueError(
+            f"SLURM_NODEID={node} and SLURM_LOCALID={place} name a task that a step with {tasks} tasks on its nodes "
+            "does not have. Start the step with srun, and leave its variables as they are."
+        )
+    return sum(tasks[:node]) + place
+
+
+def _ports(environment: Mapping[str, str], needed: int) -> list[int]:
+    """A port for each task on a node: those reserved for the step, or some that other jobs are unlikely to take."""
+    reserved = environment.get("SLURM_STEP_RESV_PORTS")
+    if "KERAS_PARAGRAD_PORT" in environment or not reserved:
+        first = port_of(environment, _port_of_job(environment))
+        return list(range(first, first + needed))
+    ports = [int(port) for port in expand_numbers(reserved)]
+    if len(ports) < needed:
+        raise ValueError(
+            f"SLURM_STEP_RESV_PORTS={reserved} has {len(ports)} ports for {needed} tasks on one node. "
+            f"Start the step with srun --resv-ports={needed}, or set KERAS_PARAGRAD_PORT to the first of free ones."
+        )
+    return ports
+
+
+def _port_of_job(environment: Mapping[str, str]) -> int:
+    """The same on every node, another for the next jobs and steps, and below the ports that systems hand out."""
+    job = "SLURM_JOB_ID" if "SLURM_JOB_ID" in environment else "SLURM_JOBID"
+    step = "SLURM_STEP_ID" if "SLURM_STEP_ID" in environment else "SLURM_STEPID"
+    steps = whole_number(environment, step) if step in environment else 0
+    return FIRST_PORT + PORTS_A_JOB * ((whole_number(environment, job) + 97 * steps) % JOBS)

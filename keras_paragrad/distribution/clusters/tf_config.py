@@ -1,0 +1,53 @@
+"""The cluster that `TF_CONFIG` describes, in TensorFlow's own format."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from keras_paragrad.distribution.clusters.found import Found
+
+EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
+
+
+def read_tf_config(environment: Mapping[str, str]) -> Found | None:
+    """Reads `TF_CONFIG`; `None` if it is not set, or names no cluster.
+
+    The format is that of https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable.
+
+    Raises:
+        ValueError: It is not JSON, or a part is missing or of the wrong type.
+    """
+    text = environment.get("TF_CONFIG", "").strip()
+    if not text:
+        return None
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"TF_CONFIG is not JSON: {error}. It is {text!r:.200}. Expected {EXAMPLE}.") from None
+    _expect(config, dict, "TF_CONFIG")
+    cluster = _expect(config.get("cluster", {}), dict, "`cluster`")
+    if not cluster:
+        return None
+    task = _expect(config.get("task"), dict, "`task`")
+    job = _expect(task.get("type"), str, "`task.type`")
+    return Found({name: _addresses(name, hosts) for name, hosts in cluster.items()}, job, _index(task.get("index")))
+
+
+def _expect(found: Any, kind: type, part: str) -> Any:
+    if not isinstance(found, kind):
+        raise ValueError(f"In TF_CONFIG, {part} is {found!r:.200}. Expected {EXAMPLE}.")
+    return found
+
+
+def _addresses(name: str, hosts: Any) -> tuple[str, ...]:
+    _expect(hosts, list, f"`cluster.{name}`")
+    return tuple(_expect(host, str, f"an address in `cluster.{name}`") for host in hosts)
+
+
+def _index(index: Any) -> int:
+    """The index of the task, which some launchers write as a string."""
+    if isinstance(index, str) and index.isascii() and index.isdecimal():
+        return int(index)
+    if isinstance(index, bool):
+        index = None
+    return _expect(index, int, "`task.index`")

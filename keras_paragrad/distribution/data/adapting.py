@@ -1,0 +1,136 @@
+"""One pass over the training data for the mean and variance of `keras.layers.Normalization` layers.
+
+Each worker takes its rows of each batch, or all of its own shard, and one all-reduce brings the parts together: that
+works for every shard policy, and makes the numbers the same on all workers to the last bit.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad._keras.data import share_of_files
+from keras_paragrad.distribution.data.moments import Moments
+from keras_paragrad.distribution.data.policies import choose_policy
+from keras_paragrad.distribution.data.sources import is_endless
+from keras_paragrad.distribution.workers import Place, all_or_none, gather, place_of
+
+Select = Callable[[Any], Any]
+
+
+def adapt_all(
+    layers: list[tuple[keras.layers.Normalization, Select]], data: Any, strategy: tf.distribute.Strategy, policy: str
+) -> None:
+    """Adapts several layers in one pass; for each, what gives its values from an `x`."""
+    place = place_of(strategy)
+    parts = all_or_none(strategy, lambda: _own_moments(layers, data, policy, place))
+    vectors = gather(strategy, np.concatenate([part.to_vector() for part in parts]))
+    start = 0
+    for (layer, _), part in zip(layers, parts, strict=True):
+        size = part.to_vector().size
+        total = Moments.none(part.mean.shape)
+        for vector in vectors[:, start : start + size]:
+            total = total.merged(Moments.from_vector(vector, part.mean.shape))
+        start += size
+        _assign(layer, total)
+
+
+def _own_moments(
+    layers: list[tuple[keras.layers.Normalization, Select]], data: Any, policy: str, place: Place
+) -> list[Moments]:
+    """This worker's part of the data, for each layer."""
+    _check_data(data)
+    totals: list[Moments | None] = [None] * len(layers)
+    policy = choose_policy(policy, data, place.workers)
+    if policy == "file":
+        data = share_of_files(data, place.workers, place.worker)
+    share = place if policy == "data" else Place(1, 1, 0)
+    for x in _batches(data):
+        for index, (layer, select) in enumerate(layers):
+            values = _values(select(x))
+            axes = _reduced_axes(layer, values)
+            before = totals[index]
+            if before is None:
+                before = Moments.none(tuple(np.delete(values.shape, axes)))
+            own = np.array_split(values, share.workers)[share.worker]
+            totals[index] = before.merged(Moments.of(own, axes))
+    found = [total for total in totals if total is not None]
+    if len(found) < len(layers):
+        raise ValueError("The data has no rows, of which a mean could be taken.")
+    return found
+
+
+def _check_data(data: Any) -> None:
+    if hasattr(data, "__next__"):
+        raise ValueError(
+            f"A {type(data).__name__} can be read only once, and nothing would be left to train on. Make it a "
+            "tf.data.Dataset with tf.data.Dataset.from_generator, or a keras.utils.PyDataset."
+        )
+    if is_endless(data):
+        raise ValueError("The data never ends, and so has no mean. Give it without .repeat().")
+
+
+def _batches(data: Any) -> Iterator[Any]:
+    """The inputs of each batch; of arrays, all at once."""
+    if isinstance(data, tf.data.Dataset):
+        yield from (keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in data)
+    elif isinstance(data, keras.utils.PyDataset):
+        for index in range(data.num_batches):
+            yield keras.utils.unpack_x_y_sample_weight(data[index])[0]
+    else:
+        yield data
+
+
+def only_input(x: Any) -> Any:
+    """The one input there is; an error if there are several."""
+    leaves = keras.tree.flatten(x)
+    if len(leaves) != 1:
+        raise ValueError(
+            f"The data has {len(leaves)} inputs. Say which of them the layer normalizes, as in select=lambda x: x[0]."
+        )
+    return leaves[0]
+
+
+def _values(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
+        raise ValueError(f"A {type(leaf).__name__} can't be normalized. Make it dense first.")
+    values = np.asarray(leaf)
+    if values.dtype.kind not in "biuf" and values.dtype.name != "bfloat16":
+        raise ValueError(f"The data is {values.dtype}, of which there is no mean. Leave the layer out for it.")
+    return values
+
+
+def _reduced_axes(layer: keras.layers.Normalization, values: np.ndarray) -> tuple[int, ...]:
+    """The axes over which the layer's mean is taken; builds the layer if it is not."""
+    if layer.input_mean is not None:
+        raise ValueError(f"The layer {layer.name!r} was made with a mean of its own. Leave mean and variance out.")
+    kept = {axis % max(1, values.ndim) for axis in layer.axis}
+    if 0 in kept:
+        raise ValueError(
+            f"The layer {layer.name!r} keeps axis 0, along which the rows are, and so has a mean for each row. Give it "
+            "the axes of a row: axis=-1 for inputs of shape (rows, features), or axis=None for one mean of all."
+        )
+    if not layer.built:
+        layer.build((None, *values.shape[1:]))
+    expected = tuple(layer.get_build_config()["input_shape"])
+    fits = len(expected) == values.ndim and all(
+        want in (None, found) for want, found in zip(expected[1:], values.shape[1:], strict=True)
+    )
+    if not fits:
+        raise ValueError(f"The layer {layer.name!r} takes inputs of shape {expected}; the data has {values.shape}.")
+    return tuple(axis for axis in range(values.ndim) if axis not in kept)
+
+
+def _assign(layer: keras.layers.Normalization, moments: Moments) -> None:
+    if not moments.size:
+        raise ValueError("The data has no rows, of which a mean could be taken.")
+    if not np.isfinite(moments.mean).all():
+        raise ValueError(
+            f"What the layer {layer.name!r} normalizes holds NaN or infinite numbers, and so has no mean. Leave those "
+            "rows out, or replace the numbers."
+        )
+    layer.adapt_mean.assign(moments.mean.astype(np.float32))
+    layer.adapt_variance.assign((moments.deviations / moments.size).astype(np.float32))
+    layer.finalize_state()

@@ -1,0 +1,24 @@
+"""Tells a dataset which epoch `fit` is in, so that a resumed run reads its rows in the order of an undisturbed one."""
+
+from typing import Any
+
+import keras
+
+from keras_paragrad.distribution.data.dataset import DistributedData
+
+
+class FollowEpochs(keras.callbacks.Callback):
+    """Numbers the epochs of a dataset as `fit` numbers them; without it they are counted as they are read.
+
+    Args:
+        data: What `distributed_dataset` returned.
+    """
+
+    def __init__(self, data: DistributedData):
+        super().__init__()
+        self._data = data
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Names the epoch before anything of it is read."""
+        if self._data.next_epoch != epoch:
+            self._data.set_epoch(epoch)

@@ -1,0 +1,99 @@
+"""A distributed dataset that is another one in every epoch."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_paragrad._keras.data import trust_equal_steps
+from keras_paragrad.distribution.data.arguments import Request
+from keras_paragrad.distribution.data.pieces import cut
+from keras_paragrad.distribution.data.policies import worker_batches
+from keras_paragrad.distribution.data.sources import Source
+from keras_paragrad.distribution.workers import Place
+
+
+class Pieces:
+    """The pieces of an epoch's batches for this worker; made once, if epochs do not differ, so that a cache holds."""
+
+    def __init__(self, source: Source, request: Request, policy: str, place: Place):
+        self._source = source
+        self._request = request
+        self._policy = policy
+        self._place = place
+        self._made: tf.data.Dataset | None = None
+
+    def __call__(self, epoch: int) -> tf.data.Dataset:
+        if self._source.changes:
+            return self._make(epoch)
+        self._made = self._made or self._make(epoch)
+        return self._made
+
+    def _make(self, epoch: int) -> tf.data.Dataset:
+        pieces = cut(*worker_batches(self._source.batches(epoch), self._policy, self._place))
+        options = tf.data.Options()
+        options.deterministic = True
+        pieces = pieces.with_options(options)
+        if self._request.cache:
+            pieces = pieces.cache(self._request.cache_file(self._place.worker))
+        if not self._request.prefetch:
+            return pieces
+        ahead = tf.data.AUTOTUNE if self._request.prefetch is True else self._request.prefetch * self._place.local
+        return pieces.prefetch(ahead)
+
+
+class Feed(tf.distribute.DistributedDataset):
+    """Hands the pieces of batches to the replicas of this worker.
+
+    Args:
+        strategy: Whose replicas they are.
+        pieces: From the number of an epoch to its pieces: one for each local replica, batch after batch.
+        local: How many replicas are here.
+        changes: Whether epochs differ.
+        equal_steps: Whether all replicas are known to have equally many pieces.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        pieces: Callable[[int], tf.data.Dataset],
+        local: int,
+        changes: bool,
+        equal_steps: bool,
+    ):
+        self._strategy = strategy
+        self._pieces = pieces
+        self._local = local
+        self._changes = changes
+        self._equal_steps = equal_steps
+        self._built: tuple[tuple[int, int], Any] | None = None
+        self.begin(0)
+
+    def begin(self, epoch: int, skip: int = 0) -> None:
+        """Makes the next iterator that of an epoch, and those after it that of the next one.
+
+        Args:
+            epoch: Its number.
+            skip: How many batches of it to leave out.
+        """
+        self._epoch, self._skip = epoch, skip
+
+    def __iter__(self) -> Iterator[Any]:
+        distributed = self._distributed(self._epoch if self._changes else 0, self._skip)
+        # Keras asks for another iterator in the middle of an epoch when it has read the data to their end.
+        self.begin(self._epoch + 1)
+        return iter(distributed)
+
+    @property
+    def element_spec(self) -> Any:
+        """What a replica gets, as TensorFlow describes it."""
+        return self._distributed(self._epoch if self._changes else 0, 0).element_spec
+
+    def _distributed(self, epoch: int, skip: int) -> Any:
+        if self._built is None or self._built[0] != (epoch, skip):
+            pieces = self._pieces(epoch).skip(skip * self._local) if skip else self._pieces(epoch)
+            distributed = self._strategy.distribute_datasets_from_function(lambda context: pieces)
+            if self._equal_steps:
+                trust_equal_steps(distributed)
+            self._built = ((epoch, skip), distributed)
+        return self._built[1]

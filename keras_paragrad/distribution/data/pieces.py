@@ -1,0 +1,138 @@
+"""Cutting a global batch into a piece for each replica."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.distribution.workers import Place
+
+
+def cut(batches: tf.data.Dataset, place: Place) -> tf.data.Dataset:
+    """Cuts each batch into a piece for each replica, in their order, and keeps those of this worker.
+
+    Args:
+        batches: Global batches: nested tensors, dense, ragged or sparse, with rows along their first axis.
+        place: Which replicas are here.
+
+    Returns:
+        A dataset of `place.local` pieces for each batch. Sizes differ by one row at most, as in `numpy.array_split`;
+        a batch with fewer rows than replicas leaves the last of them pieces without rows.
+    """
+    if place.local == 1:
+        return batches.map(
+            lambda *batch: piece(_whole(batches, batch), place.first, place.replicas),
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+    rows = _rows_of_every_batch(batches)
+    if rows is not None and place.local == place.replicas:
+        # Without a function to run, and with shapes that tell the step that no replica goes empty.
+        bounds = [_bound(rows, number, place.local) for number in range(place.local + 1)]
+        return batches.rebatch(tf.constant(np.diff(bounds), tf.int64))
+    numbers = tf.data.Dataset.range(place.first, place.first + place.local)
+    return batches.flat_map(
+        lambda *batch: numbers.map(lambda number: piece(_whole(batches, batch), number, place.replicas))
+    )
+
+
+def split(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
+    """Splits each batch into as many smaller ones, which come one after the other; none without rows."""
+    if parts == 1:
+        return batches
+    numbers = tf.data.Dataset.range(parts)
+    smaller = batches.flat_map(lambda *batch: numbers.map(lambda number: piece(_whole(batches, batch), number, parts)))
+    return smaller.filter(lambda *batch: count_rows(batch) > 0)
+
+
+def piece(batch: Any, number: Any, pieces: int) -> Any:
+    """One of the pieces of a batch, by its number."""
+    rows = _static_rows(batch) if isinstance(number, int) else None
+    if rows is None:
+        rows, number = count_rows(batch), tf.cast(number, tf.int64)
+    start, stop = (_bound(rows, index, pieces) for index in (number, number + 1))
+    return tf.nest.map_structure(lambda leaf: _slice(leaf, start, stop), batch)
+
+
+def count_rows(batch: Any) -> tf.Tensor:
+    """The number of rows in a batch; an error while it runs if its tensors differ in it."""
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if not _is_absent(leaf)]
+    counts = [_rows(leaf) for leaf in leaves]
+    same = [
+        tf.debugging.assert_equal(count, counts[0], "The tensors of a batch have different numbers of rows.")
+        for count in counts[1:]
+    ]
+    with tf.control_dependencies([check for check in same if check is not None]):
+        return tf.identity(counts[0])
+
+
+def check_batches(spec: Any, replicas: int) -> None:
+    """Refuses elements that can't be batches, and batches that are too small for the replicas.
+
+    Raises:
+        ValueError: An element has a tensor without axes or no tensor at all, or fewer rows than there are replicas.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(spec) if isinstance(getattr(leaf, "shape", None), tf.TensorShape)]
+    if not leaves:
+        raise ValueError(f"The elements of the data hold no tensor: {spec}. Give batches such as (x, y).")
+    for leaf in leaves:
+        if leaf.shape.rank == 0:
+            raise ValueError(
+                f"The data has an element {leaf}, which has no rows: it is a single value, not a batch. Batch the "
+                "dataset before you hand it over: dataset.batch(64)."
+            )
+        check_size(leaf.shape[0] if leaf.shape.rank else None, replicas)
+
+
+def check_size(rows: int | None, replicas: int) -> None:
+    """Refuses a batch size that leaves a replica without a row in every step."""
+    if rows is not None and rows < replicas:
+        raise ValueError(
+            f"A batch has {rows} rows for {replicas} replicas, so that some would never get one. Give batches of at "
+            f"least {replicas} rows, or use fewer devices. (A tf.data.Dataset must be batched already.)"
+        )
+
+
+def _whole(batches: tf.data.Dataset, arguments: tuple) -> Any:
+    """An element of a dataset, of which a tuple was spread over the arguments of a function."""
+    return arguments if isinstance(batches.element_spec, tuple) else arguments[0]
+
+
+def _is_absent(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, tf.experimental.Optional)
+
+
+def _rows_of_every_batch(batches: tf.data.Dataset) -> int | None:
+    """How many rows each batch has, if shapes say so and TensorFlow can cut it up by itself: all tensors are dense."""
+    return _static_rows(batches.element_spec)
+
+
+def _static_rows(batch: Any) -> int | None:
+    """The rows that all tensors of a batch, or of its spec, have, if they are dense and their shapes say so."""
+    leaves = tf.nest.flatten(batch)
+    if not all(isinstance(leaf, (tf.Tensor, tf.TensorSpec)) for leaf in leaves):
+        return None
+    counts = {leaf.shape[0] for leaf in leaves if leaf.shape.rank}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _bound(rows: Any, number: Any, pieces: int) -> Any:
+    if isinstance(rows, int):
+        return number * (rows // pieces) + min(number, rows % pieces)
+    return number * (rows // pieces) + tf.minimum(number, tf.math.floormod(rows, pieces))
+
+
+def _rows(leaf: Any) -> tf.Tensor:
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows(out_type=tf.int64)
+    return tf.shape(leaf, out_type=tf.int64)[0]
+
+
+def _slice(leaf: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+    if _is_absent(leaf):
+        return None  # Keras's own step turns an empty Optional into this.
+    if isinstance(leaf, tf.SparseTensor):
+        rest = leaf.dense_shape[1:]
+        return tf.sparse.slice(leaf, tf.concat([[start], tf.zeros_like(rest)], 0), tf.concat([[stop - start], rest], 0))
+    return leaf[start:stop]

@@ -1,0 +1,80 @@
+"""What a batch is, how the learning rate goes with it, and who reads which part of the data."""
+
+import math
+
+from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
+from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.options import Options
+
+
+def decide_batch(options: Options, replicas: int | None) -> Decision:
+    """Says whether the dataset's batch is divided among the replicas, or each of them takes one."""
+    count = f"{replicas} replica{'s' * (replicas != 1)}" if replicas else "replicas counted once the TPU is connected"
+    if options.batch == "per_replica":
+        reason = "asked for: every replica takes a batch, and the step is that of all of them"
+        return Decision("batch", "per_replica", reason, count, 'batch="global"')
+    reason = "the batch is divided among the replicas: the step is that of one device"
+    return Decision("batch", "global", reason, count, 'batch="per_replica"')
+
+
+def decide_lr_scaling(options: Options, replicas: int | None) -> Decision:
+    """Gives the factor of the learning rate; `None` until the replicas are counted."""
+    name, rule = "lr_scaling", options.lr_scaling
+    if rule is None:
+        reason = "the learning rate is left as it is"
+        return Decision(name, 1.0, reason, f'batch="{options.batch}"', 'batch="per_replica", lr_scaling="linear"')
+    source = {"linear": "Goyal et al., 2017, arXiv:1706.02677", "sqrt": "Krizhevsky, 2014, arXiv:1404.5997"}[rule]
+    reason = f"asked for: {rule} in the size of the batch, which grows with the replicas"
+    return Decision(name, scaling_factor(rule, replicas), reason, source, "lr_scaling=None")
+
+
+def scaling_factor(rule: str | None, replicas: int | None) -> float | None:
+    """What the learning rate is multiplied with when each of several replicas takes a batch.
+
+    Args:
+        rule: `None`, `"linear"` or `"sqrt"`.
+        replicas: How many there are; `None` if that isn't known yet.
+
+    Returns:
+        The factor, or `None` if it isn't known yet.
+
+    Example:
+
+    >>> from keras_paragrad.distribution.decisions.batch import scaling_factor
+    >>> scaling_factor("linear", 4), scaling_factor("sqrt", 4), scaling_factor(None, 4)
+    (4.0, 2.0, 1.0)
+    """
+    if rule is None:
+        return 1.0
+    if replicas is None:
+        return None
+    return float(replicas) if rule == "linear" else math.sqrt(replicas)
+
+
+def decide_warmup(options: Options) -> Decision:
+    """Says over how many updates the learning rate grows to its scaled value."""
+    if not options.lr_scaling:
+        return Decision("warmup_steps", 0, "the learning rate isn't scaled", "lr_scaling=None", 'lr_scaling="linear"')
+    reason = "asked for" if options.warmup_steps else "no warm-up was asked for"
+    evidence = "a large learning rate does harm while weights change fast (arXiv:1706.02677, section 2.2)"
+    return Decision("warmup_steps", options.warmup_steps, reason, evidence, "warmup_steps=500")
+
+
+def decide_shard_policy(hardware: Hardware, options: Options, strategy: str) -> Decision:
+    """Says how workers share the data."""
+    name = "shard_policy"
+    if strategy == "parameter_server":
+        reason = "the chief reads the data, and hands each batch to a worker that is free"
+        return Decision(name, "data", reason, "none of them waits for another", NO_CHOICE)
+    if strategy != "multi_worker":
+        return Decision(name, "data", "one process reads all the data", f"strategy is {strategy}", NO_CHOICE)
+    evidence = f"{hardware.worker_count} workers"
+    if options.shard_policy == "already_sharded":
+        reason = "asked for: each worker's dataset holds its own part already"
+        return Decision(
+            name, "already_sharded", reason, "otherwise every worker trains on everything", 'shard_policy="data"'
+        )
+    if options.shard_policy != "auto":
+        return Decision(name, options.shard_policy, "asked for", evidence, 'shard_policy="auto"')
+    reason = "right for data of any kind: each worker reads it and keeps its own part"
+    return Decision(name, "data", reason, evidence, 'shard_policy="file", for a file or more per worker')

@@ -1,0 +1,94 @@
+"""How gradients meet, in what portions, and how long one waits for the others."""
+
+from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
+from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.names import kind_of_device
+from keras_paragrad.distribution.options import Options
+
+NAME = "communication"
+ONE_REPLICA = "there is one replica: nothing has to meet"
+MEASURED = (
+    "measured on two busy cores, 16 MB over 2 logical devices: 1.2 to 2.5 ms, and 4.5 to 8.9 ms on the ring; a whole "
+    "step took 24 and 26 ms"
+)
+
+
+def decide_communication(hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...]) -> Decision:
+    """Takes the way that was asked for, or the fastest that works on these devices.
+
+    Raises:
+        ValueError: What was asked for does not work on them.
+    """
+    if options.given is not None:
+        return Decision(NAME, "given", "the strategy was made with its own", _on(devices), 'strategy="auto"')
+    asked = options.communication
+    _check_asked(asked, hardware, strategy, devices)
+    if strategy in ("none", "one_device", "parameter_server", "tpu") or (strategy == "mirrored" and len(devices) == 1):
+        reason = {"tpu": "a TPU brings its own", "parameter_server": "workers meet at the parameter servers"}
+        return Decision(NAME, "none", reason.get(strategy, ONE_REPLICA), _on(devices), NO_CHOICE)
+    if asked != "auto":
+        return Decision(NAME, asked, "asked for", _on(devices), 'communication="auto"')
+    return Decision(NAME, *_fastest(hardware, strategy, kind_of_device(devices[0])))
+
+
+def _fastest(hardware: Hardware, strategy: str, kind: str) -> tuple[str, str, str, str]:
+    """Value, reason, evidence and override for several devices of a kind."""
+    between_workers = strategy == "multi_worker"
+    if kind == "CPU" and between_workers:
+        reason = "the one that works between CPUs of several processes"
+        return "ring", reason, "TensorFlow's own choice (AUTO) aborts the process there", "nothing else works"
+    if kind == "CPU":
+        reason = "devices share one memory: adding up in one place is fastest"
+        return "one_device", reason, MEASURED, 'communication="ring"'
+    if hardware.has_virtual_gpus:
+        override = "nothing else works" if between_workers else 'communication="one_device"'
+        return "ring", "NCCL does not know parts of a GPU", "TensorFlow's own choice for them", override
+    other = "ring" if between_workers else "hierarchical_copy"
+    evidence = "TensorFlow's documentation says it is the fastest, as a rule; not measured by us"
+    return "nccl", "NVIDIA's own, over NVLink where there is one", evidence, f'communication="{other}"'
+
+
+def decide_pack_bytes(options: Options, communication: str) -> Decision:
+    """Says into what portions gradients are packed: 0 for one pack of all, `None` where nothing is packed."""
+    name = "pack_bytes"
+    if communication not in ("nccl", "ring"):
+        return Decision(name, None, "only nccl and ring pack", f"communication is {communication}", NO_CHOICE)
+    if options.pack_bytes is not None:
+        return Decision(name, options.pack_bytes, "asked for", "0 is one pack of all gradients", "pack_bytes=None")
+    reason = "gradients meet once, after the backward pass: in parts they would not meet any earlier"
+    return Decision(name, 0, reason, "0 is one pack of all gradients", "pack_bytes=32 * 2**20")
+
+
+def decide_timeout(options: Options, strategy: str) -> Decision:
+    """Says after how many seconds a collective fails; `None` for never."""
+    name = "collective_timeout"
+    if strategy != "multi_worker" or options.given is not None:
+        return Decision(name, None, "nobody waits for another process", f"strategy is {strategy}", NO_CHOICE)
+    if options.collective_timeout is not None:
+        thread = "TensorFlow starts a thread for each collective to watch over it"
+        return Decision(name, float(options.collective_timeout), "asked for", thread, "collective_timeout=None")
+    reason = "TensorFlow notices by itself when a worker has died"
+    return Decision(name, None, reason, "after 13 s, for a worker killed on the same machine", "collective_timeout=120")
+
+
+def _on(devices: tuple[str, ...]) -> str:
+    return f"{len(devices)} {kind_of_device(devices[0])} here" if devices else "devices are the strategy's own"
+
+
+def _check_asked(asked: str, hardware: Hardware, strategy: str, devices: tuple[str, ...]) -> None:
+    on_gpus = bool(devices) and kind_of_device(devices[0]) == "GPU"
+    if asked == "nccl" and (not on_gpus or hardware.has_virtual_gpus):
+        here = "parts of a GPU" if on_gpus else _on(devices)
+        raise ValueError(
+            f'communication="nccl" works between whole GPUs, and there are {here}. Write communication="auto".'
+        )
+    if strategy == "multi_worker" and asked in ("hierarchical_copy", "one_device"):
+        raise ValueError(
+            f'communication="{asked}" keeps to one process, and strategy is "multi_worker". Write '
+            'communication="auto", "ring" or, with GPUs, "nccl".'
+        )
+    if strategy == "mirrored" and asked == "ring" and on_gpus and not hardware.has_virtual_gpus:
+        raise ValueError(
+            'communication="ring" can\'t be had from a MirroredStrategy on GPUs, which takes NCCL. Write '
+            'communication="auto", "hierarchical_copy" or "one_device".'
+        )

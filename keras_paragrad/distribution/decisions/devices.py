@@ -1,0 +1,84 @@
+"""Which devices, and how many replicas that makes."""
+
+from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, list_of
+from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.names import kind_of_device
+from keras_paragrad.distribution.options import Options
+
+NAME = "devices"
+
+
+def decide_devices(hardware: Hardware, options: Options, strategy: str) -> Decision:
+    """Takes the named devices, or those that the strategy would use.
+
+    Raises:
+        ValueError: A named device isn't here.
+    """
+    if options.given is not None:
+        return Decision(NAME, (), "the strategy that was handed over has its own", _here(hardware), 'strategy="auto"')
+    if options.devices is not None:
+        named = tuple(options.devices)
+        _check_here(named, hardware)
+        return Decision(NAME, named, "asked for", _here(hardware), "devices=None")
+    if strategy == "parameter_server":
+        return Decision(NAME, (), "each worker computes on its own", _here(hardware), 'strategy="none"')
+    if strategy == "tpu":
+        names = tuple(device.name for device in hardware.of_kind("TPU"))
+        reason = "all of the TPU's cores" if names else "TensorFlow names the TPU's cores once it has connected"
+        return Decision(NAME, names, reason, _here(hardware), 'strategy="none"')
+    names = tuple(device.name for device in hardware.of_kind("GPU") or hardware.of_kind("CPU"))
+    if strategy == "mirrored":
+        reason = f"a replica on each {kind_of_device(names[0])}"
+        return Decision(NAME, names, reason, _here(hardware), _fewer(names))
+    if strategy == "multi_worker" and hardware.of_kind("GPU"):
+        reason = "a replica on each GPU of each worker; workers must have equally many"
+        return Decision(NAME, names, reason, _here(hardware), _fewer(names))
+    kind = kind_of_device(names[0])
+    others = names[:2] if strategy == "multi_worker" else names[1:2]
+    override = f"devices={list_of(others)}" if len(names) > 1 else NO_CHOICE
+    return Decision(NAME, names[:1], f"the first {kind}", _here(hardware), override)
+
+
+def decide_replicas(hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...]) -> Decision:
+    """Counts the replicas that step together; `None` until TensorFlow has connected to a TPU."""
+    if options.given is not None:
+        count = int(options.given.num_replicas_in_sync)
+        evidence = f"a {type(options.given).__name__}"
+        return Decision("replicas", count, "as many as the strategy has", evidence, 'strategy="auto"')
+    if strategy == "parameter_server":
+        reason = "workers take steps on their own, none waits for another"
+        return Decision("replicas", 1, reason, f"{hardware.worker_count - 1} workers", 'strategy="none"')
+    if strategy == "tpu":
+        count = len(devices) or None
+        return Decision("replicas", count, "one on each core", _here(hardware), 'strategy="none"')
+    workers = hardware.worker_count if strategy == "multi_worker" else 1
+    count = workers * len(devices)
+    evidence = f"{workers} worker{'s' * (workers > 1)} with {len(devices)} device{'s' * (len(devices) > 1)} each"
+    override = "fewer devices, or fewer workers" if count > 1 else 'strategy="mirrored", with several devices'
+    return Decision("replicas", count, "one on each device", evidence, override)
+
+
+def _fewer(names: tuple[str, ...]) -> str:
+    return f"devices={list_of(names[1:3])}" if len(names) > 1 else NO_CHOICE
+
+
+def _here(hardware: Hardware) -> str:
+    found = [f"{one.name} ({one.description})" if one.description else one.name for one in hardware.devices]
+    rest = f" and {len(found) - 9} more" if len(found) > 9 else ""
+    unseen = [] if hardware.of_kind("TPU") else [device.description or device.name for device in hardware.tpus]
+    return f"found {', '.join([*found[:9], *unseen])}{rest}"
+
+
+def _check_here(named: tuple[str, ...], hardware: Hardware) -> None:
+    here = [device.name for device in hardware.devices]
+    missing = [name for name in named if name not in here]
+    if not missing:
+        return
+    if all(kind_of_device(name) == "CPU" for name in missing):
+        fix = (
+            "To divide the processor, run this before anything else: tf.config.set_logical_device_configuration("
+            f'tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * {len(named)})'
+        )
+    else:
+        fix = "Name some of those, or leave devices out; CUDA_VISIBLE_DEVICES may hide others"
+    raise ValueError(f"devices names {', '.join(missing)}, and there are {', '.join(here)}. {fix}.")

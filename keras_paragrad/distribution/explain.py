@@ -1,0 +1,79 @@
+"""`Explanation`: a plan to read."""
+
+import io
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from keras_paragrad.distribution.decisions.decision import Decision
+from keras_paragrad.distribution.decisions.strategy import found_in_words
+from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.plan import Plan
+
+WIDTH = 118
+
+
+class Explanation:
+    """A plan as a table, with what was found above it: for `print`, and for a rich console.
+
+    Args:
+        plan: What was decided.
+        hardware: What it was decided on.
+
+    Example:
+
+    >>> from keras_paragrad.distribution.described import describe
+    >>> from keras_paragrad.distribution.explain import Explanation
+    >>> from keras_paragrad.distribution.options import Options
+    >>> from keras_paragrad.distribution.plan import make_plan
+    >>> machine = describe(cpus=8)
+    >>> print(str(Explanation(make_plan(machine, Options()), machine)).splitlines()[0])
+    Found: 1 CPU in this process; no cluster
+    """
+
+    def __init__(self, plan: Plan, hardware: Hardware):
+        self.plan = plan
+        self.hardware = hardware
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(f"Found: {found_in_words(self.hardware)}")
+        table = Table(show_lines=True)
+        for header, share in (("Decision", None), ("Value", None), ("Why", 3), ("To change it", 2)):
+            table.add_column(header, ratio=share, overflow="fold")
+        for decision in self.plan:
+            value = Text(value_in_words(decision.value), "bold")
+            table.add_row(Text(decision.name), value, _why(decision), Text(decision.override))
+        yield table
+
+    def __str__(self) -> str:
+        page = io.StringIO()
+        # No colours, whatever the environment asks of rich: this is text.
+        console = Console(file=page, width=WIDTH, color_system=None, force_terminal=False, _environ={})
+        console.print(self)
+        return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
+
+
+def show(explanation: Explanation) -> None:
+    """Prints an explanation: as wide as the terminal and in its colours, or as plain text into a file."""
+    console = Console()
+    if console.is_terminal:
+        console.print(explanation)
+    else:
+        print(explanation)
+
+
+def value_in_words(value: Any) -> str:
+    """A decision's value as one line."""
+    if isinstance(value, tuple):
+        shown = value if len(value) <= 2 else (value[0], "...", value[-1])
+        return " ".join(shown) or "-"
+    if value is None:
+        return "-"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _why(decision: Decision) -> Text:
+    text = Text(decision.reason)
+    return text.append(f"\n{decision.evidence}", "dim") if decision.evidence else text

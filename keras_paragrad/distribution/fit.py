@@ -1,0 +1,260 @@
+"""`DistributedFit`: `fit` on whatever hardware is there, with the answer of one device."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.model import leaves_xla_open
+from keras_paragrad._keras.validation import split_for_validation
+from keras_paragrad.distribution.arrangement import arranged, leave
+from keras_paragrad.distribution.checkpoint.backup import Backup
+from keras_paragrad.distribution.checkpoint.failures import explained_failures
+from keras_paragrad.distribution.data import DistributedData, distributed_dataset, normalize_inputs
+from keras_paragrad.distribution.explain import Explanation
+from keras_paragrad.distribution.hardware import Hardware, detect
+from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.plan import Plan, make_plan
+from keras_paragrad.distribution.replicas import Preparation, building_together, check_scope
+from keras_paragrad.distribution.same_model import check_same_model
+from keras_paragrad.distribution.servers import ServerPreparation, prepare_for_servers
+from keras_paragrad.distribution.strategies import make_strategy
+
+
+class DistributedFit:
+    """Detects the hardware, plans how to train on it, and makes `fit` take the steps of one device there.
+
+    Build and compile the model within `scope()`, then call `fit` here, or `prepare` the model and call its own. The
+    batch is divided among the replicas; what each part counts for is measured, gradients meet once an update and are
+    clipped after that, and metrics are those of all examples: the weights, the history and the order of the examples
+    are the same on one device, on several, and on several machines.
+
+    Args:
+        strategy: `"auto"`; or `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`,
+            or a `tf.distribute.Strategy`.
+        devices: Names of this process's devices, such as `["GPU:0", "GPU:1"]`; those that are there, unless given.
+        communication: How gradients meet: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or `"one_device"`.
+        jit: Whether XLA compiles, on several replicas each one's forward and backward pass. `"auto"` goes by what the
+            model was compiled with.
+        precision: The name of a Keras dtype policy for models that are built within `scope()`. `"auto"` keeps the one
+            that is set.
+        batch: Whether a batch of the data is divided among the replicas (`"global"`), or each of them takes one
+            (`"per_replica"`).
+        lr_scaling: How the learning rate grows with the batch, under `batch="per_replica"`: `None`, `"linear"` or
+            `"sqrt"`.
+        warmup_steps: Over how many updates it grows to that.
+        exact: Whether the answer must be that of one device. Without it, a model may have a `train_step` of its own.
+        weighting: What a part of a batch counts for, with a `compute_loss` of your own: `"examples"`,
+            `"sample_weight"` or `"mask"`.
+        shard_policy: How workers share the data: `"auto"`, `"data"`, `"file"` or `"already_sharded"`.
+        pack_bytes: How many bytes of gradients meet in one collective.
+        startup_timeout: For how many seconds to wait for the other workers at the start.
+        collective_timeout: After how many seconds without the other workers a collective fails.
+
+    Raises:
+        ValueError: What was asked for can't be had here. The message says what to write.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import DistributedFit
+    >>> dist = DistributedFit()
+    >>> with dist.scope():
+    ...     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    ...     model.compile("adam", loss="mse")
+    >>> history = dist.fit(model, np.ones((80, 8)), np.ones((80, 1)), epochs=2, verbose=0)
+    >>> int(model.optimizer.iterations)
+    6
+    """
+
+    def __init__(
+        self,
+        strategy: str | tf.distribute.Strategy = "auto",
+        devices: Sequence[str] | None = None,
+        communication: str = "auto",
+        jit: Any = "auto",
+        precision: str | None = "auto",
+        batch: str = "global",
+        lr_scaling: str | None = None,
+        *,
+        warmup_steps: int = 0,
+        exact: bool = True,
+        weighting: str = "auto",
+        shard_policy: str = "auto",
+        pack_bytes: int | None = None,
+        startup_timeout: float = 60.0,
+        collective_timeout: float | None = None,
+    ):
+        self.options = Options(
+            *(strategy, devices, communication, jit, precision, batch, lr_scaling, warmup_steps, exact, weighting),
+            *(shard_policy, pack_bytes, startup_timeout, collective_timeout),
+        )
+        self.hardware: Hardware = detect()
+        self.plan: Plan = make_plan(self.hardware, self.options)
+        self.strategy: tf.distribute.Strategy = make_strategy(self.plan, self.hardware, self.options)
+        # With parameter servers the chief reads all data, and cuts nothing up.
+        serves = self.plan.strategy.value == "parameter_server"
+        self._reader = tf.distribute.get_strategy() if serves else self.strategy
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """The context to build and compile a model in."""
+        policy = keras.config.dtype_policy()
+        if self.options.precision not in (None, "auto"):
+            keras.config.set_dtype_policy(self.options.precision)
+        try:
+            with building_together(self.strategy):
+                yield
+        finally:
+            keras.config.set_dtype_policy(policy)
+
+    def explain(self) -> Explanation:
+        """The plan as a table, for `print` and for rich: what was decided, why, and how to change it."""
+        return Explanation(self.plan, self.hardware)
+
+    def prepare(self, model: keras.Model) -> Preparation | ServerPreparation:
+        """Makes the model's own `fit`, `evaluate` and `predict` exact on the replicas.
+
+        Args:
+            model: A compiled model, made within `scope()`. Nothing but this instance changes.
+
+        Returns:
+            A handle; `undo()` gives the model its class's methods back.
+
+        Raises:
+            ValueError: The model was made elsewhere, or can't be trained exactly. The message says what to write.
+        """
+        check_scope(model, self.strategy)
+        if self.plan.strategy.value == "parameter_server":
+            return prepare_for_servers(model)
+        check_same_model(self.strategy, model)
+        jit = self.options.jit
+        if jit == "auto":
+            # Keras leaves XLA out under every strategy, unless it is asked for.
+            planned = self.strategy.num_replicas_in_sync > 1 and leaves_xla_open(model)
+            jit = self.plan.jit.value != "none" if planned else None
+        return Preparation(model, exact=self.options.exact, weighting=self.options.weighting, jit=jit)
+
+    def dataset(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> DistributedData:
+        """Data for `fit`, `evaluate` or `predict` of a prepared model, each batch cut up among the replicas.
+
+        Args:
+            x: What `fit` takes: arrays, a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator.
+            y, sample_weight: Targets, and weights of the rows, if `x` is arrays.
+            **options: `batch_size`, `shuffle`, `class_weight`, `steps_per_epoch`, `cache`, `prefetch` and `seed`; see
+                `keras_paragrad.distribution.data.distributed_dataset`.
+        """
+        policy = {"batch": self.plan.batch.value, "shard_policy": self.options.shard_policy}
+        return distributed_dataset(self._reader, x, y, sample_weight, **{**policy, **options})
+
+    def callbacks(
+        self,
+        directory: str | PathLike[str],
+        *,
+        every: str | int = "epoch",
+        keep: int = 2,
+        on_sigterm: bool = True,
+        delete_when_done: bool = True,
+    ) -> list[keras.callbacks.Callback]:
+        """Callbacks with which training that was broken off goes on where it was, when it is started again.
+
+        Args:
+            directory: Where backups are; one for each `fit`.
+            every: `"epoch"`, or after how many batches to back up.
+            keep: How many of the newest backups to keep.
+            on_sigterm: Whether SIGTERM to any worker makes all of them back up and leave `fit`, with exit status 143.
+            delete_when_done: Whether to remove the backups when `fit` has come to its end.
+
+        Returns:
+            A list for `fit`'s `callbacks`. See `keras_paragrad.distribution.checkpoint.backup.Backup`.
+        """
+        return [Backup(directory, every, keep, on_sigterm, delete_when_done=delete_when_done)]
+
+    def fit(
+        self,
+        model: keras.Model,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool | str = True,
+        class_weight: dict[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+        *,
+        normalize: bool = False,
+        **data_options: Any,
+    ) -> keras.callbacks.History:
+        """Trains a model as its own `fit` would on one device. All workers call it alike.
+
+        Args:
+            model: A compiled model, made within `scope()`.
+            x, y, batch_size, epochs, verbose, callbacks, validation_split, validation_data, shuffle, class_weight,
+                sample_weight, initial_epoch, steps_per_epoch, validation_steps, validation_batch_size,
+                validation_freq: As in `keras.Model.fit`. Of several workers only the first shows its progress.
+            normalize: Whether to give the model's `keras.layers.Normalization` layers the mean and variance of the
+                training data first, found in one pass.
+            **data_options: `cache`, `prefetch` and `seed`; see `dataset`.
+
+        Returns:
+            The model's `History`.
+
+        """
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = split_for_validation(x, y, sample_weight, validation_split)
+        if normalize:
+            normalize_inputs(model, x, self._reader, shard_policy=self.options.shard_policy)
+        training = {"shuffle": shuffle, "class_weight": class_weight, **data_options}
+        data = self._cut((x, y, sample_weight), batch_size, steps_per_epoch, training)
+        if validation_data is not None:
+            rows = keras.utils.unpack_x_y_sample_weight(validation_data)
+            cache = data_options.get("cache", False)
+            options = {**data_options, "cache": cache if isinstance(cache, bool) else f"{cache}.validation"}
+            validation_data = self._cut(rows, validation_batch_size or batch_size, validation_steps, options)
+        self.prepare(model)
+        arranged_callbacks = arranged(
+            model,
+            data,
+            callbacks or [],
+            is_chief=self.is_chief,
+            rate_factor=self.plan.lr_scaling.value or float(self.strategy.num_replicas_in_sync),
+            warmup_steps=self.plan.warmup_steps.value,
+        )
+        try:
+            with explained_failures(self.hardware.cluster):
+                return model.fit(
+                    data,
+                    epochs=epochs,
+                    verbose=verbose if self.is_chief or verbose != "auto" else 0,
+                    callbacks=arranged_callbacks,
+                    validation_data=validation_data,
+                    initial_epoch=initial_epoch,
+                    steps_per_epoch=steps_per_epoch,
+                    validation_steps=validation_steps,
+                    validation_freq=validation_freq,
+                )
+        finally:
+            leave(arranged_callbacks)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the one that writes and reports for all."""
+        cluster = self.hardware.cluster
+        return cluster is None or cluster.is_chief
+
+    def _cut(self, data: tuple[Any, Any, Any], batch_size: int | None, steps: int | None, options: dict) -> Any:
+        """Data cut up among the replicas, unless they are already."""
+        if isinstance(data[0], DistributedData):
+            return data[0]
+        return self.dataset(*data, batch_size=batch_size, steps_per_epoch=steps, **options)

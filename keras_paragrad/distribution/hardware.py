@@ -1,0 +1,159 @@
+"""What there is to train on: processors, accelerators, memory, and the cluster they belong to."""
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from keras_paragrad.distribution.cluster import Cluster, find_cluster
+from keras_paragrad.distribution.gpu_memory import memory_by_name
+
+KINDS = ("CPU", "GPU", "TPU")
+TPU_VARIABLES = ("TPU_NAME", "TPU_WORKER_ID")
+
+
+@dataclass(frozen=True)
+class Device:
+    """Something that a replica can run on.
+
+    Attributes:
+        name: As TensorFlow and `DistributedFit(devices=...)` call it: `GPU:0`.
+        kind: `CPU`, `GPU` or `TPU`.
+        memory_bytes: Its memory, in bytes, or `None` if that isn't known. Logical CPU devices share the machine's.
+        compute_capability: Of an NVIDIA GPU, such as `(8, 0)`.
+        description: The model, as its maker calls it.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int | None = None
+    compute_capability: tuple[int, int] | None = None
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What there is to train on, found by `detect` or described by hand.
+
+    Attributes:
+        cpu_count: The processors that this process may use.
+        memory_bytes: The machine's memory, in bytes, or `None` if that isn't known.
+        devices: The logical devices, of each kind.
+        gpus: The physical GPUs, of which a logical device may be a part.
+        tpus: The TPU's cores; where only the environment speaks of a TPU, one entry for all of it.
+        cluster: The processes that train together, or `None`.
+        tpu_name: What `TPU_NAME` says.
+
+    Example: a machine that isn't here.
+
+    >>> from keras_paragrad.distribution.hardware import Device, Hardware
+    >>> gpus = tuple(Device(f"GPU:{index}", "GPU", 80 * 2**30, (9, 0), "H100") for index in range(2))
+    >>> machine = Hardware(64, 512 * 2**30, (Device("CPU:0", "CPU"), *gpus), gpus)
+    >>> [device.name for device in machine.of_kind("GPU")]
+    ['GPU:0', 'GPU:1']
+    """
+
+    cpu_count: int
+    memory_bytes: int | None = None
+    devices: tuple[Device, ...] = (Device("CPU:0", "CPU"),)
+    gpus: tuple[Device, ...] = ()
+    tpus: tuple[Device, ...] = ()
+    cluster: Cluster | None = None
+    tpu_name: str | None = None
+
+    def of_kind(self, kind: str) -> tuple[Device, ...]:
+        """The logical devices of a kind: `CPU`, `GPU` or `TPU`."""
+        return tuple(device for device in self.devices if device.kind == kind)
+
+    @property
+    def has_virtual_gpus(self) -> bool:
+        """Whether a GPU is divided into several logical devices, which NCCL does not know."""
+        return len(self.of_kind("GPU")) > len(self.gpus)
+
+    @property
+    def worker_count(self) -> int:
+        """How many processes train together: 1 without a cluster."""
+        return self.cluster.worker_count if self.cluster else 1
+
+
+def detect(environment: Mapping[str, str] | None = None) -> Hardware:
+    """Finds out what there is to train on.
+
+    It only asks for what TensorFlow knows before it begins to run: logical devices and the multi-worker strategy can
+    still be set up afterwards.
+
+    Args:
+        environment: Environment variables that may describe a cluster or a TPU; those of this process, unless told.
+
+    Returns:
+        What was found. Without any accelerator, that is the processor.
+
+    Raises:
+        ValueError: The environment describes a cluster, and the description is malformed.
+    """
+    environment = os.environ if environment is None else environment
+    physical = {kind: tf.config.get_visible_devices(kind) for kind in KINDS}
+    machine = _machine_memory()
+    gpus = _gpus(physical["GPU"])
+    whole = [
+        *(Device("", "CPU", machine) for _ in physical["CPU"]),
+        *gpus,
+        *(Device("", "TPU") for _ in physical["TPU"]),
+    ]
+    devices = _logical([*physical["CPU"], *physical["GPU"], *physical["TPU"]], whole)
+    tpus = tuple(device for device in devices if device.kind == "TPU")
+    return Hardware(
+        cpu_count=_usable_cpus(),
+        memory_bytes=machine,
+        devices=devices,
+        gpus=gpus,
+        tpus=tpus or _tpus_by_environment(environment),
+        cluster=find_cluster(environment),
+        tpu_name=environment.get("TPU_NAME"),
+    )
+
+
+def _gpus(physical: list) -> tuple[Device, ...]:
+    if not physical:
+        return ()
+    memory = memory_by_name()
+    gpus = []
+    for index, gpu in enumerate(physical):
+        details = tf.config.experimental.get_device_details(gpu)
+        name = details.get("device_name", "")
+        gpus.append(Device(f"GPU:{index}", "GPU", memory.get(name), details.get("compute_capability"), name))
+    return tuple(gpus)
+
+
+def _logical(physical: list, whole: list[Device]) -> tuple[Device, ...]:
+    """The devices that TensorFlow will make of the physical ones, without making it do so."""
+    devices, counts = [], Counter()
+    for one, device in zip(physical, whole, strict=True):
+        for part in tf.config.get_logical_device_configuration(one) or [None]:
+            limit = part.memory_limit if part else None
+            memory = int(limit) * 2**20 if limit else device.memory_bytes
+            name = f"{device.kind}:{counts[device.kind]}"
+            devices.append(Device(name, device.kind, memory, device.compute_capability, device.description))
+            counts[device.kind] += 1
+    return tuple(devices)
+
+
+def _tpus_by_environment(environment: Mapping[str, str]) -> tuple[Device, ...]:
+    """A TPU whose cores TensorFlow sees only once it has connected to it."""
+    told = [f"{name}={environment[name]}" for name in TPU_VARIABLES if environment.get(name)]
+    return (Device("TPU", "TPU", description=", ".join(told)),) if told else ()
+
+
+def _usable_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _machine_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

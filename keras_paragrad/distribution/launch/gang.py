@@ -1,0 +1,159 @@
+"""Processes that live and die together."""
+
+import queue
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from keras_paragrad.distribution.launch.member import Member
+from keras_paragrad.distribution.launch.output import Output
+from keras_paragrad.distribution.launch.tasks import Task
+
+# A guard that has not ended its process so long after the grace never will.
+_SPARE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The event that a member has ended."""
+
+    member: Member
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """The event that a member is killed since it did not end when told to."""
+
+    member: Member
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """The event that the launcher got a signal."""
+
+    number: int
+
+
+Events = queue.SimpleQueue[Ended | Overdue | Signalled]
+
+
+class Gang:
+    """Runs tasks until all have ended, and ends all when one fails or the launcher is told to end.
+
+    Args:
+        tasks: What to run. A chief, or else the workers, decide when the gang is done; the others serve them.
+        command: What each of them runs.
+        grace: Seconds from a member's being told to end to its being killed.
+        output: Where their lines go.
+        events: Where signals to the launcher come from.
+
+    Attributes:
+        status: The exit status: the failing member's, as shells count (128 and the signal that killed it), 128 and the
+            signal if the launcher got one, or 0.
+        signalled: Whether the launcher was told to end.
+    """
+
+    def __init__(self, tasks: Sequence[Task], command: Sequence[str], grace: float, output: Output, events: Events):
+        self.status = 0
+        self.signalled = False
+        self._grace = grace
+        self._output = output
+        self._events = events
+        self._ending = False
+        self._interrupts = 0
+        self._leading = "chief" if any(task.job == "chief" for task in tasks) else "worker"
+        self._running = [
+            Member(task, command, number, grace, output, self._note_ended, self._note_overdue)
+            for number, task in enumerate(tasks)
+        ]
+
+    def run(self) -> int:
+        """Waits for the members' end.
+
+        Returns:
+            The exit status.
+        """
+        while self._running:
+            try:
+                event = self._events.get(timeout=self._grace + _SPARE_SECONDS if self._ending else None)
+            except queue.Empty:
+                self._destroy()
+                continue
+            if isinstance(event, Signalled):
+                self._follow(event.number)
+            elif isinstance(event, Overdue):
+                self._output.say(f"{event.member.task.label} did not end within {self._grace:g} s and is killed")
+            else:
+                self._part_with(event.member)
+        return self.status
+
+    def _note_ended(self, member: Member) -> None:
+        self._events.put(Ended(member))
+
+    def _note_overdue(self, member: Member) -> None:
+        self._events.put(Overdue(member))
+
+    def _part_with(self, member: Member) -> None:
+        self._running.remove(member)
+        member.close()
+        if self._ending:
+            return
+        if member.status != 0:
+            self.status = _shell_status(member.status)
+            self._output.say(f"{member.task.label} {_end_of(member.status)} after {_duration(member.seconds)}")
+            self._end_others()
+        elif not any(other.task.job == self._leading for other in self._running):
+            self._end(signal.SIGTERM)
+
+    def _end_others(self) -> None:
+        if self._running:
+            names = ", ".join(member.task.label for member in self._running)
+            self._output.say(f"ending {names}: SIGTERM, and after {self._grace:g} s SIGKILL")
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: int) -> None:
+        self._ending = True
+        for member in self._running:
+            if number == signal.SIGINT:
+                member.interrupt()
+            else:
+                member.terminate()
+
+    def _follow(self, number: int) -> None:
+        """Passes a signal on, once; kills at the second SIGINT."""
+        self._interrupts += number == signal.SIGINT
+        self.signalled = True
+        if not self._ending:
+            self.status = 128 + number
+            self._end(number)
+            self._output.say(f"got {signal.Signals(number).name}; what still runs after {self._grace:g} s is killed")
+        elif self._interrupts > 1:
+            for member in self._running:
+                member.kill()
+
+    def _destroy(self) -> None:
+        for member in self._running:
+            self._output.say(f"the guard of {member.task.label} does not answer and is killed with it")
+            member.destroy()
+
+
+def _shell_status(status: int | None) -> int:
+    """An exit status as shells give it."""
+    if status is None:
+        return 128 + signal.SIGKILL
+    return status if status > 0 else 128 - status
+
+
+def _end_of(status: int | None) -> str:
+    if status is None:
+        return "lost its guard, and was killed,"
+    if status > 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -1,0 +1,122 @@
+"""The tasks of a cluster on this machine: who they are, where they listen, and what their environment says of it."""
+
+import contextlib
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+HOST = "127.0.0.1"
+_PORTS = range(1024, 65536)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of a cluster.
+
+    Attributes:
+        job: "chief", "worker" or "ps".
+        index: Its number among those of its job.
+        environment: What it finds in its environment.
+    """
+
+    job: str
+    index: int
+    environment: Mapping[str, str]
+
+    @property
+    def label(self) -> str:
+        """Its name to a reader: `worker 0`."""
+        return self.job if self.job == "chief" else f"{self.job} {self.index}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A cluster on this machine, as it was asked for.
+
+    Attributes:
+        workers: The number of workers.
+        servers: The number of parameter servers; if there are any, there is a chief too.
+        devices: The number of GPUs that each worker sees; `None` leaves them alone.
+        first_port: Where to begin looking for free ports; `None` takes any.
+
+    Example:
+
+    >>> [task.label for task in Layout(workers=2, servers=1).tasks({})]
+    ['chief', 'worker 0', 'worker 1', 'ps 0']
+    """
+
+    workers: int
+    servers: int = 0
+    devices: int | None = None
+    first_port: int | None = None
+
+    def tasks(self, environment: Mapping[str, str]) -> list[Task]:
+        """The tasks, at addresses that are free now.
+
+        Args:
+            environment: What theirs is made from.
+
+        Returns:
+            The chief if there is one, the workers and the parameter servers.
+
+        Raises:
+            ValueError: There are not enough free ports, or fewer GPUs in `CUDA_VISIBLE_DEVICES` than workers need.
+        """
+        counts = {"chief": min(self.servers, 1), "worker": self.workers, "ps": self.servers}
+        members = [(job, index) for job, count in counts.items() for index in range(count)]
+        addresses: dict[str, list[str]] = {}
+        for (job, _), port in zip(members, free_ports(len(members), self.first_port), strict=True):
+            addresses.setdefault(job, []).append(f"{HOST}:{port}")
+        # Python keeps what it prints to a pipe until there are kilobytes of it, and loses it if it is killed.
+        common = {"PYTHONUNBUFFERED": "1", **environment}
+        tasks = []
+        for job, index in members:
+            config = json.dumps({"cluster": addresses, "task": {"type": job, "index": index}})
+            visible = self._visible(job, index, environment)
+            tasks.append(Task(job, index, {**common, **visible, "TF_CONFIG": config}))
+        return tasks
+
+    def _visible(self, job: str, index: int, environment: Mapping[str, str]) -> dict[str, str]:
+        """Which GPUs a task sees: workers their share, the others none."""
+        if self.devices is None:
+            return {}
+        if job != "worker":
+            return {"CUDA_VISIBLE_DEVICES": "-1"}
+        names = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        needed = self.workers * self.devices
+        if names and len(names) < needed:
+            raise ValueError(
+                f"{self.workers} workers with {self.devices} GPUs each need {needed}, and CUDA_VISIBLE_DEVICES names "
+                f"{len(names)}: {','.join(names)}. Name more there, or write a smaller --devices-per-worker."
+            )
+        names = names or [str(number) for number in range(needed)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(names[index * self.devices : (index + 1) * self.devices])}
+
+
+def free_ports(count: int, first: int | None = None) -> list[int]:
+    """Ports of this machine that nobody listens at, all different.
+
+    Args:
+        count: How many.
+        first: The lowest that will do; `None` leaves the choice to the system.
+
+    Returns:
+        The ports. They are free now; nothing keeps them so.
+
+    Raises:
+        ValueError: There are not so many.
+    """
+    with contextlib.ExitStack() as held:
+        candidates = [0] * count if first is None else range(first, _PORTS.stop)
+        ports: list[int] = []
+        for candidate in candidates:
+            if len(ports) == count:
+                break
+            probe = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                probe.bind((HOST, candidate))
+                ports.append(probe.getsockname()[1])
+    if len(ports) < count:
+        raise ValueError(f"There are {len(ports)} free ports from {first or 'any'} up, and {count} are needed.")
+    return ports

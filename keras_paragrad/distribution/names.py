@@ -1,0 +1,71 @@
+"""Names of devices and kinds of strategies, as the plan writes them."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+_DEVICE = re.compile(r"(?:/?device:|/)?(CPU|GPU|TPU):([0-9]+)", re.IGNORECASE)
+_CLASSES = {
+    "one_device": (tf.distribute.OneDeviceStrategy,),
+    "mirrored": (tf.distribute.MirroredStrategy,),
+    "multi_worker": (tf.distribute.MultiWorkerMirroredStrategy,),
+    "tpu": (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy),
+    "parameter_server": (tf.distribute.ParameterServerStrategy,),
+}
+
+
+def canonical_devices(devices: Sequence[str]) -> tuple[str, ...]:
+    """Device names in their shortest form, `CPU:0`.
+
+    Raises:
+        ValueError: They are no such names, there are none, one is there twice, or they are of several kinds.
+    """
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise ValueError(f"devices is {devices!r}. Expected a list of names, such as ['CPU:0', 'CPU:1'].")
+    names = tuple(_canonical(name) for name in devices)
+    if not names:
+        raise ValueError("devices is empty. Name one or more, such as ['GPU:0'], or leave it out.")
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"devices names {', '.join(twice)} more than once. A device takes one replica.")
+    if len({kind_of_device(name) for name in names}) > 1:
+        raise ValueError(
+            f"devices is {list(devices)}, of several kinds. Name devices of one kind: replicas take equal parts, and "
+            "wait for the slowest."
+        )
+    return names
+
+
+def kind_of_device(name: str) -> str:
+    """`CPU`, `GPU` or `TPU`."""
+    return name.partition(":")[0]
+
+
+def kind_of_strategy(strategy: tf.distribute.Strategy) -> str:
+    """What the plan calls a strategy.
+
+    Raises:
+        ValueError: It is of a class that `fit` is not exact under.
+    """
+    for kind, classes in _CLASSES.items():
+        if isinstance(strategy, classes):
+            return kind
+    # Outside of any scope there is one as well: TensorFlow's default, which distributes nothing.
+    if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
+        return "none"
+    central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
+    because = " Under it, Keras's metrics are wrong." if central else ""
+    raise ValueError(
+        f"strategy is a {type(strategy).__name__}, which DistributedFit does not know.{because} Hand over a "
+        "OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy or ParameterServerStrategy, or "
+        'write strategy="auto".'
+    )
+
+
+def _canonical(name: object) -> str:
+    match = _DEVICE.fullmatch(name.strip()) if isinstance(name, str) else None
+    if match is None:
+        raise ValueError(f"devices holds {name!r}. Expected names such as 'CPU:0' or 'GPU:1'.")
+    return f"{match[1].upper()}:{int(match[2])}"

@@ -1,0 +1,110 @@
+"""Whether a collective works here: an all-reduce of known numbers, in a process of its own."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from keras_paragrad.distribution.hardware import Hardware
+
+NUMBERS = 2**20
+REPEATS = 10
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What came of it.
+
+    Attributes:
+        works: Whether every replica got the right sum.
+        devices: The devices that took part.
+        says: What happened, in a sentence.
+    """
+
+    works: bool
+    devices: tuple[str, ...]
+    says: str
+
+
+def probed_devices(hardware: Hardware) -> tuple[str, ...]:
+    """The local GPUs, if there are several, or else the logical CPU devices, of which there are made to be two."""
+    gpus = tuple(device.name for device in hardware.of_kind("GPU"))
+    return gpus if len(gpus) > 1 else tuple(f"CPU:{index}" for index in range(max(2, len(hardware.of_kind("CPU")))))
+
+
+def run_probe(devices: tuple[str, ...], seconds: float) -> Probe:
+    """Adds known numbers up over the devices, in a process that is ended after some time.
+
+    Args:
+        devices: Two or more, of one kind. As many logical CPU devices as are named are made there.
+        seconds: How long that may take.
+
+    Returns:
+        Whether the sum was right, and how long it took.
+    """
+    safe = ["-P"] if sys.flags.safe_path else []
+    command = [sys.executable, *safe, "-m", "keras_paragrad.distribution.probe", *devices]
+    # In a cluster, the other processes know nothing of this one.
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return Probe(False, devices, f"gave no answer within {seconds:g} s, and was ended")
+    if done.returncode:
+        return Probe(False, devices, f"ended with status {done.returncode}: {done.stderr.strip()[-600:]}")
+    return judge(devices, json.loads(done.stdout.splitlines()[-1]))
+
+
+def judge(devices: tuple[str, ...], answer: dict[str, Any]) -> Probe:
+    """Compares what the replicas got with the sum, which replicas that hold 1, 2, 3... must get."""
+    expected = len(devices) * (len(devices) + 1) / 2
+    got = [tuple(pair) for pair in answer["least_and_most"]]
+    if got != [(expected, expected)] * len(devices):
+        return Probe(False, devices, f"gave wrong sums: from least to most {got}, and {expected:g} is right")
+    size = f"{NUMBERS * 4 / 2**20:g} MiB"
+    says = f"gave the right sum, {expected:g}: {answer['milliseconds']:.2f} ms for {size}, the median of {REPEATS} runs"
+    return Probe(True, devices, f"{says}; the first took {answer['first_seconds']:.2f} s")
+
+
+def reduce_known_numbers(devices: tuple[str, ...]) -> dict[str, Any]:
+    """Runs the all-reduce in this process: replica `i` holds `i + 1`, over and over."""
+    strategy = tf.distribute.MirroredStrategy(list(devices))
+
+    def in_replica(ones):
+        context = tf.distribute.get_replica_context()
+        known = ones * (tf.cast(context.replica_id_in_sync_group, tf.float32) + 1.0)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, known)
+
+    @tf.function(autograph=False)
+    def reduce(ones):
+        return strategy.run(in_replica, args=(ones,))
+
+    seconds, sums = [], None
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        sums = [part.numpy() for part in strategy.experimental_local_results(reduce(tf.ones([NUMBERS])))]
+        seconds.append(time.perf_counter() - start)
+    return {
+        "least_and_most": [[float(part.min()), float(part.max())] for part in sums or []],
+        "first_seconds": seconds[0],
+        "milliseconds": statistics.median(seconds[1:]) * 1e3,
+    }
+
+
+def main(devices: tuple[str, ...]) -> None:
+    """Makes the logical devices, reduces, and prints the outcome as JSON."""
+    cpus = [name for name in devices if name.startswith("CPU:")]
+    if cpus:
+        parts = [tf.config.LogicalDeviceConfiguration()] * len(cpus)
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)
+    print(json.dumps(reduce_known_numbers(devices)))
+
+
+if __name__ == "__main__":
+    main(tuple(sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""The exact data-parallel step: what makes `fit` on replicas take the step of one device."""
+
+import contextlib
+import functools
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.apply import unscaled
+from keras_paragrad._keras.model import all_layers
+from keras_paragrad._keras.prepared import gather_up, spread_over_replicas
+from keras_paragrad._keras.stages import Spread
+from keras_paragrad._keras.weights import Measure
+from keras_paragrad.distribution.data import DistributedData, distributed_dataset
+from keras_paragrad.distribution.same_model import SAME_CODE
+from keras_paragrad.distribution.workers import place_of
+
+_log = logging.getLogger("keras_paragrad")
+
+
+class Preparation:
+    """A model whose `fit`, `evaluate` and `predict` on replicas give what one device gives on whole batches.
+
+    What a replica's part of a batch counts for is measured, so that uneven and weighted parts are exact; gradients are
+    added up before they are clipped; a `LossScaleOptimizer` sees every replica's gradients; metrics are those of all
+    examples; with `jit_compile=True` each replica's forward and backward pass is compiled by XLA.
+
+    Args:
+        model: A compiled model, made under a strategy's scope or without one.
+        exact: Whether replicas' gradients are weighed and added up before they are clipped.
+        weighting: What a part of a batch counts for: `"auto"`, or for a `compute_loss` of your own `"examples"`,
+            `"sample_weight"` or `"mask"`. See `AccumulatingOptimizer`.
+        jit: Whether to compile with XLA; as the model was compiled, if `None`.
+
+    Raises:
+        ValueError: The model has a `train_step` or loss of its own, so that what a part of its batch counts for can't
+            be known. The message says what to write.
+    """
+
+    def __init__(
+        self, model: keras.Model, *, exact: bool = True, weighting: str = "auto", jit: bool | None = None
+    ) -> None:
+        self.model: Any = model
+        self.exact = exact
+        self._jit_compile = self.model.jit_compile
+        replicas = self.model.distribute_strategy.num_replicas_in_sync
+        measure = self._measure(weighting) if exact and replicas > 1 else None
+        if jit is not None:
+            self.model.jit_compile = jit
+        by_xla = replicas > 1 and bool(self.model.jit_compile) and not self._meets_in_the_forward_pass()
+        spread_over_replicas(model, Spread(measure, by_xla))
+        if place_of(self.model.distribute_strategy).workers > 1:
+            self.model.__dict__["predict"] = functools.partial(_predict_in_order, model)
+
+    def undo(self) -> None:
+        """Gives the model its own methods and settings back."""
+        self.model.jit_compile = self._jit_compile
+        self.model.__dict__.pop("predict", None)
+        gather_up(self.model)
+
+    def _measure(self, weighting: str) -> Measure | None:
+        stated = getattr(unscaled(self.model.optimizer), "weighting", "auto")
+        if stated == "uniform":
+            return None
+        measure = Measure(weighting if stated == "auto" else stated, "DistributedFit")
+        measure.check(self.model)
+        self._warn_of_batch_statistics()
+        return measure
+
+    def _warn_of_batch_statistics(self) -> None:
+        names = [layer.name for layer in self._batch_normalizations() if not layer.synchronized]
+        if names:
+            warnings.warn(
+                f"{', '.join(names)} normalize by the statistics of one replica's part of a batch, so that training is "
+                "not that of the whole batch. Write BatchNormalization(synchronized=True), or set trainable=False.",
+                stacklevel=5,
+            )
+
+    def _meets_in_the_forward_pass(self) -> bool:
+        names = [layer.name for layer in self._batch_normalizations() if layer.synchronized]
+        if names:
+            _log.warning(
+                "%s: replicas meet in the forward pass, which XLA can't compile, so this model is trained without it.",
+                ", ".join(names),
+            )
+        return bool(names)
+
+    def _batch_normalizations(self) -> list[keras.layers.BatchNormalization]:
+        layers = all_layers(self.model)
+        return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
+
+
+def _predict_in_order(
+    model: Any,
+    x: Any,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+) -> Any:
+    """What `predict` does on several workers: TensorFlow itself deals rows out to them by turns."""
+    if not isinstance(x, DistributedData):
+        x = distributed_dataset(model.distribute_strategy, x, batch_size=batch_size, steps_per_epoch=steps)
+    return type(model).predict(model, x, verbose=verbose, steps=steps, callbacks=callbacks)
+
+
+@contextlib.contextmanager
+def building_together(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """The strategy's scope; if a model can't be built within it because workers differ, says so.
+
+    Raises:
+        RuntimeError: TensorFlow failed while several workers made variables, which they make together.
+    """
+    if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
+        # TensorFlow's default strategy can't be entered within the scope of another.
+        yield
+        return
+    try:
+        with strategy.scope():
+            yield
+    except tf.errors.OpError as error:
+        if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            raise
+        raise RuntimeError(
+            "This worker could not make its part of the model. The workers make every variable together: either one of "
+            f"them has died, or their models differ.{SAME_CODE} TensorFlow says: {error.message[:500]}"
+        ) from error
+
+
+def check_scope(model: Any, strategy: tf.distribute.Strategy) -> None:
+    """Refuses a model that is not compiled, or was made under another strategy.
+
+    Raises:
+        ValueError: It is one. The message says what to write.
+    """
+    if not model.compiled:
+        raise ValueError("The model has not been compiled. Write model.compile(...) before dist.prepare(model).")
+    found = model.distribute_strategy
+    if found is not strategy and (found.num_replicas_in_sync, strategy.num_replicas_in_sync) != (1, 1):
+        raise ValueError(
+            f"The model was made under {type(found).__name__}, and is to be trained under {type(strategy).__name__}. "
+            "Build and compile it within `with dist.scope():`."
+        )

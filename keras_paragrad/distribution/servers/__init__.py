@@ -1,0 +1,14 @@
+"""Parameter servers: weights that lie on servers, and workers that change them without waiting for each other."""
+
+from keras_paragrad.distribution.servers.preparation import ServerPreparation, prepare_for_servers
+from keras_paragrad.distribution.servers.serving import serve, serve_if_asked
+from keras_paragrad.distribution.servers.strategy import in_process_cluster, make_parameter_server_strategy
+
+__all__ = [
+    "ServerPreparation",
+    "in_process_cluster",
+    "make_parameter_server_strategy",
+    "prepare_for_servers",
+    "serve",
+    "serve_if_asked",
+]

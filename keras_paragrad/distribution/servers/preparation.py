@@ -1,0 +1,180 @@
+"""A model whose `fit`, `evaluate` and `predict` have workers take the steps, with its weights on parameter servers."""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.served import ServedModel
+from keras_paragrad._keras.validation import split_for_validation
+from keras_paragrad.distribution.data import DistributedData, FollowEpochs, distributed_dataset
+from keras_paragrad.distribution.servers.ahead import PredictedAhead
+from keras_paragrad.distribution.servers.dispatch import Dispatcher
+from keras_paragrad.distribution.servers.refusals import check_model
+
+_METHODS = ("fit", "evaluate", "predict")
+
+
+def prepare_for_servers(
+    model: keras.Model,
+    coordinator: tf.distribute.coordinator.ClusterCoordinator | None = None,
+    *,
+    in_flight: int | None = None,
+) -> "ServerPreparation":
+    """Makes a model's own `fit`, `evaluate` and `predict` work under a `ParameterServerStrategy`.
+
+    The chief reads the batches, and the next worker that is free takes each: every example once an epoch, and as many
+    updates as batches. Workers do not wait for each other, so a gradient meets weights that others have changed since:
+    training is not that of one device, and not the same twice. Metrics and counters are exact in count, evaluation and
+    prediction are exact.
+
+    Args:
+        model: A compiled model, made within the scope of a `ParameterServerStrategy`. Only this instance changes.
+        coordinator: What sends steps to the workers; the strategy's own, unless given.
+        in_flight: How many batches may wait at workers or run; two for each worker, unless given.
+
+    Returns:
+        A handle; `undo()` gives the model its class's methods back.
+
+    Raises:
+        ValueError: The model can't be trained like this. The message says what to write.
+
+    Example, which connects the process to a cluster for good:
+
+        strategy = servers.make_parameter_server_strategy(servers.in_process_cluster(workers=2, servers=1))
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", loss="mse")
+        prepared = servers.prepare_for_servers(model)
+        model.fit(np.ones((100, 8)), np.ones((100, 1)), epochs=2)
+        int(model.optimizer.iterations)  # 8: batches of 32 rows, the last of 4
+    """
+    return ServerPreparation(model, coordinator, in_flight)
+
+
+class ServerPreparation:
+    """What `prepare_for_servers` returns.
+
+    Attributes:
+        model: The model.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        coordinator: tf.distribute.coordinator.ClusterCoordinator | None = None,
+        in_flight: int | None = None,
+    ):
+        check_model(model)
+        if in_flight is not None and (isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1):
+            raise ValueError(f"in_flight is {in_flight!r}. Expected a whole number that is 1 or more.")
+        self.model: Any = model
+        coordinator = coordinator or tf.distribute.coordinator.ClusterCoordinator(self.model.distribute_strategy)
+        self._dispatcher = Dispatcher(coordinator, count_workers(), in_flight)
+        self._served = ServedModel(model, self._dispatcher, lambda: check_model(model))
+        for name in _METHODS:
+            # Straight into `__dict__`: Keras tracks and saves what is assigned as an attribute.
+            self.model.__dict__[name] = getattr(self, f"_{name}")
+
+    def undo(self) -> None:
+        """Gives the model its class's methods back."""
+        for name in _METHODS:
+            self.model.__dict__.pop(name, None)
+        self._served.undo()
+
+    def _fit(self, *arguments: Any, **keywords: Any) -> keras.callbacks.History:
+        check_model(self.model)
+        given = self._given("fit", arguments, keywords)
+        if given["validation_split"] and given["validation_data"] is None:
+            rows, given["validation_data"] = split_for_validation(
+                given["x"], given["y"], given["sample_weight"], given["validation_split"]
+            )
+            given.update(zip(("x", "y", "sample_weight"), rows, strict=True), validation_split=0.0)
+        before = self._read(given, "batch_size", "shuffle", "class_weight", "steps_per_epoch")
+        if given["validation_data"] is not None:
+            given["validation_data"] = self._validation(given)
+        if not isinstance(given["callbacks"], keras.callbacks.CallbackList):
+            given["callbacks"] = [*before, *(given["callbacks"] or []), _Check()]
+        with self._sending():
+            return type(self.model).fit(self.model, **given)
+
+    def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        given = self._given("evaluate", arguments, keywords)
+        extra = given.pop("kwargs", {})
+        if not extra:
+            self._read(given, "batch_size", steps_per_epoch="steps")
+        with self._sending():
+            return type(self.model).evaluate(self.model, **given, **extra)
+
+    def _predict(self, *arguments: Any, **keywords: Any) -> Any:
+        given = self._given("predict", arguments, keywords)
+        self._read(given, "batch_size", steps_per_epoch="steps")
+        self._build(given["x"])
+        given["x"] = PredictedAhead(given["x"], self._served.predict_soon, self._dispatcher.in_flight)
+        with self._sending():
+            return type(self.model).predict(self.model, **given)
+
+    def _given(self, method: str, arguments: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a method of the model, by their names."""
+        bound = inspect.signature(getattr(type(self.model), method)).bind(self.model, *arguments, **keywords)
+        bound.apply_defaults()
+        return dict(list(bound.arguments.items())[1:])
+
+    def _read(self, given: dict[str, Any], *names: str, **renamed: str) -> list[keras.callbacks.Callback]:
+        """Puts data that the chief reads in the place of what `fit` takes; returns the callbacks that it needs."""
+        if isinstance(given["x"], DistributedData):
+            return []
+        options = {name: given[name] for name in names} | {name: given[other] for name, other in renamed.items()}
+        data = distributed_dataset(
+            tf.distribute.get_strategy(), given["x"], given.get("y"), given.get("sample_weight"), **options
+        )
+        given["x"] = data
+        given.update({name: None for name in ("y", "sample_weight", "class_weight", "batch_size") if name in given})
+        return [FollowEpochs(data)]
+
+    def _validation(self, given: dict[str, Any]) -> DistributedData:
+        if isinstance(given["validation_data"], DistributedData):
+            return given["validation_data"]
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(given["validation_data"])
+        return distributed_dataset(
+            tf.distribute.get_strategy(),
+            x,
+            y,
+            sample_weight,
+            batch_size=given["validation_batch_size"] or given["batch_size"],
+            steps_per_epoch=given["validation_steps"],
+        )
+
+    def _build(self, data: DistributedData) -> None:
+        if self.model.built:
+            return
+        x = keras.utils.unpack_x_y_sample_weight(data.batch_spec)[0]
+        with self.model.distribute_strategy.scope():
+            self.model(keras.tree.map_structure(lambda spec: keras.KerasTensor((None, *spec.shape[1:]), spec.dtype), x))
+
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[None]:
+        self._served.install()
+        self._served.waits = False
+        try:
+            yield
+            self._dispatcher.join()
+        finally:
+            self._dispatcher.settle()
+            self._served.waits = True
+
+
+class _Check(keras.callbacks.Callback):
+    """Refuses what callbacks before it have made of the training step."""
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        check_model(self.model)
+
+
+def count_workers() -> int:
+    """How many workers this process, a chief, is connected to."""
+    devices = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
+    return len({device.task for device in devices if device.job == "worker"})

@@ -1,0 +1,71 @@
+"""What can't be trained with parameter servers."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.apply import parts, unscaled
+from keras_paragrad._keras.optimizer import WrappingOptimizer
+from keras_paragrad._keras.trainer import StepBuilder
+
+
+def check_model(model: Any) -> None:
+    """Refuses a model that can't be trained with parameter servers.
+
+    Raises:
+        ValueError: It was made elsewhere, is not compiled, or was compiled with what needs steps one after the other.
+            The message says what to write.
+    """
+    strategy = model.distribute_strategy
+    if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        raise ValueError(
+            f"The model was made under {type(strategy).__name__}, and its weights do not lie on parameter servers. "
+            "Build and compile it within `with dist.scope():`."
+        )
+    if not model.compiled:
+        raise ValueError("The model has not been compiled. Write model.compile(...) before dist.prepare(model).")
+    if strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            f"Each worker has {strategy.num_replicas_in_sync} GPUs, and a worker takes a step on one. Start one worker "
+            "for each GPU: `python -m keras_paragrad launch --workers 2 --devices-per-worker 1 --ps 1 train.py`."
+        )
+    if model.jit_compile:
+        raise ValueError(
+            "The model was compiled with jit_compile=True, and XLA can't compile a step whose variables lie on "
+            "parameter servers. Write jit_compile=False."
+        )
+    if model.run_eagerly:
+        raise ValueError(
+            "The model was compiled with run_eagerly=True, and workers only run compiled steps. Write "
+            'run_eagerly=False, or train with strategy="none" to look into a step.'
+        )
+    _check_optimizer(model.optimizer)
+    _check_stages(model)
+
+
+def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+    wraps = isinstance(unscaled(optimizer), WrappingOptimizer)
+    if wraps or any(part.gradient_accumulation_steps for part in parts(optimizer)):
+        found = type(unscaled(optimizer)).__name__ if wraps else "gradient_accumulation_steps"
+        raise ValueError(
+            f"The optimizer accumulates gradients ({found}), and workers that take steps at the same time would add to "
+            "one window and close it under each other. Compile with the optimizer itself, and give fit a larger "
+            "batch_size."
+        )
+    if any(part.use_ema and part.ema_overwrite_frequency for part in parts(optimizer)):
+        raise ValueError(
+            "The optimizer overwrites the weights with their average (ema_overwrite_frequency), while other workers "
+            "update them. Write ema_overwrite_frequency=None: the average is taken over when fit ends."
+        )
+
+
+def _check_stages(model: keras.Model) -> None:
+    builder = StepBuilder.of(model)
+    stages = [name for name in ("split", "weigh", "apply", "observe", "spread") if getattr(builder, name) is not None]
+    if stages:
+        raise ValueError(
+            f"The model's training step is being changed ({', '.join(stages)}): by a callback, such as "
+            "ExactAccumulation, by microbatch, or by another preparation. With parameter servers, workers take Keras's "
+            "own step: leave those out, or undo() them."
+        )

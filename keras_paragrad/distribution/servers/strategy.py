@@ -1,0 +1,91 @@
+"""The chief's side of a cluster with parameter servers, and such a cluster within one process."""
+
+import os
+from typing import Any
+
+import tensorflow as tf
+
+from keras_paragrad.distribution.cluster import Cluster
+from keras_paragrad.distribution.launch.tasks import HOST, free_ports
+
+JOBS = ("chief", "worker", "ps")
+# TensorFlow's servers of one process end with it; they must not be collected before.
+_RUNNING: list[Any] = []
+
+
+def make_parameter_server_strategy(cluster: Cluster) -> tf.distribute.ParameterServerStrategy:
+    """Connects the chief to its workers and parameter servers; it waits until all of them are there.
+
+    Args:
+        cluster: A cluster with a chief, which this process is, workers and parameter servers.
+
+    Returns:
+        The strategy to build a model under. Each weight lies whole on one server, in turns.
+
+    Raises:
+        ValueError: This process is another task, or there are no workers or servers.
+    """
+    missing = [job for job in JOBS if not cluster.jobs.get(job)]
+    if missing or cluster.job != "chief":
+        raise ValueError(
+            f"This process is {cluster.job} {cluster.index} of a cluster with {', '.join(cluster.jobs)}. Only the "
+            "chief of a cluster with a chief, workers and parameter servers (`ps`) trains; the others call "
+            "serve(cluster)."
+        )
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec_of(cluster), task_type="chief", task_id=0, rpc_layer="grpc"
+    )
+    return tf.distribute.ParameterServerStrategy(resolver)
+
+
+def in_process_cluster(workers: int = 2, servers: int = 1) -> Cluster:
+    """Starts workers and parameter servers within this process, at free ports of 127.0.0.1, for tests and trials.
+
+    Args:
+        workers: How many workers; they share this process's cores.
+        servers: How many parameter servers.
+
+    Returns:
+        The cluster, in which this process is the chief.
+
+    Raises:
+        ValueError: There is to be no worker or no server.
+
+    Example:
+
+    >>> from keras_paragrad.distribution.servers import in_process_cluster
+    >>> cluster = in_process_cluster(workers=2, servers=1)
+    >>> {job: len(addresses) for job, addresses in cluster.jobs.items()}
+    {'chief': 1, 'worker': 2, 'ps': 1}
+    """
+    for name, count in (("workers", workers), ("servers", servers)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name} is {count!r}. Expected a whole number that is 1 or more.")
+    addresses = [f"{HOST}:{port}" for port in free_ports(1 + workers + servers)]
+    jobs = {
+        "chief": tuple(addresses[:1]),
+        "worker": tuple(addresses[1 : 1 + workers]),
+        "ps": tuple(addresses[1 + workers :]),
+    }
+    cluster = Cluster(jobs, "chief", 0, "in_process_cluster()")
+    for job in ("worker", "ps"):
+        for index in range(len(jobs[job])):
+            _RUNNING.append(start_server(Cluster(jobs, job, index, cluster.source)))
+    return cluster
+
+
+def start_server(cluster: Cluster) -> tf.distribute.Server:
+    """Starts what TensorFlow runs in a worker or parameter server."""
+    config = tf.compat.v1.ConfigProto()
+    workers = len(cluster.jobs["worker"])
+    if (os.cpu_count() or 1) <= workers:
+        # Servers wait for each other: https://www.tensorflow.org/tutorials/distribute/parameter_server_training
+        config.inter_op_parallelism_threads = workers + 1
+    return tf.distribute.Server(
+        spec_of(cluster), job_name=cluster.job, task_index=cluster.index, config=config, protocol="grpc"
+    )
+
+
+def spec_of(cluster: Cluster) -> tf.train.ClusterSpec:
+    """The cluster without its evaluator, which TensorFlow's strategy does not know."""
+    return tf.train.ClusterSpec({job: list(cluster.jobs[job]) for job in JOBS})

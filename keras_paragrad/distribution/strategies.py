@@ -1,0 +1,95 @@
+"""From a plan to the `tf.distribute.Strategy` that carries it out."""
+
+import os
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.workers import NamedDevicesStrategy
+from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.meeting import meet
+from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.plan import Plan
+from keras_paragrad.distribution.servers import make_parameter_server_strategy, serve_if_asked
+
+_IMPLEMENTATIONS = {
+    "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
+    "ring": tf.distribute.experimental.CommunicationImplementation.RING,
+}
+
+
+def make_strategy(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute.Strategy:
+    """Starts what was planned; on several workers, it waits for them.
+
+    Args:
+        plan: What was decided.
+        hardware: What it was decided on.
+        options: What was asked for; a strategy that was handed over is returned as it is.
+
+    Returns:
+        The strategy; where the plan has none, TensorFlow's default, which distributes nothing. A process that serves
+        others, as a worker or a parameter server, never returns from here.
+    """
+    if options.given is not None:
+        return options.given
+    if plan.strategy.value == "parameter_server":
+        serve_if_asked(hardware.cluster)
+    if plan.strategy.value == "multi_worker" and hardware.cluster:
+        meet(hardware.cluster, options.startup_timeout, _facts(plan))
+    return _MAKERS[plan.strategy.value](plan, hardware)
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    versions = {"keras": keras.__version__, "tensorflow": tf.__version__}
+    return {**versions, "replicas": len(plan.devices.value), "communication": plan.communication.value}
+
+
+def _mirrored(plan: Plan, hardware: Hardware) -> tf.distribute.Strategy:
+    ways = {
+        "nccl": tf.distribute.NcclAllReduce,
+        "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
+        "one_device": tf.distribute.ReductionToOneDevice,
+        # What TensorFlow takes by itself between CPUs.
+        "ring": lambda: None,
+        "none": lambda: None,
+    }
+    return tf.distribute.MirroredStrategy(list(plan.devices.value), ways[plan.communication.value]())
+
+
+def _multi_worker(plan: Plan, hardware: Hardware) -> tf.distribute.Strategy:
+    cluster = hardware.cluster
+    if cluster is None:
+        raise ValueError("The plan is for several workers, and the hardware it was made for has no cluster.")
+    timeout = plan.collective_timeout.value
+    communication = tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=plan.pack_bytes.value or 0,
+        timeout_seconds=None if timeout is None else float(timeout),
+        implementation=_IMPLEMENTATIONS[plan.communication.value],
+    )
+    # What the collectives are set up from, whoever described the cluster.
+    os.environ["TF_CONFIG"] = cluster.to_tf_config()
+    try:
+        return NamedDevicesStrategy(plan.devices.value, communication)
+    except RuntimeError as error:
+        if "program startup" not in str(error):
+            raise
+        raise RuntimeError(
+            "TensorFlow has made tensors in this process already, and several workers have to be set up before. Write "
+            "DistributedFit(...) above the first optimizer, layer, dataset or tensor."
+        ) from error
+
+
+def _tpu(plan: Plan, hardware: Hardware) -> tf.distribute.Strategy:
+    resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(hardware.tpu_name or "local")
+    return tf.distribute.TPUStrategy(resolver)
+
+
+_MAKERS = {
+    "none": lambda plan, hardware: tf.distribute.get_strategy(),
+    "one_device": lambda plan, hardware: tf.distribute.OneDeviceStrategy(f"/{plan.devices.value[0]}"),
+    "mirrored": _mirrored,
+    "multi_worker": _multi_worker,
+    "tpu": _tpu,
+    "parameter_server": lambda plan, hardware: make_parameter_server_strategy(hardware.cluster),
+}

@@ -1,0 +1,117 @@
+"""Which replicas are on this worker, and whether all workers mean the same."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+Result = TypeVar("Result")
+
+
+class Place(NamedTuple):
+    """Where this process stands among the replicas of a strategy.
+
+    Attributes:
+        replicas: How many replicas there are on all workers together.
+        local: How many of them are on this worker.
+        first: The number of the first of those.
+    """
+
+    replicas: int
+    local: int
+    first: int
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are; each has as many replicas as this one."""
+        return self.replicas // self.local
+
+    @property
+    def worker(self) -> int:
+        """The number of this worker."""
+        return self.first // self.local
+
+
+def place_of(strategy: tf.distribute.Strategy) -> Place:
+    """Asks a strategy for the numbers of the replicas on this worker."""
+    if strategy.num_replicas_in_sync == 1:
+        return Place(1, 1, 0)
+    numbers = []
+
+    def note(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
+        numbers.append(int(context.replica_id_in_sync_group))
+        return tf.constant(0)
+
+    strategy.experimental_distribute_values_from_function(note)
+    return Place(strategy.num_replicas_in_sync, len(numbers), min(numbers))
+
+
+def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Every worker's numbers on all workers, by one all-reduce.
+
+    Args:
+        strategy: The strategy whose workers all call this, with equally many numbers of the same type.
+        values: This worker's: integers, or float64.
+
+    Returns:
+        An array of shape `(workers, len(values))`, the same on every worker.
+    """
+    place = place_of(strategy)
+    own = np.asarray(values)
+    if place.workers == 1:
+        return own[np.newaxis]
+    mine = np.zeros((place.workers, *own.shape), own.dtype)
+    mine[place.worker] = own
+
+    def shown(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
+        return tf.constant(mine if context.replica_id_in_sync_group == place.first else np.zeros_like(mine))
+
+    return strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(shown), axis=None).numpy()
+
+
+def agree(strategy: tf.distribute.Strategy, values: Mapping[str, int], what: str, hint: str = "") -> None:
+    """Raises one and the same error on every worker if their numbers differ.
+
+    Args:
+        strategy: The strategy whose workers all call this.
+        values: This worker's numbers by what they count: the same names in the same order on every worker. Below 0:
+            not known.
+        what: What the workers need to have in common.
+        hint: What else to say to somebody who reads the error.
+
+    Raises:
+        ValueError: A number differs between workers. The message gives every worker's.
+
+    Example:
+
+    >>> import tensorflow as tf
+    >>> agree(tf.distribute.get_strategy(), {"examples": 1000}, "the training data")
+    """
+    found = gather(strategy, np.array(list(values.values()), np.int64))
+    for index, name in enumerate(values):
+        numbers = found[:, index]
+        if (numbers != numbers[0]).any():
+            said = ["an unknown number of" if number < 0 else str(number) for number in numbers]
+            listed = ", ".join(f"worker {worker} has {number} {name}" for worker, number in enumerate(said))
+            raise ValueError(f"The workers do not have the same {what}: {listed}. Give all the same.{hint}")
+
+
+def all_or_none(strategy: tf.distribute.Strategy, prepare: Callable[[], Result]) -> Result:
+    """Does something on every worker, and fails on every worker if it fails on one, so that none waits for it.
+
+    Raises:
+        ValueError: It failed on another worker.
+        Exception: What it raised on this one.
+    """
+    failure, result = None, None
+    try:
+        result = prepare()
+    except Exception as error:
+        failure = error
+    failed = np.flatnonzero(gather(strategy, np.array([failure is not None], np.int64)))
+    if failure is not None:
+        raise failure
+    if len(failed):
+        raise ValueError(f"Worker {failed[0]} could not prepare; the error it raised says why.")
+    return result  # pyright: ignore

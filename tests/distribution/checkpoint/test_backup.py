@@ -1,0 +1,309 @@
+"""One process that is broken off and started again ends where an undisturbed one does."""
+
+import logging
+import os
+import signal
+import threading
+
+import keras
+import numpy as np
+import pytest
+from backed_up import BATCH_SIZE, EPOCHS, STEPS, build, data, limited_files
+
+from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
+from keras_paragrad.distribution.checkpoint.backup import Backup
+from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
+from keras_paragrad.distribution.checkpoint.stopping import TrainingInterrupted
+from keras_paragrad.distribution.replicas import Preparation
+
+
+class BreakOff(keras.callbacks.Callback):
+    """Does something after so many batches of one `fit`."""
+
+    def __init__(self, after, action):
+        super().__init__()
+        self.left, self.action = after, action
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if self.left == 0:
+            self.action()
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def send_sigterm():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit(model, callbacks, epochs=EPOCHS, **options):
+    return model.fit(
+        *data(), batch_size=BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks, **options
+    )
+
+
+def falling(epoch, rate):
+    return rate * 0.7
+
+
+def watchers():
+    """Callbacks with a state that decides how training goes on."""
+    return [
+        keras.callbacks.LearningRateScheduler(falling),
+        keras.callbacks.ReduceLROnPlateau("accuracy", patience=1, min_delta=10.0, factor=0.3),
+        keras.callbacks.EarlyStopping("accuracy", patience=3, min_delta=10.0, restore_best_weights=True),
+    ]
+
+
+def plain(**options):
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((6,)), keras.layers.Dense(8), keras.layers.Dropout(0.4), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Nadam(0.01), loss, metrics=["accuracy"], **options)
+    return model
+
+
+def prepared(**options):
+    model = plain(**options)
+    Preparation(model)
+    return model
+
+
+MAKERS = {
+    "plain": plain,
+    "prepared": prepared,
+    "steps_per_execution": lambda: prepared(steps_per_execution=4),
+    "jit": lambda: prepared(jit_compile=True),
+    "accumulating": lambda: build(0.4),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "every"),
+    [("plain", 1), *((kind, "epoch") for kind in ("plain", "accumulating")), *((kind, 5) for kind in MAKERS)],
+    ids=str,
+)
+def test_resumed_equals_undisturbed(kind, every, tmp_path):
+    exact = [ExactAccumulation()] if kind == "accumulating" else []
+    # In the fourth epoch of five, after which early stopping ends it.
+    straight = MAKERS[kind]()
+    expected = fit(straight, [*exact, *watchers()], epochs=5)
+    for after in (2 * STEPS + 7, STEPS, 4):
+        others, model = watchers(), MAKERS[kind]()
+        with pytest.raises(KeyboardInterrupt):
+            after = -(-after // 4) if kind == "steps_per_execution" else after
+            breaks = BreakOff(after, interrupt)
+            fit(model, [*exact, *others, Backup(tmp_path, every, callbacks=others), breaks], epochs=5)
+    others, resumed = watchers(), MAKERS[kind]()
+    history = fit(resumed, [*exact, *others, Backup(tmp_path, every, callbacks=others)], epochs=5)
+    for one, other in zip(resumed.get_weights(), straight.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(history.history[name], values, rtol=1e-5)
+    assert history.epoch == expected.epoch
+    assert not tmp_path.exists()
+
+
+def test_a_new_position_in_the_middle_of_a_window(tmp_path):
+    model = build()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, [ExactAccumulation(), Backup(tmp_path, every=3), BreakOff(8, interrupt)])
+    resumed = build()
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.position, self.logs = int(self.model.optimizer.window.position.numpy()), logs
+            raise KeyboardInterrupt
+
+    look = Look()
+    with pytest.raises(KeyboardInterrupt):
+        fit(resumed, [ExactAccumulation(), Backup(tmp_path, every=3), look])
+    # Six batches, a window of five: one is in the next, and the first call passes over a batch that was seen.
+    assert (look.position, look.logs) == (1, {})
+
+
+@pytest.mark.own_process
+def test_two_replicas_to_one(mirrored, tmp_path):
+    with mirrored.scope():
+        parallel = build()
+    Preparation(parallel)
+    with pytest.raises(KeyboardInterrupt):
+        fit(parallel, [ExactAccumulation(), Backup(tmp_path, every=4), BreakOff(STEPS + 9, interrupt)])
+    straight, resumed = build(), build()
+    expected = fit(straight, [ExactAccumulation()])
+    found = fit(resumed, [ExactAccumulation(), Backup(tmp_path, every=4)])
+    for one, other in zip(resumed.get_weights(), straight.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6, rtol=0)
+    np.testing.assert_allclose(found.history["loss"], expected.history["loss"], atol=1e-6)
+
+
+def test_sigterm_leaves_with_status_143_and_a_backup(tmp_path, caplog):
+    called = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+    try:
+        handler = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(TrainingInterrupted) as ended:
+            fit(plain(), [BreakOff(STEPS + 5, send_sigterm), Backup(tmp_path)])
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert called == [signal.SIGTERM]
+    assert (ended.value.code, ended.value.position, ended.value.saved) == (143, Position(1, 5), True)
+    assert "training stops in epoch 2, after 5 batches" in caplog.text
+    assert BackupFiles(tmp_path).newest()[0].position == Position(1, 5)
+
+
+def test_sigterm_with_the_last_batch_of_an_epoch_waits_for_its_end(tmp_path):
+    with pytest.raises(TrainingInterrupted) as ended:
+        fit(plain(), [BreakOff(EPOCHS * STEPS, send_sigterm), Backup(tmp_path)], validation_split=0.0)
+    assert ended.value.position == Position(EPOCHS, 0)
+    model, straight = plain(), plain()
+    history, expected = fit(model, [Backup(tmp_path)]), fit(straight, [])
+    np.testing.assert_array_equal(model.get_weights()[0], straight.get_weights()[0])
+    assert history.history == expected.history
+
+
+def test_the_handler_is_gone_after_fit(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    backup = Backup(tmp_path)
+    fit(plain(), [backup])
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(KeyboardInterrupt):
+        fit(plain(), [backup, BreakOff(1, interrupt)])
+    backup.leave()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_another_thread_it_is_said(tmp_path, caplog):
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=fit, args=(plain(), [Backup(tmp_path)]))
+    thread.start()
+    thread.join()
+    assert "Call fit in the main thread" in caplog.text
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+class FullDisk(keras.callbacks.Callback):
+    """Lets no file grow beyond 1000 bytes from one epoch on."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch, self.limit = epoch, limited_files(1000)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == self.epoch:
+            self.limit.__enter__()
+
+    def on_train_end(self, logs=None):
+        self.limit.__exit__(None, None, None)
+
+
+def test_training_goes_on_with_a_full_disk(tmp_path, caplog):
+    model, straight = plain(), plain()
+    full = FullDisk(1)
+    fit(model, [full, Backup(tmp_path, delete_when_done=False)], epochs=4)
+    fit(straight, [], epochs=4)
+    np.testing.assert_array_equal(model.get_weights()[0], straight.get_weights()[0])
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 1
+    assert "No backup could be written at epoch 3: [Errno 27] File too large" in said[0]
+    assert "the last one is epoch-000001-batch-0000000000.backup. Free some space in" in said[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch-000001-batch-0000000000.backup"]
+
+
+def test_only_damaged_backups_stop_it(tmp_path):
+    fit(plain(), [Backup(tmp_path, delete_when_done=False)])
+    for path in tmp_path.iterdir():
+        os.truncate(path, 50)
+    with pytest.raises(DamagedBackupError, match="None of the backups in .* is intact, and nothing has been changed"):
+        fit(plain(), [Backup(tmp_path)])
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [50, 50]
+
+
+def test_a_backup_of_another_model_is_refused(tmp_path):
+    fit(plain(), [Backup(tmp_path, delete_when_done=False)])
+    with pytest.raises(ValueError, match=r"sequential_\d+/dense_\d+/kernel of shape \(4, 2\) and float32, they have"):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+        model.fit(np.ones((2, 4)), np.ones((2, 2)), verbose=0, callbacks=[Backup(tmp_path)])
+    with pytest.raises(ValueError, match="The model has no variables yet"):
+        model = keras.Sequential([keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+        model.fit(np.ones((2, 4)), np.ones((2, 2)), verbose=0, callbacks=[Backup(tmp_path)])
+
+
+def test_another_first_epoch_is_refused(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(plain(), [Backup(tmp_path, every=2), BreakOff(5, interrupt)])
+    with pytest.raises(ValueError, match="fit begins with epoch 2, and the backup .* stands in epoch 1, after 4 batch"):
+        fit(plain(), [Backup(tmp_path)], initial_epoch=1)
+
+
+def test_a_callback_of_ones_own(tmp_path):
+    class Own(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen, self.table = 0, np.zeros(3)
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen += bool(logs)
+            self.table[batch % 3] += bool(logs)
+
+        def get_state(self):
+            return {"seen": self.seen, "table": self.table}
+
+        def set_state(self, state):
+            self.seen, self.table = state["seen"], state["table"].copy()
+
+    own = Own()
+    with pytest.raises(KeyboardInterrupt):
+        fit(plain(), [own, Backup(tmp_path, 5, callbacks=[own]), BreakOff(13, interrupt)])
+    own = Own()
+    fit(plain(), [own, Backup(tmp_path, 5, callbacks=[own])])
+    assert own.seen == EPOCHS * STEPS
+    np.testing.assert_array_equal(own.table, [EPOCHS * STEPS / 3] * 3)
+
+
+def test_a_scaled_loss_goes_on_with_its_scale(tmp_path):
+    def scaled():
+        model = plain()
+        inner = AccumulatingOptimizer(keras.optimizers.Adam(0.01), 2, tail="carry")
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=64.0, dynamic_growth_steps=4)
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+        return model
+
+    model, straight = scaled(), scaled()
+    with pytest.raises(KeyboardInterrupt):
+        fit(scaled(), [ExactAccumulation(), Backup(tmp_path, 5), BreakOff(STEPS + 7, interrupt)])
+    fit(model, [ExactAccumulation(), Backup(tmp_path, 5)])
+    fit(straight, [ExactAccumulation()])
+    for one, other in zip(model.optimizer.variables, straight.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+def test_bfloat16_comes_back(tmp_path):
+    def half():
+        model = plain()
+        inner = AccumulatingOptimizer(keras.optimizers.SGD(0.01), 5, tail="carry", accumulator_dtype="bfloat16")
+        model.compile(inner, "sparse_categorical_crossentropy")
+        return model
+
+    model, straight = half(), half()
+    with pytest.raises(KeyboardInterrupt):
+        fit(half(), [ExactAccumulation(), Backup(tmp_path, 3), BreakOff(7, interrupt)])
+    fit(model, [ExactAccumulation(), Backup(tmp_path, 3)])
+    fit(straight, [ExactAccumulation()])
+    np.testing.assert_array_equal(model.get_weights()[0], straight.get_weights()[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"every": 0}, "every=500"), ({"every": "batch"}, "every=500"), ({"check_every": 0}, "None for about a second")],
+    ids=["never", "word", "unchecked"],
+)
+def test_arguments(options, says):
+    with pytest.raises(ValueError, match=says):
+        Backup("backups", **options)

@@ -1,0 +1,93 @@
+"""One of several workers that read the same data; prints what its replicas got, and what it was refused, as JSON."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import numpy as np
+import tensorflow as tf
+
+strategy = tf.distribute.MultiWorkerMirroredStrategy(
+    communication_options=tf.distribute.experimental.CommunicationOptions(
+        implementation=tf.distribute.experimental.CommunicationImplementation.RING
+    )
+)
+
+import keras
+
+from keras_paragrad.distribution.data import adapt_normalization, distributed_dataset
+from keras_paragrad.distribution.workers import place_of
+
+WORKER = place_of(strategy).worker
+ROWS = np.arange(20)
+
+
+class Batches(keras.utils.PyDataset):
+    num_batches = 3
+
+    def __getitem__(self, index):
+        return (ROWS[index * 3 : index * 3 + 3],)
+
+
+def uneven():
+    for start, stop in ((0, 3), (3, 11), (11, 12)):
+        yield (ROWS[start:stop],)
+
+
+def read(*data, **options):
+    try:
+        distributed = distributed_dataset(strategy, *data, **options)
+    except ValueError as error:
+        return str(error)
+    flat = [tf.nest.flatten(step)[0] for step in distributed]
+    pieces = [[piece.numpy().tolist() for piece in strategy.experimental_local_results(step)] for step in flat]
+    return {"steps": distributed.num_batches, "pieces": pieces}
+
+
+def with_policy(policy):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    return tf.data.Dataset.range(20).batch(8).with_options(options)
+
+
+def normalization(data, policy):
+    layer = keras.layers.Normalization()
+    adapt_normalization(layer, data, strategy, shard_policy=policy)
+    return [layer.adapt_mean.numpy().tolist(), layer.adapt_variance.numpy().tolist()]
+
+
+def main(folder: Path) -> dict:
+    files = [str(folder / f"{number}.txt") for number in range(3)]
+    lines = tf.data.TextLineDataset(files).map(tf.strings.to_number).batch(4)
+    features = np.random.default_rng(0).normal(5.0, 2.0, size=(101, 3))
+    own = features[:40] if WORKER == 0 else features[40:]
+    policy = tf.data.experimental.AutoShardPolicy
+    return {
+        "arrays": read(ROWS, batch_size=8),
+        "dataset of unknown length": read(tf.data.Dataset.range(20).batch(8).filter(lambda rows: True)),
+        "uneven generator": read(uneven()),
+        "fewer rows": read(ROWS[:9], batch_size=8),
+        "py dataset": read(Batches(), shuffle=True),
+        # Without a seed, each worker would draw another order.
+        "shuffled": read(ROWS, batch_size=8, shuffle=True),
+        "files": read(lines, shard_policy="file"),
+        "sharded": read(ROWS[: 10 + 4 * WORKER] + 100 * WORKER, batch_size=8, shard_policy="already_sharded"),
+        "options say off": read(with_policy(policy.OFF)),
+        "options say file": read(with_policy(policy.FILE)),
+        "too few files": read(tf.data.TextLineDataset(files[:1]).batch(4), shard_policy="file"),
+        "no files": read(ROWS, batch_size=8, shard_policy="file"),
+        "other sizes": read(np.arange(1000 - 100 * WORKER), batch_size=8),
+        "other rows": read(tf.data.Dataset.range(20).shuffle(20, seed=WORKER).batch(8)),
+        "other types": read(ROWS.astype("float32" if WORKER else "int32"), batch_size=8),
+        "one fails": read(ROWS, batch_size=8, shuffle="rows" if WORKER else False),
+        "too small": read(ROWS, batch_size=1),
+        "normalization": normalization(features, "data"),
+        "normalization of shards": normalization(own, "already_sharded"),
+    }
+
+
+if __name__ == "__main__":
+    print("FOUND " + json.dumps(main(Path(sys.argv[1]))), flush=True)

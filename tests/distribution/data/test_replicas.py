@@ -1,0 +1,126 @@
+"""Under MirroredStrategy: what each replica gets, and stock `fit` on it."""
+
+import hypothesis.strategies as st
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given
+
+from keras_paragrad.distribution.data import FollowEpochs, distributed_dataset, normalize_inputs
+from keras_paragrad.distribution.workers import place_of
+
+own_process = pytest.mark.own_process(seconds=280)
+X = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def steps_of(strategy, data):
+    return [[piece.numpy() for piece in strategy.experimental_local_results(step)] for step in data]
+
+
+@own_process
+def test_every_replica_gets_its_piece(mirrored):
+    @given(st.integers(2, 40), st.integers(2, 12), st.sampled_from(["arrays", "dataset", "unknown length"]))
+    def check(rows, batch_size, kind):
+        x = np.arange(rows)
+        if kind == "arrays":
+            data = distributed_dataset(mirrored, x, batch_size=batch_size)
+        else:
+            batches = tf.data.Dataset.from_tensor_slices(x).batch(batch_size)
+            batches = batches if kind == "dataset" else batches.filter(lambda rows: True)
+            data = distributed_dataset(mirrored, batches)
+        steps = steps_of(mirrored, data)
+        assert data.num_batches == (None if kind == "unknown length" else len(steps))
+        expected = [np.array_split(x[start : start + batch_size], 2) for start in range(0, rows, batch_size)]
+        assert [[p.tolist() for p in step] for step in steps] == [[p.tolist() for p in step] for step in expected]
+
+    check()
+
+
+def batches_for_each_replica_make_a_larger_one(mirrored):
+    for data in (
+        distributed_dataset(mirrored, np.arange(11), batch_size=2, batch="per_replica"),
+        distributed_dataset(mirrored, tf.data.Dataset.range(11).batch(2), batch_size=2, batch="per_replica"),
+    ):
+        assert data.batch_size == 4
+        assert [[piece.tolist() for piece in step] for step in steps_of(mirrored, data)] == [
+            [[0, 1], [2, 3]],
+            [[4, 5], [6, 7]],
+            [[8, 9], [10]],
+        ]
+
+
+def the_replicas_are_known(mirrored):
+    assert place_of(mirrored) == (2, 2, 0)
+    assert place_of(tf.distribute.get_strategy()) == (1, 1, 0)
+    assert place_of(tf.distribute.OneDeviceStrategy("CPU:0")) == (1, 1, 0)
+
+
+def batches_too_small_for_the_replicas_are_refused(mirrored):
+    for make in (
+        lambda: distributed_dataset(mirrored, np.arange(8), batch_size=1),
+        lambda: distributed_dataset(mirrored, tf.data.Dataset.range(8).batch(1, drop_remainder=True)),
+    ):
+        with pytest.raises(ValueError, match="1 rows for 2 replicas"):
+            make()
+    with pytest.raises(ValueError, match="distributed already"):
+        distributed_dataset(mirrored, mirrored.experimental_distribute_dataset(tf.data.Dataset.range(8).batch(2)))
+
+
+@own_process
+def test_sizes_places_and_refusals(mirrored):
+    batches_for_each_replica_make_a_larger_one(mirrored)
+    the_replicas_are_known(mirrored)
+    batches_too_small_for_the_replicas_are_refused(mirrored)
+
+
+class Batches(keras.utils.PyDataset):
+    num_batches = 4
+
+    def __getitem__(self, index):
+        return X[index * 8 : index * 8 + 8], Y[index * 8 : index * 8 + 8]
+
+
+KINDS = {
+    "arrays": lambda: ((X, Y), {"batch_size": 8}),
+    "shuffled": lambda: ((X, Y), {"batch_size": 8, "shuffle": True, "seed": 1}),
+    "dataset": lambda: ((tf.data.Dataset.from_tensor_slices((X, Y)).batch(8),), {}),
+    "cached": lambda: ((tf.data.Dataset.from_tensor_slices((X, Y)).batch(8),), {"cache": True}),
+    "py-dataset": lambda: ((Batches(workers=2),), {"shuffle": True, "seed": 1}),
+}
+
+
+def fitted(strategy, kind):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        inputs = keras.Input((3,))
+        outputs = keras.layers.Dense(1)(keras.layers.Normalization()(inputs))
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.1), loss="mse")
+    normalize_inputs(model, X, strategy)
+    data, options = KINDS[kind]()
+    batches = distributed_dataset(strategy, *data, **options)
+    validation = distributed_dataset(strategy, X, Y, batch_size=16)
+    history = model.fit(
+        batches, epochs=3, verbose=0, shuffle=False, callbacks=[FollowEpochs(batches)], validation_data=validation
+    )
+    assert history.params["steps"] == 4
+    return model, history.history
+
+
+@own_process
+def test_stock_fit_trains_as_on_one_device(mirrored):
+    for kind in KINDS:
+        check_fit(mirrored, kind)
+
+
+def check_fit(mirrored, kind):
+    two, history = fitted(mirrored, kind)
+    one, expected = fitted(tf.distribute.get_strategy(), kind)
+    for a, b in zip(one.get_weights(), two.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, atol=1e-5)
+    data = distributed_dataset(mirrored, X, batch_size=8)
+    np.testing.assert_allclose(two.predict(data, verbose=0), one.predict(X, verbose=0), atol=1e-5)

@@ -1,0 +1,143 @@
+"""Two workers in processes of their own: what each of their replicas gets, and one error on both."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_paragrad.distribution.workers import agree, all_or_none, gather
+
+SCRIPT = Path(__file__).with_name("data_worker.py")
+ROWS = np.arange(20)
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def run_workers(count, folder):
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(count)]}
+    processes = []
+    for index in range(count):
+        task = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+        command = [sys.executable, "-P", str(SCRIPT), str(folder)]
+        environment = {**os.environ, "TF_CONFIG": task}
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    try:
+        outputs = [process.communicate(timeout=240)[0].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output[-4000:]
+    return [json.loads(output.split("FOUND ", 1)[1].splitlines()[0]) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    for number, lines in enumerate([5, 6, 8]):
+        folder.joinpath(f"{number}.txt").write_text("\n".join(str(100 * number + line) for line in range(lines)))
+    return run_workers(2, folder)
+
+
+def global_batches(found, name):
+    """The concatenation of all replicas' pieces, step after step, and the sizes of the pieces."""
+    first, second = (worker[name] for worker in found)
+    assert first["steps"] == second["steps"]
+    steps = [a + b for a, b in zip(first["pieces"], second["pieces"], strict=True)]
+    return [sum(step, []) for step in steps], [[len(piece) for piece in step] for step in steps]
+
+
+BY_EIGHT = [ROWS[:8].tolist(), ROWS[8:16].tolist(), ROWS[16:].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("name", "batches", "sizes"),
+    [
+        ("arrays", BY_EIGHT, [[4, 4], [4, 4], [2, 2]]),
+        ("dataset of unknown length", BY_EIGHT, [[4, 4], [4, 4], [2, 2]]),
+        ("uneven generator", [[0, 1, 2], list(range(3, 11)), [11]], [[2, 1], [4, 4], [1, 0]]),
+        ("fewer rows", [list(range(8)), [8]], [[4, 4], [1, 0]]),
+    ],
+)
+def test_the_pieces_make_up_the_global_batch(found, name, batches, sizes):
+    assert global_batches(found, name) == (batches, sizes)
+
+
+def test_all_workers_draw_the_same_order(found):
+    batches, sizes = global_batches(found, "shuffled")
+    assert sizes == [[4, 4], [4, 4], [2, 2]]
+    rows = sum(batches, [])
+    assert sorted(rows) == ROWS.tolist() != rows
+    batches, sizes = global_batches(found, "py dataset")
+    assert sizes == [[2, 1]] * 3
+    assert sorted(batches) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+def test_files_are_read_once_and_all_workers_stop_together(found):
+    batches, sizes = global_batches(found, "files")
+    rows = sum(batches, [])
+    assert sorted(rows) == [*range(5), *range(100, 106), *range(200, 208)]
+    assert all(sum(step) for step in sizes)
+    assert [sum(step[worker] for step in sizes) for worker in (0, 1)] == [13, 6]
+
+
+def test_shards_of_ones_own_are_read_whole(found):
+    batches, sizes = global_batches(found, "sharded")
+    assert sizes == [[4, 4], [4, 4], [2, 4], [0, 2]]
+    assert sorted(sum(batches, [])) == [*range(10), *range(100, 114)]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("options say off", 'AutoShardPolicy.OFF.*shard_policy="already_sharded".*shard_policy="data"'),
+        ("options say file", "reads none that can be counted"),
+        ("too few files", "there are 1 files and 2 workers"),
+        ("no files", "this ndarray reads none"),
+        ("other sizes", "worker 0 has 1000 examples, worker 1 has 900 examples"),
+        ("other rows", r"first batch of data.*ds\.shuffle\(1000, seed=0\)"),
+        ("other types", "same nesting, types and shapes of the data"),
+        ("too small", "1 rows for 2 replicas"),
+    ],
+)
+def test_the_same_error_on_every_worker(found, name, says):
+    first, second = (worker[name] for worker in found)
+    assert first == second
+    assert re.search(says, first)
+
+
+def test_what_fails_on_one_worker_fails_on_all(found):
+    assert "Worker 1 could not prepare; the error" in found[0]["one fails"]
+    assert "shuffle is 'rows'" in found[1]["one fails"]
+
+
+@pytest.mark.parametrize("name", ["normalization", "normalization of shards"])
+def test_normalization_is_that_of_the_whole_and_the_same_everywhere(found, name):
+    assert found[0][name] == found[1][name]
+    features = np.random.default_rng(0).normal(5.0, 2.0, size=(101, 3))
+    np.testing.assert_allclose(found[0][name], [features.mean(axis=0), features.var(axis=0)], rtol=1e-6)
+
+
+def test_one_worker_agrees_with_itself():
+    strategy = tf.distribute.get_strategy()
+    agree(strategy, {"examples": 3, "batches": -1}, "data")
+    np.testing.assert_array_equal(gather(strategy, [1.5, 2.0]), [[1.5, 2.0]])
+    assert all_or_none(strategy, lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        all_or_none(strategy, lambda: 1 // 0)

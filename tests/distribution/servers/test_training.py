@@ -1,0 +1,223 @@
+"""Workers that do not wait for each other: every example counted once, and one update for each batch."""
+
+import hypothesis.strategies as st
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+
+from keras_paragrad.distribution import servers
+
+own_process = pytest.mark.own_process(seconds=280)
+
+LABELS = 3
+
+
+def rows_of(count, seed=0):
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(count, 8)).astype("float32")
+    return x, (x[:, 0] > 0).astype("int64") + (x[:, 1] > 0), random.uniform(0, 2, count).astype("float32")
+
+
+def build(strategy=None, optimizer=None, layers=None, **options):
+    with strategy.scope() if strategy else keras.name_scope("alone"):
+        hidden = layers or [keras.layers.Dense(16, activation="relu")]
+        model = keras.Sequential([keras.Input((8,)), *hidden, keras.layers.Dense(LABELS)])
+        model.compile(
+            optimizer or keras.optimizers.SGD(0.0),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)],
+            weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")],
+            **options,
+        )
+    return model
+
+
+def alone(model):
+    """The same model on one device."""
+    twin = build(layers=[keras.layers.Dense(16, activation="relu")])
+    twin.set_weights(model.get_weights())
+    return twin
+
+
+@own_process
+def test_metrics_are_those_of_every_example_once(strategy):
+    # With a learning rate of 0 all workers see the same weights, so metrics while training are those of evaluation.
+    model = build(strategy)
+    servers.prepare_for_servers(model)
+    updates = 0
+
+    @settings(max_examples=8)
+    @given(
+        rows=st.integers(1, 300),
+        batch_size=st.integers(3, 40),
+        shuffle=st.booleans(),
+        weighted=st.booleans(),
+        steps_per_execution=st.sampled_from([1, 3]),
+    )
+    def equal(rows, batch_size, shuffle, weighted, steps_per_execution):
+        nonlocal updates
+        model.steps_per_execution = steps_per_execution
+        x, y, weights = rows_of(rows)
+        weights = weights if weighted else None
+        history = model.fit(
+            x, y, batch_size, epochs=2, verbose=0, shuffle=shuffle, sample_weight=weights, validation_data=(x, y)
+        ).history
+        updates += 2 * -(-rows // batch_size)
+        assert int(model.optimizer.iterations) == updates
+        expected = alone(model).evaluate(x, y, batch_size, verbose=0, sample_weight=weights, return_dict=True)
+        for name, value in expected.items():
+            np.testing.assert_allclose(history[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+        unweighted = alone(model).evaluate(x, y, batch_size, verbose=0, return_dict=True)
+        for name, value in unweighted.items():
+            np.testing.assert_allclose(history[f"val_{name}"], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+    equal()
+
+
+OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, clipvalue=0.5),
+    "Adam": lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(1e-2, 50, 0.9), clipnorm=0.5),
+    "AdamW with averages": lambda: keras.optimizers.AdamW(1e-2, use_ema=True, ema_momentum=0.5, global_clipnorm=0.5),
+    "Lamb": lambda: keras.optimizers.Lamb(1e-2),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-2), initial_scale=8.0),
+}
+
+
+@own_process
+def test_counts_are_exact_in_every_run_and_the_loss_falls(strategy):
+    x, y, _ = rows_of(410)
+    for name, make in OPTIMIZERS.items():
+        with strategy.scope():
+            optimizer = make()
+        model = build(strategy, optimizer)
+        servers.prepare_for_servers(model, in_flight=5)
+        losses = []
+        for run in range(1, 4):
+            losses += model.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"]
+            assert int(model.optimizer.iterations) == run * 2 * 52, name
+            assert float(model.metrics[0].count.numpy()) == 410, name
+        assert losses[-1] < 0.6 * losses[0], name
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        self.metrics[0].update_state(loss, sample_weight=tf.shape(x)[0])
+        return self.get_metrics_result()
+
+
+@own_process
+def test_other_models(strategy):
+    x, y, _ = rows_of(100)
+    layers = {
+        "normalized": lambda: [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.2)],
+        "recurrent": lambda: [keras.layers.Reshape((4, 2)), keras.layers.LSTM(6)],
+        "embedded": lambda: (
+            [keras.layers.Discretization(bin_boundaries=[-1.0, 0.0, 1.0]), keras.layers.Embedding(4, 3)]
+            + [keras.layers.Flatten()]
+        ),
+    }
+    for name, make in layers.items():
+        with strategy.scope():
+            hidden = make()
+        model = build(strategy, "adam", hidden)
+        servers.prepare_for_servers(model)
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        assert int(model.optimizer.iterations) == 26, name
+        assert float(model.metrics[0].count.numpy()) == 100, name
+    with strategy.scope():
+        # Without an Input: it is built from the first batch, on the servers.
+        model = OwnStep([keras.layers.Dense(LABELS)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    servers.prepare_for_servers(model)
+    model.fit(x, y, batch_size=8, verbose=0)
+    assert int(model.optimizer.iterations) == 13
+    assert float(model.metrics[0].count.numpy()) == 100
+    assert all("/job:ps" in weight.value.device for weight in [*model.weights, *model.optimizer.variables])
+
+
+@own_process
+def test_data_of_every_kind(strategy):
+    x, y, _ = rows_of(50)
+    model = build(strategy, "adam")
+    servers.prepare_for_servers(model)
+    batches = [(x[start : start + 12], y[start : start + 12]) for start in range(0, 50, 12)]
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
+    for count, data, options in [
+        (50, dataset, {}),
+        (50, (batch for batch in batches), {}),
+        (36, dataset.repeat(), {"steps_per_epoch": 3}),
+        (40, x, {"y": y, "batch_size": 12, "validation_split": 0.2, "class_weight": {0: 1.0, 1: 2.0, 2: 1.0}}),
+    ]:
+        before = int(model.optimizer.iterations)
+        seen = []
+        model.fit(data, verbose=0, callbacks=[Seen(seen)], **options)
+        assert seen == [count]
+        assert int(model.optimizer.iterations) == before + -(-count // 12)
+
+
+class Seen(keras.callbacks.Callback):
+    """Notes the examples that the loss is of, before validation counts others."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def on_test_begin(self, logs=None):
+        self.on_epoch_end(0)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if not self.seen:
+            self.model.get_metrics_result()
+            self.seen.append(int(self.model.metrics[0].count.numpy()))
+
+
+@own_process
+def test_evaluation_and_prediction_are_exact_and_in_order(strategy):
+    model = build(strategy, "adam")
+    prepared = servers.prepare_for_servers(model, in_flight=3)
+
+    @settings(max_examples=6)
+    @given(rows=st.integers(1, 200), batch_size=st.integers(1, 30), steps_per_execution=st.sampled_from([1, 4]))
+    def equal(rows, batch_size, steps_per_execution):
+        model.steps_per_execution = steps_per_execution
+        x, y, weights = rows_of(rows)
+        twin = alone(model)
+        np.testing.assert_allclose(
+            model.evaluate(x, y, batch_size, verbose=0, sample_weight=weights),
+            twin.evaluate(x, y, batch_size, verbose=0, sample_weight=weights),
+            rtol=1e-5,
+            atol=1e-6,
+        )
+        predicted = model.predict(x, batch_size, verbose=0)
+        np.testing.assert_allclose(predicted, twin.predict(x, batch_size, verbose=0), rtol=1e-5, atol=1e-6)
+
+    equal()
+    x, y, _ = rows_of(20)
+    one = model.train_on_batch(x, y, return_dict=True)
+    assert int(model.optimizer.iterations) == 1 and one["loss"] > 0
+    twin = alone(model)
+    assert model.test_on_batch(x, y, return_dict=True)["loss"] == pytest.approx(twin.evaluate(x, y, verbose=0)[0])
+    np.testing.assert_allclose(model.predict_on_batch(x), twin.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
+    prepared.undo()
+
+
+@own_process
+def test_undo(strategy):
+    model = build(strategy, "adam")
+    before = set(model.__dict__)
+    prepared = servers.prepare_for_servers(model)
+    x, y, _ = rows_of(30)
+    model.fit(x, y, verbose=0)
+    assert model.fit.__self__ is prepared
+    prepared.undo()
+    assert [name for name in set(model.__dict__) - before if callable(model.__dict__[name])] == []
+    assert model.fit.__func__ is type(model).fit
+    servers.prepare_for_servers(model)
+    model.fit(x, y, verbose=0)
+    assert int(model.optimizer.iterations) == 2

@@ -1,0 +1,89 @@
+"""`doctor` says what is here, and its exit status says whether a collective works."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from keras_paragrad.commands import doctor
+from keras_paragrad.distribution.described import describe
+from keras_paragrad.distribution.probe import Probe, judge, probed_devices, run_probe
+
+
+def command(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "keras_paragrad", "doctor", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def test_a_healthy_machine():
+    done = command()
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in ("Python", "tensorflow", "keras_paragrad", "logical devices  CPU:0", "cluster", "strategy"):
+        assert part in done.stdout
+    assert "An all-reduce over CPU:0, CPU:1 gave the right sum, 3: " in done.stdout
+
+
+def test_a_collective_that_does_not_end():
+    probe = run_probe(("CPU:0", "CPU:1"), 0.01)
+    assert probe == Probe(False, ("CPU:0", "CPU:1"), "gave no answer within 0.01 s, and was ended")
+
+
+def test_a_collective_that_fails():
+    probe = run_probe(("CPU:0", "CPU:0"), 120)
+    assert not probe.works
+    assert probe.says.startswith("ended with status 1: ")
+
+
+def test_more_devices():
+    assert run_probe(tuple(f"CPU:{index}" for index in range(3)), 120).says.startswith("gave the right sum, 6: ")
+
+
+def test_wrong_sums_are_noticed():
+    answer = {"least_and_most": [[3.0, 3.0], [2.0, 3.0]], "milliseconds": 1.0, "first_seconds": 1.0}
+    probe = judge(("CPU:0", "CPU:1"), answer)
+    assert not probe.works
+    assert "wrong sums" in probe.says
+    assert not judge(("CPU:0", "CPU:1", "CPU:2"), answer).works
+    assert judge(("CPU:0", "CPU:1"), {**answer, "least_and_most": [[3.0, 3.0]] * 2}).works
+
+
+def test_which_devices_meet():
+    assert probed_devices(describe()) == ("CPU:0", "CPU:1")
+    assert probed_devices(describe(gpus=1)) == ("CPU:0", "CPU:1")
+    assert probed_devices(describe(gpus=2)) == ("GPU:0", "GPU:1")
+    assert probed_devices(describe(logical_cpus=3)) == ("CPU:0", "CPU:1", "CPU:2")
+
+
+SERVERS = {"cluster": {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1"]}, "task": {"type": "chief", "index": 0}}
+
+
+@pytest.mark.parametrize(
+    ("tf_config", "works", "status", "says"),
+    [
+        pytest.param("", True, 0, "none: no TF_CONFIG", id="well"),
+        pytest.param("", False, 1, "An all-reduce over CPU:0, CPU:1 was tried.", id="collective"),
+        pytest.param("{", True, 1, "The environment describes a cluster, wrongly: TF_CONFIG", id="environment"),
+        pytest.param(json.dumps(SERVERS), True, 1, "DistributedFit() would refuse: Parameter servers", id="plan"),
+    ],
+)
+def test_the_status(monkeypatch, capsys, tf_config, works, status, says):
+    monkeypatch.setenv("TF_CONFIG", tf_config)
+    monkeypatch.setattr(doctor, "run_probe", lambda devices, seconds: Probe(works, devices, "was tried"))
+    assert doctor.run(argparse.Namespace(seconds=1.0)) == status
+    assert says in capsys.readouterr().out
+
+
+def test_a_machine_with_gpus_in_words():
+    found = dict(doctor._findings(describe(gpus=2, gpu_memory_gb=80, compute_capability=(9, 0), workers=2)))
+    assert found["GPUs"] == "GPU:0, 80.0 GiB, compute capability 9.0; GPU:1, 80.0 GiB, compute capability 9.0"
+    assert found["cluster"] == "by a description: worker worker0:2222, worker1:2222"
+    assert found["this task"] == "worker 0"

@@ -1,0 +1,102 @@
+"""A plan reads as a table, the same wherever it is printed, and as data."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from keras_paragrad.distribution.described import describe
+from keras_paragrad.distribution.explain import WIDTH, Explanation, value_in_words
+from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.plan import make_plan
+
+MACHINE = describe(gpus=4, compute_capability=(9, 0), gpu_memory_gb=80, workers=2)
+
+
+@pytest.fixture
+def explanation():
+    return Explanation(make_plan(MACHINE, Options()), MACHINE)
+
+
+def words(text):
+    return " ".join("".join(letter if letter.isascii() else " " for letter in text).split())
+
+
+def test_all_of_the_plan_is_in_it(explanation):
+    console = Console(file=io.StringIO(), width=400)
+    console.print(explanation)
+    text = words(console.file.getvalue())
+    for decision in explanation.plan:
+        for part in (decision.name, decision.reason, decision.evidence, decision.override):
+            assert words(part) in text, part
+        assert value_in_words(decision.value) in text
+    assert text.startswith("Found: 1 CPU, 4 GPU in this process")
+
+
+@pytest.mark.parametrize("columns", ["20", "300"])
+def test_the_text_is_the_same_everywhere(explanation, columns, monkeypatch):
+    before = str(explanation)
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert str(explanation) == before
+    assert "\x1b" not in before
+    assert max(len(line) for line in before.splitlines()) <= WIDTH
+    assert all(decision.name in before for decision in explanation.plan)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ((), "-"),
+        (("CPU:0",), "CPU:0"),
+        (("CPU:0", "CPU:1"), "CPU:0 CPU:1"),
+        (("GPU:0", "GPU:1", "GPU:2"), "GPU:0 ... GPU:2"),
+        (None, "-"),
+        (1.0, "1"),
+        (8**0.5, "2.82843"),
+        (True, "True"),
+        (0, "0"),
+        ("ring", "ring"),
+    ],
+    ids=str,
+)
+def test_values(value, expected):
+    assert value_in_words(value) == expected
+
+
+def command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "keras_paragrad", "explain", *arguments],
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_command_describes_machines():
+    machine = ["--gpus", "4", "--gpu-memory-gb", "80", "--compute-capability", "9.0", "--workers", "2"]
+    options = ["--batch", "per_replica", "--lr-scaling", "sqrt", "--precision", "mixed_bfloat16", "--jit", "false"]
+    done = command(*machine, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    asked = Options(batch="per_replica", lr_scaling="sqrt", precision="mixed_bfloat16", jit=False)
+    assert json.loads(done.stdout) == make_plan(MACHINE, asked).to_dict()
+
+
+def test_the_command_prints_a_table():
+    done = command("--gpus", "4", "--gpu-memory-gb", "80", "--compute-capability", "9.0", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip("\n") == str(Explanation(make_plan(MACHINE, Options()), MACHINE))
+
+
+def test_the_command_refuses_what_cannot_work():
+    done = command("--ps", "1", "--workers", "2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "explain: error: Parameter servers are asynchronous" in done.stderr
+    done = command("--ps", "1", "--workers", "2", "--inexact", "--json")
+    assert json.loads(done.stdout)["strategy"]["value"] == "parameter_server"

@@ -1,0 +1,271 @@
+"""`DistributedFit` on two replicas in one process."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, GradientNoiseScale, PerExampleGradients, wrap
+
+pytestmark = pytest.mark.own_process(seconds=240)
+ROWS = 90
+
+
+def data(rows=ROWS):
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(rows, 6)).astype("float32")
+    return x, generator.integers(0, 3, rows)
+
+
+def layers_of(middle=tuple):
+    keras.utils.set_random_seed(1)
+    return [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), *middle(), keras.layers.Dense(3)]
+
+
+def model(optimizer="adam", middle=tuple, jit=False, **options):
+    made = keras.Sequential(layers_of(middle))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    made.compile(optimizer, loss, metrics=["accuracy"], jit_compile=jit, **options)
+    return made
+
+
+def both(build, x, y, fit_options=None, **options):
+    """The model and the history of one device, and of two replicas."""
+    trained = []
+    for strategy in ("none", "mirrored"):
+        dist = DistributedFit(strategy=strategy, **options)
+        with dist.scope():
+            made = build()
+        history = dist.fit(made, x, y, batch_size=32, epochs=2, verbose=0, **(fit_options or {}))
+        trained.append((made, history.history))
+    return trained
+
+
+def assert_same(one, other, tolerance=1e-6):
+    for first, second in zip(one.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(first, second, rtol=0, atol=tolerance)
+
+
+def test_shuffled_rows_and_the_history_are_those_of_one_device():
+    x, y = data()
+    (one, expected), (two, found) = both(model, x, y, {"validation_split": 0.2})
+    assert_same(one, two)
+    assert expected.keys() == found.keys() == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)
+
+
+def test_evaluate_and_predict_take_every_row_once_and_in_order():
+    x, y = data(65)
+    (one, _), (two, _) = both(lambda: model(steps_per_execution=2), x, y)
+    for size in (1, 4, 64):
+        np.testing.assert_allclose(two.evaluate(x, y, size, verbose=0), one.evaluate(x, y, size, verbose=0), rtol=1e-5)
+        np.testing.assert_allclose(two.predict(x, size, verbose=0), one.predict(x, size, verbose=0), atol=1e-5)
+
+
+def test_metrics_of_uneven_parts_are_those_of_all_rows():
+    """Within an epoch as well, where Keras shows the mean of the replicas' own."""
+
+    class Shown(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.found = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.found.append((logs["loss"], logs["accuracy"]))
+
+    x, y = data(7)
+    shown = [Shown(), Shown()]
+    for strategy, callback in zip(("none", "mirrored"), shown, strict=True):
+        dist = DistributedFit(strategy=strategy)
+        with dist.scope():
+            made = model("sgd")
+        dist.fit(made, x, y, batch_size=3, verbose=0, callbacks=[callback])
+    np.testing.assert_allclose(shown[0].found, shown[1].found, rtol=1e-5)
+
+
+def test_synchronized_batch_normalization_is_exact_and_leaves_xla_out(caplog):
+    x, y = data()
+    (one, _), (two, _) = both(
+        lambda: model("sgd", lambda: [keras.layers.BatchNormalization(synchronized=True)], True), x, y
+    )
+    assert_same(one, two, 2e-6)  # The variance is a difference of large numbers.
+    assert "trained without" in caplog.text
+
+
+def test_other_batch_normalization_is_warned_of():
+    dist = DistributedFit(strategy="mirrored")
+    with dist.scope():
+        made = model(middle=lambda: [keras.layers.BatchNormalization()])
+    with pytest.warns(UserWarning, match="synchronized=True"):
+        dist.prepare(made)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["graph", "xla"])
+def test_a_replica_without_rows_adds_nothing(jit):
+    """Not even where a gradient at zero is infinite."""
+
+    @keras.saving.register_keras_serializable()
+    class Norm(keras.layers.Layer):
+        def call(self, inputs):
+            return keras.ops.sqrt(keras.ops.sum(keras.ops.square(inputs), -1, keepdims=True))
+
+    x, y = data(33)
+    (one, expected), (two, found) = both(
+        lambda: model("sgd", lambda: [keras.layers.Dense(4, use_bias=False), Norm()], jit), x, y, {"shuffle": False}
+    )
+    assert_same(one, two)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("accumulates", [False, True], ids=["every batch", "windows"])
+def test_the_loss_scale_falls_for_what_only_the_last_replica_sees(accumulates):
+    dist = DistributedFit(strategy="mirrored", precision="mixed_float16")
+    with dist.scope():
+        optimizer = keras.optimizers.SGD(0.1)
+        made = model(AccumulatingOptimizer(optimizer, 2) if accumulates else optimizer)
+    x, y = data(32)
+    x[-1] = 1e30
+    before = made.get_weights()
+    dist.fit(made, x, y, batch_size=32, shuffle=False, verbose=0)
+    assert float(made.optimizer.dynamic_scale.numpy()) == made.optimizer.initial_scale / 2
+    for weight, same in zip(made.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(weight, same)
+
+
+def test_windows_are_exact_without_the_callback_too():
+    x, y = data(70)
+    dist = DistributedFit(strategy="mirrored")
+    with dist.scope():
+        made = model(AccumulatingOptimizer("adam", 2))
+    dist.prepare(made)
+    made.fit(dist.dataset(x, y, batch_size=20), shuffle=False, verbose=0)
+    one = model()
+    one.fit(x, y, batch_size=40, shuffle=False, verbose=0)
+    assert_same(one, made)
+
+
+def test_undo_leaves_nothing_behind():
+    dist = DistributedFit(strategy="mirrored", jit=True)
+    with dist.scope():
+        made = model()
+    before = dict(made.__dict__)
+    prepared = dist.prepare(made)
+    assert made.jit_compile
+    prepared.undo()
+    changed = {name for name in made.__dict__ if made.__dict__[name] is not before.get(name)}
+    assert {name for name in changed if not name.startswith("_keras_paragrad")} == set()
+    assert not any(name in made.__dict__ for name in ("make_train_function", "make_test_function", "fit"))
+
+
+def test_a_step_of_its_own_is_refused_or_taken_as_it_is():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+        def train_step(self, batch):
+            return super().train_step(batch)
+
+    x, y = data(64)
+    dist = DistributedFit(strategy="mirrored")
+    with dist.scope():
+        made = Own()
+        made.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with pytest.raises(ValueError, match=r"train_step of its own.*DistributedFit\(..., exact=False\)"):
+        dist.fit(made, x, y, verbose=0)
+    history = DistributedFit(strategy=dist.strategy, exact=False).fit(made, x, y, batch_size=32, epochs=3, verbose=0)
+    assert history.history["loss"][-1] < history.history["loss"][0]
+
+
+def test_a_model_from_outside_the_scope_is_refused():
+    dist = DistributedFit(strategy="mirrored")
+    with pytest.raises(ValueError, match=r"within `with dist.scope\(\):`"):
+        dist.prepare(model())
+
+
+def test_a_model_that_is_not_compiled_is_refused():
+    dist = DistributedFit(strategy="mirrored")
+    with dist.scope():
+        made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="has not been compiled"):
+        dist.prepare(made)
+
+
+def test_gradients_of_single_examples_come_out_of_uneven_parts():
+    x, y = data(27)
+    found = []
+    for strategy in ("none", "mirrored"):
+        dist = DistributedFit(strategy=strategy)
+        with dist.scope():
+            wrapped = wrap(keras.Sequential(layers_of()), quantity="norms")
+            wrapped.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        dist.fit(wrapped, x, y, batch_size=9, shuffle=False, verbose=0)
+        found.append(np.asarray(wrapped.per_example.norms))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+
+
+def test_the_noise_scale_sees_replicas_that_are_clipped_after_the_sum():
+    x, y = data(64)
+    dist = DistributedFit(strategy="mirrored")
+    with dist.scope():
+        made = model(keras.optimizers.SGD(0.1, global_clipnorm=0.1))
+    noise = GradientNoiseScale(source="replicas")
+    dist.fit(made, x, y, batch_size=32, epochs=4, verbose=0, callbacks=[noise])
+    assert np.isfinite(noise.noise.variance)
+
+
+def test_replicas_know_their_place_in_a_graph():
+    from keras_paragrad._keras.replicas import replica_index
+
+    seen = []
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    tf.function(lambda: strategy.run(lambda: seen.append(replica_index())), autograph=False)()
+    assert sorted(seen) == [0, 1]
+
+
+def test_the_learning_rate_grows_with_the_batch_and_falls_back():
+    rates = []
+
+    class Rates(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            rates.append(float(self.model.optimizer.learning_rate.numpy()))
+
+    x, y = data(96)
+    dist = DistributedFit(strategy="mirrored", batch="per_replica", lr_scaling="linear", warmup_steps=2)
+    with dist.scope():
+        made = model(keras.optimizers.SGD(0.25))
+    dist.fit(made, x, y, batch_size=12, verbose=0, callbacks=[Rates()])
+    assert rates == [0.25, 0.375, 0.5, 0.5]
+    assert float(made.optimizer.learning_rate.numpy()) == 0.25
+
+
+def test_a_schedule_can_not_be_scaled():
+    dist = DistributedFit(strategy="mirrored", batch="per_replica", lr_scaling="sqrt")
+    with dist.scope():
+        made = model(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)))
+    with pytest.raises(ValueError, match="multiply the schedule's rates by 1.41421"):
+        dist.fit(made, *data(), verbose=0)
+
+
+def test_the_scope_sets_the_precision_and_sets_it_back():
+    dist = DistributedFit(strategy="mirrored", precision="mixed_bfloat16")
+    with dist.scope():
+        assert model().layers[0].compute_dtype == "bfloat16"
+        assert tf.distribute.get_strategy() is dist.strategy
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def test_a_layer_that_shows_gradients_may_be_in_the_middle():
+    """What a `PerExampleGradients` layer divides by is the loss it was given, weighed or not."""
+    x, y = data(33)
+    norms = []
+    for strategy in ("none", "mirrored"):
+        dist = DistributedFit(strategy=strategy)
+        with dist.scope():
+            made = model("sgd", lambda: [PerExampleGradients(keras.layers.Dense(5))])
+        dist.fit(made, x, y, batch_size=11, shuffle=False, verbose=0)
+        norms.append(np.asarray(made.layers[1].norms))
+    np.testing.assert_allclose(norms[1], norms[0], rtol=1e-4)

@@ -1,0 +1,390 @@
+"""`python -m keras_paragrad launch`: processes that start, fail, are told to end, and leave nobody behind."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import keras_paragrad
+
+# The launcher as it is, in a package whose own import, of TensorFlow, is left out: it takes seconds.
+START = f"""
+import sys, types
+package = types.ModuleType("keras_paragrad")
+package.__path__ = {list(keras_paragrad.__path__)!r}
+sys.modules["keras_paragrad"] = package
+from keras_paragrad.__main__ import main
+"""
+# What every script begins with. A worker says who it is by a file, for its output is what is tested.
+COMMON = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+config = json.loads(os.environ["TF_CONFIG"])
+job, index = config["task"]["type"], config["task"]["index"]
+
+def started(*pids):
+    with Path("starts").open("a") as file:
+        file.write(json.dumps([job, index, config["cluster"], [os.getpid(), *pids]]) + "\\n")
+
+def wait_for(path):
+    deadline = time.monotonic() + 20
+    while not Path(path).exists():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.01)
+
+"""
+# Whatever is set where the tests run, a script's output is buffered, as is usual.
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+SECONDS = 30
+
+
+class Launcher:
+    """Starts the launcher in a directory, and reads what the scripts left there."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.processes = []
+
+    def start(self, script: str, *options: str, words=("train.py",), environment=None, **streams) -> subprocess.Popen:
+        (self.directory / "train.py").write_text(COMMON + script)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", START + "sys.exit(main())", "launch", *options, *words],
+            cwd=self.directory,
+            env={**BUFFERED, "PYTHONDONTWRITEBYTECODE": "1", **(environment or {})},
+            text=True,
+            **streams,
+        )
+        self.processes.append(process)
+        return process
+
+    def run(self, script: str, *options: str, **others) -> tuple[int, list[str], list[str]]:
+        """The exit status, and the lines on standard output and standard error."""
+        process = self.start(script, *options, **others)
+        out, err = process.communicate(timeout=SECONDS)
+        return process.returncode, out.splitlines(), err.splitlines()
+
+    def starts(self) -> list:
+        """The job, the index, the cluster and the process ids of each start there was."""
+        path = self.directory / "starts"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for_starts(self, count: int) -> None:
+        wait_until(lambda: len(self.starts()) >= count)
+
+    def pids(self) -> list[int]:
+        return [pid for start in self.starts() for pid in start[3]]
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    launcher = Launcher(tmp_path)
+    yield launcher
+    for process in launcher.processes:
+        process.kill()
+        process.communicate()
+    left = [pid for pid in launcher.pids() if runs(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "processes outlived their launcher"
+
+
+def wait_until(holds, seconds=SECONDS):
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there, and not only waits for its parent to notice that it has ended."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.startswith("Z")
+
+
+def parent(pid: int) -> int:
+    return int(subprocess.run(["ps", "-o", "ppid=", "-p", str(pid)], capture_output=True, check=True).stdout)
+
+
+def test_every_worker_gets_its_place_and_the_words(launcher):
+    status, out, err = launcher.run("started(); print(sys.argv)", "--workers", "3", words=("train.py", "-m", "--ps"))
+    assert (status, err) == (0, [])
+    assert sorted(out) == [f"[worker {index}] ['train.py', '-m', '--ps']" for index in range(3)]
+    starts = launcher.starts()
+    assert sorted(start[:2] for start in starts) == [["worker", index] for index in range(3)]
+    cluster = starts[0][2]
+    assert all(start[2] == cluster for start in starts)
+    assert list(cluster) == ["worker"]
+    assert len(set(cluster["worker"])) == 3
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in cluster["worker"])
+
+
+def test_a_module(launcher):
+    words = ("-m", "train", "--epochs", "3")
+    status, out, err = launcher.run("print(sys.argv[1:], __name__)", "--workers", "1", words=words)
+    assert (status, out, err) == (0, ["[worker 0] ['--epochs', '3'] __main__"], [])
+
+
+def test_lines_are_whole_and_streams_apart(launcher):
+    script = """
+for line in range(200):
+    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+        for part in (name, " of ", str(index), " line ", str(line), "\\n"):
+            stream.write(part)
+            stream.flush()
+"""
+    status, *streams = launcher.run(script, "--workers", "2")
+    assert status == 0
+    for name, lines in zip(("out", "err"), streams, strict=True):
+        for index in range(2):
+            expected = [f"[worker {index}] {name} of {index} line {line}" for line in range(200)]
+            assert [line for line in lines if line.startswith(f"[worker {index}]")] == expected
+        assert len(lines) == 400
+
+
+def test_a_progress_bar_is_one_line_and_output_comes_at_once(launcher):
+    script = """
+for step in range(1, 4):
+    sys.stdout.write("\\b" * 8 + "\\r" + f"{step}/3 bar")
+print()
+print("waiting")
+wait_for("go")
+"""
+    process = launcher.start(script, "--workers", "1")
+    assert [process.stdout.readline() for _ in range(2)] == ["[worker 0] 3/3 bar\n", "[worker 0] waiting\n"]
+    (launcher.directory / "go").touch()
+    assert process.wait(SECONDS) == 0
+
+
+def test_colours_on_a_terminal(launcher):
+    ours, theirs = os.openpty()
+    environment = {"TERM": "xterm-256color", "COLUMNS": "12"}
+    process = launcher.start("print('words ' * 9)", "--workers", "2", stdout=theirs, environment=environment)
+    os.close(theirs)
+    assert process.wait(SECONDS) == 0
+    text = b""
+    with contextlib.suppress(OSError):
+        while data := os.read(ours, 4096):
+            text += data
+    os.close(ours)
+    lines = text.decode().splitlines()
+    prefixes = {re.fullmatch(r"(\x1b\[\d+m)\[worker \d\]\x1b\[0m (words ){9}", line)[1] for line in lines}
+    assert len(prefixes) == len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "says"),
+    [
+        ("sys.exit(3)", 3, "exited with status 3"),
+        ("raise ValueError('no')", 1, "exited with status 1"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "was killed by SIGTERM"),
+    ],
+    ids=["status", "exception", "killed", "terminated"],
+)
+def test_one_failure_ends_all(launcher, end, status, says):
+    script = f"started()\nif index == 1:\n    {end}\ntime.sleep(60)"
+    begun = time.monotonic()
+    found, _, err = launcher.run(script, "--workers", "3")
+    assert time.monotonic() - begun < 10
+    assert found == status
+    said = [line for line in err if line.startswith("[launch]")]
+    assert re.fullmatch(rf"\[launch\] worker 1 {says} after \d\.\d s", said[0])
+    assert said[1:] == ["[launch] ending worker 0, worker 2: SIGTERM, and after 30 s SIGKILL"]
+    assert not any(map(runs, launcher.pids()))
+
+
+def test_who_does_not_end_in_time_is_killed(launcher):
+    script = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+started()
+if index == 1:
+    wait_for("go")
+    sys.exit(5)
+time.sleep(60)
+"""
+    process = launcher.start(script, "--workers", "2", "--grace-seconds", "1.5")
+    launcher.wait_for_starts(2)
+    begun = time.monotonic()
+    (launcher.directory / "go").touch()
+    _, err = process.communicate(timeout=SECONDS)
+    assert 1.5 < time.monotonic() - begun < 6
+    assert process.returncode == 5
+    assert "[launch] worker 0 did not end within 1.5 s and is killed" in err
+    assert not any(map(runs, launcher.pids()))
+
+
+def test_time_to_save(launcher):
+    script = """
+def save(*_):
+    time.sleep(1)
+    Path("saved").touch()
+    sys.exit()
+
+signal.signal(signal.SIGTERM, save)
+started()
+if index == 1:
+    wait_for("go")
+    sys.exit(5)
+time.sleep(60)
+"""
+    process = launcher.start(script, "--workers", "2")
+    launcher.wait_for_starts(2)
+    (launcher.directory / "go").touch()
+    process.communicate(timeout=SECONDS)
+    assert process.returncode == 5
+    assert (launcher.directory / "saved").exists()
+
+
+def test_what_a_worker_leaves_behind_ends_with_it(launcher):
+    script = "started(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)"
+    assert launcher.run(script, "--workers", "2")[0] == 0
+    assert len(launcher.pids()) == 4
+    assert not any(map(runs, launcher.pids()))
+
+
+def test_all_start_again_at_other_ports(launcher):
+    script = """
+started()
+if index == 1 and not Path("failed").exists():
+    Path("failed").touch()
+    sys.exit(3)
+wait_for("failed")
+time.sleep(0.5)
+print("done")
+"""
+    status, out, err = launcher.run(script, "--workers", "2", "--max-restarts", "3")
+    assert status == 0
+    assert sorted(out)[-1] == "[worker 1] done"
+    assert err[-1] == "[launch] starting all again, restart 1 of 3"
+    first, second = ({tuple(start[2]["worker"]) for start in starts} for starts in halves(launcher.starts()))
+    assert len(first) == len(second) == 1
+    assert first != second
+
+
+def halves(items: list) -> tuple[list, list]:
+    return items[: len(items) // 2], items[len(items) // 2 :]
+
+
+def test_restarts_run_out(launcher):
+    status, _, err = launcher.run("started(); sys.exit(index and 4)", "--workers", "2", "--max-restarts", "2")
+    assert status == 4
+    assert [start[1] for start in launcher.starts()].count(1) == 3
+    assert sum("starting all again" in line for line in err) == 2
+
+
+def test_a_worker_may_finish_before_the_others(launcher):
+    script = "started()\nif index == 0: sys.exit()\ntime.sleep(1)\nprint('last')"
+    assert launcher.run(script, "--workers", "2") == (0, ["[worker 1] last"], [])
+
+
+def test_servers_end_with_the_chief(launcher):
+    script = "started()\nif job != 'chief': time.sleep(60)\nwait_for('go')\nprint('done')"
+    process = launcher.start(script, "--workers", "2", "--ps", "2")
+    launcher.wait_for_starts(5)
+    (launcher.directory / "go").touch()
+    out, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, out, err) == (0, "[chief] done\n", "")
+    counts = {job: len(addresses) for job, addresses in launcher.starts()[0][2].items()}
+    assert counts == {"chief": 1, "worker": 2, "ps": 2}
+    assert not any(map(runs, launcher.pids()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_is_passed_on_once(launcher, number):
+    script = f"""
+def note(*_):
+    with Path(f"got{{index}}").open("a") as file:
+        file.write("x")
+
+signal.signal({int(number)}, note)
+started()
+wait_for(f"got{{index}}")
+time.sleep(1)
+"""
+    process = launcher.start(script, "--workers", "2", "--max-restarts", "5")
+    launcher.wait_for_starts(2)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 128 + number
+    assert [(launcher.directory / f"got{index}").read_text() for index in range(2)] == ["x", "x"]
+    assert err == f"[launch] got {signal.Signals(number).name}; what still runs after 30 s is killed\n"
+    assert len(launcher.starts()) == 2
+
+
+def test_a_second_interrupt_kills(launcher):
+    script = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nstarted()\ntime.sleep(60)"
+    process = launcher.start(script, "--workers", "2", "--grace-seconds", "60")
+    launcher.wait_for_starts(2)
+    process.send_signal(signal.SIGINT)
+    assert "got SIGINT" in process.stderr.readline()
+    assert all(map(runs, launcher.pids()))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 130
+    assert not any(map(runs, launcher.pids()))
+
+
+@pytest.mark.parametrize("ignores", [False, True], ids=["obeys", "ignores"])
+def test_nobody_outlives_a_killed_launcher(launcher, ignores):
+    script = f"""
+if {ignores}:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+started(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid)
+time.sleep(60)
+"""
+    process = launcher.start(script, "--workers", "2", "--grace-seconds", "1")
+    launcher.wait_for_starts(2)
+    pids = launcher.pids()
+    guards = [parent(start[3][0]) for start in launcher.starts()]
+    assert all(map(runs, pids))
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(map(runs, pids + guards)), seconds=6)
+
+
+def test_nobody_outlives_a_killed_guard(launcher):
+    process = launcher.start("started()\ntime.sleep(60)", "--workers", "2")
+    launcher.wait_for_starts(2)
+    victim = next(start for start in launcher.starts() if start[1] == 1)
+    os.kill(parent(victim[3][0]), signal.SIGKILL)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 137
+    assert "worker 1 lost its guard, and was killed, after" in err
+    assert not any(map(runs, launcher.pids()))
+
+
+def test_a_guard_that_does_not_answer_is_passed_over(launcher):
+    process = launcher.start("started()\ntime.sleep(60)", "--workers", "1", "--grace-seconds", "0")
+    launcher.wait_for_starts(1)
+    os.kill(parent(launcher.pids()[0]), signal.SIGSTOP)
+    process.terminate()
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 143
+    assert "the guard of worker 0 does not answer" in err
+    assert not any(map(runs, launcher.pids()))
+
+
+def test_it_ends_when_nobody_reads_on(launcher):
+    script = "started()\nwhile True:\n    print('more')\n    time.sleep(0.05)"
+    process = launcher.start(script, "--workers", "2")
+    launcher.wait_for_starts(2)
+    process.stdout.close()
+    assert process.wait(SECONDS) == 141
+    assert not any(map(runs, launcher.pids()))
+
+
+def test_it_starts_without_tensorflow():
+    code = (
+        START
+        + "\ntry:\n    main(['launch', '--help'])\nfinally:\n    print({'keras', 'tensorflow'} & set(sys.modules))"
+    )
+    finished = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=SECONDS)
+    assert finished.stdout.splitlines()[-1] == "set()"
+    assert "Start a training script" in finished.stdout

@@ -1,0 +1,224 @@
+"""Where the launcher's processes are: on this machine, or tasks that a scheduler made."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import keras_paragrad
+from keras_paragrad.__main__ import main
+from keras_paragrad.distribution.cluster import find_cluster
+from keras_paragrad.distribution.launch.tasks import HOST, Layout, free_ports
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_PROCID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+}
+KUBERNETES = {
+    "KERAS_PARAGRAD_WORKERS": "2",
+    "KERAS_PARAGRAD_SERVICE": "train",
+    "HOSTNAME": "train-1",
+    "JOB_COMPLETION_INDEX": "1",
+}
+TWO = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
+START = f"""
+import sys, types
+package = types.ModuleType("keras_paragrad")
+package.__path__ = {list(keras_paragrad.__path__)!r}
+sys.modules["keras_paragrad"] = package
+from keras_paragrad.__main__ import main
+sys.exit(main())
+"""
+
+
+def launched(directory, script, environment, *options):
+    (directory / "train.py").write_text(f"import json, os, signal, sys\n{script}\n")
+    return subprocess.run(
+        [sys.executable, "-P", "-c", START, "launch", *options, "train.py", "--epochs", "3"],
+        cwd=directory,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "hosts", "source"),
+    [
+        (SLURM, ["node1", "node2"], "Slurm"),
+        (KUBERNETES, ["train-0.train", "train-1.train"], "Kubernetes"),
+        ({"TF_CONFIG": json.dumps(TWO)}, ["a", "b"], "TF_CONFIG"),
+    ],
+    ids=["Slurm", "Kubernetes", "TF_CONFIG"],
+)
+def test_a_task_of_a_job_becomes_its_process(tmp_path, environment, hosts, source):
+    script = "print(json.dumps([json.loads(os.environ['TF_CONFIG']), sys.argv])); sys.exit(4)"
+    finished = launched(tmp_path, script, environment, "--max-restarts", "2")
+    assert finished.returncode == 4, finished.stderr
+    config, words = json.loads(finished.stdout)
+    assert [address.split(":")[0] for address in config["cluster"]["worker"]] == hosts
+    assert config["task"] == {"type": "worker", "index": 1}
+    assert words == ["train.py", "--epochs", "3"]
+    assert finished.stderr == (
+        f"launch: worker 1 of the cluster that {source} describes; starting it again is left to who started this. "
+        "--max-restarts has no effect here.\n"
+    )
+
+
+def test_the_scheduler_sees_the_signal_itself(tmp_path):
+    finished = launched(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", SLURM)
+    assert finished.returncode == -signal.SIGKILL
+
+
+def test_workers_here_where_the_cluster_is_this_process_alone(tmp_path):
+    alone = {**SLURM, "SLURM_STEP_NODELIST": "node1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    alone |= {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+    finished = launched(tmp_path, "print(json.loads(os.environ['TF_CONFIG'])['task'])", alone, "--workers", "2")
+    assert finished.returncode == 0, finished.stderr
+    assert len(finished.stdout.splitlines()) == 2
+    assert all(HOST not in line for line in finished.stdout.splitlines())
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "says"),
+    [
+        ("", {}, "There is no script to start"),
+        ("--workers 2", {}, "launch --workers 2 train.py"),
+        ("--workers 2 nowhere.py", {}, "There is no script 'nowhere.py' in "),
+        ("--workers 2 folder", {}, "There is no script 'folder' in "),
+        ("--workers 2 -m", {}, "-m needs a module's name"),
+        ("--workers 2 -m nowhere.train", {}, "There is no module 'nowhere.train'"),
+        ("--workers 0 train.py", {}, "--workers: expected a whole number from 1 up, got '0'"),
+        ("--workers two train.py", {}, "--workers: expected a whole number from 1 up, got 'two'"),
+        ("--workers 2 --max-restarts -1 train.py", {}, "--max-restarts"),
+        ("--workers 2 --grace-seconds -1 train.py", {}, "--grace-seconds"),
+        ("--workers 2 --grace-seconds nan train.py", {}, "expected seconds, 0 or more, got 'nan'"),
+        ("--workers 2 --port-base 80 train.py", {}, "--port-base: expected a whole number from 1024 up"),
+        ("--workers 2 --port-base 65535 train.py", {}, "free ports from 65535 up, and 2 are needed"),
+        ("train.py", {}, "Write --workers N for N workers on this machine"),
+        ("--ps 1 train.py", {}, "--ps is for a cluster on this machine. Write --workers N with it"),
+        ("--ps 1 train.py", SLURM, "--ps is for a cluster on this machine"),
+        ("--workers 2 train.py", SLURM, "This is worker 1 of a cluster that Slurm describes"),
+        ("train.py", {"TF_CONFIG": "{"}, "TF_CONFIG is not JSON"),
+        (
+            "--workers 2 --devices-per-worker 2 train.py",
+            {"CUDA_VISIBLE_DEVICES": "0,1,2"},
+            "2 workers with 2 GPUs each need 4, and CUDA_VISIBLE_DEVICES names 3: 0,1,2",
+        ),
+    ],
+    ids=[
+        "nothing", "no script", "script not found", "folder", "no module", "module not found", "no workers",
+        "workers no number", "restarts", "grace", "grace no number", "port", "ports", "no cluster", "servers alone",
+        "servers in a job", "workers in a job", "TF_CONFIG", "devices",
+    ],
+)  # fmt: skip
+def test_wrong_words(here, capsys, words, environment, says):
+    for name, value in environment.items():
+        here.setenv(name, value)
+    try:
+        status = main(["launch", *words.split()])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    assert says in capsys.readouterr().err
+
+
+def test_every_command_has_its_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "launch    Start a training script" in capsys.readouterr().out
+
+
+def test_a_script_after_two_dashes(here):
+    assert main(["launch", "--workers", "1", "--", "train.py"]) == 0
+
+
+def test_ports_are_free_and_different():
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        first = taken.getsockname()[1]
+        ports = free_ports(3, first)
+        assert len(set(ports)) == 3
+        assert min(ports) > first
+
+
+def visible(environment, **options):
+    return [task.environment.get("CUDA_VISIBLE_DEVICES") for task in Layout(**options).tasks(environment)]
+
+
+def test_each_worker_sees_its_share_of_the_devices():
+    assert visible({}, workers=2) == [None, None]
+    assert visible({}, workers=2, devices=2) == ["0,1", "2,3"]
+    assert visible({"CUDA_VISIBLE_DEVICES": "5,7,9"}, workers=3, devices=1) == ["5", "7", "9"]
+    assert visible({}, workers=2, servers=1, devices=1) == ["-1", "0", "1", "-1"]
+
+
+def test_what_is_set_for_buffering_stays():
+    assert [task.environment["PYTHONUNBUFFERED"] for task in Layout(1).tasks({"PYTHONUNBUFFERED": ""})] == [""]
+    assert [task.environment["PYTHONUNBUFFERED"] for task in Layout(1).tasks({})] == ["1"]
+
+
+CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
+
+
+def test_the_manifest_gives_each_pod_its_place():
+    manifest = (CLUSTER / "kubernetes.yaml").read_text()
+    variables = dict(re.findall(r'- name: ([A-Z_]+)\n +value: "(.*)"', manifest))
+    count = int(re.search(r"\n  completions: (\d+)", manifest)[1])
+    assert f"parallelism: {count}" in manifest
+    service, job = re.findall(r"kind: (?:Service|Job)\nmetadata:\n  name: (\S+)", manifest)
+    assert f"subdomain: {service}\n" in manifest
+    assert f"job-name: {job}\n" in manifest
+    places = [
+        find_cluster({**variables, "HOSTNAME": f"{job}-{index}", "JOB_COMPLETION_INDEX": str(index)})
+        for index in range(count)
+    ]
+    port = re.search(r"containerPort: (\d+)", manifest)[1]
+    expected = tuple(f"{job}-{index}.{service}:{port}" for index in range(count))
+    assert [place.index for place in places] == list(range(count))
+    assert all(place.jobs == {"worker": expected} for place in places)
+
+
+@pytest.mark.parametrize(("failures", "status"), [(0, 0), (2, 0), (3, 1)])
+def test_the_batch_file_starts_a_step_again(tmp_path, failures, status):
+    commands = {
+        "srun": 'shift 3; echo "$@" >> steps; "$@"',
+        "python": f"[ $(wc -l < steps) -gt {failures} ]",
+    }
+    for name, script in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    finished = subprocess.run(
+        ["bash", str(CLUSTER / "slurm.sbatch")],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "8"},
+        stderr=subprocess.DEVNULL,
+        timeout=30,
+        check=False,
+    )
+    assert finished.returncode == status
+    steps = (tmp_path / "steps").read_text().splitlines()
+    assert steps == ["python -m keras_paragrad launch train.py"] * min(failures + 1, 3)

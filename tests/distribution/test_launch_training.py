@@ -1,0 +1,41 @@
+"""Two launched workers reach each other through TensorFlow."""
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import tensorflow as tf
+
+strategy = tf.distribute.MultiWorkerMirroredStrategy(
+    communication_options=tf.distribute.experimental.CommunicationOptions(
+        implementation=tf.distribute.experimental.CommunicationImplementation.RING
+    )
+)
+
+@tf.function
+def total():
+    def mine():
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("sum", tf.cast(context.replica_id_in_sync_group + 1, tf.float32))
+
+    return strategy.run(mine)
+
+print("total", strategy.experimental_local_results(total())[0].numpy())
+"""
+
+
+def test_two_workers_add_up(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-P", "-m", "keras_paragrad", "launch", "--workers", "2", "train.py"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=150)
+        finally:
+            # Ends the workers too.
+            process.kill()
+    assert process.returncode == 0, err[-3000:]
+    assert sorted(out.splitlines()) == ["[worker 0] total 3.0", "[worker 1] total 3.0"]

@@ -1,0 +1,115 @@
+"""Arguments are checked where they are given, and the message says what to write instead."""
+
+import dataclasses
+
+import pytest
+import tensorflow as tf
+
+from keras_paragrad.distribution.names import kind_of_strategy
+from keras_paragrad.distribution.options import Options
+
+
+def test_nothing_has_to_be_said():
+    options = Options()
+    assert {field.name: getattr(options, field.name) for field in dataclasses.fields(options)} == {
+        "strategy": "auto",
+        "devices": None,
+        "communication": "auto",
+        "jit": "auto",
+        "precision": "auto",
+        "batch": "global",
+        "lr_scaling": None,
+        "warmup_steps": 0,
+        "exact": True,
+        "weighting": "auto",
+        "shard_policy": "auto",
+        "pack_bytes": None,
+        "startup_timeout": 60.0,
+        "collective_timeout": None,
+    }
+    assert options.given is None
+
+
+def test_options_do_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().jit = True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        pytest.param({"strategy": "horovod"}, "strategy is 'horovod'. Expected one of 'auto', 'none'", id="strategy"),
+        pytest.param({"strategy": None}, "strategy is None", id="no-strategy"),
+        pytest.param({"strategy": tf.distribute.MirroredStrategy}, "or a tf.distribute.Strategy", id="a-class"),
+        pytest.param({"devices": "CPU:0"}, r"such as \['CPU:0', 'CPU:1'\]", id="devices-not-a-list"),
+        pytest.param({"devices": 2}, "devices is 2", id="devices-a-number"),
+        pytest.param({"devices": []}, "devices is empty", id="no-devices"),
+        pytest.param({"devices": ["CPU"]}, "devices holds 'CPU'", id="device-without-number"),
+        pytest.param({"devices": [0]}, "devices holds 0", id="device-a-number"),
+        pytest.param({"devices": ["CPU:0", "/cpu:0"]}, "CPU:0 more than once", id="device-twice"),
+        pytest.param({"devices": ["CPU:0", "GPU:0"]}, "of several kinds", id="devices-of-two-kinds"),
+        pytest.param(
+            {"devices": ["CPU:0", "CPU:1"], "strategy": "one_device"},
+            'names 2. Name one of them, or write strategy="mirrored"',
+            id="one-device-and-two",
+        ),
+        pytest.param({"devices": ["CPU:0"], "strategy": "none"}, "takes no devices", id="none-with-devices"),
+        pytest.param({"devices": ["TPU:0"], "strategy": "tpu"}, "takes no devices", id="tpu-with-devices"),
+        pytest.param(
+            {"devices": ["CPU:0"], "strategy": "parameter_server"}, "takes no devices", id="servers-with-devices"
+        ),
+        pytest.param({"communication": "gloo"}, "communication is 'gloo'. Expected one of 'auto'", id="communication"),
+        pytest.param({"jit": "yes"}, "jit is 'yes'. Expected one of 'auto', True, False", id="jit"),
+        pytest.param({"jit": 1}, "jit is 1", id="jit-a-number"),
+        pytest.param({"precision": "half"}, "precision is 'half'.*'mixed_float16'", id="precision"),
+        pytest.param({"precision": 16}, "precision is 16", id="precision-a-number"),
+        pytest.param({"batch": "local"}, "batch is 'local'", id="batch"),
+        pytest.param({"lr_scaling": "cubic", "batch": "per_replica"}, "lr_scaling is 'cubic'", id="lr-scaling"),
+        pytest.param({"lr_scaling": "linear"}, 'Write batch="per_replica" with it', id="lr-scaling-of-global-batches"),
+        pytest.param({"warmup_steps": 10}, 'Write lr_scaling="linear" or "sqrt" with it', id="warm-up-of-nothing"),
+        pytest.param({"warmup_steps": -1}, "warmup_steps is -1", id="warm-up-negative"),
+        pytest.param({"warmup_steps": 1.5}, "warmup_steps is 1.5. Expected a whole number", id="warm-up-fraction"),
+        pytest.param({"warmup_steps": True}, "warmup_steps is True", id="warm-up-bool"),
+        pytest.param({"exact": "yes"}, "exact is 'yes'", id="exact"),
+        pytest.param({"shard_policy": "AUTO"}, "shard_policy is 'AUTO'. Expected one of 'auto', 'data'", id="shards"),
+        pytest.param({"pack_bytes": -1}, "pack_bytes is -1", id="pack-bytes"),
+        pytest.param({"collective_timeout": 0}, "collective_timeout is 0. Expected a number that is 1", id="timeout"),
+        pytest.param({"collective_timeout": float("inf")}, "collective_timeout is inf", id="timeout-infinite"),
+        pytest.param({"collective_timeout": float("nan")}, "collective_timeout is nan", id="timeout-not-a-number"),
+    ],
+)
+def test_refused(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        Options(**arguments)
+
+
+@pytest.mark.parametrize("name", ["CPU:1", "cpu:1", "/cpu:1", "/device:CPU:1", "device:cpu:01"])
+def test_devices_are_named_in_one_way(name):
+    assert Options(devices=[name]).devices == ("CPU:1",)
+
+
+def test_policies_that_keras_knows():
+    for name in ("float32", "mixed_float16", "mixed_bfloat16", "bfloat16", None):
+        assert Options(precision=name).precision == name
+
+
+@pytest.mark.own_process(seconds=120)
+def test_strategies_that_are_handed_over():
+    given = {
+        "none": tf.distribute.get_strategy(),
+        "one_device": tf.distribute.OneDeviceStrategy("CPU:0"),
+        "mirrored": tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+        "multi_worker": tf.distribute.MultiWorkerMirroredStrategy(),
+    }
+    assert {kind_of_strategy(strategy): strategy for strategy in given.values()} == given
+    assert Options(strategy=given["mirrored"]).given is given["mirrored"]
+    own = {"devices": ["CPU:0"], "communication": "ring", "pack_bytes": 0, "collective_timeout": 60}
+    for name, value in own.items():
+        with pytest.raises(ValueError, match=f"MirroredStrategy, which was made with its own {name}"):
+            Options(strategy=given["mirrored"], **{name: value})
+
+
+@pytest.mark.own_process(seconds=120)
+def test_central_storage_is_refused():
+    with pytest.raises(ValueError, match="CentralStorageStrategy, .*metrics are wrong"):
+        Options(strategy=tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"]))

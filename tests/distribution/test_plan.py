@@ -1,0 +1,276 @@
+"""The decision table, driven with machines that aren't here; and what can't work on them is refused."""
+
+import json
+
+import keras
+import pytest
+import tensorflow as tf
+
+from keras_paragrad.distribution.cluster import Cluster
+from keras_paragrad.distribution.decisions.batch import scaling_factor
+from keras_paragrad.distribution.decisions.jit import compiled_form
+from keras_paragrad.distribution.described import describe
+from keras_paragrad.distribution.hardware import Device, Hardware
+from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.plan import Decision, make_plan
+
+H100 = {"compute_capability": (9, 0), "gpu_memory_gb": 80}
+
+
+def part(number):
+    return Device(f"GPU:{number}", "GPU", 2**33, (8, 0))
+
+
+def in_cluster(jobs, job, index=0, **machine):
+    hosts = {name: tuple(f"{name}{task}:1" for task in range(count)) for name, count in jobs.items()}
+    described = describe(**machine)
+    cluster = Cluster(hosts, job, index, "TF_CONFIG")
+    return Hardware(described.cpu_count, None, described.devices, described.gpus, described.tpus, cluster)
+
+
+MACHINES = {
+    "cpu": describe(cpus=8),
+    "logical-cpus": describe(cpus=8, logical_cpus=4),
+    "gpu": describe(gpus=1, **H100),
+    "8-gpus": describe(gpus=8, **H100),
+    "parts-of-a-gpu": Hardware(8, None, (Device("CPU:0", "CPU"), part(0), part(1)), (part(0),)),
+    "tpu": describe(tpu_cores=8),
+    "tpu-by-name": Hardware(8, tpus=(Device("TPU", "TPU", description="TPU_NAME=x"),), tpu_name="x"),
+    "2-workers": describe(cpus=8, logical_cpus=2, workers=2),
+    "2-workers-with-gpus": describe(gpus=4, workers=2, **H100),
+    "2-workers-with-parts": Hardware(
+        8, None, (Device("CPU:0", "CPU"), part(0), part(1)), (part(0),), (), describe(workers=2).cluster
+    ),
+    "1-worker": in_cluster({"worker": 1}, "worker", gpus=2),
+    "chief-and-worker": in_cluster({"chief": 1, "worker": 1}, "worker"),
+    "evaluator": in_cluster({"worker": 2, "evaluator": 1}, "evaluator"),
+    "servers": describe(cpus=8, workers=2, ps=1),
+    "a-server": in_cluster({"chief": 1, "worker": 2, "ps": 1}, "ps"),
+    "no-chief": in_cluster({"worker": 2, "ps": 1}, "worker"),
+}
+COLUMNS = ("strategy", "devices", "replicas", "communication", "pack_bytes", "jit", "shard_policy")
+# fmt: off
+TABLE = [
+    ("cpu", {}, ("none", ("CPU:0",), 1, "none", None, "none", "data")),
+    ("cpu", {"jit": True}, ("none", ("CPU:0",), 1, "none", None, "whole_step", "data")),
+    ("cpu", {"strategy": "one_device"}, ("one_device", ("CPU:0",), 1, "none", None, "none", "data")),
+    ("cpu", {"strategy": "mirrored"}, ("mirrored", ("CPU:0",), 1, "none", None, "none", "data")),
+    ("cpu", {"strategy": "mirrored", "jit": True}, ("mirrored", ("CPU:0",), 1, "none", None, "whole_step", "data")),
+    ("logical-cpus", {}, ("none", ("CPU:0",), 1, "none", None, "none", "data")),
+    ("logical-cpus", {"strategy": "mirrored"},
+     ("mirrored", tuple(f"CPU:{n}" for n in range(4)), 4, "one_device", None, "none", "data")),
+    ("logical-cpus", {"devices": ["CPU:2", "CPU:0"]},
+     ("mirrored", ("CPU:2", "CPU:0"), 2, "one_device", None, "none", "data")),
+    ("logical-cpus", {"devices": ["CPU:1"]}, ("one_device", ("CPU:1",), 1, "none", None, "none", "data")),
+    ("logical-cpus", {"devices": ["CPU:0", "CPU:1"], "communication": "ring", "jit": True},
+     ("mirrored", ("CPU:0", "CPU:1"), 2, "ring", 0, "per_replica", "data")),
+    ("logical-cpus", {"devices": ["CPU:0", "CPU:1"], "communication": "hierarchical_copy", "pack_bytes": 9},
+     ("mirrored", ("CPU:0", "CPU:1"), 2, "hierarchical_copy", None, "none", "data")),
+    ("gpu", {}, ("none", ("GPU:0",), 1, "none", None, "whole_step", "data")),
+    ("gpu", {"jit": False}, ("none", ("GPU:0",), 1, "none", None, "none", "data")),
+    ("gpu", {"devices": ["CPU:0"]}, ("one_device", ("CPU:0",), 1, "none", None, "none", "data")),
+    ("8-gpus", {}, ("mirrored", tuple(f"GPU:{n}" for n in range(8)), 8, "nccl", 0, "per_replica", "data")),
+    ("8-gpus", {"jit": False, "pack_bytes": 1000},
+     ("mirrored", tuple(f"GPU:{n}" for n in range(8)), 8, "nccl", 1000, "none", "data")),
+    ("8-gpus", {"devices": ["GPU:1", "GPU:3"], "communication": "hierarchical_copy"},
+     ("mirrored", ("GPU:1", "GPU:3"), 2, "hierarchical_copy", None, "per_replica", "data")),
+    ("8-gpus", {"strategy": "none"}, ("none", ("GPU:0",), 1, "none", None, "whole_step", "data")),
+    ("8-gpus", {"strategy": "one_device", "devices": ["GPU:7"]},
+     ("one_device", ("GPU:7",), 1, "none", None, "whole_step", "data")),
+    ("parts-of-a-gpu", {}, ("mirrored", ("GPU:0", "GPU:1"), 2, "ring", 0, "per_replica", "data")),
+    ("tpu", {}, ("tpu", tuple(f"TPU:{n}" for n in range(8)), 8, "none", None, "whole_step", "data")),
+    ("tpu", {"devices": ["CPU:0"]}, ("one_device", ("CPU:0",), 1, "none", None, "none", "data")),
+    ("tpu-by-name", {}, ("tpu", (), None, "none", None, "whole_step", "data")),
+    ("2-workers", {}, ("multi_worker", ("CPU:0",), 2, "ring", 0, "none", "data")),
+    ("2-workers", {"jit": True, "shard_policy": "file", "pack_bytes": 4096},
+     ("multi_worker", ("CPU:0",), 2, "ring", 4096, "per_replica", "file")),
+    ("2-workers", {"devices": ["CPU:0", "CPU:1"], "shard_policy": "already_sharded"},
+     ("multi_worker", ("CPU:0", "CPU:1"), 4, "ring", 0, "none", "already_sharded")),
+    ("2-workers", {"strategy": "none"}, ("none", ("CPU:0",), 1, "none", None, "none", "data")),
+    ("2-workers-with-gpus", {},
+     ("multi_worker", tuple(f"GPU:{n}" for n in range(4)), 8, "nccl", 0, "per_replica", "data")),
+    ("2-workers-with-gpus", {"communication": "ring", "devices": ["GPU:0"]},
+     ("multi_worker", ("GPU:0",), 2, "ring", 0, "per_replica", "data")),
+    ("2-workers-with-parts", {}, ("multi_worker", ("GPU:0", "GPU:1"), 4, "ring", 0, "per_replica", "data")),
+    ("1-worker", {}, ("mirrored", ("GPU:0", "GPU:1"), 2, "nccl", 0, "per_replica", "data")),
+    ("chief-and-worker", {}, ("multi_worker", ("CPU:0",), 2, "ring", 0, "none", "data")),
+    ("evaluator", {}, ("none", ("CPU:0",), 1, "none", None, "none", "data")),
+    ("servers", {"exact": False}, ("parameter_server", (), 1, "none", None, "none", "data")),
+    ("servers", {"exact": False, "strategy": "parameter_server", "jit": False},
+     ("parameter_server", (), 1, "none", None, "none", "data")),
+    ("servers", {"strategy": "none"}, ("none", ("CPU:0",), 1, "none", None, "none", "data")),
+    ("a-server", {"exact": False}, ("parameter_server", (), 1, "none", None, "none", "data")),
+]
+# fmt: on
+TABLE_IDS = [f"{name}-{','.join(f'{key}={value}' for key, value in options.items())}" for name, options, _ in TABLE]
+
+
+@pytest.mark.parametrize(("machine", "options", "expected"), TABLE, ids=TABLE_IDS)
+def test_the_decision_table(machine, options, expected):
+    plan = make_plan(MACHINES[machine], Options(**options))
+    assert tuple(getattr(plan, name).value for name in COLUMNS) == expected
+
+
+@pytest.mark.parametrize(("machine", "options", "expected"), TABLE, ids=TABLE_IDS)
+def test_every_decision_is_explained_and_is_data(machine, options, expected):
+    plan = make_plan(MACHINES[machine], Options(**options))
+    for decision in plan:
+        assert isinstance(decision, Decision)
+        assert all((decision.reason, decision.override)), decision
+    data = plan.to_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert list(data) == [decision.name for decision in plan]
+    assert data["devices"]["value"] == list(plan.devices.value)
+    assert set(data["strategy"]) == {"value", "reason", "evidence", "override"}
+
+
+def test_decisions_are_named_as_they_are_asked_for():
+    plan = make_plan(MACHINES["8-gpus"], Options())
+    assert all(getattr(plan, decision.name) is decision for decision in plan)
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "says"),
+    [
+        pytest.param("2-workers", {"strategy": "mirrored"}, 'Write strategy="multi_worker"', id="mirrored-workers"),
+        pytest.param("servers", {"strategy": "mirrored"}, 'Write strategy="parameter_server"', id="mirrored-servers"),
+        pytest.param(
+            "servers", {"strategy": "multi_worker"}, 'Write strategy="parameter_server"', id="workers-servers"
+        ),
+        pytest.param("servers", {}, "asynchronous.*Write exact=False", id="exact-servers"),
+        pytest.param("no-chief", {"exact": False}, "the cluster has no chief", id="servers-without-chief"),
+        pytest.param(
+            "2-workers", {"strategy": "parameter_server", "exact": False}, "no chief, ps", id="servers-without-servers"
+        ),
+        pytest.param("cpu", {"strategy": "parameter_server", "exact": False}, "no chief, worker, ps", id="no-cluster"),
+        pytest.param("cpu", {"strategy": "multi_worker"}, "there is 1.*launch --workers 2", id="workers-alone"),
+        pytest.param("1-worker", {"strategy": "multi_worker"}, "there is 1", id="one-worker"),
+        pytest.param("cpu", {"strategy": "tpu"}, "no TPU was found", id="no-tpu"),
+        pytest.param("cpu", {"devices": ["CPU:0", "CPU:1"]}, r"names CPU:1, .*\[.*\] \* 2", id="no-second-cpu"),
+        pytest.param("8-gpus", {"devices": ["GPU:8"]}, "names GPU:8.*CUDA_VISIBLE_DEVICES", id="no-ninth-gpu"),
+        pytest.param("cpu", {"communication": "nccl"}, "works between whole GPUs", id="nccl-without-gpus"),
+        pytest.param("2-workers", {"communication": "nccl"}, "works between whole GPUs", id="nccl-between-cpus"),
+        pytest.param(
+            "8-gpus", {"communication": "nccl", "devices": ["CPU:0"]}, "there are 1 CPU here", id="nccl-on-the-cpu"
+        ),
+        pytest.param("parts-of-a-gpu", {"communication": "nccl"}, "there are parts of a GPU", id="nccl-between-parts"),
+        pytest.param(
+            "2-workers", {"communication": "hierarchical_copy"}, "keeps to one process", id="hierarchical-workers"
+        ),
+        pytest.param("2-workers", {"communication": "one_device"}, "keeps to one process", id="one-device-workers"),
+        pytest.param("8-gpus", {"communication": "ring"}, '"hierarchical_copy" or "one_device"', id="ring-of-gpus"),
+        pytest.param("tpu", {"jit": False}, "jit=False, but a TPU", id="tpu-uncompiled"),
+        pytest.param("servers", {"jit": True, "exact": False}, "parameter servers. Leave jit out", id="servers-jit"),
+    ],
+)
+def test_what_cannot_work_is_refused(machine, options, says):
+    with pytest.raises(ValueError, match=says):
+        make_plan(MACHINES[machine], Options(**options))
+
+
+@pytest.mark.parametrize(
+    ("machine", "faster"),
+    [
+        pytest.param(describe(), None, id="cpu"),
+        pytest.param(describe(tpu_cores=8), "mixed_bfloat16", id="tpu"),
+        pytest.param(describe(gpus=1, compute_capability=(9, 0)), "mixed_bfloat16", id="9.0"),
+        pytest.param(describe(gpus=1, compute_capability=(8, 0)), "mixed_bfloat16", id="8.0"),
+        pytest.param(describe(gpus=1, compute_capability=(7, 5)), "mixed_float16", id="7.5"),
+        pytest.param(describe(gpus=1, compute_capability=(7, 0)), "mixed_float16", id="7.0"),
+        pytest.param(describe(gpus=1, compute_capability=(6, 1)), None, id="6.1"),
+        pytest.param(describe(gpus=2), None, id="capability-unknown"),
+    ],
+)
+def test_precision_is_kept_and_a_faster_one_named(machine, faster):
+    decision = make_plan(machine, Options()).precision
+    assert decision.value == "float32"
+    if faster:
+        assert decision.override == f'precision="{faster}"'
+        assert f"{faster} would be faster" in decision.evidence
+    else:
+        assert "would be faster" not in decision.evidence
+
+
+def test_the_least_of_several_gpus_counts():
+    gpus = Device("GPU:0", "GPU", None, (9, 0)), Device("GPU:1", "GPU", None, (7, 5))
+    machine = Hardware(1, None, (Device("CPU:0", "CPU"), *gpus), gpus)
+    assert make_plan(machine, Options()).precision.override == 'precision="mixed_float16"'
+    assert make_plan(machine, Options(devices=["GPU:0"])).precision.override == 'precision="mixed_bfloat16"'
+    assert "would be faster" not in make_plan(machine, Options(devices=["CPU:0"])).precision.evidence
+
+
+def test_the_policy_that_is_set_stays():
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        for precision in ("auto", None):
+            assert make_plan(MACHINES["8-gpus"], Options(precision=precision)).precision.value == "mixed_float16"
+        decision = make_plan(MACHINES["8-gpus"], Options(precision="float32")).precision
+        assert (decision.value, decision.reason) == ("float32", "asked for")
+        assert keras.config.dtype_policy().name == "mixed_float16"
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_a_policy_that_the_machine_has_no_units_for():
+    assert "no units" in make_plan(MACHINES["tpu"], Options(precision="mixed_float16")).precision.evidence
+    assert "no GPU" in make_plan(MACHINES["cpu"], Options(precision="mixed_bfloat16")).precision.evidence
+
+
+@pytest.mark.parametrize(
+    ("machine", "rule", "factor"),
+    [
+        pytest.param("8-gpus", "linear", 8.0, id="linear"),
+        pytest.param("2-workers-with-gpus", "sqrt", 8**0.5, id="sqrt"),
+        pytest.param("cpu", "linear", 1.0, id="one-replica"),
+        pytest.param("tpu-by-name", "linear", None, id="not-yet-known"),
+    ],
+)
+def test_learning_rates_grow_with_the_batch(machine, rule, factor):
+    options = Options(batch="per_replica", lr_scaling=rule, warmup_steps=20)
+    plan = make_plan(MACHINES[machine], options)
+    assert (plan.batch.value, plan.lr_scaling.value, plan.warmup_steps.value) == ("per_replica", factor, 20)
+    assert scaling_factor(rule, plan.replicas.value) == factor
+
+
+def test_by_default_neither_batch_nor_learning_rate_changes():
+    plan = make_plan(MACHINES["8-gpus"], Options())
+    assert (plan.batch.value, plan.lr_scaling.value, plan.warmup_steps.value) == ("global", 1.0, 0)
+    assert make_plan(MACHINES["8-gpus"], Options(batch="per_replica")).lr_scaling.value == 1.0
+
+
+def test_exactness_can_be_given_up():
+    assert make_plan(MACHINES["8-gpus"], Options()).exact.value is True
+    assert make_plan(MACHINES["8-gpus"], Options(exact=False)).exact.value is False
+    assert make_plan(MACHINES["servers"], Options(exact=False)).exact.value is False
+
+
+def test_a_timeout_is_for_workers():
+    assert make_plan(MACHINES["2-workers"], Options(collective_timeout=60)).collective_timeout.value == 60.0
+    assert make_plan(MACHINES["2-workers"], Options()).collective_timeout.value is None
+    assert make_plan(MACHINES["8-gpus"], Options(collective_timeout=60)).collective_timeout.value is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "replicas", "form"),
+    [
+        ("none", 1, "whole_step"),
+        ("one_device", 1, "whole_step"),
+        ("mirrored", 1, "whole_step"),
+        ("mirrored", 2, "per_replica"),
+        ("multi_worker", 2, "per_replica"),
+        ("tpu", None, "whole_step"),
+        ("parameter_server", 1, "none"),
+    ],
+)
+def test_how_a_compiled_model_trains(strategy, replicas, form):
+    assert compiled_form(strategy, replicas) == form
+
+
+@pytest.mark.own_process(seconds=120)
+def test_a_strategy_that_is_handed_over():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    plan = make_plan(MACHINES["logical-cpus"], Options(strategy=strategy, jit=True))
+    values = tuple(getattr(plan, name).value for name in COLUMNS)
+    assert values == ("mirrored", (), 2, "given", None, "per_replica", "data")
+    assert (plan.strategy.reason, plan.strategy.evidence) == ("given", "a MirroredStrategy")
+    json.dumps(plan.to_dict())

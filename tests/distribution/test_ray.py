@@ -1,0 +1,51 @@
+"""A real Ray cluster of two workers trains what one device trains."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster" / "ray_train.py"
+SECONDS = 240
+
+
+def run(directory: Path, *options: str) -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-P", str(EXAMPLE), "--epochs", "2", *options]
+    with subprocess.Popen(
+        command,
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, _ = process.communicate(timeout=SECONDS)
+        finally:
+            # Ray's own processes end when the one that started them does.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, out[-6000:]
+
+
+def weights_in(path: Path) -> dict[str, np.ndarray]:
+    found = {}
+    with h5py.File(path) as file:
+        file.visititems(lambda name, item: found.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None)
+    return {name: value for name, value in found.items() if name.startswith("layers")}
+
+
+def test_two_workers_equal_one_device(tmp_path):
+    run(tmp_path, "--workers", "2", "--weights", "two.weights.h5", "--storage", str(tmp_path / "storage"))
+    run(tmp_path, "--workers", "0", "--weights", "one.weights.h5")
+    two, one = weights_in(tmp_path / "two.weights.h5"), weights_in(tmp_path / "one.weights.h5")
+    assert two.keys() == one.keys() and len(one) == 4
+    for name, value in one.items():
+        np.testing.assert_allclose(two[name], value, atol=1e-6, rtol=0, err_msg=name)

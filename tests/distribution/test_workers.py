@@ -1,0 +1,161 @@
+"""`DistributedFit` on two workers, in processes that the launcher starts."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SCRIPT = """
+import json, os, sys
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+import keras
+import numpy as np
+import tensorflow as tf
+from keras_paragrad import AccumulatingOptimizer, DistributedFit
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
+worker = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
+settings = json.loads(sys.argv[1])
+dist = DistributedFit(devices=settings.get("devices"), startup_timeout=60)
+generator = np.random.default_rng(0)
+rows = settings.get("rows", [90, 90])[worker]
+x = generator.normal(size=(rows, 6)).astype("float32")
+y = generator.integers(0, 3, rows)
+with dist.scope():
+    keras.utils.set_random_seed(1)
+    hidden = settings.get("hidden", [8, 8])[worker]
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(hidden, "tanh"), keras.layers.Dense(3)])
+    clip = settings.get("clips", [0.1, 0.1])[worker]
+    model.compile(
+        AccumulatingOptimizer(keras.optimizers.Adam(1e-2, global_clipnorm=clip), 2),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+batch_size = settings.get("batch_size", 32)
+history = dist.fit(model, x, y, batch_size=batch_size, epochs=2, validation_split=0.2, verbose=0).history
+found = {
+    "weights": [weight.tolist() for weight in model.get_weights()],
+    "history": history,
+    "evaluation": model.evaluate(x, y, batch_size=32, verbose=0),
+    "predictions": model.predict(x, batch_size=32, verbose=0).tolist(),
+}
+with open(f"{settings['folder']}/{settings['name']}-{worker}.json", "w") as file:
+    json.dump(found, file)
+"""
+SERVED = """
+import json, os, sys
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+import keras
+import numpy as np
+from keras_paragrad import DistributedFit
+
+dist = DistributedFit(exact=False)
+with dist.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.random.default_rng(0).normal(size=(210, 4)).astype("float32")
+history = dist.fit(model, x, x[:, :1], batch_size=20, epochs=3, validation_split=1 / 7, verbose=0)
+with open(sys.argv[1] + "/served-0.json", "w") as file:
+    json.dump({"iterations": int(model.optimizer.iterations.numpy()), "history": history.history}, file)
+"""
+LATE = """
+import os
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+import keras
+from keras_paragrad import DistributedFit
+
+optimizer = keras.optimizers.Adam()
+DistributedFit(startup_timeout=60)
+"""
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "TF_CONFIG"}
+
+
+def run(folder, workers, name, **settings):
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    argument = json.dumps({"folder": str(folder), "name": name, **settings})
+    command = [sys.executable, "-P", str(script), argument]
+    if workers > 1:
+        launch = ["-m", "keras_paragrad", "launch", "--workers", str(workers), "--grace-seconds", "20"]
+        command = [sys.executable, "-P", *launch, str(script), argument]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False)
+
+
+def results(folder, name):
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}-*.json"))]
+
+
+def assert_close(found, expected, tolerance):
+    flat, wanted = [], []
+
+    def flatten(value, into):
+        for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            flatten(part, into)
+        if isinstance(value, float):
+            into.append(value)
+
+    flatten(found, flat)
+    flatten(expected, wanted)
+    assert len(flat) == len(wanted) > 0
+    assert max(abs(one - other) for one, other in zip(flat, wanted, strict=True)) <= tolerance
+
+
+def test_workers_end_where_one_process_ends(tmp_path):
+    """Shuffled, uneven, accumulated and clipped, with one device each and with two."""
+    alone = run(tmp_path, 1, "alone", devices=["CPU:0"])
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    (expected,) = results(tmp_path, "alone")
+    for name, devices in (("one", ["CPU:0"]), ("two", ["CPU:0", "CPU:1"])):
+        together = run(tmp_path, 2, name, devices=devices)
+        assert together.returncode == 0, together.stderr[-3000:]
+        found = results(tmp_path, name)
+        assert len(found) == 2
+        for each in found:
+            assert_close(each["weights"], expected["weights"], 1e-6)
+            assert_close(each["history"], expected["history"], 1e-5)
+            assert_close(each["evaluation"], expected["evaluation"], 1e-5)
+            assert_close(each["predictions"], expected["predictions"], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"rows": [90, 80]}, "worker 0 has 72 examples, worker 1 has 64 examples"),
+        ({"hidden": [8, 9]}, "their models differ"),
+        ({"clips": [0.1, 0.2]}, "do not have the same weights' shapes, optimizer or versions"),
+        ({"batch_size": 1}, "batch_size"),
+    ],
+    ids=["other data", "another model", "another optimizer", "a batch smaller than the replicas"],
+)
+def test_what_does_not_belong_together_is_refused_on_every_worker(tmp_path, settings, says):
+    refused = run(tmp_path, 2, "refused", devices=["CPU:0"], **settings)
+    assert refused.returncode != 0
+    assert refused.stderr.count(says) >= 2, refused.stderr[-3000:]
+    assert results(tmp_path, "refused") == []
+
+
+def test_parameter_servers_count_exactly(tmp_path):
+    script = tmp_path / "served.py"
+    script.write_text(SERVED)
+    launch = ["-m", "keras_paragrad", "launch", "--workers", "2", "--ps", "1", "--grace-seconds", "20"]
+    command = [sys.executable, "-P", *launch, str(script), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    (found,) = results(tmp_path, "served")
+    assert found["iterations"] == 3 * 9
+    assert found["history"]["loss"][-1] < found["history"]["loss"][0]
+    assert len(found["history"]["val_loss"]) == 3
+
+
+def test_tensors_made_too_early_are_named(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(textwrap.dedent(LATE))
+    launch = [sys.executable, "-P", "-m", "keras_paragrad", "launch", "--workers", "2", str(script)]
+    ran = subprocess.run(launch, capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False)
+    assert ran.returncode != 0
+    assert "Write DistributedFit(...) above the first optimizer" in ran.stderr
