@@ -1,0 +1,185 @@
+"""What seeing costs: every callback beside plain `fit` and Keras's TensorBoard callback, and how long the report takes.
+
+`python benchmarks/profiling.py` prints the tables and saves them in `results/profiling.json`.
+"""
+
+import logging
+import os
+import statistics
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+import keras
+import numpy as np
+from harness import report
+from models import batch_of, endless, loss_of, model_of
+from sizes import MODELS
+
+from keras_paragrad import GradientTelemetry, Profiler, ProfileSchedule, Throughput, write_report
+
+NAME = "profiling"
+TITLES = {"small": "MLP 784-64-64-10, batch of 128", **{name: MODELS[name] for name in ("mlp", "cnn")}}
+# Steps in a block; how many blocks count, and how many before them don't, as they compile.
+BLOCK, BLOCKS, COMPILING = 32, 80, 3
+TRACED, REPORTS = 20, 5
+# An idle Profiler says that it has traced nothing.
+logging.getLogger("keras_paragrad").setLevel(logging.ERROR)
+
+
+class Turn(keras.callbacks.Callback):
+    """Lets a training run a block of steps at a time, in turns with others, and takes the time of each block.
+
+    The first of a training's callbacks, so that what the others do before and after a batch is in the time.
+
+    Args:
+        mine: The semaphore that says that it is this training's turn.
+        following: That of the next one.
+    """
+
+    def __init__(self, mine, following):
+        super().__init__()
+        self.mine, self.following = mine, following
+        self.began, self.took = None, []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Passes the turn on, if a block is over."""
+        if batch % BLOCK:
+            return
+        if self.began is not None:
+            self.took.append((time.perf_counter() - self.began) / BLOCK * 1e6)
+        self.following.release()
+        self.mine.acquire()
+        self.began = time.perf_counter()
+
+
+class Nothing(keras.callbacks.Callback):
+    """What one callback more takes; the one that takes the time is there already."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Does nothing."""
+
+
+def trained(name, jit_compile):
+    """A compiled model: one of those of other benchmarks, or one whose step takes about half a millisecond."""
+    if name == "small":
+        keras.utils.set_random_seed(0)
+        hidden = [keras.layers.Dense(64, activation="relu") for _ in range(2)]
+        model = keras.Sequential([keras.Input((784,)), *hidden, keras.layers.Dense(10)])
+    else:
+        model = model_of(name)
+    model.compile("adam", loss_of(), jit_compile=jit_compile)
+    return model
+
+
+def data_of(name):
+    return endless(*batch_of("mlp" if name == "small" else name))
+
+
+def cases(folder):
+    """By name, what makes the callbacks; each `fit` has new ones."""
+
+    def place(name):
+        return str(Path(folder, name.replace(" ", "_")))
+
+    idle = ProfileSchedule(skip_first=10**9)
+    return {
+        "plain": lambda name: [],
+        # Twice, to show what the figures of the others are worth.
+        "plain again": lambda name: [],
+        "a callback that does nothing": lambda name: [Nothing()],
+        "TensorBoard of Keras": lambda name: [keras.callbacks.TensorBoard(place(name))],
+        "Profiler, idle": lambda name: [Profiler(place(name), schedule=idle)],
+        "Throughput": lambda name: [Throughput(place(name))],
+        "GradientTelemetry, every 10 steps": lambda name: [GradientTelemetry(place(name), every=10)],
+        "GradientTelemetry, every step": lambda name: [GradientTelemetry(place(name), every=1)],
+    }
+
+
+def in_turns(name, jit_compile, folder):
+    """By case, the microseconds of a step in each block, of which one follows on another's."""
+    data, makers = data_of(name), cases(folder)
+    semaphores = [threading.Semaphore(0) for _ in makers]
+    turns = [Turn(mine, semaphores[(index + 1) % len(makers)]) for index, mine in enumerate(semaphores)]
+
+    def train(turn, case):
+        turn.mine.acquire()
+        try:
+            model = trained(name, jit_compile)
+            steps = BLOCK * (COMPILING + BLOCKS) + 1
+            model.fit(data, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=[turn, *makers[case](case)])
+        finally:
+            turn.following.release()
+
+    with ThreadPoolExecutor(len(makers)) as threads:
+        trainings = [threads.submit(train, turn, case) for turn, case in zip(turns, makers, strict=True)]
+        semaphores[0].release()
+    for training in trainings:
+        training.result()
+    return {case: np.array(turn.took[COMPILING:]) for turn, case in zip(turns, makers, strict=True)}
+
+
+def report_cost(jit_compile):
+    """Seconds for a report of a short trace: from our own summary of it, and of the trace as another tool leaves it."""
+    with tempfile.TemporaryDirectory() as folder:
+        schedule = ProfileSchedule(skip_first=10, active=TRACED)
+        callbacks = [Profiler(folder, schedule=schedule, summary=False, report=None), Throughput(folder)]
+        callbacks.append(GradientTelemetry(folder, every=1))
+        trained("mlp", jit_compile).fit(
+            data_of("mlp"), steps_per_epoch=10 + 2 * TRACED, shuffle=False, verbose=0, callbacks=callbacks
+        )
+        ours = timed(lambda: write_report(folder))
+        size = write_report(folder).stat().st_size
+        for path in Path(folder).rglob("keras_paragrad.json"):
+            path.unlink()
+        return ours, timed(lambda: write_report(folder)), size
+
+
+def timed(write):
+    """The median of some times, in seconds; the first, which loads libraries, among them."""
+    times = []
+    for _ in range(REPORTS):
+        begin = time.perf_counter()
+        write()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def report_cost_of(name, title):
+    """Prints what every callback adds to a step of a model."""
+    for jit_compile in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            found = in_turns(name, jit_compile, folder)
+        plain = float(np.median(found["plain"]))
+        rows = []
+        for case, took in found.items():
+            low, added, high = np.percentile(took - found["plain"], (25, 50, 75))
+            share = f"{added / plain:+.1%}"
+            rows.append([case, float(np.median(took)) / 1e3, f"{added:.0f} ({low:.0f} to {high:.0f})", share])
+        title_of_table = f"{title}, Adam, jit {'on' if jit_compile else 'off'}: a step of fit, and what it takes more"
+        report(NAME, title_of_table, ["", "ms a step", "µs more (quartiles)", "of plain"], rows)
+
+
+def report_reports():
+    """Prints how long reports take."""
+    rows = []
+    for jit_compile in (False, True):
+        ours, foreign, size = report_cost(jit_compile)
+        rows.append([f"jit {'on' if jit_compile else 'off'}", ours, foreign, size / 1e3])
+    columns = ["", "from our summary, s", "from the trace alone, s", "kB"]
+    report(NAME, f"The report of a trace of {TRACED} steps, with telemetry and throughput", columns, rows)
+
+
+def main():
+    for name, title in TITLES.items():
+        report_cost_of(name, title)
+    report_reports()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Seeing where a training's time and its gradient go."""

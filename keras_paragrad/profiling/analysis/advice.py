@@ -1,0 +1,115 @@
+"""What to do first about a training's speed, with the figures that say so."""
+
+import statistics
+from collections.abc import Sequence
+
+from keras_paragrad.profiling.analysis.events import Trace
+from keras_paragrad.profiling.summary import Advice, OperationTime, RunInfo, StepTime
+
+# From which share of the step on something is worth doing about it. Between operations there is always something to
+# do for the host, and a part of what looks like it is operations' threads starting.
+WORTH = {"compile": 0.1, "input": 0.2, "collective": 0.25, "host": 0.5}
+COMPUTE_BOUND = 0.4
+_UNKNOWN = RunInfo()
+
+
+def advise(
+    steps: Sequence[StepTime],
+    operations: Sequence[OperationTime],
+    run: RunInfo = _UNKNOWN,
+    compiling: float = 0.0,
+    pipeline: str = "",
+) -> Advice | None:
+    """One advice: against the largest part of the step that is not computing.
+
+    Args:
+        steps: The batches.
+        operations: The longest operations, in that order.
+        run: What was run.
+        compiling: How many milliseconds of all steps went into tracing functions again.
+        pipeline: The slowest part of the input pipeline, if it is known.
+
+    Returns:
+        The advice, or `None` if there are no steps.
+    """
+    total = sum(step.duration for step in steps)
+    if not total:
+        return None
+    spent = {
+        "compile": compiling,
+        "input": sum(step.input for step in steps),
+        "collective": sum(step.collective for step in steps),
+        # While nothing is recorded, Python is at work.
+        "host": sum(step.host + step.idle for step in steps),
+    }
+    excess = {kind: time / total / WORTH[kind] for kind, time in spent.items()}
+    kind = max(excess, key=lambda kind: excess[kind])
+    if excess[kind] < 1:
+        return _about_computing(steps, operations, run)
+    each = spent[kind] / len(steps)
+    mean = total / len(steps)
+    figures = f"{spent[kind] / total:.0%} of the step {_DOES[kind]} ({each:.2f} of {mean:.2f} ms)"
+    if kind == "input" and pipeline:
+        figures += f", most of it in the pipeline's {pipeline}"
+    return Advice(kind, _what_to_do(kind, run), figures)
+
+
+_DOES = {
+    "compile": "goes into tracing functions again",
+    "input": "waits for input",
+    "collective": "waits for other replicas",
+    "host": "is spent on the host between operations",
+}
+
+
+def _what_to_do(kind: str, run: RunInfo) -> str:
+    if kind == "compile":
+        return "Give all batches one shape: dataset.batch(n, drop_remainder=True), and pad sequences to few lengths."
+    if kind == "input":
+        return (
+            "Prefetch, and prepare batches in parallel: dataset.map(f, num_parallel_calls=tf.data.AUTOTUNE)"
+            ".prefetch(tf.data.AUTOTUNE); .cache() what fits into memory."
+        )
+    if kind == "collective":
+        return "Take larger batches on each replica, or update less often: AccumulatingOptimizer(optimizer, steps=4)."
+    if not run.jit:
+        return (
+            "Compile the step, or run several in a call: model.compile(..., jit_compile=True, steps_per_execution=16)."
+        )
+    if run.steps_per_execution == 1:
+        return "Run several batches in a call: model.compile(..., steps_per_execution=16); or take larger batches."
+    return "Take larger batches, so that operations are longer than what lies between them."
+
+
+def _about_computing(steps: Sequence[StepTime], operations: Sequence[OperationTime], run: RunInfo) -> Advice:
+    total = sum(step.duration for step in steps)
+    share = sum(step.compute for step in steps) / total
+    median = statistics.median(step.duration for step in steps)
+    figures = f"{share:.0%} of the step computes (median {median:.2f} ms)"
+    if share < COMPUTE_BOUND or not operations:
+        return Advice("none", "Nothing stands out.", figures)
+    first = operations[0]
+    where = f"{first.kind} in {first.layer}" if first.layer else first.kind
+    figures += f", {first.share:.0%} of operations' time is {where}"
+    means = [
+        "" if run.jit else "jit_compile=True",
+        "" if "float16" in run.precision else 'keras.mixed_precision.set_global_policy("mixed_bfloat16")',
+    ]
+    cheaper = " or ".join(each for each in means if each)
+    return Advice(
+        "compute", f"The model is what takes the time; {cheaper or 'more replicas'} may make it cheaper.", figures
+    )
+
+
+def milliseconds_compiling(trace: Trace) -> float:
+    """How long calls took in which a `tf.function` was traced again.
+
+    Args:
+        trace: What was read from a file. A function's first call in it is not counted: it may have been traced before.
+    """
+    total = 0.0
+    for calls in trace.functions.values():
+        calls = sorted(calls)
+        for (_, _, before), (begin, end, count) in zip(calls, calls[1:], strict=False):
+            total += (end - begin) / 1e6 if count > before else 0.0
+    return total

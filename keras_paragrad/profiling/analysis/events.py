@@ -1,0 +1,97 @@
+"""What a trace holds that a training step is made of."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Marker:
+    """A step as it was marked.
+
+    Attributes:
+        begin, end: In nanoseconds.
+        stats: What the marker says, as text.
+        line: On which thread it is.
+    """
+
+    begin: float
+    end: float
+    stats: dict[str, Any]
+    line: int
+
+
+@dataclass(frozen=True)
+class Pull:
+    """A batch that was taken from an iterator: when, in nanoseconds, and whether there was one."""
+
+    begin: float
+    filled: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a thread did of a function that another one called.
+
+    Attributes:
+        begin, end: In nanoseconds.
+        line: On which thread it is.
+        flow: The call's number.
+    """
+
+    begin: float
+    end: float
+    line: int
+    flow: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function that is handed to other threads: when, in nanoseconds, on which thread, and the call's number."""
+
+    begin: float
+    line: int
+    flow: str
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """An operation that XLA made and the host's processors ran; its times are in nanoseconds."""
+
+    name: str
+    begin: float
+    end: float
+    line: int
+
+
+@dataclass
+class Trace:
+    """What a trace holds that a training step is made of; spans are in nanoseconds.
+
+    Attributes:
+        markers: The steps.
+        pulls: The batches.
+        input: Waiting for batches.
+        operations: Operations on the host's processors.
+        device: Operations on other devices.
+        collective: Operations that meet other replicas.
+        host: By thread, what the host did, operations included.
+        calls: Functions that were called.
+        work: What threads did of them.
+        compiled: Operations that XLA made and the host's processors ran.
+        functions: By name of a `tf.function`, its calls: when, and how often it had been traced.
+        has_device: Whether there is a GPU or TPU.
+    """
+
+    markers: list[Marker] = field(default_factory=list)
+    pulls: list[Pull] = field(default_factory=list)
+    input: list[tuple[float, float]] = field(default_factory=list)
+    operations: list[tuple[float, float]] = field(default_factory=list)
+    device: list[tuple[float, float]] = field(default_factory=list)
+    collective: list[tuple[float, float]] = field(default_factory=list)
+    host: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    calls: list[Call] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    compiled: list[Compiled] = field(default_factory=list)
+    functions: dict[str, list[tuple[float, float, int]]] = field(default_factory=lambda: defaultdict(list))
+    has_device: bool = False

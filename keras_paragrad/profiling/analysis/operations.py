@@ -1,0 +1,118 @@
+"""The operations that took longest."""
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from keras_paragrad.profiling.analysis.events import Compiled
+from keras_paragrad.profiling.analysis.layers import LayerNames
+from keras_paragrad.profiling.summary import OperationTime
+
+MOST = 50
+MILLISECONDS = 1e-3
+_PIPELINE = ("Dataset", "PyFunc", "EagerPyFunc", "PyFuncStateless")
+_WAITS = ("Prefetch", "Root")
+
+
+class Operation(NamedTuple):
+    """What an operation took, and whether it ran on a GPU or TPU; its own time, in milliseconds."""
+
+    name: str
+    kind: str
+    times: int
+    milliseconds: float
+    on_device: bool
+
+
+def xprof_operations(file: Path) -> list[Operation]:
+    """The operations in a trace as xprof's `framework_op_stats` has them, without its row for idle time.
+
+    Args:
+        file: An `.xplane.pb`.
+    """
+    from xprof.convert.raw_to_tool_data import xspace_to_tool_data
+
+    # xprof leaves files beside the trace, and what it finds in one of several would pass for all of them.
+    with tempfile.TemporaryDirectory() as folder:
+        alone = Path(folder, file.name)
+        alone.symlink_to(file.resolve())
+        answer = xspace_to_tool_data([str(alone)], "framework_op_stats", {})[0]
+    tables = json.loads(answer) if answer else []
+    rows = [row for table in tables[:1] for row in _rows(table)]
+    return [
+        Operation(
+            str(row["operation"]),
+            str(row["type"]),
+            int(row["occurrences"]),
+            float(row["total_self_time"]) * MILLISECONDS,
+            row["host_or_device"] == "Device",
+        )
+        for row in rows
+        if row["type"] != "IDLE"
+    ]
+
+
+def _rows(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    # By name: columns come and go from version to version.
+    names = [column["id"] for column in table["cols"]]
+    for row in table["rows"]:
+        yield dict(zip(names, (cell["v"] for cell in row["c"]), strict=False))
+
+
+def compiled_operations(compiled: list[Compiled]) -> list[Operation]:
+    """What XLA made and the host's processors ran, which xprof leaves out of its table.
+
+    Args:
+        compiled: Each time that one ran. What ran inside of another is taken off that one's time.
+    """
+    times: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    around: list[Compiled] = []
+    for each in sorted(compiled, key=lambda each: (each.line, each.begin, -each.end)):
+        while around and (around[-1].line != each.line or around[-1].end <= each.begin):
+            around.pop()
+        length = (each.end - each.begin) / 1e6
+        if around:
+            times[around[-1].name] -= length
+        times[each.name] += length
+        counts[each.name] += 1
+        around.append(each)
+    return [Operation(name, _kind_of_compiled(name), counts[name], time, False) for name, time in times.items()]
+
+
+def _kind_of_compiled(name: str) -> str:
+    stem = name.split(".")[0]
+    return "fusion" if stem.endswith("fusion") else stem
+
+
+def longest_operations(operations: list[Operation], layers: Collection[str]) -> tuple[OperationTime, ...]:
+    """The operations that took longest: those on a GPU or TPU where there are any, and never the input pipeline's.
+
+    Args:
+        operations: All in the trace.
+        layers: The names of the model's layers.
+    """
+    own = [each for each in operations if each.kind not in _PIPELINE]
+    chosen = [each for each in own if each.on_device] or own
+    total = sum(each.milliseconds for each in chosen) or 1.0
+    names = LayerNames(layers, [each.name for each in chosen])
+    chosen.sort(key=lambda each: -each.milliseconds)
+    return tuple(
+        OperationTime(
+            each.name, each.kind, names.of(each.name), each.times, each.milliseconds, each.milliseconds / total
+        )
+        for each in chosen[:MOST]
+    )
+
+
+def slowest_of_the_pipeline(operations: list[Operation]) -> str:
+    """The part of the input pipeline with the most time of its own, as the trace names it, or `""`.
+
+    Args:
+        operations: All in the trace.
+    """
+    parts = [each for each in operations if each.kind == "Dataset" and not each.name.endswith(_WAITS)]
+    return max(parts, key=lambda each: each.milliseconds).name.rpartition("::")[2] if parts else ""

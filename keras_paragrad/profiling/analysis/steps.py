@@ -1,0 +1,117 @@
+"""From a trace to where the time of each batch went."""
+
+import bisect
+from collections.abc import Callable, Iterator
+
+from keras_paragrad.profiling.analysis.coverage import Coverage, Span
+from keras_paragrad.profiling.analysis.events import Marker, Pull, Trace
+from keras_paragrad.profiling.analysis.flows import work_of
+from keras_paragrad.profiling.summary import StepTime
+
+NANOSECONDS = 1e6
+# From an interval in nanoseconds to the parts of it, by name, in milliseconds.
+Parts = Callable[[float, float], dict[str, float]]
+
+
+def step_times(trace: Trace) -> tuple[StepTime, ...]:
+    """The batches that ran in a trace, in order.
+
+    A batch's time goes from its marker's beginning to its end, and where one marker is for several batches, from
+    taking one of them to taking the next. A moment in which several things happen counts for the first of: operations
+    on a GPU or TPU, waiting for input, operations on the host's processors, collectives, other work of the host. That
+    is xprof's order, with what it calls host compute told apart.
+
+    Args:
+        trace: What was read from a file.
+    """
+    markers = sorted(_innermost(trace.markers), key=lambda marker: marker.begin)
+    pulls = sorted(trace.pulls, key=lambda pull: pull.begin)
+    parts: dict[int, Parts] = {}
+    found: list[StepTime] = []
+    for marker in markers:
+        if marker.line not in parts:
+            parts[marker.line] = _parts_on(trace, marker.line, markers)
+        origin = markers[0].begin
+        for step, update, begin, end in _batches(marker, pulls):
+            duration = (end - begin) / NANOSECONDS
+            shares = parts[marker.line](begin, end)
+            found.append(StepTime(step, update, (begin - origin) / NANOSECONDS, duration, **shares))
+    return tuple(found)
+
+
+def _innermost(markers: list[Marker]) -> list[Marker]:
+    """Markers of batches where there are any, and of steps otherwise."""
+    return [marker for marker in markers if "batch" in marker.stats] or markers
+
+
+def _batches(marker: Marker, pulls: list[Pull]) -> Iterator[tuple[int, int | None, float, float]]:
+    """The batches of one marker: number, update, beginning and end."""
+    stats = marker.stats
+    first = int(stats.get("batch", stats.get("step_num", 0)))
+    asked = int(stats.get("count", 1))
+    begins = [pull.begin for pull in pulls]
+    inside = pulls[bisect.bisect_left(begins, marker.begin) : bisect.bisect_left(begins, marker.end)]
+    filled = [pull.begin for pull in inside if pull.filled]
+    if inside and not filled:
+        # The data had ended.
+        return
+    if "batch" in stats and "ran" not in stats:
+        return
+    # Every replica takes its own.
+    replicas = int(stats.get("pulls", 1))
+    count = min(asked, len(filled) // replicas) if len(filled) >= replicas and asked > 1 else asked
+    cuts = [marker.begin, *_cuts(marker, filled, count), marker.end]
+    for index, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        yield first + index, _update(stats, index), begin, end
+
+
+def _cuts(marker: Marker, filled: list[float], count: int) -> list[float]:
+    """Where one batch of a marker ends and the next begins: where it is taken, or else in equal parts."""
+    if len(filled) >= count > 1:
+        return [filled[index * len(filled) // count] for index in range(1, count)]
+    length = (marker.end - marker.begin) / count
+    return [marker.begin + length * index for index in range(1, count)]
+
+
+def _update(stats: dict[str, str], index: int) -> int | None:
+    if "update" not in stats:
+        return None
+    left, each = int(stats.get("left", 1)), int(stats.get("each", 1))
+    return int(stats["update"]) + (0 if index < left else 1 + (index - left) // each)
+
+
+def _parts_on(trace: Trace, line: int, markers: list[Marker]) -> Parts:
+    """How to take the time of a thread's steps apart."""
+    steps = [(marker.begin, marker.end) for marker in markers if marker.line == line]
+    host = Coverage(_cut_off([*trace.host[line], *work_of(trace, line)], steps))
+    waiting = Coverage(trace.input)
+    # An input pipeline's operations run beside the step's, also when no step is waiting for operations.
+    operations = Coverage(trace.operations) & host
+    device = Coverage(trace.device)
+    layers = [device]
+    for more in (waiting, operations, Coverage(trace.collective), host):
+        layers.append(layers[-1] | more)
+
+    def parts(begin: float, end: float) -> dict[str, float]:
+        covered = [layer.within(begin, end) / NANOSECONDS for layer in layers]
+        on_device, with_input, with_operations, with_collectives, all_of_it = covered
+        return {
+            "input": with_input - on_device,
+            "compute": on_device + with_operations - with_input,
+            "collective": with_collectives - with_operations,
+            "host": all_of_it - with_collectives,
+            "idle": (end - begin) / NANOSECONDS - all_of_it,
+        }
+
+    return parts
+
+
+def _cut_off(spans: list[Span], steps: list[Span]) -> list[Span]:
+    """Ends spans where the step ends in which they began: what goes on after it is not the next step's."""
+    begins = [begin for begin, _ in steps]
+    found = []
+    for begin, end in spans:
+        index = bisect.bisect_right(begins, begin) - 1
+        if index >= 0:
+            found.append((begin, min(end, steps[index][1])))
+    return found

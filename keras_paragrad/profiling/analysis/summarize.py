@@ -1,0 +1,76 @@
+"""`summarize`: a trace in figures."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from keras_paragrad.profiling.analysis.advice import advise, milliseconds_compiling
+from keras_paragrad.profiling.analysis.events import Trace
+from keras_paragrad.profiling.analysis.operations import (
+    Operation,
+    compiled_operations,
+    longest_operations,
+    slowest_of_the_pipeline,
+    xprof_operations,
+)
+from keras_paragrad.profiling.analysis.steps import step_times
+from keras_paragrad.profiling.analysis.trace import read_trace, trace_files
+from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
+
+_UNKNOWN = RunInfo()
+
+
+def summarize(
+    trace: Path,
+    *,
+    run: RunInfo = _UNKNOWN,
+    layers: Collection[str] = (),
+    peak_memory: Mapping[str, int | None] | None = None,
+) -> ProfileSummary:
+    """Finds out what a trace shows: ours, or another program's.
+
+    Args:
+        trace: The folder of one trace. Of several files in it, one for each worker, the first is read.
+        run: What was run.
+        layers: The names of the model's layers, which operations are then said to belong to.
+        peak_memory: By device, the most memory in use, in bytes.
+
+    Raises:
+        FileNotFoundError: There is no trace in the folder.
+        ImportError: xprof is missing.
+    """
+    file = trace_files(Path(trace))[0]
+    read = read_trace(file)
+    steps = step_times(read)
+    operations = [*xprof_operations(file), *compiled_operations(read.compiled)]
+    longest = longest_operations(operations, layers)
+    compiling = milliseconds_compiling(read)
+    return ProfileSummary(
+        run=run,
+        steps=steps,
+        operations=longest,
+        peak_memory=dict(peak_memory or {}),
+        advice=advise(steps, longest, run, compiling, slowest_of_the_pipeline(operations)),
+        trace=_as_tensorboard_has_it(Path(trace)),
+        notes=tuple(_notes(read, len(steps), operations)),
+    )
+
+
+def _notes(read: Trace, steps: int, operations: list[Operation]) -> list[str]:
+    notes = []
+    if not steps:
+        notes.append("There are no step markers in this trace. Train with callbacks=[Profiler(log_dir)] to have them.")
+    if any(int(marker.stats.get("count", 1)) > 1 for marker in read.markers):
+        notes.append("TensorBoard shows no steps where a call runs several batches; these are from the trace itself.")
+    if not read.has_device:
+        notes.append("There is no GPU or TPU in this trace: computing is what the host's processors did.")
+    if read.compiled:
+        notes.append("XLA's operations have no layer: the trace doesn't say.")
+    if not operations:
+        notes.append("There are no operations in this trace.")
+    return notes
+
+
+def _as_tensorboard_has_it(trace: Path) -> str:
+    """The trace's folder from `plugins` on, as it is in a log directory."""
+    parts = trace.parts
+    return "/".join(parts[parts.index("plugins") :]) if "plugins" in parts else trace.name

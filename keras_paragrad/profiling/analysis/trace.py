@@ -1,0 +1,178 @@
+"""Reading a trace file: what happened when, sorted by what it means for a training step."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from keras_paragrad.profiling.analysis.events import Call, Compiled, Marker, Pull, Trace, Work
+
+TRACES = "*.xplane.pb"
+# The devices' names as the profiler has them, and the lines of a device that hold what ran, not what it was part of.
+_DEVICE = re.compile(r"/device:(GPU|TPU):\d+")
+_DEVICE_LINES = re.compile(r"Stream|XLA Ops")
+_OPERATION = re.compile(r"[A-Za-z0-9.][\w.\\/>-]*:([A-Za-z_]\w*)$")
+_COLLECTIVE = re.compile(r"collective|nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter", re.IGNORECASE)
+_COLLECTIVE_CALL, _COLLECTIVE_DONE = "CollectiveOpV2Kernel::Run", "CollectiveExecutor::ExecuteAsync::Done"
+# What stands around a call, as xprof has it; its inside counts.
+_AROUND = ("EagerExecute", "EagerLocalExecute", "EagerKernelExecute", "end: ")
+_WORK = ("ExecutorState::Process", "ExecutorDoneCallback")
+# An input pipeline's own functions, which run beside the step.
+_OF_THE_PIPELINE = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
+_PIPELINE_LINES = ("tf_data_iterator_resource",)
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """The trace files in a folder, in order of their names: one for each worker.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    found = sorted(folder.glob(TRACES))
+    if not found:
+        raise FileNotFoundError(f"There is no {TRACES} in {folder}. Name the folder of one trace.")
+    return found
+
+
+def read_trace(file: Path) -> Trace:
+    """Reads a trace file.
+
+    Args:
+        file: An `.xplane.pb`.
+
+    Raises:
+        ImportError: xprof is missing.
+    """
+    from xprof.profile_data import ProfileData
+
+    trace = Trace()
+    for plane in ProfileData.from_file(str(file)).planes:
+        if _DEVICE.search(plane.name):
+            trace.has_device = True
+            _read_device(trace, plane)
+        elif plane.name.startswith("/host:CPU"):
+            _read_host(trace, plane)
+    return trace
+
+
+def _read_device(trace: Trace, plane: Any) -> None:
+    for line in plane.lines:
+        if not _DEVICE_LINES.search(line.name):
+            continue
+        for event in line.events:
+            spans = trace.collective if _COLLECTIVE.search(event.name) else trace.device
+            spans.append(_span(event))
+
+
+def _read_host(trace: Trace, plane: Any) -> None:
+    waits = _Waits()
+    for number, line in enumerate(plane.lines):
+        if line.name.startswith(_PIPELINE_LINES):
+            continue
+        for kind, event in _told_apart(line):
+            span = _span(event)
+            if kind == "marker":
+                trace.markers.append(Marker(*span, dict(event.stats), number))
+            elif kind == "call":
+                trace.calls.append(Call(span[0], number, dict(event.stats).get("_p", "")))
+            else:
+                _KEEP.get(kind, _nothing)(trace, waits, event, span, number)
+                trace.host[number].append(span)
+    trace.collective += waits.spans()
+
+
+class _Waits:
+    """Collectives from where they are called to where they are done: in between they wait for other replicas."""
+
+    def __init__(self):
+        self.called: dict[str, float] = {}
+        self.done: dict[str, float] = {}
+
+    def spans(self) -> list[tuple[float, float]]:
+        return [(begin, self.done[flow]) for flow, begin in self.called.items() if flow in self.done]
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _keep_work(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
+    trace.work.append(Work(*span, line, dict(event.stats).get("_c", "")))
+
+
+def _keep_collective_call(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
+    waits.called[dict(event.stats).get("_p", "")] = span[0]
+
+
+def _keep_collective_done(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
+    waits.done[dict(event.stats).get("_c", "")] = span[1]
+
+
+def _keep_input(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
+    trace.input.append(span)
+    if "::DoCompute" in event.name:
+        trace.pulls.append(Pull(span[0], "element_size" in dict(event.stats)))
+
+
+def _keep_compiled(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
+    trace.operations.append(span)
+    trace.compiled.append(Compiled(event.name, *span, line))
+
+
+def _keep_function(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
+    traced = dict(event.stats).get("tracing_count")
+    # A call that failed, as at the end of data, doesn't say.
+    if traced is not None:
+        trace.functions[event.name].append((*span, int(traced)))
+
+
+_KEEP = {
+    "work": _keep_work,
+    "collective call": _keep_collective_call,
+    "collective done": _keep_collective_done,
+    "input": _keep_input,
+    "compiled": _keep_compiled,
+    "function": _keep_function,
+    "operations": lambda trace, waits, event, span, line: trace.operations.append(span),
+    "collective": lambda trace, waits, event, span, line: trace.collective.append(span),
+}
+
+
+def _span(event: Any) -> tuple[float, float]:
+    return event.start_ns, event.start_ns + event.duration_ns
+
+
+def _told_apart(line: Any) -> Iterator[tuple[str, Any]]:
+    """A line's events with what each is: told once for a name, since asking for an event's statistics is slow."""
+    kinds: dict[str, str] = {}
+    for event in line.events:
+        kind = kinds.get(event.name)
+        if kind is None:
+            kind = kinds[event.name] = _kind(event)
+        if kind:
+            yield kind, event
+
+
+def _kind(event: Any) -> str:
+    name = event.name
+    if name.startswith(_AROUND) or name.startswith("Threadpool"):
+        return ""
+    if name == "FunctionRun":
+        return "call"
+    if name in _WORK:
+        return "work"
+    if name.startswith("IteratorGetNext"):
+        return "input"
+    if name in (_COLLECTIVE_CALL, _COLLECTIVE_DONE):
+        return "collective call" if name == _COLLECTIVE_CALL else "collective done"
+    operation = _OPERATION.match(name)
+    if operation:
+        if operation[1] in _OF_THE_PIPELINE:
+            return "host"
+        return "collective" if _COLLECTIVE.match(operation[1]) else "operations"
+    names = {key for key, _ in event.stats}
+    if "hlo_op" in names:
+        return "collective" if _COLLECTIVE.match(name) else "compiled"
+    if "tracing_count" in names:
+        return "function"
+    return "marker" if "batch" in names or {"step_num", "_r"} <= names else "host"

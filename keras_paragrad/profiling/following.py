@@ -1,0 +1,73 @@
+"""Following a schedule through a training: which window comes next, and when."""
+
+import math
+
+from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, Window
+from keras_paragrad.profiling.summary import ProfileSummary
+from keras_paragrad.profiling.windows import WindowTracer
+
+
+class Following:
+    """Opens and closes windows as a schedule says, and when somebody asks.
+
+    Args:
+        schedule: When windows are traced, or `None` for those that are asked for alone.
+        tracer: Traces them.
+
+    Attributes:
+        asked: Whether somebody has asked for a window.
+    """
+
+    def __init__(self, schedule: ProfileSchedule | None, tracer: WindowTracer):
+        self.schedule = schedule
+        self.tracer = tracer
+        self.asked = False
+        self._index = 0
+
+    def next_turn(self, batch: int) -> float:
+        """After how many batches there is something to do.
+
+        Args:
+            batch: How many batches have run.
+        """
+        if self.tracer.window is not None:
+            return self.tracer.next_turn()
+        window = self._scheduled()
+        while window is not None and window.end <= batch:
+            # Another window, or evaluating, has been in its way.
+            self._index += 1
+            window = self._scheduled()
+        return math.inf if window is None else window.warmup
+
+    def turn(self, batch: int) -> ProfileSummary | None:
+        """Does what there is to do before a call.
+
+        Args:
+            batch: How many batches have run.
+
+        Returns:
+            What a window shows that was closed, or `None`.
+        """
+        closed = None
+        if self.tracer.window is not None and not self.tracer.turn(batch):
+            closed = self.tracer.close(batch)
+        if self.tracer.window is None:
+            window = self._due(batch)
+            if window is not None:
+                self.tracer.open(window, batch)
+                self.tracer.turn(batch)
+        return closed
+
+    def _due(self, batch: int) -> Window | None:
+        """The window to open now: one that was asked for, or the schedule's."""
+        if self.asked:
+            self.asked = False
+            return (self.schedule or DEFAULT).window_at(batch)
+        window = self._scheduled()
+        if window is None or not window.warmup <= batch < window.end:
+            return None
+        self._index += 1
+        return window
+
+    def _scheduled(self) -> Window | None:
+        return self.schedule.window(self._index) if self.schedule else None

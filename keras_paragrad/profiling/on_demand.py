@@ -1,0 +1,80 @@
+"""Asking a training that is running for a window: with a signal, or by touching a file."""
+
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+_log = logging.getLogger("keras_paragrad")
+
+FILE = "profile-now"
+SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class OnDemand:
+    """Waits for a signal to this process, and for the file `profile-now` in the log directory to be touched.
+
+    Args:
+        log_dir: The log directory. The file stays, so that every worker sees it; touching it again asks again.
+        signal_name: The signal's name, such as `"SIGUSR1"`, or `None` for no signal.
+        ask: What to call when somebody asks; from another thread or a signal handler.
+    """
+
+    waiting: "ClassVar[OnDemand | None]" = None
+
+    def __init__(self, log_dir: Path, signal_name: str | None, ask: Callable[[], None]):
+        self._file = log_dir / FILE
+        self._signal_name = signal_name
+        self._ask = ask
+        self._before: Any = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Begins to wait."""
+        # Of a `fit` that broke off: Keras doesn't tell callbacks.
+        if OnDemand.waiting is not None:
+            OnDemand.waiting.end()
+        OnDemand.waiting = self
+        self._listen()
+        self._ended.clear()
+        # Looking at the disk takes longer than a batch may: it is done beside the training.
+        self._thread = threading.Thread(target=self._look, args=(self._touched(),), name="profile-now", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Ends waiting, and gives the signal back."""
+        OnDemand.waiting = None
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._before is not None:
+            signal.signal(getattr(signal, self._signal_name or ""), self._before)
+            self._before = None
+
+    def _listen(self) -> None:
+        number = getattr(signal, self._signal_name or "", None)
+        if number is None or threading.current_thread() is not threading.main_thread() or self._before is not None:
+            return
+        before = signal.getsignal(number)
+        if before is not signal.SIG_DFL:
+            _log.info("%s has a handler already, and does not start the profiler.", self._signal_name)
+            return
+        self._before = before
+        signal.signal(number, lambda *_: self._ask())
+
+    def _look(self, seen: float) -> None:
+        while not self._ended.wait(SECONDS_BETWEEN_LOOKS):
+            touched = self._touched()
+            if touched > seen:
+                self._ask()
+            seen = touched
+
+    def _touched(self) -> float:
+        try:
+            return self._file.stat().st_mtime
+        except OSError:
+            return 0.0

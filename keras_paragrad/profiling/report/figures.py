@@ -1,0 +1,63 @@
+"""What the steps of a window amount to: median, 95th percentile and shares."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keras_paragrad.profiling.summary import StepTime
+
+PARTS = ("input", "host", "compute", "collective", "idle")
+IN_WORDS = {
+    "input": "waiting for input",
+    "host": "host",
+    "compute": "compute",
+    "collective": "collectives",
+    "idle": "idle",
+}
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """The step times of a window, in milliseconds.
+
+    Attributes:
+        count: How many steps there were.
+        median: Half of them took no longer.
+        p95: 95 of 100 took no longer.
+        shortest: The shortest of them.
+        longest: The longest of them.
+        shares: By part of a step, its share of the time of all of them.
+    """
+
+    count: int
+    median: float
+    p95: float
+    shortest: float
+    longest: float
+    shares: dict[str, float]
+
+
+def figures_of(steps: Sequence[StepTime]) -> StepFigures | None:
+    """The figures of some steps, or `None` if there are none.
+
+    Example:
+
+    >>> from keras_paragrad.profiling.report.figures import figures_of
+    >>> from keras_paragrad.profiling.summary import StepTime
+    >>> figures = figures_of([StepTime(0, 0, 0.0, 4.0, input=3.0, compute=1.0)])
+    >>> figures.median, figures.shares["input"]
+    (4.0, 0.75)
+    """
+    if not steps:
+        return None
+    durations = np.array([step.duration for step in steps])
+    total = float(durations.sum()) or 1.0
+    return StepFigures(
+        count=len(steps),
+        median=float(np.median(durations)),
+        p95=float(np.percentile(durations, 95)),
+        shortest=float(durations.min()),
+        longest=float(durations.max()),
+        shares={part: sum(getattr(step, part) for step in steps) / total for part in PARTS},
+    )

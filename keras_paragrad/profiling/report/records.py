@@ -1,0 +1,125 @@
+"""What a run wrote down step by step, read again: telemetry, throughput and retraces."""
+
+import csv
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+MOST_RETRACES = 50
+
+
+@dataclass(frozen=True)
+class Series:
+    """One quantity over the steps.
+
+    Attributes:
+        quantity: What it is, as the file says.
+        name: Whose it is: a layer and its variable, or `""` for the whole model.
+        variable: The variable alone, or `""` for all of the layer.
+        steps: The steps, ascending, shape `(values,)`.
+        values: The values, not all of them finite, shape `(values,)`.
+    """
+
+    quantity: str
+    name: str
+    variable: str
+    steps: np.ndarray
+    values: np.ndarray
+
+    @property
+    def finite(self) -> np.ndarray:
+        """The values that are numbers."""
+        return self.values[np.isfinite(self.values)]
+
+
+@dataclass(frozen=True)
+class Retrace:
+    """A function that was traced again.
+
+    Attributes:
+        step: When.
+        function: Which.
+        signature: The shapes it was traced for.
+    """
+
+    step: str
+    function: str
+    signature: str
+
+
+def read_series(folder: Path, name: str) -> tuple[Series, ...]:
+    """All series of `<name>.csv`, or of `<name>.parquet`, in a folder, by quantity and name; none without the file.
+
+    Rows that are not whole, such as the last one of a run that was killed, are passed over. Of two values for one step,
+    as a run writes them that went on from a checkpoint, the later one counts.
+    """
+    found: dict[tuple[str, str, str], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for row in _rows(folder, name):
+        try:
+            step, value = float(row["step"]), float(row["value"])
+            variable = row.get("variable") or ""
+            key = str(row["quantity"]), "/".join(part for part in (row.get("layer"), variable) if part), variable
+        except (KeyError, TypeError, ValueError):
+            continue
+        # Such a step is no step: the row was cut off, or is of another file.
+        if math.isfinite(step):
+            found[key][0].append(step)
+            found[key][1].append(value)
+    return tuple(_in_order(*key, *map(np.array, columns)) for key, columns in found.items())
+
+
+def worth_showing(series: Iterable[Series]) -> tuple[Series, ...]:
+    """The series but for gradients after clipping that nothing has clipped, and the scale of a loss that has none."""
+    series = tuple(series)
+    before = {one.name: one for one in series if one.quantity == "gradient_norm"}
+
+    def is_idle(one: Series) -> bool:
+        if one.quantity == "clipped_gradient_norm" and one.name in before:
+            return np.array_equal(one.values, before[one.name].values, equal_nan=True)
+        return one.quantity == "loss_scale" and bool((one.values == 1).all())
+
+    return tuple(one for one in series if not is_idle(one))
+
+
+def read_retraces(folder: Path) -> tuple[tuple[Retrace, ...], int]:
+    """The last retraces of a run, and how many there were in all."""
+    columns = ("step", "function", "signature")
+    found = [
+        Retrace(*(str(row[column]) for column in columns))
+        for row in _rows(folder, "retraces")
+        if all(row.get(column) for column in columns)
+    ]
+    return tuple(found[-MOST_RETRACES:]), len(found)
+
+
+def _rows(folder: Path, name: str) -> Iterable[Mapping[str, str]]:
+    comma, parquet = folder / f"{name}.csv", folder / f"{name}.parquet"
+    if comma.is_file():
+        return _comma_rows(comma)
+    return _parquet_rows(parquet) if parquet.is_file() else ()
+
+
+def _comma_rows(path: Path) -> Iterator[Mapping[str, str]]:
+    with path.open(encoding="utf-8", errors="replace", newline="") as lines:
+        # A disk that was full can leave zeros behind.
+        yield from csv.DictReader(line.replace("\0", "") for line in lines)
+
+
+def _parquet_rows(path: Path) -> Iterator[Mapping[str, str]]:
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{path} takes pyarrow to read: pip install pyarrow") from error
+
+    with parquet.ParquetFile(path) as file:
+        yield from itertools.chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())
+
+
+def _in_order(quantity: str, name: str, variable: str, steps: np.ndarray, values: np.ndarray) -> Series:
+    ordered, last = np.unique(steps[::-1], return_index=True)
+    return Series(quantity, name, variable, ordered, values[::-1][last])

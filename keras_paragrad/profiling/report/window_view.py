@@ -1,0 +1,106 @@
+"""What the report says of a window that was traced."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from keras_paragrad.profiling.report.bars import Segment, StepChart, shares_bar, step_chart
+from keras_paragrad.profiling.report.figures import PARTS, StepFigures, figures_of
+from keras_paragrad.profiling.report.runs import Window
+from keras_paragrad.profiling.report.units import count, milliseconds, share, size
+from keras_paragrad.profiling.summary import ProfileSummary
+
+MOST_DETAILED = 4
+MOST_OPERATIONS = 15
+# Names that compilers make up are as long as they like.
+LONGEST_NAME = 160
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A row of the table of operations, in words.
+
+    Attributes:
+        name: What it is called, cut off where it is endless.
+        kind: Its type.
+        layer: Its layer, or `""`.
+        count: How often it ran.
+        took: Its own time.
+        share: That as a share of all operations'.
+        percent: The same as a number, for its bar.
+    """
+
+    name: str
+    kind: str
+    layer: str
+    count: str
+    took: str
+    share: str
+    percent: float
+
+
+@dataclass(frozen=True)
+class WindowView:
+    """A window in detail.
+
+    Attributes:
+        name: Its folder.
+        summary: What it shows.
+        figures: What its steps amount to, or `None` without steps.
+        chart: Its steps, or `None` without any.
+        shares: The shares of its time as a bar.
+        operations: The operations that took longest.
+        memory: By device, the most memory in use.
+    """
+
+    name: str
+    summary: ProfileSummary
+    figures: StepFigures | None
+    chart: StepChart | None
+    shares: tuple[Segment, ...]
+    operations: tuple[Operation, ...]
+    memory: tuple[tuple[str, str], ...]
+
+
+def window_view(window: Window, longest: float = 0.0) -> WindowView:
+    """A window in detail.
+
+    Args:
+        window: What was traced.
+        longest: What the axis of time must reach at least, in milliseconds, to compare with another window.
+    """
+    summary = window.summary
+    figures = figures_of(summary.steps)
+    chart = step_chart(summary.steps, figures, max(longest, figures.longest)) if figures else None
+    memory = tuple((device, size(peak)) for device, peak in summary.peak_memory.items())
+    operations = tuple(
+        Operation(
+            shortened(operation.name),
+            operation.kind,
+            operation.layer,
+            count(operation.count),
+            milliseconds(operation.milliseconds),
+            share(operation.share),
+            round(100 * operation.share, 1),
+        )
+        for operation in summary.operations[:MOST_OPERATIONS]
+    )
+    return WindowView(window.name, summary, figures, chart, shares_bar(figures) if figures else (), operations, memory)
+
+
+def overview(windows: Sequence[Window]) -> tuple[tuple[str, ...], ...]:
+    """A row for every window: its name, steps, median, 95th percentile and shares."""
+    return tuple(_row(window) for window in windows)
+
+
+def shortened(name: str) -> str:
+    """A name with its middle left out if it is endless."""
+    half = LONGEST_NAME // 2
+    return name if len(name) <= LONGEST_NAME else f"{name[: half - 1]}…{name[-half:]}"
+
+
+def _row(window: Window) -> tuple[str, ...]:
+    figures = figures_of(window.summary.steps)
+    if figures is None:
+        return (window.name, "0", *["n/a"] * (2 + len(PARTS)))
+    shares = (share(figures.shares[part]) for part in PARTS)
+    return (window.name, count(figures.count), milliseconds(figures.median), milliseconds(figures.p95), *shares)

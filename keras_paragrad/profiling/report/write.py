@@ -1,0 +1,156 @@
+"""`write_report`: a log directory, or two, as one HTML file."""
+
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import keras_paragrad
+from keras_paragrad.profiling.report import compare_view, series_view
+from keras_paragrad.profiling.report.figures import IN_WORDS, PARTS, figures_of
+from keras_paragrad.profiling.report.runs import Run, read_run
+from keras_paragrad.profiling.report.units import NOT_KNOWN, count, milliseconds, share
+from keras_paragrad.profiling.report.window_view import MOST_DETAILED, overview, window_view
+from keras_paragrad.profiling.summary import RunInfo
+
+NAME, COMPARED_NAME = "report.html", "comparison.html"
+
+
+def write_report(
+    log_dir: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    compare: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Writes what a log directory holds as one HTML file that needs neither a network nor a script.
+
+    The file stays under 1 MB however long the run was: long series are drawn with fewer points that keep their
+    extremes, long tables are cut, and the report says where.
+
+    Args:
+        log_dir: What was given to `Profiler`, `GradientTelemetry` or `Throughput`; a trace of another tool will do.
+        output: The file to write. By default `report.html` in `log_dir`, or `comparison.html` to compare.
+        compare: The log directory of another run, to set beside it.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        FileNotFoundError: A log directory does not exist, or holds nothing to report on.
+        ModuleNotFoundError: Jinja2 is missing.
+
+    Example:
+
+    >>> import json, pathlib, tempfile
+    >>> from keras_paragrad import write_report
+    >>> from keras_paragrad.profiling.summary import ProfileSummary, StepTime
+    >>> log_dir = pathlib.Path(tempfile.mkdtemp())
+    >>> summary = ProfileSummary(steps=(StepTime(0, 0, 0.0, 2.5, compute=2.5),))
+    >>> _ = (log_dir / "keras_paragrad.json").write_text(json.dumps(summary.to_dict()))
+    >>> write_report(log_dir).name
+    'report.html'
+    """
+    environment = _environment()
+    runs = [read_run(Path(folder)) for folder in (log_dir, compare) if folder is not None]
+    path = Path(output) if output is not None else Path(log_dir, NAME if compare is None else COMPARED_NAME)
+    page, content = ("report.html", _report(runs[0])) if compare is None else ("comparison.html", _comparison(runs))
+    text = environment.get_template(page).render(content)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Under another name first: a reader, or a full disk, never leaves half a report in the place of a whole one.
+    beginning = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beginning.write_text(text, encoding="utf-8")
+        beginning.replace(path)
+    finally:
+        beginning.unlink(missing_ok=True)
+    return path
+
+
+def _environment() -> Any:
+    try:
+        import jinja2
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("The report takes Jinja2: pip install 'keras_paragrad[profile]'") from error
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__ or ""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(
+        version=keras_paragrad.__version__, in_words=IN_WORDS, part_names=[IN_WORDS[part] for part in PARTS]
+    )
+    return environment
+
+
+def _report(run: Run) -> dict[str, Any]:
+    return {
+        "title": f"Profile of {run.info.model or run.name}",
+        "run": run,
+        "started": _moment(run.info.started),
+        "facts": _facts(run.info),
+        "headlines": _headlines(run),
+        "overview": overview(run.windows),
+        "windows": [window_view(window) for window in reversed(run.windows[-MOST_DETAILED:])],
+        "telemetry_charts": series_view.charts(run.telemetry, series_view.GRADIENT_CHARTS),
+        "layers": series_view.layer_views(run.telemetry),
+        "throughput_charts": series_view.charts(run.throughput, series_view.THROUGHPUT_CHARTS),
+    }
+
+
+def _comparison(runs: list[Run]) -> dict[str, Any]:
+    latest = [compare_view.newest_window(run) for run in runs]
+    figures = [figures_of(window.summary.steps) if window else None for window in latest]
+    longest = max((one.longest for one in figures if one), default=0.0)
+    return {
+        "title": f"{runs[0].name} and {runs[1].name} compared",
+        "runs": list(zip(compare_view.LETTERS, runs, strict=True)),
+        "facts": [_facts(run.info) for run in runs],
+        "windows": [window and window_view(window, longest) for window in latest],
+        "pairs": compare_view.main_pairs(runs),
+        "operation_pairs": compare_view.operation_pairs(runs),
+        "layer_pairs": compare_view.layer_pairs(runs),
+        "charts": compare_view.both_charts(runs),
+    }
+
+
+def _facts(info: RunInfo) -> tuple[tuple[str, str], ...]:
+    if info == RunInfo():
+        return (("What was run", "not known: neither run.json nor a summary of ours is there"),)
+    return (
+        ("Model", info.model or NOT_KNOWN),
+        ("Optimizer", info.optimizer or NOT_KNOWN),
+        ("Trainable values", count(info.parameters) if info.parameters else NOT_KNOWN),
+        ("Strategy", info.strategy or "none"),
+        ("Replicas", count(info.replicas)),
+        ("Worker", count(info.worker)),
+        ("Compiled by XLA", "yes" if info.jit else "no"),
+        ("Steps per execution", count(info.steps_per_execution)),
+        ("Precision", info.precision),
+        ("Devices", ", ".join(info.devices) or NOT_KNOWN),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in info.versions.items()) or NOT_KNOWN),
+        ("Started", _moment(info.started)),
+    )
+
+
+def _moment(written: str) -> str:
+    try:
+        return f"{datetime.fromisoformat(written):%Y-%m-%d %H:%M:%S %Z}".strip()
+    except ValueError:
+        return written or NOT_KNOWN
+
+
+def _headlines(run: Run) -> tuple[tuple[str, str], ...]:
+    """The few figures that stand at the top."""
+    figures = figures_of(compare_view.newest(run).steps)
+    speed = series_view.median_of(run.throughput, "examples_per_second")
+    found = [
+        ("Step time, median", milliseconds(figures and figures.median)),
+        ("Step time, 95th percentile", milliseconds(figures and figures.p95)),
+        ("Waiting for input", share(figures and figures.shares["input"])),
+        ("Computing", share(figures and figures.shares["compute"])),
+        ("Examples per second, median", count(speed)),
+        *series_view.last_values(run.throughput),
+    ]
+    return tuple((name, value) for name, value in found if value != NOT_KNOWN)

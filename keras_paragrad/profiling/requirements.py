@@ -1,0 +1,37 @@
+"""What profiling needs besides TensorFlow, said once, before a training begins."""
+
+import importlib.util
+import logging
+import shutil
+from pathlib import Path
+
+_log = logging.getLogger("keras_paragrad")
+
+LEAST_FREE = 100 * 2**20
+_FOR = {"xprof": "read a trace", "tensorboard": "look at one in TensorBoard", "jinja2": "write the report"}
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported."""
+    return importlib.util.find_spec(module) is not None
+
+
+def say_what_is_missing(log_dir: Path, *, report: bool) -> None:
+    """Logs, in one line each, which packages are missing, and that the disk is full.
+
+    Args:
+        log_dir: Where traces are going to be.
+        report: Whether a report is asked for.
+    """
+    missing = [name for name in _FOR if not is_installed(name) and (report or name != "jinja2")]
+    if missing:
+        purposes = " and ".join(f"{name} (to {_FOR[name]})" for name in missing)
+        _log.warning("Profiler misses %s. Write pip install 'keras_paragrad[profile]'.", purposes)
+    there = next(path for path in (log_dir.absolute(), *log_dir.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < LEAST_FREE:
+        _log.warning(
+            "The disk of %s has %.0f MiB left, and a trace may not fit. Make room, or give Profiler another log_dir.",
+            there,
+            free / 2**20,
+        )

@@ -1,0 +1,119 @@
+"""One run of TensorFlow's profiler, and where its trace goes."""
+
+import shutil
+import socket
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from typing import ClassVar
+
+import tensorflow as tf
+
+from keras_paragrad.profiling.freed_memory import overwritten_when_freed
+
+PROFILES = Path("plugins", "profile")
+SUMMARY = "keras_paragrad.json"
+
+
+class Session:
+    """Runs TensorFlow's profiler, of which a process has one.
+
+    Args:
+        log_dir: The log directory.
+        worker: Which worker this is, counted from 0; others than the first have it in the names of their files.
+
+    Raises:
+        RuntimeError: Another profiler is running; the message says which it may be.
+        OSError: The log directory can't be written to.
+    """
+
+    running: "ClassVar[Session | None]" = None
+
+    def __init__(self, log_dir: Path, worker: int = 0):
+        self._log_dir = log_dir
+        self._suffix = f"-worker-{worker}" if worker else ""
+        log_dir.mkdir(parents=True, exist_ok=True)
+        # Two workers on one machine would write the same file, so that it is written elsewhere and moved.
+        self._elsewhere = Path(tempfile.mkdtemp(prefix=".tracing-", dir=log_dir))
+        try:
+            # Without options, which TensorFlow 2.21 doesn't take, but warns of.
+            tf.profiler.experimental.start(str(self._elsewhere))
+        except tf.errors.AlreadyExistsError as error:
+            self._clear()
+            raise RuntimeError(
+                "another profiler is running in this process. Leave `profile_batch` out of "
+                "keras.callbacks.TensorBoard(), or write tf.profiler.experimental.stop() before fit()"
+            ) from error
+        Session.running = self
+
+    @classmethod
+    def end_running(cls) -> None:
+        """Ends a session that a `fit` has left running when it broke off; Keras doesn't tell callbacks."""
+        if cls.running is not None:
+            cls.running.discard()
+
+    def discard(self) -> None:
+        """Ends the profiler and keeps nothing."""
+        try:
+            self._stop(save=False)
+        except tf.errors.UnavailableError:
+            # Somebody else has ended it.
+            pass
+        finally:
+            self._clear()
+
+    def finish(self) -> Path:
+        """Ends the profiler and puts its trace where TensorBoard finds it.
+
+        Returns:
+            The trace's folder.
+
+        Raises:
+            OSError: It can't be written.
+            RuntimeError: There is nothing to write.
+        """
+        try:
+            self._stop(save=True)
+            files = sorted(self._elsewhere.rglob("*.xplane.pb"))
+            if not files:
+                raise RuntimeError("the profiler has written no trace")
+            return self._move(files[0])
+        except tf.errors.UnavailableError as error:
+            raise RuntimeError("somebody else has ended the profiler") from error
+        except tf.errors.OpError as error:
+            raise OSError(error.message) from error
+        finally:
+            self._clear()
+
+    def _stop(self, *, save: bool) -> None:
+        with overwritten_when_freed():
+            tf.profiler.experimental.stop(save=save)
+
+    def _move(self, file: Path) -> Path:
+        # TensorBoard's own names go down to seconds, and several windows may end in one.
+        name = datetime.now().strftime("%Y_%m_%d_%H_%M_%S_%f")
+        folder = self._log_dir / PROFILES / f"{name}{self._suffix}"
+        folder.mkdir(parents=True)
+        host = socket.gethostname().partition(".")[0] or "host"
+        file.rename(folder / f"{host}{self._suffix}.xplane.pb")
+        return folder
+
+    def _clear(self) -> None:
+        if Session.running is self:
+            Session.running = None
+        shutil.rmtree(self._elsewhere, ignore_errors=True)
+
+
+def remove_oldest(log_dir: Path, keep: int, worker: int = 0) -> None:
+    """Removes the oldest of a worker's windows, of this run and of others; traces that are not ours stay.
+
+    Args:
+        log_dir: The log directory.
+        keep: How many to keep.
+        worker: Which worker's.
+    """
+    own = [path.parent for path in (log_dir / PROFILES).glob(f"*/{SUMMARY}")]
+    suffix = f"-worker-{worker}"
+    own = sorted(path for path in own if (path.name.endswith(suffix) if worker else "-worker-" not in path.name))
+    for folder in own[: max(len(own) - keep, 0)]:
+        shutil.rmtree(folder, ignore_errors=True)

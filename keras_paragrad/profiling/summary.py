@@ -1,0 +1,149 @@
+"""What a profile shows, as data: made by the profiler, read by the terminal and the report."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What was run.
+
+    Attributes:
+        model: The model's name.
+        optimizer: The optimizer's class, with that of the one inside it: `AccumulatingOptimizer(Adam)`.
+        parameters: How many trainable values the model has.
+        strategy: The class of the strategy, or `""` without one.
+        replicas: How many replicas train in step, over all workers.
+        worker: Which worker this is, counted from 0.
+        jit: Whether XLA compiles the step.
+        steps_per_execution: How many batches a call runs.
+        precision: The name of the dtype policy.
+        devices: The devices of this process, as TensorFlow names them.
+        versions: The versions of Python and of packages, by name.
+        started: When, as ISO 8601 with the time zone.
+    """
+
+    model: str = ""
+    optimizer: str = ""
+    parameters: int = 0
+    strategy: str = ""
+    replicas: int = 1
+    worker: int = 0
+    jit: bool = False
+    steps_per_execution: int = 1
+    precision: str = "float32"
+    devices: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    started: str = ""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where the time of one batch went, in milliseconds; the parts add up to the duration.
+
+    Attributes:
+        step: Which batch of the training it was, counted from 0.
+        update: Which update of the optimizer it belongs to, counted from 0, or `None` if that isn't known.
+        begins: When it began, from the beginning of the window.
+        duration: How long it took.
+        input: Waiting for data.
+        host: On the host, outside of operations.
+        compute: In operations on a device.
+        collective: Waiting for, and adding up with, other replicas.
+        idle: In none of these.
+    """
+
+    step: int
+    update: int | None
+    begins: float
+    duration: float
+    input: float = 0.0
+    host: float = 0.0
+    compute: float = 0.0
+    collective: float = 0.0
+    idle: float = 0.0
+
+
+@dataclass(frozen=True)
+class OperationTime:
+    """What one operation took, all of its executions together.
+
+    Attributes:
+        name: As the trace has it.
+        kind: Its type, such as `MatMul`.
+        layer: The layer it belongs to, or `""` where the trace doesn't say.
+        count: How often it ran.
+        milliseconds: Its own time, without what it called.
+        share: That as a share of all operations' time.
+    """
+
+    name: str
+    kind: str
+    layer: str
+    count: int
+    milliseconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing to do, and why.
+
+    Attributes:
+        kind: `"input"`, `"host"`, `"collective"`, `"compute"`, `"compile"` or `"none"`.
+        text: What to do.
+        evidence: The figures it rests on.
+    """
+
+    kind: str
+    text: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class ProfileSummary:
+    """What the window of a profile shows.
+
+    Attributes:
+        run: What was run.
+        steps: The window's batches in order.
+        operations: The operations that took longest, in that order.
+        peak_memory: By device or `"host"`, the most memory in use, in bytes, or `None` where it can't be known.
+        advice: What to do first, or `None` if there were no steps.
+        trace: The trace's folder, relative to the log directory.
+        notes: What to know about these figures: what is missing, and why.
+    """
+
+    run: RunInfo = RunInfo()
+    steps: tuple[StepTime, ...] = ()
+    operations: tuple[OperationTime, ...] = ()
+    peak_memory: Mapping[str, int | None] = field(default_factory=dict)
+    advice: Advice | None = None
+    trace: str = ""
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The summary as data that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> "ProfileSummary":
+        """The summary that `to_dict` described.
+
+        Example:
+
+        >>> summary = ProfileSummary(RunInfo("model"), (StepTime(0, 0, 0.0, 2.5, compute=2.5),))
+        >>> ProfileSummary.from_dict(summary.to_dict()) == summary
+        True
+        """
+        run = found["run"]
+        return cls(
+            run=RunInfo(**{**run, "devices": tuple(run["devices"])}),
+            steps=tuple(StepTime(**step) for step in found["steps"]),
+            operations=tuple(OperationTime(**operation) for operation in found["operations"]),
+            peak_memory=dict(found["peak_memory"]),
+            advice=Advice(**found["advice"]) if found["advice"] else None,
+            trace=found["trace"],
+            notes=tuple(found["notes"]),
+        )

@@ -1,0 +1,1 @@
+"""Gradients, weights and updates, layer by layer, while `fit` runs."""

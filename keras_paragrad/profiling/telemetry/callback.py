@@ -1,0 +1,193 @@
+"""`GradientTelemetry`: what becomes of each layer's gradient, seen while `fit` runs."""
+
+import logging
+import time
+from collections import deque
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_paragrad._keras.telemetry_watch import clips
+from keras_paragrad._keras.trainer import StepBuilder
+from keras_paragrad.distribution.workers import place_of
+from keras_paragrad.profiling.telemetry.alarms import Alarms
+from keras_paragrad.profiling.telemetry.meter import Meter
+from keras_paragrad.profiling.telemetry.report import HEADER, QUANTITIES, Reader, Reports
+from keras_paragrad.profiling.telemetry.sinks import Sinks, check_format
+
+_log = logging.getLogger("keras_paragrad")
+# So many reports are worked up together, or those of so many seconds.
+_TOGETHER, _SECONDS = 32, 2.0
+
+
+class GradientTelemetry(keras.callbacks.Callback):
+    """Reports each layer's gradient, weights and update while `fit` runs, and warns of a layer that goes wrong.
+
+    The gradient is the one that updates the weights: of the whole batch, added up over replicas and accumulated
+    micro-batches, without loss scale, before and after clipping. It is measured in the compiled step, in a step of its
+    own that the host picks for the updates that are reported, so that the others cost nothing.
+
+    `logs` has `gradient_norm`, `update_ratio` and `nonfinite_gradients` of the whole model, and where the optimizer
+    clips `clipped_gradient_norm`, where it scales the loss `loss_scale`. With a `log_dir` the figures of all weights go
+    to `telemetry.csv` or `telemetry.parquet`, and those of all layers to TensorBoard. The logger `keras_paragrad` names
+    layers whose gradient vanishes, explodes, is zero or not finite, each once.
+
+    Args:
+        log_dir: Where to write; nothing is written, if `None`. Of several workers only the first writes.
+        every: Updates whose number is a multiple of this are reported. With `steps_per_execution`, only the last of
+            those in a call.
+        file_format: `"csv"`, or `"parquet"`, which can be read once `fit` is over.
+        vanishing: A layer's gradient vanishes if its norm is less than this share of the largest layer's, in
+            `patience` reports in a row.
+        exploding: A layer's gradient explodes if its norm is more than this many times the median of all layers, or
+            the geometric mean of its own norms before.
+        patience: For how many reports in a row a gradient has to vanish, or to be zero, before it is said.
+
+    Attributes:
+        layers: The layers with trainable weights, by path, in the model's order.
+        last: The latest `keras_paragrad.profiling.telemetry.report.Reports`, of up to 32 updates, or `None`.
+
+    Raises:
+        ValueError: An argument makes no sense, or a library is missing. The message says what to write.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import GradientTelemetry
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    >>> model.compile("sgd", loss="mse")
+    >>> telemetry = GradientTelemetry(every=2)
+    >>> x = np.random.default_rng(0).normal(size=(320, 8))
+    >>> history = model.fit(x, x[:, :1], verbose=0, callbacks=[telemetry])  # ten updates
+    >>> telemetry.last.layers.gradient_norm.shape, telemetry.last.steps
+    ((5, 2), array([ 2,  4,  6,  8, 10]))
+    """
+
+    # Keras may call `on_train_batch_end` from another thread, as it does with its own callbacks: nothing waits for it.
+    async_safe = True
+
+    def __init__(
+        self,
+        log_dir: str | PathLike[str] | None = None,
+        every: int = 10,
+        *,
+        file_format: str = "csv",
+        vanishing: float = 1e-6,
+        exploding: float = 1e3,
+        patience: int = 3,
+    ):
+        super().__init__()
+        for name, value in {"every": every, "patience": patience}.items():
+            if not hasattr(value, "__index__") or isinstance(value, bool) or value < 1:
+                raise ValueError(f"`{name}` is {value!r}, and must be a whole number of at least 1. Write {name}=10.")
+        if not 0 <= vanishing < 1 or not exploding > 1:
+            raise ValueError(
+                f"`vanishing` is {vanishing!r} and `exploding` {exploding!r}; the one must be from 0 to below 1, the "
+                "other above 1. Write vanishing=1e-6, exploding=1e3."
+            )
+        check_format(file_format)
+        self.log_dir = None if log_dir is None else Path(log_dir)
+        self.every, self.file_format = int(every), file_format
+        self.vanishing, self.exploding, self.patience = vanishing, exploding, int(patience)
+        self.layers: tuple[str, ...] = ()
+        self._recent: deque[tuple[np.ndarray, int]] = deque(maxlen=_TOGETHER)
+        self._meter: Meter | None = None
+        self._watched: Any = None
+        self._logs: dict[str, float] = {}
+        self._epoch = 0
+
+    @property
+    def last(self) -> Reports | None:
+        if not self._recent:
+            return None
+        vectors, epochs = zip(*self._recent, strict=True)
+        return self._reader.read(np.stack(vectors), epochs)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begins to look at updates; a second `fit` of the same model goes on with the same files."""
+        model: Any = self.model
+        builder = StepBuilder.of(model)
+        if builder.telemetry is not None:
+            raise ValueError("There are two GradientTelemetry callbacks. Leave one out: it reports all layers.")
+        resumes = self._start() or int(model.optimizer.iterations.numpy()) > 0
+        self._sinks = None
+        if self.log_dir is not None and place_of(model.distribute_strategy).worker == 0:
+            self._sinks = Sinks(self.log_dir, self.file_format, self._reader.weights, self.layers, resumes)
+        self._vectors: list[np.ndarray] = []
+        self._epochs: list[int] = []
+        self._worked_up = time.monotonic()
+        builder.fill(telemetry=self._meter)
+        builder.build()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Takes note of the epoch."""
+        self._epoch = epoch
+        if self._meter:
+            self._meter.begin()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Puts the figures of the latest report into a batch's logs."""
+        if logs is not None:
+            logs.update(self._logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Puts the figures of the latest report into the epoch's logs, and writes all that there are."""
+        if self._meter:
+            self._meter.read()
+            self._work_up()
+        if logs is not None:
+            logs.update(self._logs)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Ends the files, and gives the model its own training step back."""
+        self._work_up()
+        if self._sinks:
+            self._sinks.close()
+        StepBuilder.of(self.model).fill(telemetry=None)
+
+    def _start(self) -> bool:
+        """Makes what looks at a model; returns whether it was there already."""
+        model: Any = self.model
+        known = self._watched is not None and self._watched[0] is model and self._watched[1] is model.optimizer
+        if not known:
+            self._recent.clear()
+            self._meter = Meter(model, self.every, self._measured)
+            self._reader = Reader(self._meter.weights)
+            self.layers = self._reader.layers
+            self._alarms = Alarms(self.layers, self.vanishing, self.exploding, self.patience)
+            self._watched = model, model.optimizer
+            self._clips = clips(model.optimizer)
+            self._scales = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        return known
+
+    def _measured(self, vector: np.ndarray) -> None:
+        self._recent.append((vector, self._epoch))
+        self._vectors.append(vector)
+        self._epochs.append(self._epoch)
+        sums = vector[len(HEADER) :].reshape(len(QUANTITIES), -1).sum(1).tolist()
+        shown = {
+            "gradient_norm": sums[0] ** 0.5,
+            "update_ratio": (sums[3] / sums[2]) ** 0.5 if sums[2] else float("nan"),
+            "nonfinite_gradients": sums[4],
+        }
+        if self._clips:
+            shown["clipped_gradient_norm"] = sums[1] ** 0.5
+        if self._scales:
+            shown["loss_scale"] = float(vector[2])
+        self._logs = shown
+        if len(self._vectors) >= _TOGETHER or time.monotonic() - self._worked_up > _SECONDS:
+            self._work_up()
+
+    def _work_up(self) -> None:
+        self._worked_up = time.monotonic()
+        if not self._vectors:
+            return
+        reports = self._reader.read(np.stack(self._vectors), self._epochs)
+        self._vectors, self._epochs = [], []
+        for message in self._alarms.check(reports.steps, reports.layers.gradient_norm, reports.layers.nonfinite):
+            _log.warning("GradientTelemetry: %s", message)
+        if self._sinks:
+            self._sinks.append(reports)

@@ -1,0 +1,149 @@
+"""The measurement of updates: a small vector that the compiled step writes and the host reads."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad._keras.replicas import replica_index
+from keras_paragrad._keras.telemetry_watch import Update
+from keras_paragrad.distribution.workers import place_of
+from keras_paragrad.profiling.telemetry.report import HEADER, QUANTITIES, Weight
+
+_COLUMNS = 64
+
+
+class Meter:
+    """Measures every so many updates; fills the *telemetry* stage of `keras_paragrad._keras.trainer.StepBuilder`.
+
+    Args:
+        model: A built and compiled model.
+        every: The updates whose number is a multiple of this are measured.
+        tell: Called with each vector that was measured.
+    """
+
+    def __init__(self, model: Any, every: int, tell: Callable[[np.ndarray], None]):
+        self.model, self.every, self.tell = model, every, tell
+        self.weights = weights_of(model)
+        self._local_replicas = place_of(model.distribute_strategy).local
+        by_xla = bool(model.jit_compile) and model.distribute_strategy.num_replicas_in_sync == 1
+        self._measured = functools.partial(_measured, square=_half_square_by_xla if by_xla else _half_square)
+        with model.distribute_strategy.scope():
+            self._vector = _local_variable(len(HEADER) + len(QUANTITIES) * len(self.weights))
+        self._told = 0
+        self._number = 0
+        self._batches: int | None = None
+
+    def begin(self) -> None:
+        """Asks the optimizer how many updates it has made."""
+        self._number = int(self.model.optimizer.iterations.numpy())
+
+    def show(self, update: Update) -> None:
+        """Measures an update, while a step is traced."""
+        # The replicas' updates are alike: on each worker one of them measures it.
+        if replica_index() % self._local_replicas:
+            return
+        if self.every == 1:
+            self._vector.assign(self._measured(update))
+            return
+        due = tf.equal(tf.math.floormod(update.number, self.every), 0)
+        self._vector.assign(tf.cond(due, lambda: self._measured(update), lambda: tf.identity(self._vector)))
+
+    def wants(self, updates: int | None) -> bool:
+        """Whether an update to be measured is among the next ones."""
+        if updates is None:
+            self._batches = self._batches or 0
+            return True
+        before, self._number = self._number, self._number + updates
+        return before // self.every != self._number // self.every
+
+    def ran(self, watched: bool, batches: int) -> None:
+        """Reads the vector, if there can be something new in it."""
+        if self._batches is not None:
+            # Batches without knowing which of them updates: there is no more than one update to a batch.
+            self._batches += batches
+            if self._batches < self.every:
+                return
+            self._batches = 0
+        if watched and not self.read() and self._batches is None:
+            # The optimizer has made fewer updates than there were batches: a scaled loss has overflowed.
+            self.begin()
+
+    def read(self) -> bool:
+        """Tells what was measured, and returns whether it is something new."""
+        # The first of this worker's replicas has it.
+        vector = getattr(self._vector, "values", (self._vector,))[0].numpy()
+        new = int(vector[0]) != self._told
+        if new:
+            self._told = int(vector[0])
+            self.tell(vector)
+        return new
+
+
+def weights_of(model: keras.Model) -> list[Weight]:
+    """The model's trainable weights, with names that no two of them share."""
+    found: dict[tuple[str, str], int] = {}
+    named = []
+    for variable in model.trainable_variables:
+        layer, _, name = variable.path.removeprefix(f"{model.name}/").rpartition("/")
+        found[layer, name] = found.get((layer, name), 0) + 1
+        count = found[layer, name]
+        named.append(Weight(layer, name if count == 1 else f"{name}_{count}"))
+    return named
+
+
+def _measured(update: Update, square: Callable[[Any], tf.Tensor]) -> tf.Tensor:
+    gradients = [square(gradient) for gradient in update.gradients]
+    # The squares are halves of them. Without clipping they are the same tensors.
+    both = list(zip(update.gradients, update.clipped, strict=True))
+    clipped = [gradients[place] if after is before else square(after) for place, (before, after) in enumerate(both)]
+    weights = [square(weight) for weight in update.before]
+    change = [square(_float(after) - _float(before)) for before, after in zip(update.before, update.after, strict=True)]
+    squares = 2 * tf.stack([*gradients, *clipped, *weights, *change])
+    # Counted only where there is something to count.
+    nonfinite = tf.cond(
+        tf.math.is_finite(tf.reduce_sum(squares[: len(gradients)])),
+        lambda: tf.zeros([len(gradients)]),
+        lambda: tf.stack([_nonfinite(gradient) for gradient in update.gradients]),
+    )
+    figures = tf.concat([tf.stack([update.learning_rate, update.loss_scale]), squares, nonfinite], 0)
+    return tf.concat([tf.cast(update.number, "float64")[tf.newaxis], tf.cast(figures, "float64")], 0)
+
+
+def _float(tensor: Any) -> tf.Tensor:
+    return tf.cast(tensor, "float32")
+
+
+def _half_square(tensor: Any) -> tf.Tensor:
+    # One operation, where a square and a sum are two.
+    return tf.constant(0.0) if tensor is None else tf.nn.l2_loss(_float(tensor))
+
+
+def _half_square_by_xla(tensor: Any) -> tf.Tensor:
+    """The same, added up in columns: XLA adds on CPUs one number after the other, but columns beside each other."""
+    if tensor is None:
+        return tf.constant(0.0)
+    squares = tf.square(tf.reshape(_float(tensor), [-1])) / 2
+    even = (squares.shape[0] or 0) // _COLUMNS * _COLUMNS
+    columns = tf.reduce_sum(tf.reshape(squares[:even], [-1, _COLUMNS]), 0)
+    # The maximum changes nothing, but keeps XLA from making one sum of the two.
+    return tf.reduce_sum(tf.maximum(columns, 0.0)) + tf.reduce_sum(squares[even:])
+
+
+def _nonfinite(tensor: Any) -> tf.Tensor:
+    if tensor is None:
+        return tf.constant(0.0)
+    return tf.reduce_sum(tf.cast(tf.logical_not(tf.math.is_finite(tensor)), "float32"))
+
+
+def _local_variable(size: int) -> tf.Variable:
+    """A variable that each replica has for itself; 64 bits, so that it can count updates."""
+    return tf.Variable(
+        tf.zeros([size], "float64"),
+        trainable=False,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.SUM,
+    )

@@ -1,0 +1,90 @@
+"""Where reports go: a table and TensorBoard. A disk that is full ends that, and not the training."""
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.profiling.telemetry.report import QUANTITIES, Reports, Weight
+from keras_paragrad.profiling.telemetry.scalars import Scalars
+from keras_paragrad.profiling.telemetry.tables import Table
+
+_log = logging.getLogger("keras_paragrad")
+
+
+class Guarded:
+    """Calls what writes files, until it can't any more; says so once.
+
+    Args:
+        what: What is written, for the message.
+    """
+
+    def __init__(self, what: str):
+        self.what, self.works = what, True
+
+    def __call__(self, write: Callable[[], Any]) -> Any:
+        """Returns what `write` returns, or `None` if it could not."""
+        if not self.works:
+            return None
+        try:
+            return write()
+        except (OSError, tf.errors.OpError) as error:
+            self.works = False
+            _log.warning("%s can't be written any more, and training goes on without: %s", self.what, error)
+            return None
+
+
+class Sinks:
+    """Writes reports into a log directory.
+
+    Args:
+        log_dir: The directory.
+        file_format: `"csv"` or `"parquet"`.
+        weights: The model's trainable weights.
+        layers: The names of its layers.
+        resume: Whether a table that is there already is of the same training.
+    """
+
+    def __init__(
+        self, log_dir: Path, file_format: str, weights: Sequence[Weight], layers: Sequence[str], resume: bool
+    ) -> None:
+        self._guarded = Guarded(f"Telemetry in {log_dir}")
+        path = log_dir / f"telemetry.{file_format}"
+        self._table: Any = self._guarded(lambda: Table(path, ("layer", "variable", "quantity"), resume))
+        self._scalars: Any = self._guarded(lambda: Scalars(log_dir, ".telemetry"))
+        model = ("gradient_norm", "clipped_gradient_norm", "loss_scale", "learning_rate")
+        self._labels = [("", "", name) for name in model]
+        self._labels += [(*weight, name) for name in QUANTITIES for weight in weights]
+        self._tags = [f"telemetry/{name}" for name in (*model, "update_ratio", "nonfinite")]
+        self._tags += [f"telemetry_{name}/{layer}" for name in QUANTITIES for layer in layers]
+
+    def append(self, reports: Reports) -> None:
+        """Writes reports."""
+        self._guarded(lambda: self._append(reports))
+
+    def close(self) -> None:
+        """Ends the files."""
+        for sink in (self._table, self._scalars):
+            if sink is not None:
+                # Also after a failure: nothing is to be left open.
+                Guarded(self._guarded.what)(sink.close)
+
+    def _append(self, reports: Reports) -> None:
+        model = reports.model
+        head = [model.gradient_norm, model.clipped_gradient_norm, reports.loss_scale, reports.learning_rate]
+        rows = np.concatenate([np.stack(head, 1), *reports.weights], 1)
+        self._table.append(reports.steps, reports.epochs, self._labels, rows)
+        head += [model.update_ratio, model.nonfinite]
+        self._scalars.append(reports.steps, self._tags, np.concatenate([np.stack(head, 1), *reports.layers], 1))
+
+
+def check_format(file_format: str) -> None:
+    """Raises a `ValueError` for a format that there isn't, or one whose library is not installed."""
+    if file_format not in ("csv", "parquet"):
+        raise ValueError(f"`file_format` is {file_format!r}, and must be 'csv' or 'parquet'.")
+    if file_format == "parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise ValueError("file_format='parquet' needs pyarrow. Run pip install pyarrow, or write file_format='csv'.")

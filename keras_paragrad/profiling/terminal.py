@@ -1,0 +1,129 @@
+"""The figures of a window, for a terminal."""
+
+import io
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from keras_paragrad.profiling.summary import ProfileSummary, StepTime
+
+WIDTH = 100
+PARTS = {
+    "input": "waiting for input",
+    "host": "on the host, between operations",
+    "compute": "computing",
+    "collective": "with other replicas",
+    "idle": "nothing recorded: Python",
+}
+_BAR = 24
+
+
+class WindowFigures:
+    """A summary to read: for `print`, and for a rich console.
+
+    Args:
+        summary: What a window shows.
+        log_dir: The log directory, for the command that opens TensorBoard.
+        most: How many operations to show.
+
+    Example:
+
+    >>> from keras_paragrad.profiling.summary import ProfileSummary, StepTime
+    >>> from keras_paragrad.profiling.terminal import WindowFigures
+    >>> steps = tuple(StepTime(step, step, 2.0 * step, 2.0, input=0.5, compute=1.5) for step in range(4))
+    >>> print(str(WindowFigures(ProfileSummary(steps=steps), "logs")).splitlines()[0])
+    Profile of batches 0 to 3: 2.00 ms a batch (median), 2.00 ms (p95)
+    """
+
+    def __init__(self, summary: ProfileSummary, log_dir: str | Path, most: int = 5):
+        self.summary = summary
+        self.command = tensorboard_command(log_dir)
+        self.most = most
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        summary = self.summary
+        yield Text(_headline(summary), "bold")
+        if summary.steps:
+            yield _parts(summary.steps)
+        if summary.operations:
+            yield _operations(summary, self.most)
+        yield Text(f"Peak memory: {_memory(summary)}")
+        if summary.advice:
+            yield Text(f"{summary.advice.evidence}: {summary.advice.text}", "bold")
+        for note in summary.notes:
+            yield Text(note, "dim")
+        yield Text(f"To look at it: {self.command}", overflow="fold")
+
+    def __str__(self) -> str:
+        page = io.StringIO()
+        # No colours, whatever the environment asks of rich: this is text.
+        console = Console(file=page, width=WIDTH, color_system=None, force_terminal=False, _environ={})
+        console.print(self)
+        return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
+
+
+def show(figures: WindowFigures) -> None:
+    """Prints figures: as wide as the terminal and in its colours, or as plain text into a file."""
+    console = Console()
+    # The progress bar has left its line open.
+    print()
+    if console.is_terminal:
+        console.print(figures)
+    else:
+        print(figures)
+
+
+def tensorboard_command(log_dir: str | Path) -> str:
+    """The command that opens TensorBoard on a log directory; its Profile tab has the traces.
+
+    Example:
+
+    >>> from keras_paragrad.profiling.terminal import tensorboard_command
+    >>> tensorboard_command("my logs")
+    "tensorboard --logdir 'my logs'"
+    """
+    return f"tensorboard --logdir {shlex.quote(str(log_dir))}"
+
+
+def _headline(summary: ProfileSummary) -> str:
+    if not summary.steps:
+        return "Profile without steps"
+    durations = [step.duration for step in summary.steps]
+    median, high = np.percentile(durations, [50, 95])
+    first, last = summary.steps[0].step, summary.steps[-1].step
+    return f"Profile of batches {first} to {last}: {median:.2f} ms a batch (median), {high:.2f} ms (p95)"
+
+
+def _parts(steps: Sequence[StepTime]) -> Table:
+    total = sum(step.duration for step in steps) or 1.0
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(justify="right")
+    for name, words in PARTS.items():
+        share = sum(getattr(step, name) for step in steps) / total
+        table.add_row(f"{share:.1%}", "█" * round(share * _BAR), words)
+    return table
+
+
+def _operations(summary: ProfileSummary, most: int) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for header in ("Operation", "Layer"):
+        table.add_column(header, overflow="fold")
+    for header in ("Count", "ms", ""):
+        table.add_column(header, justify="right")
+    for each in summary.operations[:most]:
+        kind = each.kind.removeprefix("_Mkl").removeprefix("Native")
+        table.add_row(kind, each.layer or "-", str(each.count), f"{each.milliseconds:.2f}", f"{each.share:.0%}")
+    return table
+
+
+def _memory(summary: ProfileSummary) -> str:
+    found = [
+        f"{device} {'n/a' if used is None else f'{used / 2**20:,.0f} MiB'}"
+        for device, used in summary.peak_memory.items()
+    ]
+    return ", ".join(found) or "n/a"

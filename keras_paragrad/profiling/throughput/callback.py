@@ -1,0 +1,211 @@
+"""`Throughput`: how fast `fit` goes."""
+
+import logging
+import time
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from keras_paragrad._keras.telemetry_counts import batch_spec, gradient_graph
+from keras_paragrad.distribution.workers import place_of
+from keras_paragrad.profiling.throughput.clock import Clock, StepTimes
+from keras_paragrad.profiling.throughput.files import Files
+from keras_paragrad.profiling.throughput.flops import flops_of
+from keras_paragrad.profiling.throughput.memory import device_memory, host_memory, says_host_memory
+from keras_paragrad.profiling.throughput.pace import Pace
+from keras_paragrad.profiling.throughput.profiled import collective_share
+from keras_paragrad.profiling.throughput.retraces import Retraces
+
+_log = logging.getLogger("keras_paragrad")
+_SHOWN = ("examples_per_second", "step_time_p50_ms", "step_time_p95_ms", "mfu")
+
+
+class Throughput(keras.callbacks.Callback):
+    """Shows how fast `fit` goes: in `logs` and so in Keras's progress bar, and in files.
+
+    A step is a batch. Its time is that from the end of the one before, with the wait for data and all callbacks in it,
+    and without validation and those steps that compile something. Figures, of which those that can't be known are left
+    out:
+
+    - `examples_per_second`, over all replicas and workers; `updates_per_second`.
+    - `step_time_p50_ms`, `step_time_p95_ms` of the latest thousand calls of the train function.
+    - `time_to_first_step_s`, from the beginning of training.
+    - `retraces`: how often a graph was traced again, beyond the first time of each; `retraces.csv` and the logger
+      `keras_paragrad` have the shapes for which.
+    - `host_memory_bytes`; `device_memory_bytes` on accelerators.
+    - `flops_per_step`: those of the matrix products and convolutions of forward and backward pass. `mfu`: as a share of
+      `peak_flops`.
+    - `collective_share`: from the newest profile in `log_dir`.
+
+    Args:
+        log_dir: Where to write; nothing is written, if `None`. Of several workers only the first writes.
+        interval: After how many seconds to bring the figures up to date. They are also at the end of each epoch.
+        peak_flops: The floating-point operations that all devices together can do in a second.
+        flops: Whether to count operations, which takes tracing the model once more. Unless given, if there is a peak.
+        batch_size: How many examples a batch has, for a `train_step` that doesn't keep Keras's mean loss.
+
+    Attributes:
+        figures: The latest figures by name.
+
+    Raises:
+        ValueError: An argument makes no sense.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import Throughput
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", loss="mse")
+    >>> throughput = Throughput(flops=True)
+    >>> history = model.fit(np.ones((320, 8)), np.ones((320, 1)), verbose=0, callbacks=[throughput])
+    >>> history.history["examples_per_second"][0] > 0
+    True
+    >>> throughput.figures["flops_per_step"]  # 32 examples: 2 x 32 x 8 forward, and the same for the kernel's gradient
+    1024.0
+
+    Reference:
+        Chowdhery et al., PaLM (2022), https://arxiv.org/abs/2204.02311, appendix B, on model FLOPs utilization.
+    """
+
+    # Keras may call `on_train_batch_end` from another thread, as it does with its own callbacks: nothing waits for it.
+    async_safe = True
+
+    def __init__(
+        self,
+        log_dir: str | PathLike[str] | None = None,
+        *,
+        interval: float = 1.0,
+        peak_flops: float | None = None,
+        flops: bool | None = None,
+        batch_size: int | None = None,
+    ):
+        super().__init__()
+        for name, value in {"interval": interval, "peak_flops": peak_flops, "batch_size": batch_size}.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"`{name}` is {value!r}, and must be above 0.")
+        self.log_dir = None if log_dir is None else Path(log_dir)
+        self.interval, self.peak_flops, self.batch_size = interval, peak_flops, batch_size
+        self.flops = peak_flops is not None if flops is None else flops
+        self.figures: dict[str, float] = {}
+        self._host_memory = says_host_memory()
+        self._clock: Clock | None = None
+        self._files: Files | None = None
+        self._known: Any = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begins to take the time."""
+        self._began = time.perf_counter()
+        model: Any = self.model
+        resumes = self._known is model or int(model.optimizer.iterations.numpy()) > 0
+        self._known, self._first, self._fixed = model, True, {}
+        self._times, self._retraces, self._pace = StepTimes(), Retraces(), Pace(model, self.batch_size)
+        if self.log_dir is not None and place_of(model.distribute_strategy).worker == 0:
+            self._files = Files(self.log_dir, resumes)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begins to count an epoch's steps."""
+        self._epoch, self._ended, self._last = epoch, 0.0, None
+        self._pace.begin(time.perf_counter())
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Puts the clock around the train function, also around a new one that another callback has made."""
+        function = self.model.train_function
+        if function is not self._clock:
+            inside = function.function if isinstance(function, Clock) else function
+            self._retraces.watch(inside)
+            self.model.train_function = self._clock = Clock(inside, self._call_ended, self._leave)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Puts the latest figures into a batch's logs."""
+        if logs is not None:
+            logs.update({name: self.figures[name] for name in _SHOWN if name in self.figures})
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Brings the figures up to date, and puts them all into the epoch's logs."""
+        self._take_note(length_known=self.params.get("steps") is not None or self.model.steps_per_execution == 1)
+        if self._ended:
+            self._bring_up_to_date(self._ended)
+        if logs is not None:
+            logs.update(self.figures)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Ends the files, and takes the clock off."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._clock is not None and self.model.train_function is self._clock:
+            self.model.train_function = self._clock.function
+        self._clock = None
+        if self._files:
+            self._files.close()
+            self._files = None
+
+    def _call_ended(self, iterator: Any, began: float, ended: float) -> None:
+        self._take_note()
+        left = self.params.get("steps")
+        steps = self.model.steps_per_execution
+        steps = steps if left is None else max(1, min(steps, left - self._pace.steps))
+        self._pace.steps += steps
+        traced, again = self._retraces.look()
+        if again:
+            self._say_again(again)
+        # What is compiled takes its time once.
+        self._last = None if traced or self._first else (ended - (self._ended or began), steps)
+        self._ended = ended
+        if self._first:
+            self._first_call(iterator, ended, steps)
+        elif ended - self._pace.began > self.interval:
+            self._bring_up_to_date(ended)
+
+    def _take_note(self, length_known: bool = True) -> None:
+        """Counts the call before, unless it was the last of data that may have ended within it."""
+        if self._last and length_known:
+            self._times.add(*self._last)
+        self._last = None
+
+    def _first_call(self, iterator: Any, ended: float, steps: int) -> None:
+        self._first = False
+        self._fixed["time_to_first_step_s"] = ended - self._began
+        examples = self._pace.examples()
+        flops = self._count(iterator, examples / steps) if self.flops and examples else None
+        if flops is not None:
+            self._fixed["flops_per_step"] = float(flops)
+        self._ended = time.perf_counter()
+        self._pace.begin(self._ended, self._pace.steps)
+
+    def _count(self, iterator: Any, examples: float) -> int | None:
+        try:
+            spec = batch_spec(iterator)
+            return None if spec is None else flops_of(gradient_graph(self.model, spec, round(examples)))
+        # The model's own code is traced here, and whatever it raises must not end training.
+        except Exception as error:
+            _log.warning("Throughput can't count this model's operations: %s", error)
+            return None
+
+    def _say_again(self, again: Any) -> None:
+        for trace in again:
+            _log.warning("%s was traced again, which takes time, for %s.", *trace)
+        if self._files:
+            self._files.retraced(self._pace.updates(), again)
+
+    def _bring_up_to_date(self, now: float) -> None:
+        rates = self._pace.rates(now)
+        steps = rates.pop("steps_per_second", None)
+        p50, p95 = self._times.percentiles()
+        flops = self._fixed.get("flops_per_step")
+        found = {
+            **rates,
+            "step_time_p50_ms": p50 if p50 == p50 else None,
+            "step_time_p95_ms": p95 if p95 == p95 else None,
+            **self._fixed,
+            "retraces": self._retraces.count,
+            "host_memory_bytes": host_memory() if self._host_memory else None,
+            "device_memory_bytes": device_memory(),
+            "mfu": flops * steps / self.peak_flops if flops and steps and self.peak_flops else None,
+            "collective_share": collective_share(self.log_dir) if self.log_dir else None,
+        }
+        self.figures = {name: float(value) for name, value in found.items() if value is not None}
+        if self._files:
+            self._files.append(self._pace.updates(), self._epoch, self.figures)

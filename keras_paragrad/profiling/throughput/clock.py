@@ -1,0 +1,69 @@
+"""The time that a train function's calls take."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+_KEPT = 1000
+
+
+class Clock:
+    """A train function that takes the time of its calls; for the rest it is the one inside it.
+
+    Args:
+        function: The train function.
+        ended: Called after each call that ran, with the iterator and the times before and after.
+        broke_off: Called when a call has failed, as Keras tells no callback of that.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        ended: Callable[[Any, float, float], None],
+        broke_off: Callable[[], None],
+    ) -> None:
+        self.function, self.ended, self.broke_off = function, ended, broke_off
+
+    def __call__(self, iterator: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            logs = self.function(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            raise
+        except BaseException:
+            self.broke_off()
+            raise
+        self.ended(iterator, began, time.perf_counter())
+        return logs
+
+
+class StepTimes:
+    """The times of the latest steps.
+
+    Example:
+
+    >>> from keras_paragrad.profiling.throughput.clock import StepTimes
+    >>> times = StepTimes()
+    >>> for seconds in (0.001, 0.002, 0.003):
+    ...     times.add(seconds, steps=1)
+    >>> times.percentiles()
+    (2.0, 2.9)
+    """
+
+    def __init__(self):
+        self._seconds: deque[float] = deque(maxlen=_KEPT)
+
+    def add(self, seconds: float, steps: int) -> None:
+        """Takes note of a call that took so many steps."""
+        self._seconds.append(seconds / steps)
+
+    def percentiles(self) -> tuple[float, float]:
+        """The median and the 95th percentile of the latest thousand calls, in milliseconds; NaN without any."""
+        if not self._seconds:
+            return float("nan"), float("nan")
+        median, high = np.percentile(self._seconds, (50, 95)) * 1e3
+        return round(float(median), 6), round(float(high), 6)

@@ -1,0 +1,51 @@
+"""Where throughput goes: two tables and TensorBoard."""
+
+import csv
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_paragrad._keras.telemetry_counts import Trace
+from keras_paragrad.profiling.telemetry.scalars import Scalars
+from keras_paragrad.profiling.telemetry.sinks import Guarded
+from keras_paragrad.profiling.telemetry.tables import Table
+
+
+class Files:
+    """Writes `throughput.csv`, `retraces.csv` and scalars into a log directory.
+
+    Args:
+        log_dir: The directory.
+        resume: Whether files that are there already are of the same training.
+    """
+
+    def __init__(self, log_dir: Path, resume: bool):
+        self._guarded = Guarded(f"Throughput in {log_dir}")
+        self._table: Any = self._guarded(lambda: Table(log_dir / "throughput.csv", ("quantity",), resume))
+        self._scalars: Any = self._guarded(lambda: Scalars(log_dir, ".throughput"))
+        self._retraces = log_dir / "retraces.csv"
+        if not (resume and self._retraces.exists()):
+            self._guarded(lambda: self._write("w", [("step", "function", "signature")]))
+
+    def append(self, step: int, epoch: int, figures: Mapping[str, float]) -> None:
+        """Writes figures by their names."""
+        labels, values = [(name,) for name in figures], np.array([list(figures.values())], float)
+        self._guarded(lambda: self._table.append([step], [epoch], labels, values))
+        tags = [f"throughput/{name}" for name in figures]
+        self._guarded(lambda: self._scalars.append(np.array([step]), tags, values))
+
+    def retraced(self, step: int, traces: Iterable[Trace]) -> None:
+        """Writes graphs that were traced again."""
+        self._guarded(lambda: self._write("a", [(step, *trace) for trace in traces]))
+
+    def close(self) -> None:
+        """Ends the files."""
+        for file in (self._table, self._scalars):
+            if file is not None:
+                Guarded(self._guarded.what)(file.close)
+
+    def _write(self, mode: str, rows: Iterable[tuple]) -> None:
+        with self._retraces.open(mode, newline="", encoding="utf-8") as lines:
+            csv.writer(lines, lineterminator="\n").writerows(rows)

@@ -1,0 +1,99 @@
+"""How many floating-point operations a step takes."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+# What has a body of its own, run nobody knows how often, or is computed in ways unknown here.
+_UNKNOWN = re.compile("While|If$|Case$|PartitionedCall|RNN|XlaLaunch|SparseTensorDenseMatMul|SparseMatMul|Fused")
+
+
+def flops_of(graph: tf.Graph) -> int | None:
+    """The operations in a graph's matrix products and convolutions, a multiplication and addition counted as two.
+
+    What goes element by element, such as activations, is left out: it is little beside them, and not what the peak of
+    a device is about.
+
+    Args:
+        graph: A graph with static shapes.
+
+    Returns:
+        Their number, or `None` where it can't be known: in loops, branches, calls, and with unknown shapes.
+
+    Example:
+
+    >>> import tensorflow as tf
+    >>> from keras_paragrad.profiling.throughput.flops import flops_of
+    >>> product = tf.function(tf.matmul).get_concrete_function(tf.TensorSpec([8, 4]), tf.TensorSpec([4, 2]))
+    >>> flops_of(product.graph)
+    128
+    """
+    total = 0
+    for operation in graph.get_operations():
+        if _UNKNOWN.search(operation.type):
+            return None
+        count = _COUNTS.get(operation.type)
+        try:
+            total += 2 * count(operation) if count else 0
+        except (TypeError, ValueError):
+            # A size is `None`, or not even the rank is known.
+            return None
+    return total
+
+
+def _sizes(tensor: Any) -> list[int]:
+    return tensor.shape.as_list()
+
+
+def _matmul(operation: Any) -> int:
+    transposed = operation.get_attr("transpose_a")
+    return math.prod(_sizes(operation.outputs[0])) * _sizes(operation.inputs[0])[-2 if transposed else -1]
+
+
+def _batch_matmul(operation: Any) -> int:
+    transposed = operation.get_attr("adj_x")
+    return math.prod(_sizes(operation.outputs[0])) * _sizes(operation.inputs[0])[-2 if transposed else -1]
+
+
+def _einsum(operation: Any) -> int:
+    inputs = operation.get_attr("equation").decode().partition("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for labels, tensor in zip(inputs, operation.inputs, strict=True):
+        explicit = labels.replace("...", "")
+        if explicit != labels:
+            raise ValueError("an ellipsis")
+        sizes.update(zip(explicit, _sizes(tensor), strict=True))
+    return math.prod(sizes.values()) if len(inputs) > 1 else 0
+
+
+def _convolution(rows: Callable[[Any], Any], kernel: Callable[[Any], Any], own: int = 1) -> Callable[[Any], int]:
+    """Each value of the (gradient of the) output takes a kernel's, without the last `own` axes, which are its own."""
+    return lambda operation: math.prod(_sizes(rows(operation))) * math.prod(_sizes(kernel(operation))[:-own])
+
+
+def _output(operation: Any) -> Any:
+    return operation.outputs[0]
+
+
+def _input(place: int) -> Callable[[Any], Any]:
+    return lambda operation: operation.inputs[place]
+
+
+_COUNTS: dict[str, Callable[[Any], int]] = {
+    "MatMul": _matmul,
+    "BatchMatMulV2": _batch_matmul,
+    "BatchMatMulV3": _batch_matmul,
+    "Einsum": _einsum,
+    "Conv2D": _convolution(_output, _input(1)),
+    "Conv2DBackpropInput": _convolution(_input(2), _input(1)),
+    "Conv2DBackpropFilter": _convolution(_input(2), _output),
+    "Conv3D": _convolution(_output, _input(1)),
+    "Conv3DBackpropInputV2": _convolution(_input(2), _input(1)),
+    "Conv3DBackpropFilterV2": _convolution(_input(2), _output),
+    "DepthwiseConv2dNative": _convolution(_output, _input(1), own=2),
+    "DepthwiseConv2dNativeBackpropInput": _convolution(_input(2), _input(1), own=2),
+    "DepthwiseConv2dNativeBackpropFilter": _convolution(_input(2), _output, own=2),
+}

@@ -1,0 +1,37 @@
+"""How much memory is in use."""
+
+import importlib.util
+import logging
+
+import tensorflow as tf
+
+_log = logging.getLogger("keras_paragrad")
+
+
+def says_host_memory() -> bool:
+    """Whether psutil is here to ask; says what to install, if not."""
+    found = importlib.util.find_spec("psutil") is not None
+    if not found:
+        _log.warning("Throughput shows no host memory without psutil. Run pip install psutil.")
+    return found
+
+
+def host_memory() -> int:
+    """The bytes of this process that are in memory."""
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def device_memory() -> int | None:
+    """The bytes that TensorFlow holds on this process's accelerators; `None` where no device can say."""
+    found = []
+    for device in tf.config.list_logical_devices():
+        if device.device_type == "CPU":
+            # It gives zeros there, which mean nothing.
+            continue
+        try:
+            found.append(tf.config.experimental.get_memory_info(device.name)["current"])
+        except (ValueError, tf.errors.OpError):
+            continue
+    return sum(found) if found else None

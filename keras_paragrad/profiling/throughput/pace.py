@@ -1,0 +1,52 @@
+"""How many steps, updates and examples there were, in which time."""
+
+from typing import Any
+
+from keras_paragrad._keras.telemetry_counts import examples_seen
+from keras_paragrad.distribution.workers import place_of
+
+
+class Pace:
+    """Counts what a model is fed and makes of it, and the time that it takes, within an epoch.
+
+    Args:
+        model: A built and compiled model.
+        batch_size: How many examples a batch has, where the model's loss doesn't count them.
+    """
+
+    def __init__(self, model: Any, batch_size: int | None):
+        self.model, self.batch_size = model, batch_size
+        self._workers = place_of(model.distribute_strategy).workers
+        self._rates: dict[str, float | None] = {}
+        self.begin(0.0)
+
+    def begin(self, now: float, steps: int = 0) -> None:
+        """Counts from here, so many steps into the epoch."""
+        self.began, self.steps, self._from = now, steps, steps
+        self._examples, self._updates = self.examples() if steps else 0.0, self.updates()
+
+    def examples(self) -> float | None:
+        """How many examples there were in this epoch, on all workers; `None` if nobody knows."""
+        seen = examples_seen(self.model)
+        if seen:
+            # Workers have equal parts of a batch, and reading all of them would take a collective.
+            return seen * self._workers
+        return None if self.batch_size is None else float(self.batch_size * self.steps)
+
+    def updates(self) -> int:
+        """How many updates the optimizer has made."""
+        return int(self.model.optimizer.iterations.numpy())
+
+    def rates(self, now: float) -> dict[str, float | None]:
+        """Examples and updates a second since the last time, and counts from here."""
+        seconds, examples, updates = now - self.began, self.examples(), self.updates()
+        if seconds <= 0:
+            return dict(self._rates)
+        new = None if examples is None or self._examples is None else examples - self._examples
+        self._rates = {
+            "examples_per_second": None if new is None else new / seconds,
+            "updates_per_second": (updates - self._updates) / seconds,
+            "steps_per_second": (self.steps - self._from) / seconds,
+        }
+        self.began, self._from, self._examples, self._updates = now, self.steps, examples, updates
+        return dict(self._rates)

@@ -1,0 +1,19 @@
+"""What a profile says of collectives, where there is one."""
+
+import json
+from pathlib import Path
+
+from keras_paragrad.profiling.summary import ProfileSummary
+
+
+def collective_share(log_dir: Path) -> float | None:
+    """The share of the step that replicas wait for each other, in the newest profile in a log directory, or `None`."""
+    summaries = sorted(log_dir.glob("plugins/profile/*/keras_paragrad.json"))
+    if not summaries:
+        return None
+    try:
+        steps = ProfileSummary.from_dict(json.loads(summaries[-1].read_text(encoding="utf-8"))).steps
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    duration = sum(step.duration for step in steps)
+    return sum(step.collective for step in steps) / duration if duration else None

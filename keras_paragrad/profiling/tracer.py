@@ -1,0 +1,247 @@
+"""`Profiler`: traces windows of a training, and says what they show."""
+
+import logging
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from keras_paragrad.profiling.counting import EpochCount
+from keras_paragrad.profiling.following import Following
+from keras_paragrad.profiling.on_demand import OnDemand
+from keras_paragrad.profiling.requirements import say_what_is_missing
+from keras_paragrad.profiling.run_info import run_info, write_run_info
+from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule
+from keras_paragrad.profiling.session import Session
+from keras_paragrad.profiling.summary import ProfileSummary
+from keras_paragrad.profiling.terminal import WindowFigures, show
+from keras_paragrad.profiling.windows import WindowTracer
+
+_log = logging.getLogger("keras_paragrad")
+
+
+class Profiler(keras.callbacks.Callback):
+    """Traces windows of `fit` for TensorBoard's Profile tab, says what they show, and writes an offline report.
+
+    Works with `jit_compile`, `steps_per_execution`, gradient accumulation, strategies, several workers (each traces
+    itself, the first says what it saw) and data of unknown length. Whatever goes wrong with profiling is said in one
+    line, and training goes on. Between windows, a batch costs a comparison and an addition.
+
+    A running training is asked for a window with the signal `kill -USR1 PID`, or with `touch LOGDIR/profile-now`.
+
+    Args:
+        log_dir: Where traces go: TensorBoard's log directory.
+        schedule: Which batches to trace, or `None` for windows on demand alone.
+        summary: Whether to print a window's figures when it closes: step time, where it went, the longest operations,
+            memory, one advice, and the command that opens TensorBoard.
+        report: `"html"` to write a self-contained report at the end of `fit`, or `None`.
+        on_signal: The signal that asks for a window, or `None`. One that has a handler already is left alone.
+        keep: How many windows to keep on disk; the oldest are removed.
+        operations: How many operations to print.
+
+    Raises:
+        ValueError: An argument can't be used. The message says what to write.
+
+    Example:
+
+    >>> import tempfile
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import Profiler, ProfileSchedule
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    >>> model.compile("adam", loss="mse")
+    >>> profiler = Profiler(tempfile.mkdtemp(), ProfileSchedule(skip_first=4, active=5), summary=False, report=None)
+    >>> history = model.fit(np.ones((160, 8)), np.ones((160, 1)), batch_size=8, verbose=0, callbacks=[profiler])
+    >>> [step.step for step in profiler.summaries[0].steps]
+    [6, 7, 8, 9, 10]
+
+    Attributes:
+        summaries: What each window of the last `fit` showed, as `keras_paragrad.profiling.summary.ProfileSummary`.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | Path,
+        schedule: ProfileSchedule | None = DEFAULT,
+        *,
+        summary: bool = True,
+        report: str | bool | None = "html",
+        on_signal: str | None = "SIGUSR1",
+        keep: int = 5,
+        operations: int = 5,
+    ):
+        super().__init__()
+        _check(log_dir, schedule, report, on_signal, keep, operations)
+        self.log_dir = Path(log_dir)
+        self.schedule = schedule
+        self.summary = summary
+        self.report = report or None
+        self.on_signal = on_signal
+        self.keep = keep
+        self.operations = operations
+        self.summaries: list[ProfileSummary] = []
+        say_what_is_missing(self.log_dir, report=bool(self.report))
+        self._on_demand = OnDemand(self.log_dir, on_signal, self.trace_now)
+        self._following: Following | None = None
+        self._epoch: EpochCount | None = None
+        self._said: set[str] = set()
+        self._next: float = math.inf
+        self._per_call = 1
+        self._batches = 0
+        self._is_chief = False
+
+    def trace_now(self) -> None:
+        """Asks for a window that begins with the next batch; from any thread, while `fit` runs."""
+        if self._following is not None:
+            self._following.asked = True
+            self._next = 0
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begins, goes on with or ends a window, if it is time to."""
+        if self._batches >= self._next:
+            self._safely(self._turn)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Counts."""
+        self._batches += self._per_call
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begins to count batches."""
+        self.summaries = []
+        self._said = set()
+        self._batches = 0
+        self._per_call = self.model.steps_per_execution
+        self._next = math.inf
+        self._safely(self._begin)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Takes note of where the epoch begins."""
+        self._safely(self._resume)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Ends the last step's marker, also that of a call for which there was no data."""
+        self._safely(self._pause)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Ends the last step's marker."""
+        self._safely(self._pause)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Closes an open window, says if there was none, and writes the report."""
+        self._safely(self._on_demand.end)
+        self._safely(self._end)
+        self._following = None
+        self._next = math.inf
+
+    def _begin(self) -> None:
+        Session.end_running()
+        run = run_info(self.model)
+        self._is_chief = run.worker == 0
+        self._following = Following(self.schedule, WindowTracer(self.model, self.log_dir, run, self.keep))
+        self._next = self._following.next_turn(0)
+        self._on_demand.begin()
+        if self._is_chief:
+            write_run_info(self.log_dir, run)
+
+    def _turn(self) -> None:
+        if self._following is not None:
+            closed = self._following.turn(self._batches)
+            self._look_ahead()
+            self._shown(closed)
+
+    def _look_ahead(self) -> None:
+        if self._following is not None:
+            self._next = self._following.next_turn(self._batches)
+            # Asked for in the meantime: by a signal, which can come in between any two lines.
+            if self._following.asked:
+                self._next = 0
+
+    def _pause(self) -> None:
+        if self._following is not None:
+            if self._epoch is not None:
+                self._batches = self._epoch.corrected(self._batches)
+            self._following.tracer.pause(self._batches)
+
+    def _resume(self) -> None:
+        if self._following is not None:
+            self._epoch = EpochCount(self.model.optimizer, self._per_call, self.params.get("steps"), self._batches)
+            self._following.tracer.resume()
+
+    def _end(self) -> None:
+        if self._following is None:
+            return
+        tracer = self._following.tracer
+        if tracer.window is not None:
+            self._shown(tracer.close(self._batches))
+        if not tracer.traced:
+            self._say_that_none_fired()
+        elif self.report and self._is_chief:
+            _write_report(self.log_dir)
+
+    def _shown(self, closed: ProfileSummary | None) -> None:
+        if closed is None:
+            return
+        self.summaries.append(closed)
+        if self.summary and self._is_chief:
+            show(WindowFigures(closed, self.log_dir, self.operations))
+
+    def _say_that_none_fired(self) -> None:
+        first = self.schedule.window(0) if self.schedule else None
+        if first is None or self._said:
+            return
+        half = max(min(self._batches // 2, first.end - first.begin), 1)
+        _log.warning(
+            "Profiler has traced nothing: its first window begins after %d batches, and there were %d. "
+            "Write Profiler(..., schedule=ProfileSchedule(skip_first=%d, warmup=0, active=%d)).",
+            *(first.begin, self._batches, self._batches // 4, half),
+        )
+
+    def _safely(self, action: Callable[[], None]) -> None:
+        """Does what must not end a training."""
+        try:
+            action()
+        except Exception as error:
+            self._say_once(error)
+            self._give_up()
+
+    def _say_once(self, error: Exception) -> None:
+        what = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        # A full disk, or a folder that can't be written: the line that the system has for it says less than its name.
+        fix = f" Make room in {self.log_dir}, or give Profiler another log_dir." if isinstance(error, OSError) else ""
+        if what not in self._said:
+            self._said.add(what)
+            _log.warning("A window was not traced: %s.%s Training goes on.", what, fix)
+
+    def _give_up(self) -> None:
+        if self._following is None:
+            return
+        try:
+            self._following.tracer.abandon()
+        except Exception as error:
+            self._say_once(error)
+        self._look_ahead()
+
+
+def _write_report(log_dir: Path) -> None:
+    from keras_paragrad.profiling.report import write_report
+
+    _log.info("The report is in %s", write_report(log_dir))
+
+
+def _check(log_dir: Any, schedule: Any, report: Any, on_signal: Any, keep: Any, operations: Any) -> None:
+    if "://" in str(log_dir):
+        raise ValueError(f"`log_dir` is {str(log_dir)!r}, and traces are written to disks. Write Profiler('logs').")
+    if schedule is not None and not isinstance(schedule, ProfileSchedule):
+        raise ValueError(
+            f"`schedule` is {schedule!r}. Write ProfileSchedule(skip_first=10, active=20), or None for windows that "
+            "are asked for."
+        )
+    if report not in ("html", None, False):
+        raise ValueError(f"`report` is {report!r}. Write 'html', or None for no report.")
+    if on_signal not in (None, "SIGUSR1") and not hasattr(signal, str(on_signal)):
+        raise ValueError(f"`on_signal` is {on_signal!r}, and there is no such signal. Write 'SIGUSR2', or None.")
+    for name, value, least in (("keep", keep, 1), ("operations", operations, 0)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"`{name}` is {value!r}. Give it an integer of at least {least}.")

@@ -1,0 +1,161 @@
+"""One window at a time, from its first batch to its summary."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from keras_paragrad._keras.model import all_layers
+from keras_paragrad.distribution.workers import place_of
+from keras_paragrad.profiling.markers import StepMarkers
+from keras_paragrad.profiling.memory import PeakMemory
+from keras_paragrad.profiling.schedule import Window
+from keras_paragrad.profiling.session import SUMMARY, Session, remove_oldest
+from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
+from keras_paragrad.profiling.updates import UpdateCount
+
+_log = logging.getLogger("keras_paragrad")
+
+
+class WindowTracer:
+    """Traces windows of a model's training.
+
+    Args:
+        model: The model, compiled and built.
+        log_dir: The log directory.
+        run: What is trained.
+        keep: How many windows to keep on disk.
+
+    Attributes:
+        window: The window that is being traced, or `None`.
+        traced: How many windows have been written.
+    """
+
+    def __init__(self, model: Any, log_dir: Path, run: RunInfo, keep: int):
+        self.window: Window | None = None
+        self.traced = 0
+        self._model = model
+        self._log_dir = log_dir
+        self._run = run
+        self._keep = keep
+        self._session: Session | None = None
+        self._markers: StepMarkers | None = None
+        self._memory: PeakMemory | None = None
+        self._layers = frozenset(layer.name for layer in all_layers(model))
+        self._pulls = place_of(model.distribute_strategy).local
+
+    def next_turn(self) -> int:
+        """After how many batches there is something to do in the open window; 0 for at each call."""
+        if self.window is None or self._markers is not None:
+            return 0
+        return self.window.begin
+
+    def turn(self, batch: int) -> bool:
+        """Goes on with the open window at the beginning of a call, and closes it if it has come to its end.
+
+        Args:
+            batch: How many batches of the training have run.
+
+        Returns:
+            Whether the window is still open.
+        """
+        if self.window is None:
+            return False
+        if self._markers is not None and batch >= self.window.end:
+            return False
+        if self._markers is None and batch >= self.window.begin:
+            self._begin(batch)
+        if self._markers is not None and self._memory is not None:
+            self._markers.open(batch)
+            self._memory.look()
+        return True
+
+    def open(self, window: Window, batch: int) -> None:
+        """Opens a window; before its first batch the profiler warms up.
+
+        Args:
+            window: The window.
+            batch: How many batches of the training have run.
+
+        Raises:
+            RuntimeError: Another profiler is running.
+            OSError: The log directory can't be written to.
+        """
+        # It begins later if a call has run beyond its beginning.
+        late = max(batch - window.begin, 0)
+        self.window = Window(window.warmup, window.begin + late, window.end + late)
+        if self.window.begin > batch:
+            self._session = Session(self._log_dir, self._run.worker)
+
+    def _begin(self, batch: int) -> None:
+        window = self.window
+        assert window is not None
+        updates = UpdateCount(self._model.optimizer)
+        per_call = self._model.steps_per_execution
+        if per_call == 1 and updates.position:
+            self.window = Window(window.warmup, batch + updates.left, batch + updates.left + window.end - window.begin)
+            return
+        if per_call == 1:
+            length = window.end - window.begin
+            self.window = Window(window.warmup, batch, batch + -(-length // updates.each) * updates.each)
+        if self._session is not None:
+            self._session.discard()
+        self._session = Session(self._log_dir, self._run.worker)
+        self._memory = PeakMemory()
+        self._markers = StepMarkers(updates, per_call, self._pulls)
+
+    def pause(self, batch: int) -> None:
+        """Ends the last step's marker: something else than training comes next."""
+        if self._markers is not None:
+            self._markers.close(batch)
+
+    def resume(self) -> None:
+        """Training goes on: with an epoch's end, an update may have been closed before it was full."""
+        if self._markers is not None:
+            self._markers.read()
+
+    def close(self, batch: int) -> ProfileSummary | None:
+        """Closes the window and writes what it shows.
+
+        Args:
+            batch: How many batches of the training have run.
+
+        Returns:
+            What it shows, or `None` if it had not begun.
+
+        Raises:
+            OSError: The trace can't be written.
+        """
+        self.pause(batch)
+        session, memory = self._session, self._memory
+        begun = self._markers is not None
+        self._session = self._markers = self._memory = self.window = None
+        if session is None or memory is None or not begun:
+            if session is not None:
+                session.discard()
+            return None
+        folder = session.finish()
+        self.traced += 1
+        found = replace(self._read(folder, memory.found()), trace=folder.relative_to(self._log_dir).as_posix())
+        (folder / SUMMARY).write_text(json.dumps(found.to_dict()), "utf-8")
+        remove_oldest(self._log_dir, self._keep, self._run.worker)
+        return found
+
+    def _read(self, folder: Path, peak: dict[str, int | None]) -> ProfileSummary:
+        try:
+            from keras_paragrad.profiling.analysis import summarize
+
+            return summarize(folder, run=self._run, layers=self._layers, peak_memory=peak)
+        # The trace is on disk for TensorBoard all the same.
+        except Exception as error:
+            note = f"The trace could not be read ({type(error).__name__}: {error})."
+            _log.warning("%s Write pip install -U 'keras_paragrad[profile]'.", note)
+            return ProfileSummary(run=self._run, peak_memory=peak, notes=(note,))
+
+    def abandon(self) -> None:
+        """Ends the open window and keeps nothing of it."""
+        session = self._session
+        self._session = self._markers = self._memory = self.window = None
+        if session is not None:
+            session.discard()

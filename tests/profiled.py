@@ -1,0 +1,53 @@
+"""Trainings to profile, and what xprof's own tools say about their traces."""
+
+import json
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+from xprof.convert.raw_to_tool_data import xspace_to_tool_data
+
+ROWS = 16
+
+
+def model(optimizer="adam", units=32, **options):
+    made = keras.Sequential(
+        [
+            keras.Input((16,)),
+            keras.layers.Dense(units, "relu", name="first"),
+            keras.layers.Dense(units, "relu", name="first_1"),
+            keras.layers.Dense(4, name="last"),
+        ]
+    )
+    made.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
+    return made
+
+
+def arrays(batches):
+    generator = np.random.default_rng(0)
+    rows = batches * ROWS
+    return generator.normal(size=(rows, 16)).astype("float32"), generator.integers(0, 4, rows)
+
+
+def dataset(batches, known=True, milliseconds=0.0):
+    """Batches, each of which takes some time to make."""
+
+    def slowly(x):
+        time.sleep(milliseconds / 1e3)
+        return x
+
+    data = tf.data.Dataset.from_tensor_slices(arrays(batches)).batch(ROWS)
+    if milliseconds:
+        data = data.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(slowly, [x], tf.float32), (None, 16)), y))
+    return data if known else data.filter(lambda x, y: True)
+
+
+def table(folder, tool, column):
+    """The rows of the table with a column, as xprof prints it."""
+    files = [str(path) for path in folder.glob("*.xplane.pb")]
+    for each in json.loads(xspace_to_tool_data(files, tool, {})[0]):
+        names = [found["id"] for found in each.get("cols", [])]
+        if column in names:
+            return [dict(zip(names, [cell["v"] for cell in row["c"]], strict=True)) for row in each["rows"]]
+    raise AssertionError(f"{tool} has no table with {column}")

@@ -1,0 +1,79 @@
+"""What runs wrote down is read again, whatever state it is in."""
+
+import math
+
+import numpy as np
+import pytest
+from made_runs import RETRACES, TELEMETRY, telemetry_rows, write_rows
+
+from keras_paragrad.profiling.report.records import MOST_RETRACES, read_retraces, read_series
+
+
+def test_comma_separated_values_and_parquet_say_the_same(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = list(telemetry_rows(20, 2))
+    (tmp_path / "a").mkdir()
+    write_rows(tmp_path / "a" / "telemetry.csv", TELEMETRY, rows)
+    (tmp_path / "b").mkdir()
+    table = pyarrow.Table.from_pylist([dict(zip(TELEMETRY, row, strict=True)) for row in rows])
+    parquet.write_table(table, tmp_path / "b" / "telemetry.parquet")
+    one, other = (read_series(tmp_path / folder, "telemetry") for folder in "ab")
+    assert len(one) == 4 + 2 * 4
+    for left, right in zip(one, other, strict=True):
+        assert (left.quantity, left.name) == (right.quantity, right.name)
+        np.testing.assert_array_equal(left.steps, right.steps)
+        np.testing.assert_array_equal(left.values, right.values)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        pytest.param("2,0,dense,ker", id="cut off"),
+        pytest.param("2,0,dense,kernel,gradient_norm,", id="without its value"),
+        pytest.param("2,0,dense,kernel,gradient_norm,abc\n", id="not a number"),
+        pytest.param("nan,0,dense,kernel,gradient_norm,1\n", id="of no step"),
+        pytest.param("\0\0\0\0\n", id="zeros"),
+        pytest.param("\n\n", id="empty"),
+    ],
+)
+def test_rows_that_are_not_whole_are_passed_over(tmp_path, rest):
+    whole = "step,epoch,layer,variable,quantity,value\n1,0,dense,kernel,gradient_norm,2.5\n"
+    (tmp_path / "telemetry.csv").write_text(whole + rest)
+    (series,) = read_series(tmp_path, "telemetry")
+    assert (series.quantity, series.name) == ("gradient_norm", "dense/kernel")
+    assert series.steps.tolist() == [1]
+    assert series.values.tolist() == [2.5]
+
+
+def test_a_run_that_went_on_counts_once(tmp_path):
+    rows = [
+        (step, 0, "", "", "loss_scale", value) for step, value in [(1, 1), (2, 2), (3, 3), (2, 20), (3, 30), (4, 40)]
+    ]
+    write_rows(tmp_path / "telemetry.csv", TELEMETRY, rows)
+    (series,) = read_series(tmp_path, "telemetry")
+    assert series.steps.tolist() == [1, 2, 3, 4]
+    assert series.values.tolist() == [1, 20, 30, 40]
+
+
+def test_values_that_are_no_numbers_stay(tmp_path):
+    rows = [(0, 0, "", "", "gradient_norm", "nan"), (1, 0, "", "", "gradient_norm", "inf")]
+    write_rows(tmp_path / "telemetry.csv", TELEMETRY, rows)
+    (series,) = read_series(tmp_path, "telemetry")
+    assert math.isnan(series.values[0])
+    assert math.isinf(series.values[1])
+    assert len(series.finite) == 0
+
+
+def test_no_file_is_no_series(tmp_path):
+    assert read_series(tmp_path, "telemetry") == ()
+    assert read_retraces(tmp_path) == ((), 0)
+
+
+def test_the_last_retraces_are_kept(tmp_path):
+    write_rows(tmp_path / "retraces.csv", RETRACES, [(index, "step", f"float32[{index}]") for index in range(60)])
+    retraces, count = read_retraces(tmp_path)
+    assert count == 60
+    assert len(retraces) == MOST_RETRACES
+    assert retraces[-1].signature == "float32[59]"

@@ -1,0 +1,138 @@
+"""The files of `GradientTelemetry`: CSV, Parquet, TensorBoard."""
+
+import csv
+import logging
+import math
+
+import keras
+import numpy as np
+import pytest
+from pyarrow import parquet
+from telemetry_loops import X, Y, expected, inner
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from keras_paragrad.profiling.telemetry import sinks
+from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
+
+QUANTITIES = ("gradient_norm", "clipped_gradient_norm", "weight_norm", "update_ratio", "nonfinite")
+
+
+def adam(**more):
+    return keras.optimizers.Adam(0.01, **more)
+
+
+def fitted(log_dir, fits=1, **options):
+    model = inner()
+    model.compile(adam(clipnorm=0.3), "mse", jit_compile=False)
+    telemetry = GradientTelemetry(log_dir, every=3, **options)
+    for _ in range(fits):
+        model.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[telemetry])
+    return telemetry
+
+
+def csv_rows(log_dir):
+    rows = csv.DictReader((log_dir / "telemetry.csv").read_text().splitlines())
+    return [
+        (int(r["step"]), int(r["epoch"]), r["layer"], r["variable"], r["quantity"], float(r["value"])) for r in rows
+    ]
+
+
+def test_a_table_has_every_weight_and_the_model(tmp_path):
+    telemetry = fitted(tmp_path)
+    found = {row[:-1]: row[-1] for row in csv_rows(tmp_path)}
+    weights = [(layer, name) for layer in ("first", "second") for name in ("kernel", "bias")]
+    model = [("", "", name) for name in ("gradient_norm", "clipped_gradient_norm", "loss_scale", "learning_rate")]
+    labels = [*model, *((*weight, quantity) for weight in weights for quantity in QUANTITIES)]
+    assert set(found) == {(step, (step - 1) // 6, *label) for step in (3, 6, 9, 12) for label in labels}
+    wanted = expected(adam, 16, epochs=2, clip={"clipnorm": 0.3})
+    for step in (3, 6, 9, 12):
+        rate, gradients, clipped, _, _ = wanted[step - 1]
+        epoch = (step - 1) // 6
+        assert found[step, epoch, "", "", "learning_rate"] == pytest.approx(rate)
+        assert found[step, epoch, "", "", "loss_scale"] == 1
+        assert found[step, epoch, "", "", "gradient_norm"] == pytest.approx(np.linalg.norm(gradients), rel=1e-3)
+        for (layer, name), before, after in zip(weights, gradients, clipped, strict=True):
+            assert found[step, epoch, layer, name, "gradient_norm"] == pytest.approx(before, rel=1e-3)
+            assert found[step, epoch, layer, name, "clipped_gradient_norm"] == pytest.approx(after, rel=1e-3)
+    assert telemetry.layers == ("first", "second")
+
+
+@pytest.mark.parametrize("fits", [1, 2])
+def test_parquet_is_what_csv_is(tmp_path, fits):
+    fitted(tmp_path / "c", fits)
+    fitted(tmp_path / "p", fits, file_format="parquet")
+    table = parquet.read_table(tmp_path / "p" / "telemetry.parquet")
+    assert table.column_names == ["step", "epoch", "layer", "variable", "quantity", "value"]
+    theirs = [tuple(row.values()) for row in table.to_pylist()]
+    ours = csv_rows(tmp_path / "c")
+    assert len(ours) == fits * 4 * 24
+    assert [row[:-1] for row in ours] == [row[:-1] for row in theirs]
+    assert [row[-1] for row in ours] == pytest.approx([row[-1] for row in theirs], rel=1e-11)
+
+
+def test_another_training_begins_the_table_anew(tmp_path):
+    fitted(tmp_path)
+    before = csv_rows(tmp_path)
+    fitted(tmp_path)
+    assert csv_rows(tmp_path) == before
+
+
+def test_tensorboard_has_the_layers(tmp_path):
+    telemetry = fitted(tmp_path)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = {f"telemetry_{quantity}/{layer}" for quantity in QUANTITIES for layer in telemetry.layers}
+    model = ("gradient_norm", "clipped_gradient_norm", "loss_scale", "learning_rate", "update_ratio", "nonfinite")
+    assert set(events.Tags()["scalars"]) == tags | {f"telemetry/{name}" for name in model}
+    found = events.Scalars("telemetry_gradient_norm/first")
+    assert [event.step for event in found] == [3, 6, 9, 12]
+    assert [event.value for event in found] == pytest.approx(telemetry.last.layers.gradient_norm[:, 0].tolist())
+
+
+def test_a_directory_that_cannot_be_written(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING, "keras_paragrad"):
+        telemetry = fitted(tmp_path / "file" / "log")
+    assert [record.getMessage().count("training goes on") for record in caplog.records] == [1]
+    assert telemetry.last.steps[-1] == 12
+
+
+def test_weights_of_zeros_have_no_ratio(tmp_path):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(X, Y, verbose=0, callbacks=[GradientTelemetry(tmp_path, every=1)])
+    ratios = [row[-1] for row in csv_rows(tmp_path) if row[3:5] == ("bias", "update_ratio")]
+    assert math.isnan(ratios[0])
+    assert ratios[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"every": 0}, "every=10"),
+        ({"every": 2.5}, "whole number"),
+        ({"patience": True}, "`patience`"),
+        ({"vanishing": 1}, "vanishing=1e-6"),
+        ({"exploding": 0.5}, "exploding=1e3"),
+        ({"file_format": "json"}, "'csv' or 'parquet'"),
+    ],
+    ids=str,
+)
+def test_arguments(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        GradientTelemetry(**arguments)
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install pyarrow"):
+        GradientTelemetry(file_format="parquet")
+
+
+def test_two_of_them():
+    model = inner()
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="two GradientTelemetry"):
+        model.fit(X, Y, verbose=0, callbacks=[GradientTelemetry(), GradientTelemetry()])
+    model.fit(X, Y, verbose=0)
+    assert "make_train_function" not in model.__dict__

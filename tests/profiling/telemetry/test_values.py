@@ -1,0 +1,201 @@
+"""What `GradientTelemetry` reports, against a loop of its own, in every way of taking a step."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from telemetry_loops import X, Y, assert_reports, expected, inner
+
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, GradientNoiseScale, microbatch
+from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
+
+OPTIMIZERS = {
+    "sgd": lambda **more: keras.optimizers.SGD(0.05, momentum=0.9, **more),
+    "adam": lambda **more: keras.optimizers.Adam(0.01, **more),
+    "adamw": lambda **more: keras.optimizers.AdamW(0.01, weight_decay=0.1, **more),
+    "rmsprop": lambda **more: keras.optimizers.RMSprop(0.01, **more),
+    "lion": lambda **more: keras.optimizers.Lion(0.01, **more),
+    "adafactor": lambda **more: keras.optimizers.Adafactor(0.01, **more),
+    "schedule": lambda **more: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), **more),
+}
+CLIPS = [{"clipnorm": 0.3}, {"global_clipnorm": 0.3}, {"clipvalue": 0.05}]
+
+
+def adam(**more):
+    return OPTIMIZERS["adam"](**more)
+
+
+def fitted(optimizer, every=1, batch_size=16, callbacks=(), epochs=1, model=None, **more):
+    model = model or inner()
+    model.compile(optimizer, "mse", **more)
+    telemetry = GradientTelemetry(every=every)
+    history = model.fit(
+        X, Y, batch_size=batch_size, shuffle=False, verbose=0, epochs=epochs, callbacks=[*callbacks, telemetry]
+    )
+    assert "make_train_function" not in model.__dict__
+    return telemetry.last, history.history, model
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(name):
+    last, _, _ = fitted(OPTIMIZERS[name](), jit_compile=False)
+    assert_reports(last, expected(OPTIMIZERS[name], 16), range(1, 7))
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=str)
+def test_clipping(clip):
+    last, history, _ = fitted(adam(**clip))
+    assert_reports(last, expected(adam, 16, clip=clip), range(1, 7))
+    assert history["clipped_gradient_norm"][0] < history["gradient_norm"][0]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"jit_compile": True}, {"jit_compile": False}, {"run_eagerly": True}, {"steps_per_execution": 3}],
+    ids=str,
+)
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_ways_of_compiling(more, every):
+    last, _, _ = fitted(adam(), every, epochs=2, **more)
+    per_call = more.get("steps_per_execution", 1)
+    # Of the updates in a call the last is reported.
+    by_call = {(step - 1) // per_call: step for step in range(every, 13, every)}
+    assert_reports(last, expected(adam, 16, epochs=2), list(by_call.values()))
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "stock"])
+@pytest.mark.parametrize("more", [{"jit_compile": True}, {"jit_compile": False, "steps_per_execution": 4}], ids=str)
+def test_accumulation_is_reported_by_update(exact, more):
+    callbacks = [ExactAccumulation()] if exact else []
+    optimizer = AccumulatingOptimizer(adam(clipnorm=0.3), 2, weighting="auto" if exact else "uniform")
+    last, _, _ = fitted(optimizer, 2, 8, callbacks, **more)
+    assert_reports(last, expected(adam, 16, clip={"clipnorm": 0.3}), [2, 4, 6])
+
+
+def test_accumulation_as_keras_has_it():
+    last, _, _ = fitted(adam(gradient_accumulation_steps=2, clipnorm=0.3), 1, 8)
+    assert_reports(last, expected(adam, 16, clip={"clipnorm": 0.3}), range(1, 7))
+
+
+def test_slices_of_a_batch():
+    model = inner()
+    with microbatch(model, 4):
+        telemetry = GradientTelemetry(every=3)
+        model.compile(adam(), "mse")
+        model.fit(X, Y, batch_size=16, shuffle=False, verbose=0, callbacks=[telemetry])
+    assert_reports(telemetry.last, expected(adam, 16), [3, 6])
+
+
+def test_a_train_step_of_your_own():
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    last, _, _ = fitted(adam(), 2, model=Own(inner().layers))
+    assert_reports(last, expected(adam, 16), [2, 4, 6])
+
+
+def test_a_scaled_loss_and_an_update_that_overflowed():
+    optimizer = keras.optimizers.LossScaleOptimizer(adam(), initial_scale=2.0**127, dynamic_growth_steps=10**6)
+    last, history, model = fitted(optimizer, 1, epochs=3, loss_weights=64.0)
+    updates = int(model.optimizer.iterations)
+    # Some of the first batches overflow, halve the scale, and are no updates.
+    assert 6 < updates < 18
+    assert last.steps[-1] == updates
+    assert np.isfinite(last.weights.gradient_norm).all()
+    assert history["loss_scale"][-1] == float(model.optimizer.dynamic_scale) == last.loss_scale[-1]
+    quiet = keras.optimizers.LossScaleOptimizer(adam(), initial_scale=1024.0)
+    last, _, _ = fitted(quiet, 2)
+    assert_reports(last, expected(adam, 16), [2, 4, 6])
+
+
+def test_mixed_precision():
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        last, _, _ = fitted(adam(), 2)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    wanted = expected(adam, 16)
+    norms = np.array([wanted[step - 1][1] for step in last.steps])
+    np.testing.assert_allclose(last.weights.gradient_norm, norms, rtol=0.05, atol=0.02 * norms.max())
+
+
+def test_data_of_unknown_length_and_a_second_fit():
+    model = inner()
+    model.compile(adam(), "mse", jit_compile=False)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16).filter(lambda x, y: True)
+    telemetry = GradientTelemetry(every=4)
+    model.fit(data, epochs=2, shuffle=False, verbose=0, callbacks=[telemetry])
+    wanted = expected(adam, 16, epochs=3)
+    assert_reports(telemetry.last, wanted, [4, 8, 12])
+    model.fit(data, shuffle=False, verbose=0, callbacks=[telemetry])
+    assert_reports(telemetry.last, wanted, [4, 8, 12, 16])
+
+
+def test_it_goes_with_the_noise_scale_and_changes_no_weight():
+    plain = inner()
+    plain.compile(AccumulatingOptimizer(adam(), 2), "mse", jit_compile=False)
+    plain.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
+    noise = GradientNoiseScale()
+    last, _, model = fitted(AccumulatingOptimizer(adam(), 2), 2, 8, [ExactAccumulation(), noise], jit_compile=False)
+    assert_reports(last, expected(adam, 16), [2, 4, 6])
+    assert noise.noise.signal != 0
+    for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_an_embedding_whose_rows_come_up_twice():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Embedding(4, 2), keras.layers.Flatten(), keras.layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    x = np.array([[0, 0, 1], [2, 1, 1]])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - 1.0) ** 2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    norms = [np.linalg.norm(np.array(tf.convert_to_tensor(gradient))) for gradient in gradients]
+    telemetry = GradientTelemetry(every=1)
+    model.fit(x, np.ones((2, 1)), verbose=0, callbacks=[telemetry])
+    np.testing.assert_allclose(telemetry.last.weights.gradient_norm, [norms], rtol=1e-5)
+
+
+REPLICAS = {
+    "stock": lambda: adam(),
+    "clipvalue": lambda: adam(clipvalue=1e3),
+    "accumulation": lambda: AccumulatingOptimizer(adam(clipnorm=0.3), 2),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(adam(), initial_scale=8.0),
+}
+
+
+@pytest.mark.own_process(seconds=240)
+@pytest.mark.parametrize("kind", REPLICAS)
+@pytest.mark.parametrize("distributed", [True, False], ids=["DistributedFit", "stock fit"])
+def test_two_replicas(mirrored, kind, distributed):
+    with mirrored.scope():
+        model = inner()
+        model.compile(REPLICAS[kind](), "mse", **({"steps_per_execution": 2} if distributed else {}))
+    telemetry = GradientTelemetry(every=2)
+    accumulates = kind == "accumulation"
+    batch, callbacks = (8 if accumulates else 16), [telemetry]
+    if accumulates:
+        callbacks.insert(0, ExactAccumulation())
+    fit = DistributedFit(strategy=mirrored).fit if distributed else type(model).fit
+    fit(model, X, Y, batch_size=batch, shuffle=False, verbose=0, callbacks=callbacks)
+    clip = {"clipnorm": 0.3} if accumulates else None
+    assert_reports(telemetry.last, expected(adam, 16, clip=clip), [2, 4, 6])
+
+
+@pytest.mark.own_process(seconds=240)
+def test_two_replicas_that_clip(mirrored):
+    with mirrored.scope():
+        model = inner()
+        model.compile(adam(clipnorm=0.3), "mse", jit_compile=True)
+    telemetry = GradientTelemetry(every=1)
+    dist = DistributedFit(strategy=mirrored)
+    dist.fit(model, X, Y, batch_size=16, shuffle=False, verbose=0, callbacks=[telemetry])
+    assert_reports(telemetry.last, expected(adam, 16, clip={"clipnorm": 0.3}), range(1, 7))

@@ -1,0 +1,248 @@
+"""What is made of a trace, on traces that are made up: each figure can be counted by hand."""
+
+import hypothesis.strategies as st
+import numpy as np
+import profiled
+import pytest
+import tensorflow as tf
+from hypothesis import given
+
+from keras_paragrad.profiling.analysis.advice import advise, milliseconds_compiling
+from keras_paragrad.profiling.analysis.coverage import Coverage
+from keras_paragrad.profiling.analysis.events import Call, Compiled, Marker, Pull, Trace, Work
+from keras_paragrad.profiling.analysis.layers import LayerNames
+from keras_paragrad.profiling.analysis.operations import (
+    Operation,
+    compiled_operations,
+    longest_operations,
+    slowest_of_the_pipeline,
+)
+from keras_paragrad.profiling.analysis.steps import step_times
+from keras_paragrad.profiling.analysis.summarize import summarize
+from keras_paragrad.profiling.summary import OperationTime, RunInfo, StepTime
+
+MILLISECOND = 1e6
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted), max_size=8)
+
+
+def ticks(spans):
+    """The unit intervals that spans cover."""
+    return {tick for begin, end in spans for tick in range(begin, end)}
+
+
+@given(SPANS, SPANS, st.integers(0, 40), st.integers(0, 40))
+def test_coverage_is_that_of_counted_ticks(one, other, begin, end):
+    begin, end = sorted((begin, end))
+    inside = set(range(begin, end))
+    assert Coverage(one).within(begin, end) == len(ticks(one) & inside)
+    assert (Coverage(one) | Coverage(other)).within(begin, end) == len((ticks(one) | ticks(other)) & inside)
+    assert (Coverage(one) & Coverage(other)).within(begin, end) == len(ticks(one) & ticks(other) & inside)
+
+
+def spans(*pairs):
+    return [(begin * MILLISECOND, end * MILLISECOND) for begin, end in pairs]
+
+
+def marker(begin, end, **stats):
+    return Marker(begin * MILLISECOND, end * MILLISECOND, {key: str(value) for key, value in stats.items()}, 0)
+
+
+def pull(begin, filled=True):
+    return Pull(begin * MILLISECOND, filled)
+
+
+def test_each_moment_counts_once_for_the_first_that_it_can_be():
+    trace = Trace(markers=[marker(0, 20, step_num=3, _r=1)])
+    trace.host[0] = spans((1, 15))
+    trace.input = spans((1, 6))
+    trace.operations = spans((4, 9), (17, 19))
+    trace.collective = spans((8, 12))
+    (step,) = step_times(trace)
+    # Operations while nothing is called are the input pipeline's.
+    assert step == StepTime(3, None, 0.0, 20.0, input=5, host=3, compute=3, collective=3, idle=6)
+
+
+def test_what_a_device_computes_is_not_waited_for():
+    trace = Trace(markers=[marker(0, 10, step_num=0, _r=1)], has_device=True)
+    trace.host[0] = spans((0, 10))
+    trace.input = spans((0, 6))
+    trace.device = spans((2, 9))
+    assert step_times(trace) == (StepTime(0, None, 0.0, 10.0, input=2, host=1, compute=7),)
+
+
+def test_other_threads_work_counts_to_the_end_of_its_own_step():
+    trace = Trace(markers=[marker(0, 10, step_num=0, _r=1), marker(10, 20, step_num=1, _r=1)])
+    trace.host[0] = spans((0, 2))
+    trace.calls = [Call(1 * MILLISECOND, 0, "a"), Call(4 * MILLISECOND, 7, "b"), Call(5 * MILLISECOND, 9, "c")]
+    # The second is called in the first; the third on a thread that does nothing for this training.
+    trace.work = [Work(*spans((3, 5))[0], 7, "a"), Work(*spans((6, 14))[0], 8, "b"), Work(*spans((5, 9))[0], 9, "c")]
+    first, second = step_times(trace)
+    assert (first.host, first.idle) == (2 + 2 + 4, 2)
+    assert (second.host, second.idle) == (0, 10)
+
+
+def call(begin, end, batch, **stats):
+    return marker(begin, end, **{"batch": batch, "update": batch, "pulls": 1, "count": 3, "ran": 1, **stats})
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_call_of_several_batches_is_cut_where_they_are_taken(replicas):
+    trace = Trace(markers=[call(0, 9, 6, pulls=replicas, left=2, each=2)])
+    trace.pulls = [pull(begin + replica / 10) for begin in (1, 5, 7) for replica in range(replicas)]
+    assert [(step.step, step.update, step.begins, step.duration) for step in step_times(trace)] == [
+        *((6, 6, 0.0, 5.0), (7, 6, 5.0, 2.0), (8, 7, 7.0, 2.0))
+    ]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_data_that_ends_within_a_call(replicas):
+    trace = Trace(markers=[call(0, 9, 6, pulls=replicas), call(9, 12, 8, pulls=replicas)])
+    trace.pulls = [pull(begin, begin < 7) for begin in (1, 5, 7, 10) for _ in range(replicas)]
+    assert [(step.step, step.duration) for step in step_times(trace)] == [(6, 5.0), (7, 4.0)]
+
+
+def test_a_call_that_never_ran_is_no_step():
+    trace = Trace(markers=[marker(0, 2, batch=4, ran=1), marker(2, 3, batch=5)])
+    assert [step.step for step in step_times(trace)] == [4]
+
+
+def test_batches_count_where_updates_are_marked_around_them():
+    update = marker(0, 8, step_num=1, _r=1)
+    trace = Trace(markers=[update, *(marker(2 * i, 2 * i + 2, batch=4 + i, update=1, ran=1) for i in range(4))])
+    assert [(step.step, step.update) for step in step_times(trace)] == [(4, 1), (5, 1), (6, 1), (7, 1)]
+
+
+@given(SPANS, SPANS, SPANS, SPANS, st.lists(st.integers(1, 9), min_size=1, max_size=5))
+def test_the_parts_add_up_to_the_duration(host, waiting, operations, collective, lengths):
+    ends = np.cumsum(lengths).tolist()
+    trace = Trace(
+        markers=[marker(end - length, end, step_num=0, _r=1) for end, length in zip(ends, lengths, strict=True)]
+    )
+    trace.host[0] = spans(*host)
+    trace.input, trace.operations, trace.collective = spans(*waiting), spans(*operations), spans(*collective)
+    for step in step_times(trace):
+        parts = (step.input, step.host, step.compute, step.collective, step.idle)
+        assert min(parts) >= -1e-9
+        assert sum(parts) == pytest.approx(step.duration)
+
+
+def test_operations_that_xla_made_count_their_own_time():
+    ran = [
+        Compiled("while.1", 0, 10 * MILLISECOND, 0),
+        Compiled("add.2", 1 * MILLISECOND, 3 * MILLISECOND, 0),
+        Compiled("add.2", 5 * MILLISECOND, 6 * MILLISECOND, 0),
+        Compiled("multiply_fusion", 2 * MILLISECOND, 4 * MILLISECOND, 1),
+    ]
+    assert compiled_operations(ran) == [
+        Operation("while.1", "while", 1, 7.0, False),
+        Operation("add.2", "add", 2, 3.0, False),
+        Operation("multiply_fusion", "fusion", 1, 2.0, False),
+    ]
+
+
+def test_only_the_devices_operations_count_where_there_are_any():
+    found = [
+        Operation("a/MatMul", "MatMul", 2, 9.0, False),
+        Operation("kernel", "MatMul", 2, 3.0, True),
+        Operation("other", "Sum", 2, 1.0, True),
+        Operation("Iterator::Root::Map", "Dataset", 2, 40.0, False),
+    ]
+    assert [(each.name, each.share) for each in longest_operations(found, ())] == [("kernel", 0.75), ("other", 0.25)]
+    assert [each.name for each in longest_operations(found[:1] + found[3:], ())] == ["a/MatMul"]
+    assert slowest_of_the_pipeline(found) == "Map"
+
+
+@pytest.mark.parametrize(
+    ("layers", "names", "expected"),
+    [
+        (["dense"], ["model/dense/MatMul", "model/dense_1/MatMul"], ["dense", "dense"]),
+        (["dense", "dense_1"], ["m/dense/MatMul", "m/dense_1/MatMul"], ["dense", "dense_1"]),
+        (["dense", "dense_1"], ["m_1/dense_1/MatMul", "m_1/dense_1_1/MatMul"], ["dense", "dense_1"]),
+        (["block", "query"], ["m/block/query/einsum/Einsum", "m/block/Softmax"], ["query", "block"]),
+        (["dense"], ["adam/dense_kernel/Mul", "Sum"], ["", ""]),
+        ([], ["m/dense/MatMul"], [""]),
+    ],
+    ids=["counted", "numbered", "both", "nested", "optimizer", "unknown"],
+)
+def test_layers_by_their_scopes(layers, names, expected):
+    found = LayerNames(layers, names)
+    assert [found.of(name) for name in names] == expected
+
+
+def steps(**parts):
+    parts = {"input": 0.0, "host": 0.0, "compute": 0.0, "collective": 0.0, "idle": 0.0, **parts}
+    return [StepTime(number, number, 0.0, sum(parts.values()), **parts) for number in range(4)]
+
+
+LONGEST = [OperationTime("m/first/MatMul", "MatMul", "first", 4, 2.0, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "evidence"),
+    [
+        ({"input": 57, "compute": 43}, "input", "57% of the step waits for input (57.00 of 100.00 ms)"),
+        ({"collective": 40, "compute": 60}, "collective", "40% of the step waits for other replicas"),
+        ({"host": 40, "idle": 30, "compute": 30}, "host", "70% of the step is spent on the host"),
+        (
+            {"compute": 90, "host": 10},
+            "compute",
+            "90% of the step computes (median 100.00 ms), 50% of operations' time",
+        ),
+        ({"compute": 35, "host": 45, "input": 19}, "none", "35% of the step computes"),
+    ],
+    ids=["input", "collective", "host", "compute", "none"],
+)
+def test_one_advice_with_its_evidence(parts, kind, evidence):
+    advice = advise(steps(**parts), LONGEST)
+    assert advice.kind == kind
+    assert evidence in advice.evidence
+
+
+def test_advice_names_what_is_not_yet_done():
+    host = steps(host=90, compute=10)
+    assert "jit_compile=True" in advise(host, ()).text
+    assert "jit_compile" not in advise(host, (), RunInfo(jit=True)).text
+    assert "steps_per_execution" not in advise(host, (), RunInfo(jit=True, steps_per_execution=8)).text
+    assert "float16" not in advise(steps(compute=9), LONGEST, RunInfo(precision="mixed_bfloat16")).text
+    assert advise((), ()) is None
+
+
+def test_functions_that_are_traced_again():
+    trace = Trace()
+    times = spans((0, 5), (5, 25), (30, 31))
+    trace.functions["step"] = [(*times[0], 1), (*times[1], 2), (*times[2], 2)]
+    assert milliseconds_compiling(trace) == 20
+    assert advise(steps(compute=25), (), compiling=20).kind == "compile"
+
+
+def test_a_folder_without_a_trace(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no \*.xplane.pb.*Name the folder of one trace"):
+        summarize(tmp_path)
+
+
+def test_another_programs_trace_with_and_without_steps(tmp_path):
+    def traced(folder, mark):
+        model = profiled.model()
+        batch = profiled.arrays(1)
+        model.train_on_batch(*batch)
+        tf.profiler.experimental.start(str(folder))
+        for number in range(5):
+            if mark:
+                with tf.profiler.experimental.Trace("theirs", step_num=number, _r=1):
+                    model.train_on_batch(*batch)
+            else:
+                model.train_on_batch(*batch)
+        tf.profiler.experimental.stop()
+        (file,) = folder.rglob("*.xplane.pb")
+        before = sorted(file.parent.iterdir())
+        found = summarize(file.parent)
+        # Reading leaves nothing behind.
+        assert sorted(file.parent.iterdir()) == before
+        return found
+
+    marked, unmarked = traced(tmp_path / "marked", True), traced(tmp_path / "unmarked", False)
+    assert [step.step for step in marked.steps] == [0, 1, 2, 3, 4]
+    assert marked.trace.startswith("plugins/profile/")
+    assert marked.operations and marked.advice
+    assert unmarked.steps == () and unmarked.advice is None
+    assert "no step markers" in unmarked.notes[0]

@@ -1,0 +1,257 @@
+"""Windows hold the batches and updates that ran, in the figures that xprof has for them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import timeit
+
+import keras
+import numpy as np
+import profiled
+import pytest
+import tensorflow as tf
+
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation
+from keras_paragrad.profiling.schedule import ProfileSchedule
+from keras_paragrad.profiling.summary import ProfileSummary
+from keras_paragrad.profiling.tracer import Profiler
+
+SCHEDULE = ProfileSchedule(skip_first=6, warmup=1, active=8)
+
+
+def profiler(folder, schedule=SCHEDULE, **options):
+    return Profiler(folder, schedule, **{"summary": False, "report": None, **options})
+
+
+class Count(keras.callbacks.Callback):
+    """Which batches ran, by Keras's own hooks."""
+
+    def on_train_begin(self, logs=None):
+        self.ran = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ran += 1
+
+
+def assert_as_xprof(folder, summary):
+    """The steps are those of xprof's overview; it leaves out the first and the last of a trace."""
+    for tool in ("overview_page", "input_pipeline_analyzer"):
+        rows = {row["stepnum"].split()[-1]: row for row in profiled.table(folder / summary.trace, tool, "stepTimeMs")}
+        ours = {str(step.step): step for step in summary.steps}
+        assert len(rows) >= len(ours) - 2 > 0 and rows.keys() <= ours.keys()
+        for number, row in rows.items():
+            step = ours[number]
+            busy = step.host + step.compute + step.collective
+            found = (step.duration, step.input, busy, step.idle)
+            expected = [row[name] for name in ("stepTimeMs", "infeedTimeMs", "hostComputeTimeMs", "otherTimeMs")]
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["plain", "jit"])
+def test_steps_are_those_that_ran_and_those_of_xprof(tmp_path, jit):
+    callback, model = profiler(tmp_path), profiled.model(jit_compile=jit)
+    model.fit(profiled.dataset(20), epochs=1, shuffle=False, verbose=0, callbacks=[callback])
+    (summary,) = callback.summaries
+    assert [step.step for step in summary.steps] == list(range(7, 15))
+    assert [step.update for step in summary.steps] == list(range(7, 15))
+    assert summary.run.jit == jit
+    assert_as_xprof(tmp_path, summary)
+    kept = json.loads((tmp_path / summary.trace / "keras_paragrad.json").read_text())
+    assert ProfileSummary.from_dict(kept) == summary
+
+
+def test_operations_are_those_of_xprof_with_their_layers(tmp_path):
+    callback = profiler(tmp_path)
+    profiled.model(units=128).fit(profiled.dataset(20), shuffle=False, verbose=0, callbacks=[callback])
+    (summary,) = callback.summaries
+    rows = {
+        row["operation"]: row for row in profiled.table(tmp_path / summary.trace, "framework_op_stats", "operation")
+    }
+    assert len(summary.operations) == 50
+    for each in summary.operations:
+        row = rows[each.name]
+        assert (each.kind, each.count) == (row["type"], row["occurrences"])
+        assert each.milliseconds == pytest.approx(row["total_self_time"] / 1e3)
+    times = [each.milliseconds for each in summary.operations]
+    assert times == sorted(times, reverse=True)
+    # All three layers, though the second is named as TensorFlow would name the first when it meets it again.
+    products = {each.layer for each in summary.operations if "MatMul" in each.kind}
+    assert products == {"first", "first_1", "last"}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_several_batches_in_a_call(tmp_path, known):
+    callback, model = profiler(tmp_path), profiled.model(steps_per_execution=5)
+    # 12 batches an epoch: the third call has two of them, and of unknown length there is a fourth with none.
+    model.fit(profiled.dataset(12, known), epochs=3, shuffle=False, verbose=0, callbacks=[callback])
+    (summary,) = callback.summaries
+    # From the first call after batch 7 to the end of a call, all that ran.
+    assert [step.step for step in summary.steps] == list(range(10, 22))
+    assert [step.update for step in summary.steps] == list(range(10, 22))
+    assert any("several batches" in note for note in summary.notes)
+    begins = [step.begins for step in summary.steps]
+    assert begins == sorted(begins)
+
+
+def test_data_of_unknown_length_ends_without_a_step(tmp_path):
+    callback, count = profiler(tmp_path), Count()
+    profiled.model().fit(
+        profiled.dataset(9, known=False), epochs=2, shuffle=False, verbose=0, callbacks=[callback, count]
+    )
+    (summary,) = callback.summaries
+    assert count.ran == 18
+    assert [step.step for step in summary.steps] == list(range(7, 15))
+
+
+def test_a_generator(tmp_path):
+    x, y = profiled.arrays(40)
+
+    def batches():
+        for row in range(0, len(x), profiled.ROWS):
+            yield x[row : row + profiled.ROWS], y[row : row + profiled.ROWS]
+
+    callback = profiler(tmp_path)
+    profiled.model().fit(batches(), shuffle=False, verbose=0, callbacks=[callback])
+    (summary,) = callback.summaries
+    assert [step.step for step in summary.steps] == list(range(7, 15))
+    assert_as_xprof(tmp_path, summary)
+
+
+@pytest.mark.parametrize("kind", ["ours", "keras"])
+def test_micro_batches_are_nested_in_updates(tmp_path, kind):
+    ours = kind == "ours"
+    optimizer = AccumulatingOptimizer("adam", 4) if ours else keras.optimizers.Adam(gradient_accumulation_steps=4)
+    callback = profiler(tmp_path)
+    callbacks = [ExactAccumulation(), callback] if ours else [callback]
+    profiled.model(optimizer).fit(profiled.dataset(24), shuffle=False, verbose=0, callbacks=callbacks)
+    (summary,) = callback.summaries
+    # It begins with the first update after batch 7.
+    assert [(step.step, step.update) for step in summary.steps] == [(batch, batch // 4) for batch in range(8, 16)]
+    by_update = {}
+    for step in summary.steps:
+        by_update.setdefault(str(step.update), []).append(step)
+    rows = profiled.table(tmp_path / summary.trace, "overview_page", "stepTimeMs")
+    assert rows
+    for row in rows:
+        inside = by_update[row["stepnum"].removeprefix("update ")]
+        assert sum(step.duration for step in inside) == pytest.approx(row["stepTimeMs"], rel=0.05)
+
+
+@pytest.mark.own_process(seconds=240)
+def test_two_replicas(tmp_path):
+    dist = DistributedFit(strategy=tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
+    with dist.scope():
+        model = profiled.model()
+    callback = profiler(tmp_path)
+    dist.fit(model, *profiled.arrays(20), batch_size=profiled.ROWS, verbose=0, callbacks=[callback])
+    (summary,) = callback.summaries
+    assert [step.step for step in summary.steps] == list(range(7, 15))
+    assert (summary.run.strategy, summary.run.replicas) == ("MirroredStrategy", 2)
+    assert_as_xprof(tmp_path, summary)
+    assert sum(step.collective for step in summary.steps) > 0
+
+
+def test_validation_is_in_no_step(tmp_path):
+    callback = profiler(tmp_path, ProfileSchedule(skip_first=2, warmup=0, active=6))
+    slow = profiled.dataset(4, milliseconds=40)
+    profiled.model().fit(
+        profiled.dataset(4), epochs=3, validation_data=slow, shuffle=False, verbose=0, callbacks=[callback]
+    )
+    steps = callback.summaries[0].steps
+    assert [step.step for step in steps] == [2, 3, 4, 5, 6, 7]
+    # The validation in the middle takes 160 ms.
+    assert steps[2].begins - steps[1].begins > 150 > 2 * sorted(step.duration for step in steps)[3]
+    assert steps[1].duration < steps[2].begins - steps[1].begins - 150
+
+
+def test_windows_repeat_and_the_oldest_are_removed(tmp_path):
+    callback = profiler(tmp_path, ProfileSchedule(skip_first=2, wait=1, warmup=1, active=3, repeat=None), keep=2)
+    profiled.model().fit(profiled.dataset(24), shuffle=False, verbose=0, callbacks=[callback])
+    seen = [[step.step for step in summary.steps] for summary in callback.summaries]
+    assert seen == [[4, 5, 6], [9, 10, 11], [14, 15, 16], [19, 20, 21]]
+    left = sorted(path.parent.name for path in tmp_path.rglob("*.xplane.pb"))
+    assert left == [summary.trace.rpartition("/")[2] for summary in callback.summaries[-2:]]
+    assert not list(tmp_path.glob(".tracing-*"))
+
+
+class Asks(keras.callbacks.Callback):
+    """Asks for a window at a batch."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 9:
+            self.how()
+
+
+def test_a_signal_asks_for_a_window(tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    callback = profiler(tmp_path, None)
+    asks = Asks(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    profiled.model().fit(profiled.dataset(40), shuffle=False, verbose=0, callbacks=[callback, asks])
+    (summary,) = callback.summaries
+    assert [step.step for step in summary.steps] == list(range(12, 22))
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_touched_file_asks_for_a_window(tmp_path):
+    callback = profiler(tmp_path, None)
+    asks = Asks((tmp_path / "profile-now").touch)
+    profiled.model().fit(profiled.dataset(100, milliseconds=40), shuffle=False, verbose=0, callbacks=[callback, asks])
+    (summary,) = callback.summaries
+    # It is looked for once a second.
+    assert len(summary.steps) == 10 and summary.steps[0].step > 12
+
+
+def test_a_file_from_before_asks_for_nothing(tmp_path):
+    (tmp_path / "profile-now").touch()
+    callback = profiler(tmp_path, None)
+    profiled.model().fit(profiled.dataset(40, milliseconds=40), shuffle=False, verbose=0, callbacks=[callback])
+    assert callback.summaries == []
+
+
+@pytest.mark.parametrize(("milliseconds", "bound"), [(30, True), (0, False)], ids=["slowed", "quick"])
+def test_a_slow_pipeline_is_called_input_bound_and_no_other(tmp_path, milliseconds, bound):
+    callback = profiler(tmp_path)
+    model = profiled.model(units=32 if bound else 2048)
+    model.fit(
+        profiled.dataset(20, milliseconds=milliseconds).prefetch(2), shuffle=False, verbose=0, callbacks=[callback]
+    )
+    (summary,) = callback.summaries
+    assert (summary.advice.kind == "input") == bound
+    if bound:
+        assert "refetch" in summary.advice.text and "waits for input" in summary.advice.evidence
+    else:
+        assert summary.advice.kind == "compute"
+
+
+def test_training_is_the_same_to_the_bit(tmp_path):
+    def trained(callbacks):
+        keras.utils.set_random_seed(0)
+        model = profiled.model()
+        model.fit(profiled.dataset(20), epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        return model.get_weights()
+
+    for one, other in zip(trained([]), trained([profiler(tmp_path)]), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_between_windows_a_batch_costs_next_to_nothing(tmp_path):
+    callback = profiler(tmp_path, ProfileSchedule(skip_first=10**9))
+    callback.set_model(profiled.model())
+    callback.set_params({"steps": 10})
+    callback.on_train_begin()
+    callback.on_epoch_begin(0)
+    code = "c.on_train_batch_begin(3); c.on_train_batch_end(3)"
+    microseconds = min(timeit.repeat(code, globals={"c": callback}, number=20000, repeat=5)) / 20000 * 1e6
+    callback.on_train_end()
+    assert microseconds < 5, "1% of a step of 0.5 ms"
+
+
+def test_importing_the_callback_does_not_import_xprof():
+    code = "import sys, keras_paragrad.profiling.tracer; sys.exit('xprof' in sys.modules or 'jinja2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False, timeout=120).returncode == 0

@@ -1,0 +1,230 @@
+"""Whatever goes wrong with profiling is said in one line with its fix, and training goes on."""
+
+import builtins
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import profiled
+import pytest
+import tensorflow as tf
+
+from keras_paragrad.profiling.schedule import ProfileSchedule
+from keras_paragrad.profiling.tracer import Profiler
+
+SCHEDULE = ProfileSchedule(skip_first=4, warmup=1, active=4)
+
+
+def trained(callback, batches=16, callbacks=()):
+    model = profiled.model()
+    model.fit(profiled.dataset(batches), shuffle=False, verbose=0, callbacks=[callback, *callbacks])
+    assert int(model.optimizer.iterations.numpy()) == batches
+
+
+def profiler(folder, schedule=SCHEDULE, **options):
+    return Profiler(folder, schedule, **{"summary": False, "report": None, **options})
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "keras_paragrad"]
+
+
+def assert_one_line(caplog, *parts):
+    (line,) = lines(caplog)
+    for part in (*parts,):
+        assert part in line and "\n" not in line
+
+
+def assert_no_profiler_is_left():
+    with pytest.raises(tf.errors.UnavailableError):
+        tf.profiler.experimental.stop()
+
+
+def test_another_profiler_is_running(tmp_path, caplog):
+    tf.profiler.experimental.start(str(tmp_path / "other"))
+    try:
+        trained(profiler(tmp_path / "ours", ProfileSchedule(skip_first=4, warmup=1, active=2, repeat=3)))
+    finally:
+        tf.profiler.experimental.stop(save=False)
+    assert_one_line(caplog, "another profiler is running", "Leave `profile_batch` out", "Training goes on")
+    assert not list((tmp_path / "ours").glob(".tracing-*"))
+
+
+def test_keras_takes_the_profiler_first(tmp_path, caplog):
+    other = keras.callbacks.TensorBoard(tmp_path / "other", profile_batch=(2, 10))
+    callback = profiler(tmp_path / "ours", ProfileSchedule(skip_first=4, warmup=1, active=2, repeat=3))
+    trained(callback, callbacks=[other])
+    assert_one_line(caplog, "another profiler is running")
+    # The third window comes when the other has ended.
+    assert [step.step for step in callback.summaries[0].steps] == [11, 12]
+
+
+def test_somebody_else_ends_ours(tmp_path, caplog):
+    class Ends(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 6:
+                tf.profiler.experimental.stop(save=False)
+
+    trained(profiler(tmp_path), callbacks=[Ends()])
+    assert_one_line(caplog, "A window was not traced", "Training goes on")
+    assert_no_profiler_is_left()
+
+
+def test_a_window_that_never_began_is_said_at_the_end(tmp_path, caplog):
+    trained(profiler(tmp_path, ProfileSchedule(skip_first=100)))
+    assert_one_line(caplog, "begins after 102 batches, and there were 16", "ProfileSchedule(skip_first=4, ")
+    assert_no_profiler_is_left()
+
+
+def test_a_training_that_ends_while_warming_up(tmp_path, caplog):
+    trained(profiler(tmp_path, ProfileSchedule(skip_first=10, warmup=20)))
+    assert_one_line(caplog, "begins after 30 batches")
+    assert_no_profiler_is_left()
+
+
+def test_a_training_that_ends_in_a_window_has_a_shorter_one(tmp_path, caplog):
+    callback = profiler(tmp_path, ProfileSchedule(skip_first=10, warmup=1, active=50))
+    trained(callback)
+    assert [step.step for step in callback.summaries[0].steps] == [11, 12, 13, 14, 15]
+    assert lines(caplog) == []
+
+
+def test_a_fit_that_breaks_off_leaves_nothing_that_the_next_trips_over(tmp_path, caplog):
+    class Breaks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 6:
+                raise ZeroDivisionError
+
+    callback = profiler(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        trained(callback, callbacks=[Breaks()])
+    trained(callback)
+    assert [step.step for step in callback.summaries[0].steps] == [5, 6, 7, 8]
+    assert lines(caplog) == []
+
+
+def test_another_profiler_after_a_fit_that_broke_off(tmp_path):
+    class Breaks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 6:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(profiler(tmp_path / "one"), callbacks=[Breaks()])
+    callback = profiler(tmp_path / "two")
+    trained(callback)
+    assert len(callback.summaries[0].steps) == 4
+
+
+@pytest.mark.parametrize("missing", ["xprof", "tensorboard", "jinja2"])
+def test_a_missing_package_is_said_at_construction(tmp_path, caplog, monkeypatch, missing):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == missing else there(name, *more)
+    )
+    Profiler(tmp_path, SCHEDULE)
+    assert_one_line(caplog, f"misses {missing} (to ", "pip install 'keras_paragrad[profile]'")
+
+
+def test_without_xprof_there_is_a_trace_all_the_same(tmp_path, caplog, monkeypatch):
+    imported = builtins.__import__
+
+    def refuse(name, *arguments, **keywords):
+        if name.startswith("xprof"):
+            raise ImportError(f"No module named {name!r}")
+        return imported(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    callback = profiler(tmp_path)
+    trained(callback)
+    assert_one_line(caplog, "No module named 'xprof.", "pip install")
+    assert callback.summaries[0].steps == () and callback.summaries[0].notes
+    assert len(list(tmp_path.rglob("*.xplane.pb"))) == 1
+
+
+def test_a_nearly_full_disk_is_said_at_construction(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5 * 2**20}))
+    profiler(tmp_path / "not" / "there")
+    assert_one_line(caplog, "has 5 MiB left", "Make room, or give Profiler another log_dir")
+
+
+def test_a_log_directory_that_cannot_be(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    trained(profiler(tmp_path / "file" / "logs"))
+    assert all("Make room in" in line and "Training goes on" in line for line in lines(caplog))
+    assert lines(caplog)
+    assert_no_profiler_is_left()
+
+
+FULL = """
+import logging, resource, sys
+import tensorflow as tf
+sys.path.insert(0, sys.argv[2])
+import profiled
+from keras_paragrad.profiling.schedule import ProfileSchedule
+from keras_paragrad.profiling.tracer import Profiler
+
+logging.basicConfig()
+callback = Profiler(sys.argv[1], ProfileSchedule(skip_first=4, warmup=1, active=4), summary=False, report=None)
+model = profiled.model()
+# No file may grow beyond this, as on a disk with so much left.
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+model.fit(profiled.dataset(16), shuffle=False, verbose=0, callbacks=[callback])
+print("trained", int(model.optimizer.iterations.numpy()), len(callback.summaries))
+"""
+
+
+def test_a_disk_that_is_full(tmp_path):
+    tests = Path(__file__).parents[1]
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", FULL, str(tmp_path / "logs"), str(tests)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    assert "trained 16 0" in found.stdout, found.stderr[-3000:]
+    said = [line for line in found.stderr.splitlines() if line.startswith("WARNING:keras_paragrad")]
+    assert len(said) == 1 and "A window was not traced" in said[0] and "Make room in" in said[0]
+    assert not list((tmp_path / "logs").glob(".tracing-*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"log_dir": "gs://bucket/logs"}, "written to disks"),
+        ({"schedule": 10}, "Write ProfileSchedule"),
+        ({"report": "pdf"}, "Write 'html'"),
+        ({"on_signal": "SIGNONE"}, "no such signal"),
+        ({"keep": 0}, "at least 1"),
+        ({"operations": -1}, "at least 0"),
+    ],
+    ids=["log_dir", "schedule", "report", "on_signal", "keep", "operations"],
+)
+def test_arguments_are_checked_at_construction(options, says):
+    with pytest.raises(ValueError, match=says):
+        Profiler(**{"log_dir": "logs", **options})
+
+
+def test_a_handler_of_the_users_is_left_alone(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "keras_paragrad")
+    mine = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        handler = signal.getsignal(signal.SIGUSR1)
+        trained(profiler(tmp_path, None))
+        assert signal.getsignal(signal.SIGUSR1) is handler
+    finally:
+        signal.signal(signal.SIGUSR1, mine)
+    assert_one_line(caplog, "SIGUSR1 has a handler already")
+
+
+def test_a_report_is_written_at_the_end(tmp_path):
+    trained(profiler(tmp_path, report="html"))
+    assert "<html" in (tmp_path / "report.html").read_text("utf-8")

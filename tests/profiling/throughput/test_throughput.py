@@ -1,0 +1,217 @@
+"""`Throughput`: its figures against what was run."""
+
+import csv
+import json
+import logging
+import time
+
+import keras
+import numpy as np
+import psutil
+import pytest
+import tensorflow as tf
+from telemetry_loops import X, Y, inner
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation
+from keras_paragrad.profiling.summary import ProfileSummary, StepTime
+from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
+from keras_paragrad.profiling.throughput.callback import Throughput
+
+PAUSE = 0.02
+
+
+class Pause(keras.callbacks.Callback):
+    """Makes steps last."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        time.sleep(PAUSE)
+
+
+def fitted(throughput, model=None, optimizer="sgd", callbacks=(), data=None, batch_size=16, **more):
+    model = model or inner()
+    model.compile(optimizer, "mse", **{"jit_compile": False, **more})
+    arguments = {"x": X, "y": Y, "batch_size": batch_size} if data is None else {"x": data}
+    history = model.fit(**arguments, epochs=2, shuffle=False, verbose=0, callbacks=[Pause(), *callbacks, throughput])
+    assert not hasattr(model.train_function, "ended")
+    return history.history, throughput.figures
+
+
+def assert_paced(figures, rows_in_a_call):
+    """Each call takes the pause and little more, on a machine that others use as well."""
+    slowest, fastest = rows_in_a_call / (6 * PAUSE), rows_in_a_call / PAUSE
+    assert slowest < figures["examples_per_second"] < fastest
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"jit_compile": True}, {"run_eagerly": True}, {"steps_per_execution": 2}], ids=str
+)
+def test_examples_and_times(more):
+    history, figures = fitted(Throughput(), **more)
+    steps = more.get("steps_per_execution", 1)
+    assert_paced(figures, 16 * steps)
+    assert PAUSE * 1e3 / steps <= figures["step_time_p50_ms"] <= figures["step_time_p95_ms"] < 10 * PAUSE * 1e3
+    assert figures["updates_per_second"] == pytest.approx(figures["examples_per_second"] / 16, rel=1e-6)
+    assert 0 < figures["time_to_first_step_s"] < 60
+    assert figures["retraces"] == 0
+    assert figures["host_memory_bytes"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.3)
+    assert "device_memory_bytes" not in figures
+    assert history["examples_per_second"][-1] == figures["examples_per_second"]
+
+
+def test_accumulation_has_fewer_updates_than_steps():
+    optimizer = AccumulatingOptimizer("sgd", 3)
+    _, figures = fitted(Throughput(), optimizer=optimizer, callbacks=[ExactAccumulation()])
+    assert_paced(figures, 16)
+    assert figures["updates_per_second"] == pytest.approx(figures["examples_per_second"] / 48, rel=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 4], ids=["steps=1", "steps=4"])
+def test_data_of_unknown_length(steps):
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16).filter(lambda x, y: True)
+    throughput = Throughput()
+    fitted(throughput, data=data, steps_per_execution=steps)
+    # Six batches: with four in a call, the second one of an epoch has but two, and is not counted among the times.
+    assert_paced(throughput.figures, 16 if steps == 1 else 48)
+    assert throughput.figures["step_time_p50_ms"] > 0
+
+
+def test_a_generator():
+    def batches():
+        while True:
+            yield X[:16], Y[:16]
+
+    model, throughput = inner(), Throughput(flops=True)
+    model.compile("sgd", "mse", jit_compile=False)
+    model.fit(batches(), steps_per_epoch=5, shuffle=False, verbose=0, callbacks=[Pause(), throughput])
+    assert_paced(throughput.figures, 16)
+
+
+def test_a_train_step_of_your_own():
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return {"loss": tf.reduce_mean(self(data[0]))}
+
+    _, figures = fitted(Throughput(), Own(inner().layers))
+    assert "examples_per_second" not in figures
+    _, figures = fitted(Throughput(batch_size=16), Own(inner().layers))
+    assert_paced(figures, 16)
+
+
+def test_it_goes_with_telemetry_in_any_order():
+    for callbacks in ([GradientTelemetry(every=2), Throughput()], [Throughput(), GradientTelemetry(every=2)]):
+        model = inner()
+        model.compile("sgd", "mse")
+        history = model.fit(X, Y, batch_size=16, verbose=0, callbacks=callbacks).history
+        assert history["examples_per_second"][0] > 0
+        assert history["gradient_norm"][0] > 0
+        figures = next(each for each in callbacks if isinstance(each, Throughput)).figures
+        assert figures["retraces"] == 0
+        assert not hasattr(model.train_function, "ended")
+
+
+def test_the_progress_bar_shows_them(capsys):
+    model = inner()
+    model.compile("sgd", "mse")
+    model.fit(X, Y, batch_size=16, verbose=2, callbacks=[Throughput()])
+    assert "examples_per_second: " in capsys.readouterr().out
+
+
+def test_a_graph_that_is_traced_again_is_named_with_its_shapes(tmp_path, caplog):
+    model = keras.Sequential([keras.Input((None, 2)), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+
+    class Lengths(keras.callbacks.Callback):
+        """Hands the train function iterators of its own, each of another shape."""
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 2:
+                data = tf.data.Dataset.from_tensors((np.ones((8, 5, 2), "float32"), np.ones((8, 1), "float32")))
+                self.model.train_function(iter(data.repeat()))
+
+    throughput = Throughput(tmp_path)
+    data = tf.data.Dataset.from_tensors((np.ones((8, 3, 2), "float32"), np.ones((8, 1), "float32"))).repeat(4)
+    with caplog.at_level(logging.WARNING, "keras_paragrad"):
+        model.fit(data, shuffle=False, verbose=0, callbacks=[throughput, Lengths()])
+    assert throughput.figures["retraces"] == 1
+    rows = list(csv.DictReader((tmp_path / "retraces.csv").read_text().splitlines()))
+    assert [row["signature"] for row in rows] == ["float32[8,?,2], float32[8,1]"]
+    assert "float32[8,?,2]" in caplog.text
+
+
+def test_files_and_tensorboard(tmp_path):
+    history, figures = fitted(Throughput(tmp_path))
+    rows = list(csv.DictReader((tmp_path / "throughput.csv").read_text().splitlines()))
+    assert list(rows[0]) == ["step", "epoch", "quantity", "value"]
+    found = {(row["epoch"], row["quantity"]): (row["step"], float(row["value"])) for row in rows}
+    assert found["1", "examples_per_second"] == ("12", pytest.approx(figures["examples_per_second"], rel=1e-11))
+    assert {name for _, name in found} == set(figures)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {f"throughput/{name}" for name in figures}
+    last = events.Scalars("throughput/step_time_p95_ms")[-1]
+    assert (last.step, last.value) == (12, pytest.approx(history["step_time_p95_ms"][-1]))
+
+
+def test_utilization():
+    _, figures = fitted(Throughput(peak_flops=1e9))
+    # Forward 6 x 5 and 5 x 1; the gradients of both kernels, and of the second layer's input.
+    assert figures["flops_per_step"] == 2 * 16 * (30 + 5 + 30 + 5 + 5)
+    rate = figures["examples_per_second"] / 16
+    assert figures["mfu"] == pytest.approx(figures["flops_per_step"] * rate / 1e9, rel=1e-6)
+
+
+def test_a_model_whose_operations_cannot_be_counted():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((6, 1)), keras.layers.SimpleRNN(3), keras.layers.Dense(1)])
+    _, figures = fitted(Throughput(peak_flops=1e9), model)
+    assert "flops_per_step" not in figures
+    assert "mfu" not in figures
+
+
+def test_the_share_of_collectives_is_that_of_the_newest_profile(tmp_path):
+    for name, collective in (("2020", 9.0), ("2021", 2.5)):
+        folder = tmp_path / "plugins" / "profile" / name
+        folder.mkdir(parents=True)
+        summary = ProfileSummary(steps=(StepTime(0, 0, 0.0, 10.0, collective=collective),))
+        (folder / "keras_paragrad.json").write_text(json.dumps(summary.to_dict()))
+    _, figures = fitted(Throughput(tmp_path))
+    assert figures["collective_share"] == 0.25
+
+
+def test_a_step_that_fails_takes_the_clock_off():
+    model = inner()
+    model.compile("sgd", "mse", jit_compile=False)
+    x = tf.data.Dataset.range(4).map(
+        lambda row: tf.debugging.check_numerics(tf.ones([2, 6]) / tf.cast(1 - row, "float32"), "")
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        model.fit(x.map(lambda row: (row, row[:, :1])), shuffle=False, verbose=0, callbacks=[Throughput()])
+    assert not hasattr(model.train_function, "ended")
+
+
+def test_a_directory_that_cannot_be_written(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING, "keras_paragrad"):
+        _, figures = fitted(Throughput(tmp_path / "file" / "log"))
+    assert caplog.text.count("can't be written any more") == 1
+    assert figures["examples_per_second"] > 0
+
+
+@pytest.mark.parametrize("arguments", [{"interval": 0}, {"peak_flops": -1.0}, {"batch_size": 0}], ids=str)
+def test_arguments(arguments):
+    with pytest.raises(ValueError, match=f"`{next(iter(arguments))}`.*above 0"):
+        Throughput(**arguments)
+
+
+@pytest.mark.own_process(seconds=200)
+@pytest.mark.parametrize("distributed", [True, False], ids=["DistributedFit", "stock"])
+def test_two_replicas(mirrored, distributed):
+    with mirrored.scope():
+        model = inner()
+        model.compile("sgd", "mse")
+    throughput = Throughput(flops=True)
+    fit = DistributedFit(strategy=mirrored).fit if distributed else type(model).fit
+    fit(model, X, Y, batch_size=16, shuffle=False, epochs=2, verbose=0, callbacks=[Pause(), throughput])
+    assert_paced(throughput.figures, 16)
+    assert throughput.figures["flops_per_step"] == 2 * 16 * 75
