@@ -6,6 +6,7 @@ import time
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from xprof.convert.raw_to_tool_data import xspace_to_tool_data
 
 ROWS = 16
@@ -41,6 +42,35 @@ def dataset(batches, known=True, milliseconds=0.0):
     if milliseconds:
         data = data.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(slowly, [x], tf.float32), (None, 16)), y))
     return data if known else data.filter(lambda x, y: True)
+
+
+def write_trace(folder, threads):
+    """Writes a trace by hand.
+
+    Args:
+        folder: Where to.
+        threads: By a thread's name, its events: each with its name, beginning and end in microseconds, and statistics.
+    """
+    space = xplane_pb2.XSpace(hostnames=["by_hand"])
+    plane = space.planes.add(name="/host:CPU")
+    numbers = {}
+
+    def number(names, name):
+        found = numbers.setdefault(name, len(numbers) + 1)
+        names[found].id, names[found].name = found, name
+        return found
+
+    for index, (thread, events) in enumerate(threads.items()):
+        line = plane.lines.add(id=index, display_id=index, name=thread)
+        for name, begin, end, stats in events:
+            event = line.events.add(
+                metadata_id=number(plane.event_metadata, name),
+                offset_ps=begin * 1_000_000,
+                duration_ps=(end - begin) * 1_000_000,
+            )
+            for key, value in stats.items():
+                event.stats.add(metadata_id=number(plane.stat_metadata, key), int64_value=value)
+    (folder / "by_hand.xplane.pb").write_bytes(space.SerializeToString())
 
 
 def table(folder, tool, column):

@@ -81,6 +81,31 @@ def test_other_threads_work_counts_to_the_end_of_its_own_step():
     assert (second.host, second.idle) == (0, 10)
 
 
+def test_a_thread_that_was_held_up_when_a_batch_was_there_is_busy_as_in_xprof(tmp_path):
+    held_up = {2: 560}
+    threads = {"python": [], "tf_Compute": [], "tf_data_iterator_get_next": []}
+    for step in range(4):
+        begin = 1000 * step
+        done = begin + 160 + held_up.get(step, 0)
+        threads["python"] += [
+            ("train", begin, begin + 1000, {"step_num": step, "_r": 1, "batch": step, "ran": 1}),
+            ("FunctionRun", begin + 100, begin + 200, {"_r": 1, "_pt": 2, "_p": 10 + step}),
+        ]
+        threads["tf_Compute"] += [
+            ("ExecutorState::Process", begin + 110, begin + 150, {"_ct": 2, "_c": 10 + step}),
+            ("ExecutorState::ProcessAsync::Start", begin + 120, begin + 130, {"_pt": 2, "_p": 100 + step}),
+        ]
+        threads["tf_data_iterator_get_next"] += [
+            ("ExecutorState::ProcessAsync::Done", begin + 140, done, {"_ct": 2, "_c": 100 + step})
+        ]
+    profiled.write_trace(tmp_path, threads)
+    found = [step.host for step in summarize(tmp_path).steps]
+    assert found == pytest.approx([0.05, 0.05, 0.61, 0.05])
+    assert found == pytest.approx(
+        [row["hostComputeTimeMs"] for row in profiled.table(tmp_path, "overview_page", "stepTimeMs")]
+    )
+
+
 def call(begin, end, batch, **stats):
     return marker(begin, end, **{"batch": batch, "update": batch, "pulls": 1, "count": 3, "ran": 1, **stats})
 

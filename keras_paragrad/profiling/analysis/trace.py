@@ -16,7 +16,8 @@ _COLLECTIVE = re.compile(r"collective|nccl|all[-_]?reduce|all[-_]?gather|reduce[
 _COLLECTIVE_CALL, _COLLECTIVE_DONE = "CollectiveOpV2Kernel::Run", "CollectiveExecutor::ExecuteAsync::Done"
 # What stands around a call, as xprof has it; its inside counts.
 _AROUND = ("EagerExecute", "EagerLocalExecute", "EagerKernelExecute", "end: ")
-_WORK = ("ExecutorState::Process", "ExecutorDoneCallback")
+_CALLS = ("FunctionRun", "ExecutorState::ProcessAsync::Start")
+_WORK = ("ExecutorState::Process", "ExecutorDoneCallback", "ExecutorState::ProcessAsync::Done")
 # An input pipeline's own functions, which run beside the step.
 _OF_THE_PIPELINE = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 _PIPELINE_LINES = ("tf_data_iterator_resource",)
@@ -157,7 +158,7 @@ def _kind(event: Any) -> str:
     name = event.name
     if name.startswith(_AROUND) or name.startswith("Threadpool"):
         return ""
-    if name == "FunctionRun":
+    if name in _CALLS:
         return "call"
     if name in _WORK:
         return "work"
