@@ -62,6 +62,12 @@ def test_each_moment_counts_once_for_the_first_that_it_can_be():
     assert step == StepTime(3, None, 0.0, 20.0, input=5, host=3, compute=3, collective=3, idle=6)
 
 
+def test_a_collective_counts_to_the_end_of_its_own_step():
+    trace = Trace(markers=[marker(0, 10, step_num=0, _r=1), marker(10, 20, step_num=1, _r=1)])
+    trace.collective = spans((4, 13))
+    assert [(step.collective, step.idle) for step in step_times(trace)] == [(6, 4), (0, 10)]
+
+
 def test_what_a_device_computes_is_not_waited_for():
     trace = Trace(markers=[marker(0, 10, step_num=0, _r=1)], has_device=True)
     trace.host[0] = spans((0, 10))
@@ -81,9 +87,16 @@ def test_other_threads_work_counts_to_the_end_of_its_own_step():
     assert (second.host, second.idle) == (0, 10)
 
 
-def test_a_thread_that_was_held_up_when_a_batch_was_there_is_busy_as_in_xprof(tmp_path):
+@pytest.mark.parametrize(
+    ("thread", "hands_on", "takes_up"),
+    [
+        ("tf_data_iterator_get_next", "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"),
+        ("collective_ops", "CollectiveExecutor::CompleteParams", "CollectiveExecutor::CompleteParamsAsync::Done"),
+    ],
+)
+def test_a_thread_that_is_held_up_is_busy_as_in_xprof(tmp_path, thread, hands_on, takes_up):
     held_up = {2: 560}
-    threads = {"python": [], "tf_Compute": [], "tf_data_iterator_get_next": []}
+    threads = {"python": [], "tf_Compute": [], thread: []}
     for step in range(4):
         begin = 1000 * step
         done = begin + 160 + held_up.get(step, 0)
@@ -93,11 +106,9 @@ def test_a_thread_that_was_held_up_when_a_batch_was_there_is_busy_as_in_xprof(tm
         ]
         threads["tf_Compute"] += [
             ("ExecutorState::Process", begin + 110, begin + 150, {"_ct": 2, "_c": 10 + step}),
-            ("ExecutorState::ProcessAsync::Start", begin + 120, begin + 130, {"_pt": 2, "_p": 100 + step}),
+            (hands_on, begin + 120, begin + 130, {"_pt": 2, "_p": 100 + step}),
         ]
-        threads["tf_data_iterator_get_next"] += [
-            ("ExecutorState::ProcessAsync::Done", begin + 140, done, {"_ct": 2, "_c": 100 + step})
-        ]
+        threads[thread] += [(takes_up, begin + 140, done, {"_ct": 2, "_c": 100 + step})]
     profiled.write_trace(tmp_path, threads)
     found = [step.host for step in summarize(tmp_path).steps]
     assert found == pytest.approx([0.05, 0.05, 0.61, 0.05])

@@ -89,7 +89,7 @@ def _parts_on(trace: Trace, line: int, markers: list[Marker]) -> Parts:
     operations = Coverage(trace.operations) & host
     device = Coverage(trace.device)
     layers = [device]
-    for more in (waiting, operations, Coverage(trace.collective), host):
+    for more in (waiting, operations, Coverage(_cut_off(trace.collective, steps)), host):
         layers.append(layers[-1] | more)
 
     def parts(begin: float, end: float) -> dict[str, float]:

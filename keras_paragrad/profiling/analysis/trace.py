@@ -16,8 +16,8 @@ _COLLECTIVE = re.compile(r"collective|nccl|all[-_]?reduce|all[-_]?gather|reduce[
 _COLLECTIVE_CALL, _COLLECTIVE_DONE = "CollectiveOpV2Kernel::Run", "CollectiveExecutor::ExecuteAsync::Done"
 # What stands around a call, as xprof has it; its inside counts.
 _AROUND = ("EagerExecute", "EagerLocalExecute", "EagerKernelExecute", "end: ")
-_CALLS = ("FunctionRun", "ExecutorState::ProcessAsync::Start")
-_WORK = ("ExecutorState::Process", "ExecutorDoneCallback", "ExecutorState::ProcessAsync::Done")
+# What hands work to other threads, and what takes it up, say so in these statistics: of which type, and its number.
+_HANDS_ON, _TAKES_UP = ("_pt", "_p"), ("_ct", "_c")
 # An input pipeline's own functions, which run beside the step.
 _OF_THE_PIPELINE = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 _PIPELINE_LINES = ("tf_data_iterator_resource",)
@@ -70,15 +70,10 @@ def _read_host(trace: Trace, plane: Any) -> None:
     for number, line in enumerate(plane.lines):
         if line.name.startswith(_PIPELINE_LINES):
             continue
-        for kind, event in _told_apart(line):
+        for kinds, event in _told_apart(line):
             span = _span(event)
-            if kind == "marker":
-                trace.markers.append(Marker(*span, dict(event.stats), number))
-            elif kind == "call":
-                trace.calls.append(Call(span[0], number, dict(event.stats).get("_p", "")))
-            else:
-                _KEEP.get(kind, _nothing)(trace, waits, event, span, number)
-                trace.host[number].append(span)
+            for kind in kinds:
+                _KEEP[kind](trace, waits, event, span, number)
     trace.collective += waits.spans()
 
 
@@ -93,20 +88,24 @@ class _Waits:
         return [(begin, self.done[flow]) for flow, begin in self.called.items() if flow in self.done]
 
 
-def _nothing(*_: Any) -> None:
-    pass
+def _keep_marker(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
+    trace.markers.append(Marker(*span, dict(event.stats), line))
+
+
+def _keep_call(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
+    trace.calls.append(Call(span[0], line, _flow(event, _HANDS_ON)))
 
 
 def _keep_work(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    trace.work.append(Work(*span, line, dict(event.stats).get("_c", "")))
+    trace.work.append(Work(*span, line, _flow(event, _TAKES_UP)))
 
 
 def _keep_collective_call(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    waits.called[dict(event.stats).get("_p", "")] = span[0]
+    waits.called[_flow(event, _HANDS_ON)] = span[0]
 
 
 def _keep_collective_done(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    waits.done[dict(event.stats).get("_c", "")] = span[1]
+    waits.done[_flow(event, _TAKES_UP)] = span[1]
 
 
 def _keep_input(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
@@ -128,6 +127,8 @@ def _keep_function(trace: Trace, waits: _Waits, event: Any, span: tuple[float, f
 
 
 _KEEP = {
+    "marker": _keep_marker,
+    "call": _keep_call,
     "work": _keep_work,
     "collective call": _keep_collective_call,
     "collective done": _keep_collective_done,
@@ -136,32 +137,44 @@ _KEEP = {
     "function": _keep_function,
     "operations": lambda trace, waits, event, span, line: trace.operations.append(span),
     "collective": lambda trace, waits, event, span, line: trace.collective.append(span),
+    "host": lambda trace, waits, event, span, line: trace.host[line].append(span),
 }
+
+
+def _flow(event: Any, named: tuple[str, str]) -> str:
+    stats = dict(event.stats)
+    return ":".join(str(stats.get(name, "")) for name in named)
 
 
 def _span(event: Any) -> tuple[float, float]:
     return event.start_ns, event.start_ns + event.duration_ns
 
 
-def _told_apart(line: Any) -> Iterator[tuple[str, Any]]:
+def _told_apart(line: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """A line's events with what each is: told once for a name, since asking for an event's statistics is slow."""
-    kinds: dict[str, str] = {}
+    found: dict[str, tuple[str, ...]] = {}
     for event in line.events:
-        kind = kinds.get(event.name)
-        if kind is None:
-            kind = kinds[event.name] = _kind(event)
-        if kind:
-            yield kind, event
+        kinds = found.get(event.name)
+        if kinds is None:
+            kinds = found[event.name] = _kinds(event)
+        if kinds:
+            yield kinds, event
 
 
-def _kind(event: Any) -> str:
-    name = event.name
-    if name.startswith(_AROUND) or name.startswith("Threadpool"):
-        return ""
-    if name in _CALLS:
-        return "call"
-    if name in _WORK:
-        return "work"
+def _kinds(event: Any) -> tuple[str, ...]:
+    if event.name.startswith(_AROUND) or event.name.startswith("Threadpool"):
+        return ()
+    if event.name == "FunctionRun":
+        return ("call",)
+    stats = {key for key, _ in event.stats}
+    kind = _kind(event.name, stats)
+    if kind == "marker":
+        return (kind,)
+    flows = [each for each, named in (("call", _HANDS_ON), ("work", _TAKES_UP)) if named[1] in stats]
+    return tuple({kind, "host", *flows})
+
+
+def _kind(name: str, stats: set[str]) -> str:
     if name.startswith("IteratorGetNext"):
         return "input"
     if name in (_COLLECTIVE_CALL, _COLLECTIVE_DONE):
@@ -171,9 +184,8 @@ def _kind(event: Any) -> str:
         if operation[1] in _OF_THE_PIPELINE:
             return "host"
         return "collective" if _COLLECTIVE.match(operation[1]) else "operations"
-    names = {key for key, _ in event.stats}
-    if "hlo_op" in names:
+    if "hlo_op" in stats:
         return "collective" if _COLLECTIVE.match(name) else "compiled"
-    if "tracing_count" in names:
+    if "tracing_count" in stats:
         return "function"
-    return "marker" if "batch" in names or {"step_num", "_r"} <= names else "host"
+    return "marker" if "batch" in stats or {"step_num", "_r"} <= stats else "host"
