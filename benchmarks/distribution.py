@@ -6,6 +6,7 @@ logical devices, or two workers, on the cores of one machine show what is added 
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+import numpy as np
 from harness import fashion_mnist, interleaved, report
 
 
@@ -35,15 +37,17 @@ if sys.argv[2:]:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, [cores[place_in_cluster() % len(cores)]])
     import keras
-    import numpy as np
     import tensorflow as tf
     from models import endless
+    from turns import in_turns
 
     from keras_paragrad import AccumulatingOptimizer, DistributedFit
     from keras_paragrad.distribution.checkpoint.backup import Backup
 
 NAME = "distribution"
 BATCH, STEPS, ROUNDS = 128, 50, 21
+# How many steps of each of several trainings run before the next one's turn, and how often it is each one's.
+BLOCK, BLOCKS = 16, 100
 MODELS = {"mlp": "MLP 784-512-512-10", "cnn": "CNN of two convolutions"}
 REDUCTIONS = {"one_device": "added up on one device", "ring": "added up on TensorFlow's default, a ring"}
 OPTIMIZERS = ("SGD", "Adam")
@@ -116,42 +120,46 @@ def print_replicas(reduction, name):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=operations)
     dist = DistributedFit(strategy=strategy)
 
-    def parallel(optimizer, prepared, jit_compile=False):
-        with dist.scope():
-            model = model_of(name, optimizer_of(optimizer), jit_compile)
-        if prepared:
-            dist.prepare(model)
-        return model
+    def training(optimizer, scope, prepared=False, own_feed=False, jit_compile=False):
+        def train(turn, steps):
+            with scope():
+                model = model_of(name, optimizer_of(optimizer), jit_compile)
+            if prepared:
+                dist.prepare(model)
+            data = dist.dataset(batches(), steps_per_epoch=steps) if own_feed else batches()
+            model.fit(data, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=[turn])
+
+        return train
 
     for optimizer in OPTIMIZERS:
-        own_data = dist.dataset(batches(), steps_per_epoch=STEPS)
-        fits = {
-            "stock": fitted(parallel(optimizer, prepared=False), batches()),
-            "ours": fitted(parallel(optimizer, prepared=True), own_data),
-            "ours, stock's feed": fitted(parallel(optimizer, prepared=True), batches()),
-            "ours, XLA": fitted(parallel(optimizer, prepared=True, jit_compile=True), own_data),
-            "one device": fitted(model_of(name, optimizer_of(optimizer)), batches()),
-            "one device, XLA": fitted(model_of(name, optimizer_of(optimizer), jit_compile=True), batches()),
+        parallel = functools.partial(training, optimizer, dist.scope)
+        alone = functools.partial(training, optimizer, contextlib.nullcontext)
+        trainings = {
+            "stock": parallel(),
+            "ours": parallel(prepared=True, own_feed=True),
+            "ours, stock's feed": parallel(prepared=True),
+            "ours, XLA": parallel(prepared=True, own_feed=True, jit_compile=True),
+            "one device": alone(),
+            "one device, XLA": alone(jit_compile=True),
         }
-        print_turns({way: median_step(fit) for way, fit in fits.items()}, optimizer=optimizer)
+        took = in_turns(trainings, BLOCKS, BLOCK)
+        print(json.dumps({"optimizer": optimizer, "took": {way: list(times) for way, times in took.items()}}))
 
 
 def report_replicas():
     for reduction, name in itertools.product(REDUCTIONS, MODELS):
         rows = []
         for line in printed("replicas", reduction, name):
-            turns = line["turns"]
-            ratios = {way: [turn[way] / turn["stock"] for turn in turns] for way in turns[0]}
-            xla = [turn["ours, XLA"] / turn["ours"] for turn in turns]
+            took = {way: np.array(times) / 1e3 for way, times in line["took"].items()}
             rows.append(
                 [
                     line["optimizer"],
-                    statistics.median(turn["stock"] for turn in turns),
-                    quartiles(ratios["ours"]),
-                    quartiles(ratios["ours, stock's feed"]),
-                    quartiles(xla),
-                    statistics.median(turn["one device"] for turn in turns),
-                    statistics.median(turn["one device, XLA"] for turn in turns),
+                    float(np.median(took["stock"])),
+                    quartiles(list(took["ours"] / took["stock"])),
+                    quartiles(list(took["ours, stock's feed"] / took["stock"])),
+                    quartiles(list(took["ours, XLA"] / took["ours"])),
+                    float(np.median(took["one device"])),
+                    float(np.median(took["one device, XLA"])),
                 ]
             )
         title = f"A step on 2 replicas, {MODELS[name]}, batch of {BATCH}; gradients are {REDUCTIONS[reduction]}"

@@ -7,9 +7,7 @@ import logging
 import os
 import statistics
 import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -20,42 +18,16 @@ import numpy as np
 from harness import report
 from models import batch_of, endless, loss_of, model_of
 from sizes import MODELS
+from turns import in_turns
 
 from keras_paragrad import GradientTelemetry, Profiler, ProfileSchedule, Throughput, write_report
 
 NAME = "profiling"
 TITLES = {"small": "MLP 784-64-64-10, batch of 128", **{name: MODELS[name] for name in ("mlp", "cnn")}}
-# Steps in a block; how many blocks count, and how many before them don't, as they compile.
-BLOCK, BLOCKS, COMPILING = 32, 80, 3
+BLOCKS = 80
 TRACED, REPORTS = 20, 5
 # An idle Profiler says that it has traced nothing.
 logging.getLogger("keras_paragrad").setLevel(logging.ERROR)
-
-
-class Turn(keras.callbacks.Callback):
-    """Lets a training run a block of steps at a time, in turns with others, and takes the time of each block.
-
-    The first of a training's callbacks, so that what the others do before and after a batch is in the time.
-
-    Args:
-        mine: The semaphore that says that it is this training's turn.
-        following: That of the next one.
-    """
-
-    def __init__(self, mine, following):
-        super().__init__()
-        self.mine, self.following = mine, following
-        self.began, self.took = None, []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        """Passes the turn on, if a block is over."""
-        if batch % BLOCK:
-            return
-        if self.began is not None:
-            self.took.append((time.perf_counter() - self.began) / BLOCK * 1e6)
-        self.following.release()
-        self.mine.acquire()
-        self.began = time.perf_counter()
 
 
 class Nothing(keras.callbacks.Callback):
@@ -101,27 +73,18 @@ def cases(folder):
     }
 
 
-def in_turns(name, jit_compile, folder):
-    """By case, the microseconds of a step in each block, of which one follows on another's."""
-    data, makers = data_of(name), cases(folder)
-    semaphores = [threading.Semaphore(0) for _ in makers]
-    turns = [Turn(mine, semaphores[(index + 1) % len(makers)]) for index, mine in enumerate(semaphores)]
+def step_times(name, jit_compile, folder):
+    """By case, the microseconds of a step in each block."""
+    data = data_of(name)
 
-    def train(turn, case):
-        turn.mine.acquire()
-        try:
+    def training(case, make):
+        def train(turn, steps):
             model = trained(name, jit_compile)
-            steps = BLOCK * (COMPILING + BLOCKS) + 1
-            model.fit(data, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=[turn, *makers[case](case)])
-        finally:
-            turn.following.release()
+            model.fit(data, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=[turn, *make(case)])
 
-    with ThreadPoolExecutor(len(makers)) as threads:
-        trainings = [threads.submit(train, turn, case) for turn, case in zip(turns, makers, strict=True)]
-        semaphores[0].release()
-    for training in trainings:
-        training.result()
-    return {case: np.array(turn.took[COMPILING:]) for turn, case in zip(turns, makers, strict=True)}
+        return train
+
+    return in_turns({case: training(case, make) for case, make in cases(folder).items()}, BLOCKS)
 
 
 def report_cost(jit_compile):
@@ -154,7 +117,7 @@ def report_cost_of(name, title):
     """Prints what every callback adds to a step of a model."""
     for jit_compile in (False, True):
         with tempfile.TemporaryDirectory() as folder:
-            found = in_turns(name, jit_compile, folder)
+            found = step_times(name, jit_compile, folder)
         plain = float(np.median(found["plain"]))
         rows = []
         for case, took in found.items():
