@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 
-_COLUMNS = 64
+from keras_paragrad.sums import row_sums
 
 
 @dataclasses.dataclass
@@ -194,20 +193,3 @@ def widened(tensor: tf.Tensor) -> tf.Tensor:
 def squared_norm(gradients: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
     """The squared norm of each row of a `(batch, ...)` tensor, `(batch,)`."""
     return row_sums(tf.square(gradients), by_xla)
-
-
-def row_sums(values: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
-    """The sum of each row of a `(batch, ...)` tensor, `(batch,)`.
-
-    Args:
-        values: The tensor.
-        by_xla: Whether XLA compiles this. On CPUs it adds up a row one number after the other, but columns beside each
-            other, so that columns are added first.
-    """
-    sizes: list[Any] = list(values.shape[1:])
-    size = 0 if None in sizes else math.prod(sizes)
-    if not by_xla or size % _COLUMNS or size == _COLUMNS:
-        return tf.reduce_sum(values, axis=list(range(1, values.shape.rank)))
-    columns = tf.reduce_sum(tf.reshape(values, [-1, size // _COLUMNS, _COLUMNS]), 1)
-    # The maximum changes nothing, but keeps XLA from making one sum of the two.
-    return tf.reduce_sum(tf.maximum(columns, columns.dtype.min), 1)

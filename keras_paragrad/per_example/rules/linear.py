@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.registry import Call, Rule, row_sums, squared_norm
+from keras_paragrad.per_example.registry import Call, Rule, squared_norm
+from keras_paragrad.sums import row_sums
 
 
 class Product(NamedTuple):

@@ -12,8 +12,7 @@ from keras_paragrad._keras.replicas import replica_index
 from keras_paragrad._keras.telemetry_watch import Update
 from keras_paragrad.distribution.workers import place_of
 from keras_paragrad.profiling.telemetry.report import HEADER, QUANTITIES, Weight
-
-_COLUMNS = 64
+from keras_paragrad.sums import row_sums
 
 
 class Meter:
@@ -123,14 +122,7 @@ def _half_square(tensor: Any) -> tf.Tensor:
 
 
 def _half_square_by_xla(tensor: Any) -> tf.Tensor:
-    """The same, added up in columns: XLA adds on CPUs one number after the other, but columns beside each other."""
-    if tensor is None:
-        return tf.constant(0.0)
-    squares = tf.square(tf.reshape(_float(tensor), [-1])) / 2
-    even = (squares.shape[0] or 0) // _COLUMNS * _COLUMNS
-    columns = tf.reduce_sum(tf.reshape(squares[:even], [-1, _COLUMNS]), 0)
-    # The maximum changes nothing, but keeps XLA from making one sum of the two.
-    return tf.reduce_sum(tf.maximum(columns, 0.0)) + tf.reduce_sum(squares[even:])
+    return tf.constant(0.0) if tensor is None else row_sums(tf.square(tf.reshape(_float(tensor), [1, -1])) / 2, True)[0]
 
 
 def _nonfinite(tensor: Any) -> tf.Tensor:
