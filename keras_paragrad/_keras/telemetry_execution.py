@@ -3,8 +3,13 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import tensorflow as tf
+
 from keras_paragrad._keras.stages import Apply
 from keras_paragrad._keras.telemetry_watch import Update
+
+# Among a step's logs, what its telemetry has noted: an output costs nothing, and reading a variable an operation.
+LATEST = "_keras_paragrad_latest"
 
 
 class Telemetry(Protocol):
@@ -22,8 +27,12 @@ class Telemetry(Protocol):
         """
         ...
 
-    def ran(self, watched: bool, batches: int) -> None:
-        """Tells that the call has run."""
+    def latest(self) -> tf.Tensor:
+        """What was noted last, while a step is traced; one replica's step hands it to `ran`."""
+        ...
+
+    def ran(self, watched: bool, batches: int, latest: tf.Tensor | None) -> None:
+        """Tells that the call has run, and what was noted last, if it is known."""
         ...
 
 
@@ -81,7 +90,7 @@ def pick_watched(
         known = count if updates_each_batch else None
         watched = telemetry.wants(sum(ahead.look(count)) if ahead else known)
         logs = (watching if watched else plain)(iterator)
-        telemetry.ran(watched, count)
+        telemetry.ran(watched, count, logs.pop(LATEST, None))
         return logs
 
     return train_function

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.additions import Additions
 from keras_paragrad._keras.apply import parts, unscaled
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.replaced import Replacement, replaced
@@ -25,7 +26,7 @@ class Update(NamedTuple):
             none, and where Keras assigns the weight its gradient as it is.
         clipped: The same after clipping, as the optimizer's update rule gets them.
         before: The weights before the update.
-        after: The weights after it.
+        change: What the update added to the weights or took from them.
         learning_rate: As the update rule gets it.
         loss_scale: What the loss was multiplied with.
     """
@@ -34,7 +35,7 @@ class Update(NamedTuple):
     gradients: list[tf.Tensor | None]
     clipped: list[tf.Tensor | None]
     before: list[tf.Tensor]
-    after: list[tf.Tensor]
+    change: list[tf.Tensor]
     learning_rate: tf.Tensor
     loss_scale: tf.Tensor
 
@@ -76,15 +77,27 @@ def clips(optimizer: keras.optimizers.Optimizer) -> bool:
     return any(getattr(part, name) for part in parts(updating(optimizer)) for name in names)
 
 
+def _difference(weight: Any, before: tf.Tensor) -> tf.Tensor:
+    return tf.cast(weight.value, "float32") - tf.cast(before, "float32")
+
+
 class _Seen:
     """What has been seen of one replica's update."""
 
-    def __init__(self, before: list[tf.Tensor]):
-        self.before = before
+    def __init__(self, weights: list[Any]):
+        self.weights = weights
+        # Identities, for a variable that is read and updated in one step.
+        self.before = [tf.identity(weight.value) for weight in weights]
+        self.additions = Additions(weights)
         self.unclipped: list[Any] = []
-        self.gradients: list[tf.Tensor | None] = [None] * len(before)
-        self.clipped: list[tf.Tensor | None] = [None] * len(before)
+        self.gradients: list[tf.Tensor | None] = [None] * len(weights)
+        self.clipped: list[tf.Tensor | None] = [None] * len(weights)
         self.learning_rate: Any = 0.0
+
+    def change(self) -> list[tf.Tensor]:
+        """What the update has added to the weights or taken from them."""
+        seen = zip(self.additions.read_off(), self.weights, self.before, strict=True)
+        return [_difference(weight, before) if added is None else added for added, weight, before in seen]
 
 
 class _Watch(Replacement):
@@ -105,7 +118,7 @@ class _Watch(Replacement):
 
     def _applying(self, optimizer: Any, original: Callable) -> Callable:
         def apply(*arguments, **keywords):
-            seen = self.seen[replica_index()] = _Seen(self._values())
+            seen = self.seen[replica_index()] = _Seen(self.weights)
             result = original(*arguments, **keywords)
             if not optimizer.gradient_accumulation_steps:
                 self._finish(seen, optimizer.iterations)
@@ -147,10 +160,6 @@ class _Watch(Replacement):
         rows = self.weights[place].shape[0]
         return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)
 
-    def _values(self) -> list[tf.Tensor]:
-        # Identities, for a variable that is read and updated in one step.
-        return [tf.identity(weight.value) for weight in self.weights]
-
     def _finish(self, seen: _Seen, number: Any) -> None:
         scale = self.model.optimizer.scale_loss(tf.constant(1.0))
         self.show(
@@ -159,7 +168,7 @@ class _Watch(Replacement):
                 seen.gradients,
                 seen.clipped,
                 seen.before,
-                self._values(),
+                seen.change(),
                 tf.cast(tf.convert_to_tensor(seen.learning_rate), "float32"),
                 tf.cast(scale, "float32"),
             )

@@ -15,8 +15,9 @@ from keras_paragrad._keras.forward import Weigh
 from keras_paragrad._keras.model import has_own_train_step
 from keras_paragrad._keras.observe import Observe, observed
 from keras_paragrad._keras.presence import Presence
+from keras_paragrad._keras.replicas import replica_count
 from keras_paragrad._keras.stages import Apply, Split, Spread
-from keras_paragrad._keras.telemetry_execution import LookAhead, Telemetry, pick_watched
+from keras_paragrad._keras.telemetry_execution import LATEST, LookAhead, Telemetry, pick_watched
 from keras_paragrad._keras.telemetry_watch import updates_each_batch, watched
 from keras_paragrad._keras.train_step import TrainStep
 
@@ -115,4 +116,6 @@ class StepBuilder:
             logs = step.in_its_own_way(data) if has_own_train_step(self.model) else step(data, presence)
             if self.apply:
                 self.apply.end(update)
+        if telemetry and replica_count() == 1:
+            logs = {**logs, LATEST: telemetry.latest()}
         return logs

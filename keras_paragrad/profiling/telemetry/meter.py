@@ -59,7 +59,11 @@ class Meter:
         before, self._number = self._number, self._number + updates
         return before // self.every != self._number // self.every
 
-    def ran(self, watched: bool, batches: int) -> None:
+    def latest(self) -> tf.Tensor:
+        """The vector, while a step is traced."""
+        return self._vector.value()
+
+    def ran(self, watched: bool, batches: int, latest: tf.Tensor | None) -> None:
         """Reads the vector, if there can be something new in it."""
         if self._batches is not None:
             # Batches without knowing which of them updates: there is no more than one update to a batch.
@@ -67,17 +71,21 @@ class Meter:
             if self._batches < self.every:
                 return
             self._batches = 0
-        if watched and not self.read() and self._batches is None:
+        if watched and not self.read(latest) and self._batches is None:
             # The optimizer has made fewer updates than there were batches: a scaled loss has overflowed.
             self.begin()
 
-    def read(self) -> bool:
+    def read(self, latest: Any = None) -> bool:
         """Tells what was measured, and returns whether it is something new."""
-        # The first of this worker's replicas has it.
-        vector = getattr(self._vector, "values", (self._vector,))[0].numpy()
+        if latest is None:
+            # The first of this worker's replicas has it.
+            latest = getattr(self._vector, "values", (self._vector,))[0]
+        vector = latest.numpy()
         new = int(vector[0]) != self._told
         if new:
             self._told = int(vector[0])
+            # The squares were halves of them.
+            vector[len(HEADER) : -len(self.weights)] *= 2
             self.tell(vector)
         return new
 
@@ -96,19 +104,19 @@ def weights_of(model: keras.Model) -> list[Weight]:
 
 def _measured(update: Update, square: Callable[[Any], tf.Tensor]) -> tf.Tensor:
     gradients = [square(gradient) for gradient in update.gradients]
-    # The squares are halves of them. Without clipping they are the same tensors.
+    # Without clipping they are the same tensors.
     both = list(zip(update.gradients, update.clipped, strict=True))
     clipped = [gradients[place] if after is before else square(after) for place, (before, after) in enumerate(both)]
     weights = [square(weight) for weight in update.before]
-    change = [square(_float(after) - _float(before)) for before, after in zip(update.before, update.after, strict=True)]
-    squares = 2 * tf.stack([*gradients, *clipped, *weights, *change])
+    change = [square(each) for each in update.change]
     # Counted only where there is something to count.
     nonfinite = tf.cond(
-        tf.math.is_finite(tf.reduce_sum(squares[: len(gradients)])),
+        tf.math.is_finite(tf.add_n(gradients)),
         lambda: tf.zeros([len(gradients)]),
         lambda: tf.stack([_nonfinite(gradient) for gradient in update.gradients]),
     )
-    figures = tf.concat([tf.stack([update.learning_rate, update.loss_scale]), squares, nonfinite], 0)
+    figures = tf.stack([update.learning_rate, update.loss_scale, *gradients, *clipped, *weights, *change])
+    figures = tf.concat([figures, nonfinite], 0)
     return tf.concat([tf.cast(update.number, "float64")[tf.newaxis], tf.cast(figures, "float64")], 0)
 
 
