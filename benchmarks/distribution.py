@@ -47,7 +47,7 @@ if sys.argv[2:]:
 NAME = "distribution"
 BATCH, STEPS, ROUNDS = 128, 50, 21
 # How many steps of each of several trainings run before the next one's turn, and how often it is each one's.
-BLOCK, BLOCKS = 16, 100
+BLOCK, BLOCKS = 16, 60
 MODELS = {"mlp": "MLP 784-512-512-10", "cnn": "CNN of two convolutions"}
 REDUCTIONS = {"one_device": "added up on one device", "ring": "added up on TensorFlow's default, a ring"}
 OPTIMIZERS = ("SGD", "Adam")

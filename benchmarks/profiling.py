@@ -24,7 +24,7 @@ from keras_paragrad import GradientTelemetry, Profiler, ProfileSchedule, Through
 
 NAME = "profiling"
 TITLES = {"small": "MLP 784-64-64-10, batch of 128", **{name: MODELS[name] for name in ("mlp", "cnn")}}
-BLOCKS = 80
+BLOCKS = 40
 TRACED, REPORTS = 20, 5
 # An idle Profiler says that it has traced nothing.
 logging.getLogger("keras_paragrad").setLevel(logging.ERROR)

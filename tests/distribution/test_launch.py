@@ -14,9 +14,11 @@ import pytest
 
 import keras_paragrad
 
-# The launcher as it is, in a package whose own import, of TensorFlow, is left out: it takes seconds.
+# The launcher as it is, in a package whose own import, of TensorFlow, is left out: it takes seconds. With SIGINT as at
+# a terminal: a shell has it ignored where the tests run in the background.
 START = f"""
-import sys, types
+import signal, sys, types
+signal.signal(signal.SIGINT, signal.default_int_handler)
 package = types.ModuleType("keras_paragrad")
 package.__path__ = {list(keras_paragrad.__path__)!r}
 sys.modules["keras_paragrad"] = package
