@@ -5,6 +5,11 @@ from typing import Any
 
 import tensorflow as tf
 
+# Bytes from which on a tensor on CPUs is added up by itself: it isn't copied into a pack and out of it, nor does it
+# wait for the others. On two cores, 16 tensors of 1 MiB then took 12.5 ms instead of 13.2, 60 of them 47 ms instead of
+# 80, and 16 of 4 MiB 38 ms instead of 118; but 16 of 0.5 MiB 7.6 ms instead of 6.6.
+LARGE = 2**20
+
 
 def replica_count() -> int:
     """How many replicas train in step; 1 without a strategy."""
@@ -39,10 +44,32 @@ def coordinate(body: Callable[..., None], *per_replica: Any) -> None:
 
 
 def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums each tensor over the replicas, all in one collective."""
+    """Sums each tensor over the replicas: all in one collective, but for large ones on CPUs."""
     if replica_count() == 1:
         return list(tensors)
-    return list(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
+    apart = [place for place, tensor in enumerate(tensors) if _is_large(tensor)] if _adds_up_on_cpus() else []
+    together = [place for place in range(len(tensors)) if place not in apart]
+    # Large ones backward, as gradients come.
+    collectives = [*([place] for place in reversed(apart)), *([together] if together else [])]
+    context: Any = tf.distribute.get_replica_context()
+    sums = {}
+    for places in collectives:
+        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[place] for place in places])
+        sums.update(zip(places, summed, strict=True))
+    return [sums[place] for place in range(len(tensors))]
+
+
+def _adds_up_on_cpus() -> bool:
+    """Whether replicas are on CPUs, and nobody asked for packs of another size."""
+    extended = tf.distribute.get_strategy().extended
+    options = getattr(extended, "_communication_options", None)
+    kinds = {tf.DeviceSpec.from_string(device).device_type for device in extended.worker_devices}
+    return kinds == {"CPU"} and (options is None or not options.bytes_per_pack)
+
+
+def _is_large(tensor: Any) -> bool:
+    sized = not isinstance(tensor, tf.IndexedSlices) and tensor.shape.is_fully_defined()
+    return sized and tensor.shape.num_elements() * tensor.dtype.size >= LARGE
 
 
 def first_replica(value: Any) -> Any:

@@ -37,7 +37,8 @@ class Plan:
         replicas: How many step together, over all workers; `None` until TensorFlow has connected to a TPU.
         communication: `"nccl"`, `"ring"`, `"hierarchical_copy"`, `"one_device"`, `"none"`, or `"given"` with a strategy
             that was handed over.
-        pack_bytes: Bytes of gradients in a collective; 0 is TensorFlow's own choice, `None` where nothing is packed.
+        pack_bytes: Bytes of gradients in a collective; 0 is one pack, without those of 1 MiB and more between CPUs;
+            `None` where nothing is packed.
         collective_timeout: Seconds, or `None` for none.
         jit: `"none"`, `"whole_step"` or `"per_replica"`.
         precision: The name of a Keras dtype policy.

@@ -11,6 +11,8 @@ MEASURED = (
     "measured on two busy cores, 16 MB over 2 logical devices: 1.2 to 2.5 ms, and 4.5 to 8.9 ms on the ring; a whole "
     "step took 24 and 26 ms"
 )
+ONE_PACK = "0 is one pack of all gradients"
+LARGE_MEASURED = "measured on two cores: with two gradients of 1 MiB and more, a step takes a fifth less time"
 
 
 def decide_communication(hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...]) -> Decision:
@@ -49,14 +51,18 @@ def _fastest(hardware: Hardware, strategy: str, kind: str) -> tuple[str, str, st
 
 
 def decide_pack_bytes(options: Options, communication: str) -> Decision:
-    """Says into what portions gradients are packed: 0 for one pack of all, `None` where nothing is packed."""
+    """Says into what portions gradients are packed: 0 for one pack, `None` where nothing is packed."""
     name = "pack_bytes"
     if communication not in ("nccl", "ring"):
         return Decision(name, None, "only nccl and ring pack", f"communication is {communication}", NO_CHOICE)
     if options.pack_bytes is not None:
-        return Decision(name, options.pack_bytes, "asked for", "0 is one pack of all gradients", "pack_bytes=None")
+        return Decision(name, options.pack_bytes, "asked for", ONE_PACK, "pack_bytes=None")
+    override = "pack_bytes=32 * 2**20"
+    if communication == "ring":
+        reason = "one pack; between CPUs, large gradients meet by themselves, as they come"
+        return Decision(name, 0, reason, LARGE_MEASURED, override)
     reason = "gradients meet once, after the backward pass: in parts they would not meet any earlier"
-    return Decision(name, 0, reason, "0 is one pack of all gradients", "pack_bytes=32 * 2**20")
+    return Decision(name, 0, reason, ONE_PACK, override)
 
 
 def decide_timeout(options: Options, strategy: str) -> Decision:
