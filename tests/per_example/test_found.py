@@ -34,6 +34,34 @@ def test_causal_windows_that_end_before_the_input(kernel_size, strides, dilation
     check(keras.Sequential([keras.Input((length, 2)), convolution]), some_inputs((3, length, 2)))
 
 
+CONVOLUTIONS = {
+    "one axis": lambda: layers.Conv1D(3, 3, padding="causal"),
+    "two axes": lambda: layers.Conv2D(3, 3, 2, "same"),
+    "dilated": lambda: layers.Conv2D(3, (2, 3), dilation_rate=2),
+    "transposed": lambda: layers.Conv2DTranspose(3, 3, 2),
+    "depthwise": lambda: layers.DepthwiseConv2D(3, 2, "same"),
+    "separable": lambda: layers.SeparableConv2D(3, 3, padding="same"),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_inputs_of_any_size(name):
+    convolution = CONVOLUTIONS[name]()
+    axes = convolution.rank
+    pooling = layers.GlobalAveragePooling1D() if axes == 1 else layers.GlobalAveragePooling2D()
+    model = keras.Sequential([keras.Input((*[None] * axes, 2)), convolution, pooling])
+    randomize(model)
+    wrapped = wrap(model, quantity="norms")
+    wrapped.compile(keras.optimizers.SGD(0.0), keras.losses.MeanSquaredError("sum"), jit_compile=False)
+    for size in (7, 10):
+        x, y = some_inputs((3, *range(size, size + axes), 2)), np.ones((3, model.output_shape[-1]), "float32")
+        any_size = (tf.TensorSpec([*[None] * (1 + axes), 2]), tf.TensorSpec([None, None]))
+        data = tf.data.Dataset.from_generator(lambda x=x, y=y: [(x, y)], output_signature=any_size)
+        wrapped.fit(data, shuffle=False, verbose=0)
+        expected = norms_of(example_gradients(model, x, wrapped.loss, y))
+        np.testing.assert_allclose(wrapped.per_example.norms, expected, rtol=0, atol=1e-6 * expected.max())
+
+
 class WithNormalization(layers.Layer):
     """Owns a weight, so that it is one unit, and normalizes within it."""
 

@@ -1,5 +1,6 @@
 """Convolutions: a dense layer on every window."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,10 +72,14 @@ def grouped_product(inputs: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry,
 
 
 def grouped_kernel(shape: tf.TensorShape, product: tf.Tensor) -> tf.Tensor:
-    """A kernel's gradient `(..., groups, rows, columns)` in its own shape, after the leading axes."""
-    *leading, groups, rows, columns = range(product.shape.rank)
-    in_order = tf.transpose(product, [*leading, rows, groups, columns])
-    return tf.reshape(in_order, [-1, *shape] if leading else list(shape))
+    """A kernel's gradient `(..., groups, taps x channels, columns)` in its own shape, after the leading axes."""
+    leading = [-1] if product.shape.rank == 4 else []
+    groups, rows, columns = product.shape[-3:]
+    taps: list[int] = list(shape[:-2])[::-1]
+    apart = tf.reshape(product, [*leading, groups, *taps, rows // math.prod(taps), columns])
+    group, *axes, channels, column = range(len(leading), apart.shape.rank)
+    in_order = tf.transpose(apart, [*range(len(leading)), *axes[::-1], channels, group, column])
+    return tf.reshape(in_order, [*leading, *shape])
 
 
 def convolution_bias(layer: Any, rank: int) -> Sequence[int]:

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.registry import Call, register_rule
-from keras_paragrad.per_example.rules.convolution import Convolutional, flat
+from keras_paragrad.per_example.rules.convolution import Convolutional, flat, grouped_kernel
 from keras_paragrad.per_example.rules.linear import Product, flattened
 from keras_paragrad.per_example.rules.windows import Geometry, channels_last, spatial, windows
 
@@ -22,4 +22,4 @@ class ConvolutionTransposeRule(Convolutional):
         return Product(flattened(found, 2, 4)[:, tf.newaxis], flat(inputs)[:, tf.newaxis])
 
     def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(product, [*([-1] if product.shape.rank == 4 else []), *layer.kernel.shape])
+        return grouped_kernel(layer.kernel.shape, product)
