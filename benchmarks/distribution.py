@@ -135,14 +135,14 @@ def print_replicas(reduction, name):
         parallel = functools.partial(training, optimizer, dist.scope)
         alone = functools.partial(training, optimizer, contextlib.nullcontext)
         ours = parallel(prepared=True, own_feed=True)
-        # Few at a time: all of them take the caches from one another.
-        groups = [
-            {"stock": parallel(), "ours": ours},
-            {"stock": parallel(), "ours, stock's feed": parallel(prepared=True)},
-            {"ours": ours, "ours, XLA": parallel(prepared=True, own_feed=True, jit_compile=True)},
-            {"one device": alone(), "one device, XLA": alone(jit_compile=True)},
+        # Few at a time: all of them take the caches from one another. XLA's factors are large, and need fewer turns.
+        pairs = [
+            (BLOCKS, {"stock": parallel(), "ours": ours}),
+            (BLOCKS, {"stock": parallel(), "ours, stock's feed": parallel(prepared=True)}),
+            (BLOCKS // 4, {"ours": ours, "ours, XLA": parallel(prepared=True, own_feed=True, jit_compile=True)}),
+            (BLOCKS // 4, {"one device": alone(), "one device, XLA": alone(jit_compile=True)}),
         ]
-        took = [{way: list(times) for way, times in in_turns(group, BLOCKS, BLOCK).items()} for group in groups]
+        took = [{way: list(times) for way, times in in_turns(pair, blocks, BLOCK).items()} for blocks, pair in pairs]
         print(json.dumps({"optimizer": optimizer, "took": took}), flush=True)
 
 
@@ -150,8 +150,8 @@ def report_replicas():
     for reduction, name in itertools.product(REDUCTIONS, MODELS):
         rows = []
         for line in printed("replicas", reduction, name):
-            took = [{way: np.array(times) / 1e3 for way, times in group.items()} for group in line["took"]]
-            ratios = [quartiles(list(second / first)) for first, second in (group.values() for group in took[:3])]
+            took = [{way: np.array(times) / 1e3 for way, times in pair.items()} for pair in line["took"]]
+            ratios = [quartiles(list(second / first)) for first, second in (pair.values() for pair in took[:3])]
             alone = [float(np.median(times)) for times in took[3].values()]
             rows.append([line["optimizer"], float(np.median(took[0]["stock"])), *ratios, *alone])
         title = f"A step on 2 replicas, {MODELS[name]}, batch of {BATCH}; gradients are {REDUCTIONS[reduction]}"

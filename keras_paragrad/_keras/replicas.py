@@ -1,5 +1,6 @@
 """Code that runs the same on one device and on every replica of a strategy."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,9 @@ import tensorflow as tf
 # wait for the others. On two cores, 16 tensors of 1 MiB then took 12.5 ms instead of 13.2, 60 of them 47 ms instead of
 # 80, and 16 of 4 MiB 38 ms instead of 118; but 16 of 0.5 MiB 7.6 ms instead of 6.6.
 LARGE = 2**20
+# Bytes up to which tensors on one process's CPUs are added up without a collective: what replicas say of their parts of
+# a batch. On a ring, a CNN's step of 5.6 ms got 0.25 ms shorter.
+SMALL = 128
 
 
 def replica_count() -> int:
@@ -44,10 +48,13 @@ def coordinate(body: Callable[..., None], *per_replica: Any) -> None:
 
 
 def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums each tensor over the replicas: all in one collective, but for large ones on CPUs."""
+    """Sums each tensor over the replicas: all in one collective, unless other ways are faster on CPUs."""
     if replica_count() == 1:
         return list(tensors)
-    apart = [place for place, tensor in enumerate(tensors) if _is_large(tensor)] if _adds_up_on_cpus() else []
+    on_cpus = _adds_up_on_cpus()
+    if on_cpus and _are_local() and sum(map(_bytes_of, tensors)) <= SMALL:
+        return tf.distribute.get_replica_context().merge_call(_added, args=(list(tensors),))
+    apart = [place for place, tensor in enumerate(tensors) if LARGE <= _bytes_of(tensor) < math.inf] if on_cpus else []
     together = [place for place in range(len(tensors)) if place not in apart]
     # Large ones backward, as gradients come.
     collectives = [*([place] for place in reversed(apart)), *([together] if together else [])]
@@ -67,9 +74,20 @@ def _adds_up_on_cpus() -> bool:
     return kinds == {"CPU"} and (options is None or not options.bytes_per_pack)
 
 
-def _is_large(tensor: Any) -> bool:
-    sized = not isinstance(tensor, tf.IndexedSlices) and tensor.shape.is_fully_defined()
-    return sized and tensor.shape.num_elements() * tensor.dtype.size >= LARGE
+def _are_local() -> bool:
+    """Whether all replicas are in this process."""
+    return len(tf.distribute.get_strategy().extended.worker_devices) == replica_count()
+
+
+def _bytes_of(tensor: Any) -> float:
+    """The size of a dense tensor, infinite if it isn't known."""
+    if isinstance(tensor, tf.IndexedSlices) or not tensor.shape.is_fully_defined():
+        return math.inf
+    return tensor.shape.num_elements() * tensor.dtype.size
+
+
+def _added(strategy: tf.distribute.Strategy, grouped: list[Any]) -> list[tf.Tensor]:
+    return [tf.add_n(strategy.experimental_local_results(each)) for each in grouped]
 
 
 def first_replica(value: Any) -> Any:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas import LARGE, sum_over_replicas
+from keras_paragrad._keras.replicas import LARGE, SMALL, sum_over_replicas
 from keras_paragrad._keras.workers import NamedDevicesStrategy
 
 own_process = pytest.mark.own_process
@@ -36,6 +36,10 @@ def collectives(strategy):
         for place, (shape, total) in enumerate(zip(SHAPES, sums, strict=True)):
             np.testing.assert_array_equal(total, np.full(shape, 3 * 10.0**place))
         np.testing.assert_array_equal(sparse, [[3], [0], [3], [0]])
+    return collectives_in(step)
+
+
+def collectives_in(step):
     operations = step.get_concrete_function().graph.get_operations()
     return sum(each.type == "CollectiveReduceV2" for each in operations) // REPLICAS
 
@@ -59,3 +63,18 @@ def test_packs_that_were_asked_for_hold_the_large_ones_too():
 def test_added_up_in_one_place():
     one_device = tf.distribute.ReductionToOneDevice()
     assert collectives(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=one_device)) == 0
+
+
+@own_process
+@pytest.mark.parametrize(("size", "expected"), [(SMALL // 4 - 1, 0), (SMALL // 4, 1)])
+def test_small_tensors_of_one_process_need_no_collective(mirrored, size, expected):
+    def on_replica():
+        index = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+        return sum_over_replicas([tf.fill([size], 1 + index), index])
+
+    step = tf.function(lambda: mirrored.run(on_replica), autograph=False)
+    many, one = (mirrored.experimental_local_results(each) for each in step())
+    for local in zip(many, one, strict=True):
+        np.testing.assert_array_equal(local[0], np.full(size, 3))
+        assert local[1] == 1
+    assert collectives_in(step) == expected

@@ -74,8 +74,9 @@ def grouped_product(inputs: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry,
 def grouped_kernel(shape: tf.TensorShape, product: tf.Tensor) -> tf.Tensor:
     """A kernel's gradient `(..., groups, taps x channels, columns)` in its own shape, after the leading axes."""
     leading = [-1] if product.shape.rank == 4 else []
-    groups, rows, columns = product.shape[-3:]
-    taps: list[int] = list(shape[:-2])[::-1]
+    sizes: Any = product.shape[-3:]
+    groups, rows, columns = sizes
+    taps: Any = list(shape[:-2])[::-1]
     apart = tf.reshape(product, [*leading, groups, *taps, rows // math.prod(taps), columns])
     group, *axes, channels, column = range(len(leading), apart.shape.rank)
     in_order = tf.transpose(apart, [*range(len(leading)), *axes[::-1], channels, group, column])
