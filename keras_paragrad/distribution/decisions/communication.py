@@ -12,7 +12,7 @@ MEASURED = (
     "step took 24 and 26 ms"
 )
 ONE_PACK = "0 is one pack of all gradients"
-LARGE_MEASURED = "measured on two cores: with two gradients of 1 MiB and more, a step takes a fifth less time"
+LARGE_MEASURED = "measured on two cores: a step with two such gradients takes 4% less time, and without oneDNN 20%"
 
 
 def decide_communication(hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...]) -> Decision:
