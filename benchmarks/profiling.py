@@ -53,27 +53,29 @@ def data_of(name):
     return endless(*batch_of("mlp" if name == "small" else name))
 
 
-def cases(folder):
-    """By name, what makes the callbacks; each `fit` has new ones."""
+def groups(folder):
+    """By name, what makes the callbacks, in groups that take turns; each `fit` has new ones."""
 
     def place(name):
         return str(Path(folder, name.replace(" ", "_")))
 
     idle = ProfileSchedule(skip_first=10**9)
-    return {
-        "plain": lambda name: [],
+    plain = {"plain": lambda name: []}
+    ours = {
         # Twice, to show what the figures of the others are worth.
         "plain again": lambda name: [],
         "a callback that does nothing": lambda name: [Nothing()],
-        "TensorBoard of Keras": lambda name: [keras.callbacks.TensorBoard(place(name))],
         "Profiler, idle": lambda name: [Profiler(place(name), schedule=idle)],
         "Throughput": lambda name: [Throughput(place(name))],
         "GradientTelemetry, every 10 steps": lambda name: [GradientTelemetry(place(name), every=10)],
         "GradientTelemetry, every step": lambda name: [GradientTelemetry(place(name), every=1)],
     }
+    # Its thread goes on writing in the next training's turn, so that it is beside the plain one alone.
+    tensorboard = {"TensorBoard of Keras": lambda name: [keras.callbacks.TensorBoard(place(name))]}
+    return {**plain, **ours}, {**plain, **tensorboard}
 
 
-def step_times(name, jit_compile, folder):
+def step_times(name, jit_compile, cases):
     """By case, the microseconds of a step in each block."""
     data = data_of(name)
 
@@ -84,7 +86,7 @@ def step_times(name, jit_compile, folder):
 
         return train
 
-    return in_turns({case: training(case, make) for case, make in cases(folder).items()}, BLOCKS)
+    return in_turns({case: training(case, make) for case, make in cases.items()}, BLOCKS)
 
 
 def report_cost(jit_compile):
@@ -117,15 +119,19 @@ def report_cost_of(name, title):
     """Prints what every callback adds to a step of a model."""
     for jit_compile in (False, True):
         with tempfile.TemporaryDirectory() as folder:
-            found = step_times(name, jit_compile, folder)
-        plain = float(np.median(found["plain"]))
-        rows = []
-        for case, took in found.items():
-            low, added, high = np.percentile(took - found["plain"], (25, 50, 75))
-            share = f"{added / plain:+.1%}"
-            rows.append([case, float(np.median(took)) / 1e3, f"{added:.0f} ({low:.0f} to {high:.0f})", share])
+            found = [step_times(name, jit_compile, cases) for cases in groups(folder)]
+        rows = [row for times in found for row in rows_of(times)]
         title_of_table = f"{title}, Adam, jit {'on' if jit_compile else 'off'}: a step of fit, and what it takes more"
         report(NAME, title_of_table, ["", "ms a step", "µs more (quartiles)", "of plain"], rows)
+
+
+def rows_of(times):
+    """What each case takes, and how much more than plain training that took turns with it."""
+    plain = float(np.median(times["plain"]))
+    for case, took in times.items():
+        low, added, high = np.percentile(took - times["plain"], (25, 50, 75))
+        share = f"{added / plain:+.1%}"
+        yield [case, float(np.median(took)) / 1e3, f"{added:.0f} ({low:.0f} to {high:.0f})", share]
 
 
 def report_reports():
