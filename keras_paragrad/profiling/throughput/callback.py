@@ -89,6 +89,7 @@ class Throughput(keras.callbacks.Callback):
         self.interval, self.peak_flops, self.batch_size = interval, peak_flops, batch_size
         self.flops = peak_flops is not None if flops is None else flops
         self.figures: dict[str, float] = {}
+        self._shown: dict[str, float] = {}
         self._host_memory = says_host_memory()
         self._clock: Clock | None = None
         self._files: Files | None = None
@@ -120,7 +121,7 @@ class Throughput(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Puts the latest figures into a batch's logs."""
         if logs is not None:
-            logs.update({name: self.figures[name] for name in _SHOWN if name in self.figures})
+            logs.update(self._shown)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Brings the figures up to date, and puts them all into the epoch's logs."""
@@ -207,5 +208,6 @@ class Throughput(keras.callbacks.Callback):
             "collective_share": collective_share(self.log_dir) if self.log_dir else None,
         }
         self.figures = {name: float(value) for name, value in found.items() if value is not None}
+        self._shown = {name: self.figures[name] for name in _SHOWN if name in self.figures}
         if self._files:
             self._files.append(self._pace.updates(), self._epoch, self.figures)
