@@ -50,8 +50,7 @@ class DistributedFit:
         weighting: What a part of a batch counts for, with a `compute_loss` of your own: `"examples"`,
             `"sample_weight"` or `"mask"`.
         shard_policy: How workers share the data: `"auto"`, `"data"`, `"file"` or `"already_sharded"`.
-        pack_bytes: How many bytes of gradients meet in one collective; 0 is one pack for all, without those of 1 MiB
-            and more between CPUs, which meet by themselves.
+        pack_bytes: Bytes of gradients in a collective; 0 is one pack, without those of 1 MiB and more between CPUs.
         startup_timeout: For how many seconds to wait for the other workers at the start.
         collective_timeout: After how many seconds without the other workers a collective fails.
 

@@ -26,8 +26,8 @@ def collectives(strategy):
     def on_replica():
         index = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
         tensors = [tf.fill(shape, 10.0**place) * (1 + index) for place, shape in enumerate(SHAPES)]
-        dense = tf.IndexedSlices(tf.fill((2, 1), 1 + index), tf.constant([0, 2]), tf.constant([4, 1]))
-        *sums, sparse = sum_over_replicas([*tensors, dense])
+        rows = tf.IndexedSlices(tf.fill((2, 1), 1 + index), tf.constant([0, 2]), tf.constant([4, 1]))
+        *sums, sparse = sum_over_replicas([*tensors, rows])
         return [*sums, tf.math.unsorted_segment_sum(sparse.values, sparse.indices, 4)]
 
     step = tf.function(lambda: strategy.run(on_replica), autograph=False)
@@ -50,7 +50,7 @@ def test_large_tensors_meet_by_themselves_and_the_others_together(mirrored):
 
 
 @own_process
-def test_on_a_ring_between_workers_too():
+def test_with_the_strategy_of_several_workers_too():
     assert collectives(packed_by(0)) == 2 + 1
 
 

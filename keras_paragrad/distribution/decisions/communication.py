@@ -11,7 +11,6 @@ MEASURED = (
     "measured on two busy cores, 16 MB over 2 logical devices: 1.2 to 2.5 ms, and 4.5 to 8.9 ms on the ring; a whole "
     "step took 24 and 26 ms"
 )
-ONE_PACK = "0 is one pack of all gradients"
 LARGE_MEASURED = "measured on two cores: a step with two such gradients takes 4% less time, and without oneDNN 20%"
 
 
@@ -56,13 +55,13 @@ def decide_pack_bytes(options: Options, communication: str) -> Decision:
     if communication not in ("nccl", "ring"):
         return Decision(name, None, "only nccl and ring pack", f"communication is {communication}", NO_CHOICE)
     if options.pack_bytes is not None:
-        return Decision(name, options.pack_bytes, "asked for", ONE_PACK, "pack_bytes=None")
+        return Decision(name, options.pack_bytes, "asked for", f"communication is {communication}", "pack_bytes=None")
     override = "pack_bytes=32 * 2**20"
     if communication == "ring":
         reason = "one pack; between CPUs, large gradients meet by themselves, as they come"
         return Decision(name, 0, reason, LARGE_MEASURED, override)
     reason = "gradients meet once, after the backward pass: in parts they would not meet any earlier"
-    return Decision(name, 0, reason, ONE_PACK, override)
+    return Decision(name, 0, reason, "0 is one pack of all gradients", override)
 
 
 def decide_timeout(options: Options, strategy: str) -> Decision:
