@@ -116,6 +116,7 @@ class Throughput(keras.callbacks.Callback):
         if function is not self._clock:
             inside = function.function if isinstance(function, Clock) else function
             self._retraces.watch(inside)
+            self._per_call = self.model.steps_per_execution
             self.model.train_function = self._clock = Clock(inside, self._call_ended, self._leave)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -125,7 +126,9 @@ class Throughput(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Brings the figures up to date, and puts them all into the epoch's logs."""
-        self._take_note(length_known=self.params.get("steps") is not None or self.model.steps_per_execution == 1)
+        # The last call may have taken fewer steps, if the data ended within it.
+        if self._last and (self.params.get("steps") is not None or self._per_call == 1):
+            self._times.add(self._last)
         if self._ended:
             self._bring_up_to_date(self._ended)
         if logs is not None:
@@ -144,27 +147,30 @@ class Throughput(keras.callbacks.Callback):
             self._files = None
 
     def _call_ended(self, iterator: Any, began: float, ended: float) -> None:
-        self._take_note()
-        left = self.params.get("steps")
-        steps = self.model.steps_per_execution
-        steps = steps if left is None else max(1, min(steps, left - self._pace.steps))
+        # Each line here is in every step's time.
+        if self._last:
+            self._times.add(self._last)
+        steps = self._per_call if self._per_call == 1 else self._steps_of_call()
         self._pace.steps += steps
-        traced, again = self._retraces.look()
-        if again:
-            self._say_again(again)
         # What is compiled takes its time once.
-        self._last = None if traced or self._first else (ended - (self._ended or began), steps)
+        compiled = self._first or self._retraces.happened()
+        self._last = None if compiled else (ended - (self._ended or began)) / steps
         self._ended = ended
-        if self._first:
-            self._first_call(iterator, ended, steps)
+        if compiled:
+            self._compiled(iterator, ended, steps)
         elif ended - self._pace.began > self.interval:
             self._bring_up_to_date(ended)
 
-    def _take_note(self, length_known: bool = True) -> None:
-        """Counts the call before, unless it was the last of data that may have ended within it."""
-        if self._last and length_known:
-            self._times.add(*self._last)
-        self._last = None
+    def _steps_of_call(self) -> int:
+        left = self.params.get("steps")
+        return self._per_call if left is None else max(1, min(self._per_call, left - self._pace.steps))
+
+    def _compiled(self, iterator: Any, ended: float, steps: int) -> None:
+        again = self._retraces.look()
+        if again:
+            self._say_again(again)
+        if self._first:
+            self._first_call(iterator, ended, steps)
 
     def _first_call(self, iterator: Any, ended: float, steps: int) -> None:
         self._first = False

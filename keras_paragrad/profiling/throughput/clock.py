@@ -49,7 +49,7 @@ class StepTimes:
     >>> from keras_paragrad.profiling.throughput.clock import StepTimes
     >>> times = StepTimes()
     >>> for seconds in (0.001, 0.002, 0.003):
-    ...     times.add(seconds, steps=1)
+    ...     times.add(seconds)
     >>> times.percentiles()
     (2.0, 2.9)
     """
@@ -57,9 +57,9 @@ class StepTimes:
     def __init__(self):
         self._seconds: deque[float] = deque(maxlen=_KEPT)
 
-    def add(self, seconds: float, steps: int) -> None:
-        """Takes note of a call that took so many steps."""
-        self._seconds.append(seconds / steps)
+    def add(self, seconds: float) -> None:
+        """Takes note of a call whose steps took so long each."""
+        self._seconds.append(seconds)
 
     def percentiles(self) -> tuple[float, float]:
         """The median and the 95th percentile of the latest thousand calls, in milliseconds; NaN without any."""

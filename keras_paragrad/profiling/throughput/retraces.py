@@ -1,5 +1,6 @@
 """Graphs that are traced again, and for what."""
 
+from collections.abc import Callable
 from typing import Any
 
 from keras_paragrad._keras.telemetry_counts import Trace, compiled_functions, newest_trace
@@ -15,28 +16,35 @@ class Retraces:
     def __init__(self):
         self.count = 0
         self._function: Any = None
-        self._traced: list[tuple[Any, int]] = []
+        self._traced: list[Any] = []
+        # Bound methods, as they are called after every step.
+        self._counters: list[Callable[[], int]] = []
+        self._counts: list[int] = []
 
     def watch(self, function: Any) -> None:
         """Looks at this train function from now on."""
-        if function is not self._function:
-            self._function = function
-            before = {id(each): count for each, count in self._traced}
-            self._traced = [(each, before.get(id(each), _count(each))) for each in compiled_functions(function)]
+        if function is self._function:
+            return
+        before = {id(each): count for each, count in zip(self._traced, self._counts, strict=True)}
+        self._function, self._traced = function, compiled_functions(function)
+        self._counters = [each.experimental_get_tracing_count for each in self._traced]
+        self._counts = [before.get(id(each), count()) for each, count in zip(self._traced, self._counters, strict=True)]
 
-    def look(self) -> tuple[bool, list[Trace]]:
-        """Whether graphs were traced since the last time, and one that was traced again, of those within each other."""
-        counts = [_count(function) for function, _ in self._traced]
-        if all(count == before for count, (_, before) in zip(counts, self._traced, strict=True)):
-            return False, []
-        again = []
-        for place, (function, before) in enumerate(self._traced):
-            if before and counts[place] > before:
-                again.append(newest_trace(function))
-            self._traced[place] = function, counts[place]
+    def happened(self) -> bool:
+        """Whether graphs were traced since the last look."""
+        # A plain loop, as this is in every step's time.
+        for count, before in zip(self._counters, self._counts):  # noqa: B905
+            if count() != before:
+                return True
+        return False
+
+    def look(self) -> list[Trace]:
+        """Of graphs within each other that were traced again since the last time, the outer one."""
+        before, self._counts = self._counts, [count() for count in self._counters]
+        again = [
+            newest_trace(function)
+            for function, was, count in zip(self._traced, before, self._counts, strict=True)
+            if 0 < was < count
+        ]
         self.count += bool(again)
-        return True, again[:1]
-
-
-def _count(function: Any) -> int:
-    return function.experimental_get_tracing_count()
+        return again[:1]
