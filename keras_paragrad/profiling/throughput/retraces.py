@@ -32,11 +32,7 @@ class Retraces:
 
     def happened(self) -> bool:
         """Whether graphs were traced since the last look."""
-        # A plain loop, as this is in every step's time.
-        for count, before in zip(self._counters, self._counts):  # noqa: B905
-            if count() != before:
-                return True
-        return False
+        return [count() for count in self._counters] != self._counts
 
     def look(self) -> list[Trace]:
         """Of graphs within each other that were traced again since the last time, the outer one."""
