@@ -7,6 +7,8 @@ import logging
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# As `harness` does, which is imported after TensorFlow here.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 import keras
 import numpy as np

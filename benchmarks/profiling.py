@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# As `harness` does, which is imported after TensorFlow here.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import keras

@@ -1,6 +1,7 @@
 """Sums along rows, in the order in which the compiler at hand is fast."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -9,6 +10,8 @@ import tensorflow as tf
 _COLUMNS, _DEPTH = 64, 32
 # So many blocks, before it pays to wake other cores.
 _WORTH_IT = 64
+# Columns of tensors that are worth keeping until they are added up with others.
+_FEW = 512
 
 
 def row_sums(values: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
@@ -44,6 +47,33 @@ def row_sums(values: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
     if size > in_columns:
         parts.append(tf.reduce_sum(rows[:, in_columns:], 1))
     return tf.add_n(parts)
+
+
+def row_sums_of_all(tensors: Iterable[tf.Tensor], by_xla: bool = False) -> tf.Tensor:
+    """The sum of each row over several `(batch, ...)` tensors, `(batch,)`, in float32.
+
+    Args:
+        tensors: The tensors. Those of equally many, few columns are added up before their rows are, as every sum over
+            rows takes a pass of its own. Of others as many would have to be kept in memory.
+        by_xla: As in `row_sums`.
+
+    Example:
+
+    >>> import tensorflow as tf
+    >>> from keras_paragrad.sums import row_sums_of_all
+    >>> row_sums_of_all([tf.ones([2, 3]), tf.ones([2, 3, 1]), tf.ones([2])]).numpy()
+    array([7., 7.], dtype=float32)
+    """
+    few: dict[Any, list[tf.Tensor]] = {}
+    sums: list[tf.Tensor] = []
+    for tensor in tensors:
+        size = tensor.shape[1:].num_elements()
+        if size is None or size > _FEW:
+            sums.append(row_sums(tensor, by_xla))
+        else:
+            few.setdefault((size, tensor.dtype), []).append(tf.reshape(tensor, [-1, size]))
+    sums += [tf.reduce_sum(tf.add_n(alike), 1) for alike in few.values()]
+    return tf.add_n([tf.cast(each, "float32") for each in sums])
 
 
 def _apart(sums: tf.Tensor) -> tf.Tensor:

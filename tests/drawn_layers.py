@@ -121,6 +121,9 @@ _EINSUMS = [
     ("ab,bc->ac", (4,), (3,), None),
     ("...x,xy->...y", (2, 3, 4), 5, "y"),
     ("acb,bd->adc", (4, 3), (5, 4), "dc"),
+    ("abc,cde->abde", (2, 9), (None, 4, 3), "de"),
+    ("abc,cde->abde", (2, 9), (None, 4, 3), "e"),
+    ("abc,cd->abd", (2, 9), (2, 8), "b"),
 ]
 
 
@@ -145,7 +148,7 @@ def _recurrent(layer):
 
 DRAWN = {
     "dense": _cases(
-        st.sampled_from([(5,), (4, 3), (2, 3, 4), (40, 2)]),
+        st.sampled_from([(5,), (4, 3), (2, 3, 4), (40, 2), (2, 9)]),
         _made(layers.Dense, units=st.sampled_from([1, 3, 50]), activation=_activation, use_bias=_bias),
     ),
     "einsum": st.sampled_from(_EINSUMS).flatmap(lambda arguments: _einsum(*arguments)),

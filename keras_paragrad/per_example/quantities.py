@@ -1,6 +1,7 @@
 """What is made of the calls of a model's units: norms, gradients, moments and sums."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.per_example.registry import Call, squared_norm, widened
 from keras_paragrad.per_example.units import Unit
+from keras_paragrad.sums import row_sums_of_all
 
 
 class Quantities:
@@ -53,9 +55,16 @@ class Quantities:
 
     def squared_norms(self) -> tf.Tensor:
         """The squared norm of each example's gradient over all weights, `(batch,)`, in float32."""
-        parts = [part for _, part in self._parts("squared_norms", tied=False)]
-        parts += [squared_norm(gradient) for gradient in self._tied_gradients().values()]
-        return tf.add_n([tf.cast(part, "float32") for part in parts])
+        squares: list[tf.Tensor] = []
+        for unit, calls in self.recorded:
+            keys = [id(variable) for variable in unit.rule.variables(unit.layer)]
+            alone = [key in self.places and key not in self.tied for key in keys]
+            if all(alone):
+                squares += unit.rule.squares(calls)
+            elif any(alone):
+                squares += itertools.compress(unit.rule.squared_norms(calls), alone)
+        squares += [squared_norm(gradient) for gradient in self._tied_gradients().values()]
+        return row_sums_of_all(squares, self.recorded[0][1][0].by_xla)
 
     def second_moments(self) -> list[tf.Tensor]:
         """The sum over examples of squared gradients for each weight, in its shape; zero where none came back."""

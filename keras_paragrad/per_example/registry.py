@@ -94,6 +94,13 @@ class Rule:
         """The squared norm of each example's gradient for each of `variables(layer)`, `(batch,)`."""
         return [squared_norm(gradient, calls[0].by_xla) for gradient in self.gradients_of_all(calls)]
 
+    def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        """Any tensors `(batch, ...)` of which a row adds up to the sum of an example's `squared_norms`.
+
+        For rules that have the norm of all weights together for less, or leave small sums to whoever adds up more.
+        """
+        return self.squared_norms(calls)
+
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         """The sum over examples of squared gradients, in the shapes of `variables(layer)`."""
         return [tf.reduce_sum(tf.square(gradient), 0) for gradient in self.gradients_of_all(calls)]

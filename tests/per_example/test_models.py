@@ -200,6 +200,15 @@ def test_half_of_a_model_is_frozen():
     check(model, some_inputs((3, 6), 11))
 
 
+@pytest.mark.parametrize("size", [(8,), (3, 8), (2, 2, 8)])
+@pytest.mark.parametrize("frozen", ["kernel", "bias"])
+def test_a_kernel_or_its_bias_is_frozen(size, frozen):
+    model = keras.Sequential([keras.Input(size), layers.Dense(9)])
+    randomize(model)
+    getattr(model.layers[0], frozen).trainable = False
+    check(model, some_inputs((4, *size)))
+
+
 def test_a_low_rank_adapter():
     model = keras.Sequential([keras.Input((4,)), layers.Dense(5, activation="tanh"), layers.Dense(3)])
     model.layers[0].enable_lora(2)

@@ -31,6 +31,10 @@ class ConvolutionRule(Convolutional):
         inputs, cotangent = channels_last(call.input, layer), channels_last(call.cotangent, layer)
         return grouped_product(inputs, cotangent, Geometry.of(layer), self.groups(layer, inputs), call.by_xla)
 
+    def columns(self, call: Call) -> list[int]:
+        layer: Any = call.layer
+        return [call.cotangent.shape.rank - 1 if layer.data_format == "channels_last" else 1]
+
     def groups(self, layer: Any, inputs: tf.Tensor) -> int:
         """How many groups of channels are convolved on their own."""
         return layer.groups

@@ -14,8 +14,11 @@ class DenseRule(Linear):
     """y = a W + b at every position."""
 
     def product(self, call: Call) -> Product:
-        left, right = (flattened(side, 1, side.shape.rank - 1)[:, tf.newaxis] for side in (call.input, call.cotangent))
-        return Product(left, right)
+        sides = (flattened(side, 1, side.shape.rank - 1) for side in (call.input, call.cotangent))
+        return Product(*(tf.expand_dims(side, 1) for side in sides))
+
+    def columns(self, call: Call) -> list[int]:
+        return [call.cotangent.shape.rank - 1]
 
     def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:
         return tf.squeeze(product, -3)

@@ -52,6 +52,10 @@ class EinsumRule(Linear):
         right = _sorted(call.cotangent, axes.outputs, axes.groups, axes.positions, axes.columns)
         return Product(left, right)
 
+    def columns(self, call: Call) -> list[int]:
+        axes = _axes(call.layer.equation, call.input.shape.rank)
+        return [axes.outputs.index(axis) for axis in axes.groups + axes.columns]
+
     def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:
         axes = _axes(layer.equation)
         order = axes.groups + axes.rows + axes.columns

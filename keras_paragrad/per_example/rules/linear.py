@@ -28,7 +28,7 @@ class Product(NamedTuple):
         left: Any = self.left.shape
         _, _, positions, rows = left
         columns: Any = self.right.shape[3]
-        return positions is not None and positions * (rows + columns) <= rows * columns
+        return positions == 1 or (positions is not None and positions * (rows + columns) <= rows * columns)
 
     def gradients(self) -> tf.Tensor:
         """Each example's gradient, `(batch, groups, rows, columns)`."""
@@ -38,14 +38,20 @@ class Product(NamedTuple):
 
     def squared_norms(self, by_xla: bool = False) -> tf.Tensor:
         """The squared norm of each example's gradient, `(batch,)`."""
+        if self.is_ghost:
+            left, right = self.inner_products()
+            return row_sums(left * right, by_xla)
+        # Transposed or not, the norm is the same, and products with the wider side last are faster.
+        narrow, wide = sorted(self, key=lambda side: side.shape[3] or 0)
+        return squared_norm(_matmul(narrow, wide, transpose_a=True), by_xla)
+
+    def inner_products(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Those of either side's positions with each other, `(batch, groups, positions, positions)`."""
         if self.left.shape[2] == 1:
-            return tf.reduce_sum(_squares(self.left) * _squares(self.right), [1, 2])
-        if not self.is_ghost:
-            # Transposed or not, the norm is the same, and products with the wider side last are faster.
-            narrow, wide = sorted(self, key=lambda side: side.shape[3] or 0)
-            return squared_norm(_matmul(narrow, wide, transpose_a=True), by_xla)
-        left, right = (_matmul(side, side, transpose_b=True) for side in self)
-        return row_sums(left * right, by_xla)
+            left, right = (tf.reduce_sum(tf.square(side), 3, keepdims=True) for side in self)
+        else:
+            left, right = (_matmul(side, side, transpose_b=True) for side in self)
+        return left, right
 
     def second_moment(self) -> tf.Tensor:
         """The sum over examples of squared gradients, `(groups, rows, columns)`."""
@@ -84,6 +90,10 @@ class Linear(Rule):
         """`(..., groups, rows, columns)` in the order and shape of the kernel, after the leading axes."""
         raise NotImplementedError
 
+    def columns(self, call: Call) -> Sequence[int]:
+        """The axes of the output that are the product's groups and columns; none where they are something else."""
+        return ()
+
     def broadcast_bias(self, layer: Any, rank: int) -> Sequence[int]:
         """The shape in which the layer adds its bias to outputs of so many axes."""
         return layer.bias.shape
@@ -106,6 +116,14 @@ class Linear(Rule):
         product = self._product(calls)
         return [product.squared_norms(calls[0].by_xla), *(squared_norm(bias) for bias in self._biases(calls))]
 
+    def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        product = self._product(calls)
+        if product.is_ghost and all(map(self._adds_to_columns, calls)):
+            # As if the bias were the kernel's row for an input of 1.
+            left, right = product.inner_products()
+            return [(left + 1.0) * right]
+        return [product.squared_norms(calls[0].by_xla), *map(tf.square, self._biases(calls))]
+
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         moment = self.kernel(calls[0].layer, self._product(calls).second_moment())
         return [moment, *(tf.reduce_sum(tf.square(bias), 0) for bias in self._biases(calls))]
@@ -121,6 +139,14 @@ class Linear(Rule):
             return products[0]
         return Product(*(tf.concat(sides, 2) for sides in zip(*products, strict=True)))
 
+    def _adds_to_columns(self, call: Call) -> bool:
+        """Whether there is a bias whose gradient is the sum of the product's right side."""
+        layer, sizes = call.layer, call.cotangent.shape
+        columns = {axis for axis in self.columns(call) if sizes[axis] != 1}
+        if layer.bias is None or not columns:
+            return False
+        return columns == set(bias_axes(call.cotangent, self.broadcast_bias(layer, sizes.rank)))
+
     def _biases(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         layer: Any = calls[0].layer
         if layer.bias is None:
@@ -130,7 +156,14 @@ class Linear(Rule):
 
 
 def bias_gradients(cotangent: tf.Tensor, shape: Sequence[int], bias: keras.Variable) -> tf.Tensor:
-    """Each example's gradient for a bias that was added in the given shape, `(batch, *bias.shape)`.
+    """Each example's gradient for a bias that was added in the given shape, `(batch, *bias.shape)`."""
+    kept = bias_axes(cotangent, shape)
+    sums = tf.reduce_sum(cotangent, [axis for axis in range(1, cotangent.shape.rank) if axis not in kept])
+    return tf.reshape(sums, [-1, *bias.shape])
+
+
+def bias_axes(cotangent: tf.Tensor, shape: Sequence[int]) -> list[int]:
+    """The axes of an output along which a bias differs that was added in the given shape.
 
     Keras adds a bias with one long axis to the last axis of that length, or else to the second, whichever it was meant
     for (`keras.ops.add` takes it to `tf.nn.bias_add`); the gradient goes where the bias went.
@@ -139,9 +172,8 @@ def bias_gradients(cotangent: tf.Tensor, shape: Sequence[int], bias: keras.Varia
     kept = [axis for axis, size in enumerate(shape, start=rank - len(shape)) if size > 1]
     size = shape[kept[0] - rank] if len(kept) == 1 else None
     if size is not None and size in (cotangent.shape[1], cotangent.shape[-1]):
-        kept = [rank - 1 if size == cotangent.shape[-1] else 1]
-    sums = tf.reduce_sum(cotangent, [axis for axis in range(1, rank) if axis not in kept])
-    return tf.reshape(sums, [-1, *bias.shape])
+        return [rank - 1 if size == cotangent.shape[-1] else 1]
+    return kept
 
 
 def flattened(tensor: tf.Tensor, first: int, last: int) -> tf.Tensor:
@@ -156,9 +188,5 @@ def flattened(tensor: tf.Tensor, first: int, last: int) -> tf.Tensor:
 def _matmul(left: tf.Tensor, right: tf.Tensor, **transposed: Any) -> tf.Tensor:
     # TensorFlow multiplies a batch of matrices faster than a batch of batches, and most layers have one group.
     if left.shape[1] == 1:
-        return tf.matmul(left[:, 0], right[:, 0], **transposed)[:, tf.newaxis]
+        return tf.expand_dims(tf.matmul(tf.squeeze(left, 1), tf.squeeze(right, 1), **transposed), 1)
     return tf.matmul(left, right, **transposed)
-
-
-def _squares(side: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_sum(tf.square(side), 3)

@@ -1,6 +1,6 @@
 """Normalizations: a scale and an offset on what was normalized."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -31,6 +31,9 @@ class Normalization(Rule):
 
     def variables(self, layer: Any) -> list[keras.Variable]:
         return [weight for weight in (self.scale(layer), self.offset(layer)) if weight is not None]
+
+    def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        return [tf.square(gradient) for gradient in self.gradients_of_all(calls)]
 
     def gradients(self, call: Call) -> list[tf.Tensor]:
         cotangent = call.cotangent

@@ -112,7 +112,8 @@ class Throughput(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Puts the clock around the train function, also around a new one that another callback has made."""
-        function = self.model.train_function
+        # Not `self.model`, in which Keras looks for its backend first: this is in every step's time.
+        function = self._known.train_function
         if function is not self._clock:
             inside = function.function if isinstance(function, Clock) else function
             self._retraces.watch(inside)
