@@ -23,7 +23,7 @@ hypothesis.settings.register_profile(
     "default",
     deadline=None,
     derandomize=True,
-    max_examples=9,
+    max_examples=7,
     phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
     suppress_health_check=list(hypothesis.HealthCheck),
 )
