@@ -1,6 +1,6 @@
 """What a train function has done so far: examples it was fed, and graphs that were traced for it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any, NamedTuple
 
 import keras
@@ -46,6 +46,14 @@ def _referred_to(value: Any) -> Iterator[Any]:
             continue
         if callable(content) or isinstance(content, (list, tuple)):
             yield content
+
+
+def graphs_of(function: Any) -> Sized:
+    """The graphs that were traced for a `tf.function` so far; it grows with each.
+
+    `experimental_get_tracing_count` is its length, and takes some microseconds in a step.
+    """
+    return function._function_cache._primary
 
 
 class Trace(NamedTuple):

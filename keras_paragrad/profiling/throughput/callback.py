@@ -217,4 +217,4 @@ class Throughput(keras.callbacks.Callback):
         self.figures = {name: float(value) for name, value in found.items() if value is not None}
         self._shown = {name: self.figures[name] for name in _SHOWN if name in self.figures}
         if self._files:
-            self._files.append(self._pace.updates(), self._epoch, self.figures)
+            self._files.append(self._pace.update, self._epoch, self.figures)

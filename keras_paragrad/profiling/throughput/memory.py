@@ -1,7 +1,10 @@
 """How much memory is in use."""
 
+import functools
 import importlib.util
 import logging
+import os
+from typing import Any
 
 import tensorflow as tf
 
@@ -18,9 +21,7 @@ def says_host_memory() -> bool:
 
 def host_memory() -> int:
     """The bytes of this process that are in memory."""
-    import psutil
-
-    return psutil.Process().memory_info().rss
+    return _process(os.getpid()).memory_info().rss
 
 
 def device_memory() -> int | None:
@@ -35,3 +36,11 @@ def device_memory() -> int | None:
         except (ValueError, tf.errors.OpError):
             continue
     return sum(found) if found else None
+
+
+# Making one takes as long as asking it.
+@functools.cache
+def _process(pid: int) -> Any:
+    import psutil
+
+    return psutil.Process(pid)

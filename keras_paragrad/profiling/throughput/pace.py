@@ -12,6 +12,11 @@ class Pace:
     Args:
         model: A built and compiled model.
         batch_size: How many examples a batch has, where the model's loss doesn't count them.
+
+    Attributes:
+        began: When it last began to count.
+        steps: How many steps there were in this epoch.
+        update: How many updates the optimizer had made by then.
     """
 
     def __init__(self, model: Any, batch_size: int | None):
@@ -23,7 +28,7 @@ class Pace:
     def begin(self, now: float, steps: int = 0) -> None:
         """Counts from here, so many steps into the epoch."""
         self.began, self.steps, self._from = now, steps, steps
-        self._examples, self._updates = self.examples() if steps else 0.0, self.updates()
+        self._examples, self.update = self.examples() if steps else 0.0, self.updates()
 
     def examples(self) -> float | None:
         """How many examples there were in this epoch, on all workers; `None` if nobody knows."""
@@ -45,8 +50,8 @@ class Pace:
         new = None if examples is None or self._examples is None else examples - self._examples
         self._rates = {
             "examples_per_second": None if new is None else new / seconds,
-            "updates_per_second": (updates - self._updates) / seconds,
+            "updates_per_second": (updates - self.update) / seconds,
             "steps_per_second": (self.steps - self._from) / seconds,
         }
-        self.began, self._from, self._examples, self._updates = now, self.steps, examples, updates
+        self.began, self._from, self._examples, self.update = now, self.steps, examples, updates
         return dict(self._rates)

@@ -1,9 +1,9 @@
 """Graphs that are traced again, and for what."""
 
-from collections.abc import Callable
+from collections.abc import Sized
 from typing import Any
 
-from keras_paragrad._keras.telemetry_counts import Trace, compiled_functions, newest_trace
+from keras_paragrad._keras.telemetry_counts import Trace, compiled_functions, graphs_of, newest_trace
 
 
 class Retraces:
@@ -17,8 +17,7 @@ class Retraces:
         self.count = 0
         self._function: Any = None
         self._traced: list[Any] = []
-        # Bound methods, as they are called after every step.
-        self._counters: list[Callable[[], int]] = []
+        self._graphs: list[Sized] = []
         self._counts: list[int] = []
 
     def watch(self, function: Any) -> None:
@@ -27,16 +26,18 @@ class Retraces:
             return
         before = {id(each): count for each, count in zip(self._traced, self._counts, strict=True)}
         self._function, self._traced = function, compiled_functions(function)
-        self._counters = [each.experimental_get_tracing_count for each in self._traced]
-        self._counts = [before.get(id(each), count()) for each, count in zip(self._traced, self._counters, strict=True)]
+        self._graphs = [graphs_of(each) for each in self._traced]
+        so_far = map(len, self._graphs)
+        self._counts = [before.get(id(each), count) for each, count in zip(self._traced, so_far, strict=True)]
 
     def happened(self) -> bool:
         """Whether graphs were traced since the last look."""
-        return [count() for count in self._counters] != self._counts
+        # In every step's time.
+        return list(map(len, self._graphs)) != self._counts
 
     def look(self) -> list[Trace]:
         """Of graphs within each other that were traced again since the last time, the outer one."""
-        before, self._counts = self._counts, [count() for count in self._counters]
+        before, self._counts = self._counts, list(map(len, self._graphs))
         again = [
             newest_trace(function)
             for function, was, count in zip(self._traced, before, self._counts, strict=True)
