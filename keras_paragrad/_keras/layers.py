@@ -65,3 +65,17 @@ def full_precision() -> Iterator[None]:
     """Reads weights as they are stored, whatever dtype the layer computes in."""
     with AutocastScope(None):
         yield
+
+
+@contextlib.contextmanager
+def attributes(layer: keras.layers.Layer, **values: Any) -> Iterator[None]:
+    """Gives a layer other attributes for a while, without Keras noticing."""
+    own = vars(layer)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        for name in values.keys() - before.keys():
+            del own[name]
+        own.update(before)

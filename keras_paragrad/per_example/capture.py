@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.layers import called_for_training, mask_of, with_mask
+from keras_paragrad._keras.layers import attributes, called_for_training, mask_of, with_mask
 from keras_paragrad.per_example.reads import WeightReads
 from keras_paragrad.per_example.registry import Call
 from keras_paragrad.per_example.units import Unit, check_training
@@ -50,7 +50,7 @@ class Capture:
             check_training(self.layer)
         with contextlib.ExitStack() as stack:
             for unit in self.units:
-                stack.enter_context(_attribute(unit.layer, "call", self._recording(unit)))
+                stack.enter_context(attributes(unit.layer, call=self._recording(unit)))
             stack.enter_context(self.reads)
             return self.layer(*arguments, **keywords)
 
@@ -108,7 +108,7 @@ class Capture:
                 activation = layer.activation if rule.before_activation else None
                 if activation is None:
                     return self._tap(made, rule.run(made, original, self.reads))
-                with _attribute(layer, "activation", lambda outputs: activation(self._tap(made, outputs))):
+                with attributes(layer, activation=lambda outputs: activation(self._tap(made, outputs))):
                     return rule.run(made, original, self.reads)
 
         return call
@@ -144,20 +144,5 @@ class Capture:
 
 
 def _rerun(layer: keras.layers.Layer, original: Callable, training: bool, arguments: tuple, keywords: dict) -> Any:
-    with _attribute(layer, "call", original):
+    with attributes(layer, call=original):
         return layer(*arguments, **{**keywords, "training": training})
-
-
-@contextlib.contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives an object another attribute for a while, without Keras noticing."""
-    absent = object()
-    before = owner.__dict__.get(name, absent)
-    owner.__dict__[name] = value
-    try:
-        yield
-    finally:
-        if before is absent:
-            del owner.__dict__[name]
-        else:
-            owner.__dict__[name] = before

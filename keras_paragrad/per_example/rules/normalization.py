@@ -1,11 +1,12 @@
 """Normalizations: a scale and an offset on what was normalized."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.layers import attributes
 from keras_paragrad.per_example.reads import Weights
 from keras_paragrad.per_example.registry import Call, Rule, register_rule, widened
 
@@ -13,8 +14,13 @@ from keras_paragrad.per_example.registry import Call, Rule, register_rule, widen
 class Normalization(Rule):
     """y = scale * z + offset: an example's gradients are the sums of d * z and d over the axes that share a weight.
 
-    What was normalized, z, is had from the layer itself, called again with a scale of 1 and an offset of 0.
+    What was normalized, z, is had from the layer itself, called again without either.
+
+    Attributes:
+        without: What attributes the layer has if it has neither.
     """
+
+    without: Mapping[str, Any] = {"scale": False, "center": False, "gamma": None, "beta": None}
 
     def scale(self, layer: Any) -> keras.Variable | None:
         """The weight that multiplies."""
@@ -39,14 +45,13 @@ class Normalization(Rule):
         cotangent = call.cotangent
         kept = self.axes(call.layer, cotangent.shape.rank)
         summed = [axis for axis in range(1, cotangent.shape.rank) if axis not in kept]
-        scale, offset = self.scale(call.layer), self.offset(call.layer)
-        neutral = [(weight, value) for weight, value in ((scale, tf.ones), (offset, tf.zeros)) if weight is not None]
         gradients = []
-        if scale is not None:
-            with Weights([(weight, value(weight.shape)) for weight, value in neutral]):
+        if self.scale(call.layer) is not None:
+            # The scope keeps losses that the layer adds from being added again.
+            with Weights(()), attributes(call.layer, **self.without):
                 normalized = widened(call.rerun(call.arguments, call.keywords))
             gradients.append(tf.reduce_sum(cotangent * normalized, summed))
-        if offset is not None:
+        if self.offset(call.layer) is not None:
             gradients.append(tf.reduce_sum(cotangent, summed))
         return gradients
 
@@ -64,6 +69,8 @@ class ScaleAndOffsetRule(Normalization):
 @register_rule(keras.layers.RMSNormalization)
 class RMSNormalizationRule(Normalization):
     """With a scale alone."""
+
+    without: Mapping[str, Any] = {"scale": None}
 
     def scale(self, layer: Any) -> keras.Variable:
         return layer.scale
