@@ -12,17 +12,23 @@ from keras_paragrad.per_example.quantities import Quantities
 TOLERANCE = 1e-6
 
 
-def quantities(model, x, targets, weights, jit_compile, training=None):
-    """All that there is to be had of a backward pass: gradients, squared norms, second moments and weighted sums."""
+def quantities(model, x, targets, weights, jit_compile, training=None, beside_plain=False):
+    """All that there is to be had of a backward pass: gradients, squared norms, second moments and weighted sums.
+
+    And the plain gradient, if it is to be computed in the same graph.
+    """
+
+    plain_weights = [variable.value for variable in model.trainable_variables] if beside_plain else []
 
     @tf.function(jit_compile=jit_compile, autograph=False)
     def compiled(x, targets):
         anchor = tf.zeros([])
         with tf.GradientTape() as tape:
             tape.watch(anchor)
-            capture = Capture(model, units_for(model, (x,), {"training": training}), anchor, True, jit_compile)
+            units = units_for(model, (x,), {"training": training})
+            capture = Capture(model, units, anchor, not beside_plain, jit_compile)
             loss = tf.reduce_sum(tf.cast(capture(x, training=training), "float32") * targets)
-        tape.gradient(loss, anchor)
+        _, *plain = tape.gradient(loss, [anchor, *plain_weights], unconnected_gradients="zero")
         found = Quantities(capture.recorded, model.trainable_variables)
         sums = [
             tf.zeros(variable.shape) if total is None else tf.convert_to_tensor(total)
@@ -30,12 +36,15 @@ def quantities(model, x, targets, weights, jit_compile, training=None):
                 model.trainable_variables, found.weighted_sums(tf.constant(weights)), strict=True
             )
         ]
-        return found.gradients(), found.squared_norms(), found.second_moments(), sums
+        plain = [tf.convert_to_tensor(gradient) for gradient in plain]
+        return found.gradients(), found.squared_norms(), found.second_moments(), sums, plain
 
     return compiled(x, targets)
 
 
-def check(model: keras.Model, x, jit_compile: bool = False, tolerance: float = TOLERANCE) -> None:
+def check(
+    model: keras.Model, x, jit_compile: bool = False, tolerance: float = TOLERANCE, beside_plain: bool = False
+) -> None:
     rows = len(keras.tree.flatten(x)[0])
     generator = np.random.default_rng(2)
     outputs = model(keras.tree.map_structure(tf.constant, x))
@@ -47,8 +56,8 @@ def check(model: keras.Model, x, jit_compile: bool = False, tolerance: float = T
         return tf.reduce_sum(tf.cast(y_pred, "float32") * targets)
 
     theirs = example_gradients(model, x, loss, targets, jit_compile=jit_compile)
-    gradients, squared_norms, moments, sums = quantities(
-        model, keras.tree.map_structure(tf.constant, x), targets, weights, jit_compile
+    gradients, squared_norms, moments, sums, plain = quantities(
+        model, keras.tree.map_structure(tf.constant, x), targets, weights, jit_compile, beside_plain=beside_plain
     )
     norms = norms_of(theirs)
     scale = float(norms.max()) or 1.0
@@ -56,3 +65,5 @@ def check(model: keras.Model, x, jit_compile: bool = False, tolerance: float = T
     assert np.abs(np.sqrt(squared_norms) - norms).max() / scale < tolerance
     assert gradient_error(moments, [np.square(g).sum(0) for g in theirs], scale**2 * rows) < tolerance
     assert gradient_error(sums, [np.tensordot(weights, g, 1) for g in theirs], scale * weights.sum() or 1) < tolerance
+    if beside_plain:
+        assert gradient_error(plain, [g.sum(0) for g in theirs], scale * rows) < tolerance

@@ -39,6 +39,7 @@ class Capture:
         by_xla: bool = False,
     ):
         self.layer, self.units, self.anchor, self.by_xla = layer, units, anchor, by_xla
+        self.beside_plain = not detached and not tf.executing_eagerly()
         self.graph = tf.compat.v1.get_default_graph()
         self.calls: dict[int, list[Call]] = {id(unit.layer): [] for unit in units}
         self.reads = WeightReads(layer.trainable_variables, detached)
@@ -101,7 +102,7 @@ class Capture:
             training = called_for_training()
             calls = self.calls[id(layer)]
             rerun = functools.partial(_rerun, layer, original, training)
-            made = Call(layer, arguments, keywords, training, rerun, by_xla=self.by_xla)
+            made = Call(layer, arguments, keywords, training, rerun, by_xla=self.by_xla, beside_plain=self.beside_plain)
             made.batched = batched[len(calls)] if len(calls) < len(batched) else None
             calls.append(made)
             with self.reads.by(layer):

@@ -1,6 +1,5 @@
 """What is made of the calls of a model's units: norms, gradients, moments and sums."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.registry import Call, squared_norm, widened
+from keras_paragrad.per_example.registry import Call, squared_norm
 from keras_paragrad.per_example.units import Unit
 from keras_paragrad.sums import row_sums_of_all
 
@@ -28,15 +27,6 @@ class Quantities:
         owners = [id(v) for unit, _ in self.recorded for v in unit.rule.variables(unit.layer)]
         # A weight that several layers have: squares of its gradient don't add up from layer to layer.
         self.tied = {owner for owner in owners if owners.count(owner) > 1}
-
-    def times(self, factor: tf.Tensor) -> "Quantities":
-        """Those of a loss that is so many times as large."""
-
-        def of_call(call: Call) -> Call:
-            cotangents = [widened(cotangent) for cotangent in call.cotangents or ()]
-            return dataclasses.replace(call, cotangents=[c * tf.cast(factor, c.dtype) for c in cotangents])
-
-        return Quantities([(unit, list(map(of_call, calls))) for unit, calls in self.recorded], self.variables)
 
     @property
     def batch(self) -> tf.Tensor:

@@ -24,6 +24,7 @@ class Call:
         recorded: What the rule's `run` kept of it.
         batched: For each of the flattened arguments and keywords, whether it has a row for each example, if known.
         by_xla: Whether the step is known to be compiled by XLA, for rules that have another way then.
+        beside_plain: Whether the weights' plain gradient is computed in the same graph.
         outputs: The floating-point tensors to which the cotangents belong.
         cotangents: The loss's gradient with respect to each floating-point tensor that came out (or would have gone
             into the layer's activation, for rules with `before_activation`); filled in by the backward pass.
@@ -37,6 +38,7 @@ class Call:
     recorded: Any = None
     batched: Sequence[bool] | None = None
     by_xla: bool = False
+    beside_plain: bool = False
     outputs: Sequence[tf.Tensor] = ()
     cotangents: list[tf.Tensor] | None = None
 

@@ -28,8 +28,12 @@ class StepResults:
         self.variables = list(variables)
         self.capacity = capacity
         self.count = Total([], tf.int32)
-        self.norms = Rows([], capacity) if "norms" in kept else None
-        self.gradients = [Rows(v.shape, capacity) for v in variables] if "gradients" in kept else []
+        # Gradients are multiplied when they are read. In the step, that would take a pass over them, or over cotangents
+        # of which the backward pass may have the products already.
+        self.factor = Total([])
+        self.norms = Rows([], capacity, self.count) if "norms" in kept else None
+        with_rows = self.variables if "gradients" in kept else []
+        self.gradients = [Rows(v.shape, capacity, self.count, self.factor) for v in with_rows]
         self.second_moment = [Total(v.shape) for v in variables] if "second_moment" in kept else []
 
     def keep(self, quantities: Quantities, factor: tf.Tensor) -> tf.Tensor | None:
@@ -44,8 +48,8 @@ class StepResults:
         """
         self.count.assign(quantities.batch)
         if self.gradients:
-            # The cotangents are smaller than what is made of them.
-            for rows, gradients in zip(self.gradients, quantities.times(factor).gradients(), strict=True):
+            self.factor.assign(factor)
+            for rows, gradients in zip(self.gradients, quantities.gradients(), strict=True):
                 rows.assign(tf.cast(gradients, "float32"))
         if self.second_moment:
             for total, moment in zip(self.second_moment, quantities.second_moments(), strict=True):
@@ -58,19 +62,23 @@ class StepResults:
 
 
 class Rows:
-    """A tensor with a row for each example of the last step, on every replica its own; see `StepResults`."""
+    """A tensor with a row for each example of the last step, on every replica its own; see `StepResults`.
 
-    def __init__(self, shape: Sequence[int], capacity: int | None):
-        self.capacity = capacity
+    Args:
+        shape: That of a row.
+        capacity: How many rows there is room for.
+        count: How many there are on each replica.
+        factor: What to multiply them by when they are read, on each replica.
+    """
+
+    def __init__(self, shape: Sequence[int], capacity: int | None, count: "Total", factor: "Total | None" = None):
+        self.capacity, self.count, self.factor = capacity, count, factor
         self.values = _variable([capacity, *shape], tf.float32)
-        self.count = _variable([], tf.int32)
 
     def assign(self, rows: tf.Tensor) -> None:
         """Leaves rows, `(count, *shape)`; within a step, on each replica."""
-        count = tf.shape(rows)[0]
-        self.count.assign(count)
         if self.capacity is not None:
-            missing: Any = tf.maximum(self.capacity - count, 0)
+            missing: Any = tf.maximum(self.capacity - tf.shape(rows)[0], 0)
             rows = tf.pad(rows, [[0, missing], *([0, 0] for _ in rows.shape[1:])])[: self.capacity]
         self.values.assign(tf.ensure_shape(rows, self.values.shape))
 
@@ -85,18 +93,19 @@ class Rows:
         Raises:
             ValueError: There were more than the capacity.
         """
-        counts = [int(count) for count in _local(self.count)]
+        counts = self.count.of_replicas()
         if self.capacity is not None and max(counts) > self.capacity:
             raise ValueError(
                 f"A batch had {max(counts)} examples on one device, and in the compiled step there was room for "
                 f"{self.capacity}. Write PerExampleGradients(..., capacity={max(counts)})."
             )
-        parts = zip(_local(self.values), counts, strict=True)
-        return np.concatenate([values.numpy()[:count] for values, count in parts])
+        factors = [1] * len(counts) if self.factor is None else self.factor.of_replicas()
+        parts = zip(_local(self.values), counts, factors, strict=True)
+        return np.concatenate([values.numpy()[:count] * factor for values, count, factor in parts])
 
 
 class Total:
-    """A tensor of the last step that is summed over the replicas."""
+    """A tensor of the last step of which each replica has a part."""
 
     def __init__(self, shape: Sequence[int], dtype: tf.DType = tf.float32):
         self.value = _variable(shape, dtype)
@@ -105,9 +114,13 @@ class Total:
         """Leaves a replica's part."""
         self.value.assign(value)
 
+    def of_replicas(self) -> list[np.ndarray]:
+        """The parts of this process's replicas."""
+        return [part.numpy() for part in _local(self.value)]
+
     def numpy(self) -> np.ndarray:
         """The sum over this process's replicas."""
-        return np.sum([part.numpy() for part in _local(self.value)], axis=0)
+        return np.sum(self.of_replicas(), axis=0)
 
 
 def capacity_for(kept: Collection[str]) -> int | None:

@@ -148,7 +148,7 @@ def test_random_numbers_are_those_of_the_forward_pass(make, jit_compile):
     theirs = [gradient.numpy() for gradient in whole()]
     for seed, value in zip(seeds, before, strict=True):
         seed.assign(value)
-    gradients, _, _, _ = quantities(model, x, targets, np.ones(5, "float32"), jit_compile, training=True)
+    gradients, *_ = quantities(model, x, targets, np.ones(5, "float32"), jit_compile, training=True)
     # The sum over the examples is the gradient of the batch, for the same random numbers.
     assert gradient_error([tf.reduce_sum(gradient, 0) for gradient in gradients], theirs, 1.0) < 1e-5
     assert any(not np.array_equal(a, b.numpy()) for a, b in zip(before, seeds, strict=True))

@@ -13,7 +13,7 @@ from keras import layers
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_a_rule_is_the_loop(kind, data):
     case: LayerCase = data.draw(DRAWN[kind])
-    check(case.model(), case.inputs(), case.jit_compile)
+    check(case.model(), case.inputs(), case.jit_compile, beside_plain=data.draw(hypothesis.strategies.booleans()))
 
 
 # What half precision rounds, of a sum over a few positions: 10 bits of a float16, 7 of a bfloat16.
@@ -30,7 +30,8 @@ def test_a_rule_in_another_dtype(kind, dtype, data):
     case: LayerCase = data.draw(DRAWN[kind])
     # On CPUs, TensorFlow convolves with the channels first in float32 alone.
     hypothesis.assume("data_format" not in case.make.keywords)
-    check(case.model(dtype), case.inputs(dtype), case.jit_compile, TOLERANCES[dtype])
+    beside_plain = data.draw(hypothesis.strategies.booleans())
+    check(case.model(dtype), case.inputs(dtype), case.jit_compile, TOLERANCES[dtype], beside_plain)
 
 
 @hypothesis.settings(max_examples=8)

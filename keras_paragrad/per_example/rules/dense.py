@@ -14,8 +14,8 @@ class DenseRule(Linear):
     """y = a W + b at every position."""
 
     def product(self, call: Call) -> Product:
-        sides = (flattened(side, 1, side.shape.rank - 1) for side in (call.input, call.cotangent))
-        return Product(*(tf.expand_dims(side, 1) for side in sides))
+        left, right = (flattened(side, 1, side.shape.rank - 1) for side in (call.input, call.cotangent))
+        return Product(tf.expand_dims(left, 1), tf.expand_dims(right, 1))
 
     def columns(self, call: Call) -> list[int]:
         return [call.cotangent.shape.rank - 1]

@@ -31,6 +31,16 @@ class Axes(NamedTuple):
     rows: str
     columns: str
 
+    @property
+    def are_of_matrices(self) -> bool:
+        """Whether Keras multiplies a matrix for each example by one kernel.
+
+        Its gradient is a product for each example then, and their sum.
+        """
+        in_order = self.inputs[1:] == self.positions + self.rows and self.outputs[1:] == self.positions + self.columns
+        sizes = len(self.positions), len(self.rows), len(self.columns)
+        return in_order and sizes in ((1, 1, 1), (1, 1, 2), (1, 2, 1))
+
 
 @register_rule(keras.layers.EinsumDense)
 class EinsumRule(Linear):
@@ -50,7 +60,14 @@ class EinsumRule(Linear):
         axes = _axes(call.layer.equation, call.input.shape.rank)
         left = _sorted(call.input, axes.inputs, axes.groups, axes.positions, axes.rows)
         right = _sorted(call.cotangent, axes.outputs, axes.groups, axes.positions, axes.columns)
-        return Product(left, right)
+        # XLA finds the same products too, but is slower at adding up their squares than at inner products.
+        found = call.beside_plain and not call.by_xla and call.input.dtype == call.layer.compute_dtype
+        if not (found and axes.are_of_matrices and left.shape.is_fully_defined()):
+            return Product(left, right)
+        # Written as in the layer and its gradient, as only then TensorFlow sees that they are the same.
+        inputs = tf.reshape(call.input, [-1, *left.shape[2:]])
+        outputs = tf.reshape(call.cotangent, [right.shape[0], *right.shape[2:]])
+        return Product(tf.reshape(inputs, left.shape), tf.reshape(outputs, right.shape), at_hand=True)
 
     def columns(self, call: Call) -> list[int]:
         axes = _axes(call.layer.equation, call.input.shape.rank)

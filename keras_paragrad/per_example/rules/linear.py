@@ -17,14 +17,18 @@ class Product(NamedTuple):
     Attributes:
         left: `(batch, groups, positions, rows)`.
         right: `(batch, groups, positions, columns)`.
+        at_hand: Whether the plain gradient is the sum of just these products, so that they are there already.
     """
 
     left: tf.Tensor
     right: tf.Tensor
+    at_hand: bool = False
 
     @property
     def is_ghost(self) -> bool:
         """Whether norms are had for less from the positions' inner products than from the gradients themselves."""
+        if self.at_hand:
+            return False
         left: Any = self.left.shape
         _, _, positions, rows = left
         columns: Any = self.right.shape[3]
@@ -34,23 +38,25 @@ class Product(NamedTuple):
         """Each example's gradient, `(batch, groups, rows, columns)`."""
         if self.left.shape[2] == 1:
             return tf.transpose(self.left, [0, 1, 3, 2]) * self.right
-        return _matmul(self.left, self.right, transpose_a=True)
+        return _matmul(self.left, self.right, transpose_a=True, grad_b=True)
 
     def squared_norms(self, by_xla: bool = False) -> tf.Tensor:
         """The squared norm of each example's gradient, `(batch,)`."""
         if self.is_ghost:
             left, right = self.inner_products()
             return row_sums(left * right, by_xla)
+        if self.at_hand:
+            return squared_norm(self.gradients(), by_xla)
         # Transposed or not, the norm is the same, and products with the wider side last are faster.
-        narrow, wide = sorted(self, key=lambda side: side.shape[3] or 0)
+        narrow, wide = sorted((self.left, self.right), key=lambda side: side.shape[3] or 0)
         return squared_norm(_matmul(narrow, wide, transpose_a=True), by_xla)
 
     def inner_products(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Those of either side's positions with each other, `(batch, groups, positions, positions)`."""
         if self.left.shape[2] == 1:
-            left, right = (tf.reduce_sum(tf.square(side), 3, keepdims=True) for side in self)
+            left, right = (tf.reduce_sum(tf.square(side), 3, keepdims=True) for side in (self.left, self.right))
         else:
-            left, right = (_matmul(side, side, transpose_b=True) for side in self)
+            left, right = (_matmul(side, side, transpose_b=True) for side in (self.left, self.right))
         return left, right
 
     def second_moment(self) -> tf.Tensor:
@@ -61,7 +67,7 @@ class Product(NamedTuple):
 
     def sum(self) -> tf.Tensor:
         """The sum over examples, `(groups, rows, columns)`."""
-        left, right = (tf.transpose(side, [1, 0, 2, 3]) for side in self)
+        left, right = (tf.transpose(side, [1, 0, 2, 3]) for side in (self.left, self.right))
         groups = tf.shape(left)[0]
         left, right = (tf.reshape(side, [groups, -1, side.shape[3]]) for side in (left, right))
         return tf.matmul(left, right, transpose_a=True)
@@ -137,7 +143,8 @@ class Linear(Rule):
         products = [self.product(call) for call in calls]
         if len(products) == 1:
             return products[0]
-        return Product(*(tf.concat(sides, 2) for sides in zip(*products, strict=True)))
+        left, right = (tf.concat(sides, 2) for sides in zip(*((p.left, p.right) for p in products), strict=True))
+        return Product(left, right)
 
     def _adds_to_columns(self, call: Call) -> bool:
         """Whether there is a bias whose gradient is the sum of the product's right side."""
@@ -187,6 +194,13 @@ def flattened(tensor: tf.Tensor, first: int, last: int) -> tf.Tensor:
 
 def _matmul(left: tf.Tensor, right: tf.Tensor, **transposed: Any) -> tf.Tensor:
     # TensorFlow multiplies a batch of matrices faster than a batch of batches, and most layers have one group.
-    if left.shape[1] == 1:
-        return tf.expand_dims(tf.matmul(tf.squeeze(left, 1), tf.squeeze(right, 1), **transposed), 1)
-    return tf.matmul(left, right, **transposed)
+    if left.shape[1] != 1:
+        return tf.matmul(left, right, **transposed)
+    return tf.expand_dims(tf.matmul(_without_groups(left), _without_groups(right), **transposed), 1)
+
+
+def _without_groups(side: tf.Tensor) -> tf.Tensor:
+    # TensorFlow sees through reshapes of reshapes, so that what is the same as elsewhere is computed once.
+    if side.shape.is_fully_defined():
+        return tf.reshape(side, [side.shape[0], *side.shape[2:]])
+    return tf.squeeze(side, 1)
