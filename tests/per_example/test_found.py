@@ -11,6 +11,7 @@ from oracles import example_gradients, norms_of
 
 from keras_paragrad import PerExampleGradients, wrap
 from keras_paragrad.per_example.probing import units_for
+from keras_paragrad.per_example.rules.embedding import FEW_LOOKUPS
 
 
 class Standardized(layers.Conv2D):
@@ -32,6 +33,14 @@ def test_a_subclass_that_overrides_what_call_calls():
 def test_causal_windows_that_end_before_the_input(kernel_size, strides, dilation_rate, length):
     convolution = layers.Conv1D(2, kernel_size, strides, "causal", dilation_rate=dilation_rate)
     check(keras.Sequential([keras.Input((length, 2)), convolution]), some_inputs((3, length, 2)))
+
+
+@pytest.mark.parametrize("length", [3, FEW_LOOKUPS + 1])
+@pytest.mark.parametrize("kind", [layers.Embedding, layers.ReversibleEmbedding])
+def test_words_counted_from_the_end(kind, length):
+    model = keras.Sequential([keras.Input((length,), dtype="int32"), kind(5, 2)])
+    randomize(model)
+    check(model, np.random.default_rng(0).integers(-5, 5, (4, length)).astype("int32"))
 
 
 CONVOLUTIONS = {

@@ -74,8 +74,11 @@ class EmbeddingRule(Rule):
 
 def lookups(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:
     """What each example looked up in all calls, `(batch, lookups)`, and its cotangents, `(batch, lookups, width)`."""
-    indices = [_one_axis(tf.cast(call.input, tf.int32), 0) for call in calls]
-    return tf.concat(indices, 1), tf.concat([_one_axis(call.cotangent, 1) for call in calls], 1)
+    layer: Any = calls[0].layer
+    indices = tf.concat([_one_axis(tf.cast(call.input, tf.int32), 0) for call in calls], 1)
+    # As Keras does, which counts negative ones from the end.
+    indices = tf.where(indices < 0, indices + layer.input_dim, indices)
+    return indices, tf.concat([_one_axis(call.cotangent, 1) for call in calls], 1)
 
 
 def _summed(calls: Sequence[Call]) -> _Rows:
