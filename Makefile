@@ -18,7 +18,7 @@ test: .venv/.wheel
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -P -m pytest -n 2 --dist worksteal
+	$(BIN)/python -P -m pytest -n 2 --dist worksteal --durations 25
 	$(BIN)/python -P -m pytest --doctest-modules --pyargs keras_paragrad
 
 bench: .venv/.wheel
