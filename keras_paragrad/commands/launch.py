@@ -10,7 +10,7 @@ from pathlib import Path
 
 from keras_paragrad.distribution.cluster import Cluster, find_cluster
 from keras_paragrad.distribution.launch.launcher import launch
-from keras_paragrad.distribution.launch.tasks import FOR_THE_PROFILER, Layout
+from keras_paragrad.distribution.launch.tasks import Layout
 
 _USAGE = """%(prog)s --workers N [options] script.py [arguments]
        %(prog)s --workers N [options] -m module [arguments]
@@ -114,7 +114,7 @@ def _become(command: list[str], cluster: Cluster, max_restarts: int) -> int:
         file=sys.stderr,
         flush=True,
     )
-    environment = {**FOR_THE_PROFILER, **os.environ, "TF_CONFIG": cluster.to_tf_config()}
+    environment = {**os.environ, "TF_CONFIG": cluster.to_tf_config()}
     os.execve(command[0], command, environment)
 
 

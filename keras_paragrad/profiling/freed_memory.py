@@ -5,11 +5,6 @@ that end what another thread began, which collectives between workers do. The ve
 can't move a deque without allocating, and frees what it has copied. Then the remembered places are looked up, and
 written to if what still stands there is the identifier of an event (`TraceMeRecorder::Consume`, `SplitEventTracker`).
 Without what is done here, the second of two workers crashed within 150 windows in each of three runs.
-
-glibc does not overwrite what a thread keeps for itself, the first seven pieces of each size that it frees. With those,
-the first windows of two workers still crashed now and then: once in 25 trainings, and in 4 of 11 where threads were to
-keep 60000 pieces. How large the pieces are that they keep can only be said before a process begins, which `launch`
-does for those it starts: smaller than the profiler's, by `GLIBC_TUNABLES=glibc.malloc.tcache_max=400`.
 """
 
 import contextlib

@@ -181,13 +181,6 @@ def test_what_is_set_for_buffering_stays():
     assert [task.environment["PYTHONUNBUFFERED"] for task in Layout(1).tasks({})] == ["1"]
 
 
-def test_what_the_profiler_frees_is_overwritten_unless_told():
-    (task,) = Layout(1).tasks({})
-    assert task.environment["GLIBC_TUNABLES"] == "glibc.malloc.tcache_max=400"
-    (task,) = Layout(1).tasks({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"})
-    assert task.environment["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2"
-
-
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 
 

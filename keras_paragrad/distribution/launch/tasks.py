@@ -9,9 +9,6 @@ from dataclasses import dataclass
 HOST = "127.0.0.1"
 _PORTS = range(1024, 65536)
 
-# So that glibc overwrites all that TensorFlow's profiler frees and reads again; see `profiling/freed_memory.py`.
-FOR_THE_PROFILER = {"GLIBC_TUNABLES": "glibc.malloc.tcache_max=400"}
-
 
 @dataclass(frozen=True)
 class Task:
@@ -72,7 +69,7 @@ class Layout:
         for (job, _), port in zip(members, free_ports(len(members), self.first_port), strict=True):
             addresses.setdefault(job, []).append(f"{HOST}:{port}")
         # Python keeps what it prints to a pipe until there are kilobytes of it, and loses it if it is killed.
-        common = {"PYTHONUNBUFFERED": "1", **FOR_THE_PROFILER, **environment}
+        common = {"PYTHONUNBUFFERED": "1", **environment}
         tasks = []
         for job, index in members:
             config = json.dumps({"cluster": addresses, "task": {"type": job, "index": index}})
