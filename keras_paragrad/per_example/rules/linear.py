@@ -27,12 +27,12 @@ class Product(NamedTuple):
     @property
     def is_ghost(self) -> bool:
         """Whether norms are had for less from the positions' inner products than from the gradients themselves."""
-        if self.at_hand:
-            return False
         left: Any = self.left.shape
         _, _, positions, rows = left
         columns: Any = self.right.shape[3]
-        return positions == 1 or (positions is not None and positions * (rows + columns) <= rows * columns)
+        # Gradients that are at hand have only to be squared.
+        direct = rows * columns * (1 if self.at_hand else positions or 0)
+        return positions == 1 or (positions is not None and positions**2 * (rows + columns) <= direct)
 
     def gradients(self) -> tf.Tensor:
         """Each example's gradient, `(batch, groups, rows, columns)`."""
