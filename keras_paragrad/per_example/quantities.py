@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad.per_example.looked_up import LookedUp
 from keras_paragrad.per_example.registry import Call, squared_norm
 from keras_paragrad.per_example.units import Unit
 from keras_paragrad.sums import row_sums_of_all
@@ -37,7 +38,11 @@ class Quantities:
 
     def gradients(self) -> list[tf.Tensor]:
         """Each example's gradient for each weight, `(batch, *shape)`; zero where none came back."""
-        found = self._added(self._parts("gradients_of_all"))
+        return [_laid_out(gradient) for gradient in self.gradients_to_keep()]
+
+    def gradients_to_keep(self) -> list[Any]:
+        """The same, but a `LookedUp` for a table in which rows were looked up."""
+        found = self._added(self._parts("gradients_to_keep"))
         return [
             tf.zeros([self.batch, *variable.shape]) if gradient is None else gradient
             for gradient, variable in zip(found, self.variables, strict=True)
@@ -98,4 +103,8 @@ class Quantities:
 
 
 def _sum(parts: list[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else tf.add_n([tf.convert_to_tensor(part) for part in parts])
+    return parts[0] if len(parts) == 1 else tf.add_n([tf.convert_to_tensor(_laid_out(part)) for part in parts])
+
+
+def _laid_out(gradients: Any) -> Any:
+    return gradients.laid_out() if isinstance(gradients, LookedUp) else gradients

@@ -63,10 +63,12 @@ class Rule:
     Attributes:
         before_activation: Whether the cotangent is wanted before the layer's `activation`, rather than at its output.
         serves_overrides: Whether the rule holds for subclasses of its layers that compute something else, too.
+        looks_up: Whether its weights are tables, of which an example's gradient has but the rows that were looked up.
     """
 
     before_activation = False
     serves_overrides = False
+    looks_up = False
 
     def variables(self, layer: keras.layers.Layer) -> list[keras.Variable]:
         """The weights that the rule knows, in the order in which it returns their gradients.
@@ -91,6 +93,10 @@ class Rule:
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         """The same over all the calls of a layer that a model shares."""
         return [tf.add_n(list(parts)) for parts in zip(*map(self.gradients, calls), strict=True)]
+
+    def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
+        """The same, or a `LookedUp` each, for rules that look up."""
+        return self.gradients_of_all(calls)
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         """The squared norm of each example's gradient for each of `variables(layer)`, `(batch,)`."""

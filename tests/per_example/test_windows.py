@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad.per_example.rules.windows import FEW_CHANNELS, Geometry, windows
+from keras_paragrad.per_example.rules.windows import FEW_CHANNELS, Geometry, first_axis_first, windows
 
 GEOMETRIES = {
     "one axis": ((11,), Geometry((3,), (2,), (1,), "valid")),
@@ -31,7 +31,7 @@ def paddings_of(sizes, geometry):
         yield {"valid": (0, 0), "causal": (reach, 0), "same": (missing // 2, missing - missing // 2)}[geometry.padding]
 
 
-def one_by_one(images, geometry):
+def one_by_one(images, geometry, in_order):
     """The windows, and how many there are along each axis."""
     padded = np.pad(images, [(0, 0), *paddings_of(images.shape[1:-1], geometry), (0, 0)])
     reaches = [
@@ -44,8 +44,9 @@ def one_by_one(images, geometry):
         starts = [at * stride for at, stride in zip(place, geometry.strides, strict=True)]
         cuts = zip(starts, reaches, geometry.dilation, strict=True)
         window = padded[(slice(None), *(slice(at, at + reach, dilation) for at, reach, dilation in cuts))]
-        last_first = range(window.ndim - 2, 0, -1)
-        found.append(window.transpose(0, *last_first, window.ndim - 1).reshape(len(images), -1, images.shape[-1]))
+        axes = range(1, window.ndim - 1)
+        taps = axes if in_order else axes[::-1]
+        found.append(window.transpose(0, *taps, window.ndim - 1).reshape(len(images), -1, images.shape[-1]))
     return np.stack(found, 1), outputs
 
 
@@ -55,15 +56,16 @@ def test_windows_are_the_slices(name, way):
     sizes, geometry = GEOMETRIES[name]
     channels, by_xla = WAYS[way]["channels"], WAYS[way].get("by_xla", False)
     images = np.random.default_rng(0).normal(size=(2, *sizes, channels)).astype("float32")
-    expected, outputs = one_by_one(images, geometry)
+    expected, outputs = one_by_one(images, geometry, first_axis_first(channels, by_xla))
     np.testing.assert_array_equal(windows(tf.constant(images), geometry, outputs, by_xla), expected)
 
 
+@pytest.mark.parametrize("channels", [2, FEW_CHANNELS + 1])
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_windows_on_images_of_any_size(name):
+def test_windows_on_images_of_any_size(name, channels):
     sizes, geometry = GEOMETRIES[name]
-    images = np.random.default_rng(0).normal(size=(2, *sizes, 2)).astype("float32")
-    expected, outputs = one_by_one(images, geometry)
-    of_any_size = tf.TensorSpec([None] * (1 + len(sizes)) + [2])
+    images = np.random.default_rng(0).normal(size=(2, *sizes, channels)).astype("float32")
+    expected, outputs = one_by_one(images, geometry, first_axis_first(channels, False))
+    of_any_size = tf.TensorSpec([None] * (1 + len(sizes)) + [channels])
     laid_out = tf.function(lambda x: windows(x, geometry, tuple(map(tf.constant, outputs)), False), autograph=False)
     np.testing.assert_array_equal(laid_out.get_concrete_function(of_any_size)(tf.constant(images)), expected)

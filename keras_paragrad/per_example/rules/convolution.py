@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad.per_example.registry import Call, register_rule
 from keras_paragrad.per_example.rules.linear import Linear, Product, flattened
-from keras_paragrad.per_example.rules.windows import Geometry, channels_last, spatial, windows
+from keras_paragrad.per_example.rules.windows import Geometry, channels_last, first_axis_first, spatial, windows
 
 
 class Convolutional(Linear):
@@ -39,8 +39,9 @@ class ConvolutionRule(Convolutional):
         """How many groups of channels are convolved on their own."""
         return layer.groups
 
-    def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:
-        return grouped_kernel(layer.kernel.shape, product)
+    def kernel(self, call: Call, product: tf.Tensor) -> tf.Tensor:
+        layer: Any = call.layer
+        return grouped_kernel(layer.kernel.shape, product, call.by_xla)
 
     def kernel_sum(self, call: Call, weights: tf.Tensor) -> tf.Tensor:
         layer: Any = call.layer
@@ -75,15 +76,19 @@ def grouped_product(inputs: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry,
     return Product(_grouped(found, groups), _grouped(flat(cotangent)[:, :, tf.newaxis], groups))
 
 
-def grouped_kernel(shape: tf.TensorShape, product: tf.Tensor) -> tf.Tensor:
+def grouped_kernel(shape: tf.TensorShape, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
     """A kernel's gradient `(..., groups, taps x channels, columns)` in its own shape, after the leading axes."""
     leading = [-1] if product.shape.rank == 4 else []
     sizes: Any = product.shape[-3:]
     groups, rows, columns = sizes
-    taps: Any = list(shape[:-2])[::-1]
-    apart = tf.reshape(product, [*leading, groups, *taps, rows // math.prod(taps), columns])
-    group, *axes, channels, column = range(len(leading), apart.shape.rank)
-    in_order = tf.transpose(apart, [*range(len(leading)), *axes[::-1], channels, group, column])
+    taps: Any = list(shape[:-2])
+    channels = rows // math.prod(taps)
+    step = 1 if first_axis_first(groups * channels, by_xla) else -1
+    if groups == 1 and (step == 1 or len(taps) == 1):
+        return tf.reshape(product, [*leading, *shape])
+    apart = tf.reshape(product, [*leading, groups, *taps[::step], channels, columns])
+    group, *axes, channel, column = range(len(leading), apart.shape.rank)
+    in_order = tf.transpose(apart, [*range(len(leading)), *axes[::step], channel, group, column])
     return tf.reshape(in_order, [*leading, *shape])
 
 

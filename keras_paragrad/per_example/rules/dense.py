@@ -1,7 +1,5 @@
 """Dense layers."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
@@ -20,5 +18,5 @@ class DenseRule(Linear):
     def columns(self, call: Call) -> list[int]:
         return [call.cotangent.shape.rank - 1]
 
-    def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:
+    def kernel(self, call: Call, product: tf.Tensor) -> tf.Tensor:
         return tf.squeeze(product, -3)

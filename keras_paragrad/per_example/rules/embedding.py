@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_paragrad.per_example.looked_up import LookedUp
 from keras_paragrad.per_example.registry import Call, Rule, register_rule
 
 # Up to so many, comparing all with all is faster than sorting them.
@@ -30,8 +31,10 @@ class EmbeddingRule(Rule):
 
     So the rows are sorted and added up within each example, or where they are few, their products with each other are
     added up for those that are of one index. Nothing is as large as the table for every example, except its gradients
-    when they are asked for.
+    when they are read.
     """
+
+    looks_up = True
 
     def variables(self, layer: Any) -> list[keras.Variable]:
         return [layer.embeddings]
@@ -40,12 +43,10 @@ class EmbeddingRule(Rule):
         return self.gradients_of_all([call])
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        indices, cotangents = lookups(calls)
-        batch, size = tf.shape(indices)[0], self._size(calls)
-        places = indices + tf.range(batch)[:, tf.newaxis] * size
-        width = cotangents.shape[-1]
-        rows = tf.math.unsorted_segment_sum(tf.reshape(cotangents, [-1, width]), tf.reshape(places, [-1]), batch * size)
-        return [tf.reshape(rows, [-1, size, width])]
+        return [gradients.laid_out() for gradients in self.gradients_to_keep(calls)]
+
+    def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
+        return [LookedUp(*lookups(calls), self._size(calls))]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         indices, cotangents = lookups(calls)

@@ -36,8 +36,6 @@ class Product(NamedTuple):
 
     def gradients(self) -> tf.Tensor:
         """Each example's gradient, `(batch, groups, rows, columns)`."""
-        if self.left.shape[2] == 1:
-            return tf.transpose(self.left, [0, 1, 3, 2]) * self.right
         return _matmul(self.left, self.right, transpose_a=True, grad_b=True)
 
     def squared_norms(self, by_xla: bool = False) -> tf.Tensor:
@@ -92,7 +90,7 @@ class Linear(Rule):
         """The kernel's gradient as a product."""
         raise NotImplementedError
 
-    def kernel(self, layer: Any, product: tf.Tensor) -> tf.Tensor:
+    def kernel(self, call: Call, product: tf.Tensor) -> tf.Tensor:
         """`(..., groups, rows, columns)` in the order and shape of the kernel, after the leading axes."""
         raise NotImplementedError
 
@@ -106,7 +104,7 @@ class Linear(Rule):
 
     def kernel_sum(self, call: Call, weights: tf.Tensor) -> tf.Tensor:
         """The sum over examples of the kernel's gradients times `weights` `(batch,)`, in the kernel's shape."""
-        return self.kernel(call.layer, self.product(call).weighted_sum(weights))
+        return self.kernel(call, self.product(call).weighted_sum(weights))
 
     def variables(self, layer: Any) -> list[keras.Variable]:
         return [layer.kernel] if layer.bias is None else [layer.kernel, layer.bias]
@@ -115,8 +113,7 @@ class Linear(Rule):
         return self.gradients_of_all([call])
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        layer = calls[0].layer
-        return [self.kernel(layer, self._product(calls).gradients()), *self._biases(calls)]
+        return [self.kernel(calls[0], self._product(calls).gradients()), *self._biases(calls)]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         product = self._product(calls)
@@ -131,7 +128,7 @@ class Linear(Rule):
         return [product.squared_norms(calls[0].by_xla), *map(tf.square, self._biases(calls))]
 
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        moment = self.kernel(calls[0].layer, self._product(calls).second_moment())
+        moment = self.kernel(calls[0], self._product(calls).second_moment())
         return [moment, *(tf.reduce_sum(tf.square(bias), 0) for bias in self._biases(calls))]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:

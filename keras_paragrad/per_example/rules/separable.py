@@ -43,7 +43,7 @@ class SeparableRule(Rule):
         layer: Any = call.layer
         leading = [-1] if depthwise.shape.rank == 4 else []
         return [
-            grouped_kernel(layer.depthwise_kernel.shape, depthwise),
+            grouped_kernel(layer.depthwise_kernel.shape, depthwise, call.by_xla),
             tf.reshape(pointwise, [*leading, *layer.pointwise_kernel.shape]),
             *biases,
         ]

@@ -45,20 +45,27 @@ def windows(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any], by_xl
         by_xla: Whether XLA compiles this. It slices fast, and gathers slowly; without it, it is the other way round.
 
     Returns:
-        `(batch, positions, taps, channels)`; taps by the last axis first, as `(width, height)` of a kernel.
+        `(batch, positions, taps, channels)`; taps by the last axis first, as `(width, height)` of a kernel, unless
+        `first_axis_first`.
     """
     taps = math.prod(geometry.kernel_size)
     channels: Any = images.shape[-1]
+    in_order = first_axis_first(channels, by_xla)
     padded = _padded(images, geometry, outputs)
     if by_xla or None in padded.shape[1:]:
-        found = _sliced(padded, geometry, outputs)
-    elif channels <= FEW_CHANNELS:
+        found = _sliced(padded, geometry, outputs, in_order)
+    elif not in_order:
         found = _gathered_by_axis(padded, geometry, outputs)
     else:
         found = _gathered(padded, geometry, outputs)
     if all(isinstance(size, int) for size in outputs):
         return tf.reshape(found, [-1, math.prod(outputs), taps, channels])
     return tf.reshape(found, [tf.shape(images)[0], -1, taps, channels])
+
+
+def first_axis_first(channels: int, by_xla: bool) -> bool:
+    """Whether `windows` has taps in the kernel's order, which costs nothing where pixels are gathered one by one."""
+    return channels > FEW_CHANNELS and not by_xla
 
 
 def spatial(tensor: tf.Tensor) -> list[Any]:
@@ -76,8 +83,8 @@ def channels_last(tensor: tf.Tensor, layer: Any) -> tf.Tensor:
     return tf.transpose(tensor, [0, *range(2, tensor.shape.rank), 1])
 
 
-def _sliced(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[Any]) -> tf.Tensor:
-    """The windows `(batch, *outputs, *reversed taps, channels)`, by slices along one axis after the other."""
+def _sliced(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[Any], in_order: bool) -> tf.Tensor:
+    """The windows `(batch, *outputs, *taps, channels)`, by slices along one axis after the other."""
     found = padded
     for axis in range(len(outputs)):
         taps, stride, dilation, count = (each[axis] for each in (*geometry[:3], outputs))
@@ -87,7 +94,7 @@ def _sliced(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[Any]) -> tf
             starts = [tap * dilation for tap in range(taps)]
             ranges = [slice(start, start + (count - 1) * stride + 1, stride) for start in starts]
             slices = [found[(slice(None),) * (1 + axis) + (each,)] for each in ranges]
-        found = tf.stack(slices, axis=1 + len(outputs))
+        found = tf.stack(slices, axis=1 + len(outputs) + (axis if in_order else 0))
     return found
 
 
@@ -108,10 +115,10 @@ def _gathered(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int]) -> 
     """The windows `(batch, positions, taps, channels)`, by the numbers of their pixels."""
     shape: Any = padded.shape
     numbers = np.arange(math.prod(shape[1:-1])).reshape(shape[1:-1])
-    last_first = itertools.product(*map(range, reversed(geometry.kernel_size)))
-    taps = [numbers[_range(tap[::-1], geometry, outputs)].ravel() for tap in last_first]
+    taps = itertools.product(*map(range, geometry.kernel_size))
+    places = [numbers[_range(tap, geometry, outputs)].ravel() for tap in taps]
     pixels = tf.reshape(padded, [-1, numbers.size, shape[-1]])
-    return tf.gather(pixels, np.stack(taps, -1).astype("int32"), axis=1)
+    return tf.gather(pixels, np.stack(places, -1).astype("int32"), axis=1)
 
 
 def _gathered_by_axis(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int]) -> tf.Tensor:
@@ -156,4 +163,12 @@ def _padded(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any]) -> tf
         paddings.append([before, _at_least_zero(missing - before)])
     if all(isinstance(size, int) and size == 0 for pair in paddings for size in pair):
         return images
-    return tf.pad(images, [[0, 0], *paddings, [0, 0]])
+    shape: Any = images.shape
+    if None in shape[1:]:
+        return tf.pad(images, [[0, 0], *paddings, [0, 0]])
+    # TensorFlow copies longer pieces faster.
+    _, *others, width, channels = shape
+    *axes, (before, after) = paddings
+    together = tf.reshape(images, [-1, *others, width * channels])
+    padded = tf.pad(together, [[0, 0], *axes, [before * channels, after * channels]])
+    return tf.reshape(padded, [-1, *padded.shape[1:-1], before + width + after, channels])

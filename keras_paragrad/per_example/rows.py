@@ -1,0 +1,102 @@
+"""What a step leaves in variables, on each replica its own, for the host to read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+
+class Rows:
+    """A tensor with a row for each example of the last step; see `StepResults`.
+
+    Args:
+        shape: That of a row; `None` for axes of any size.
+        capacity: How many rows there is room for.
+        count: How many there are on each replica.
+        factor: What to multiply them by when they are read, on each replica.
+        dtype: What they are kept in.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int | None],
+        capacity: int | None,
+        count: "Total",
+        factor: "Total | None" = None,
+        dtype: tf.DType = tf.float32,
+    ):
+        self.capacity, self.count, self.factor = capacity, count, factor
+        self.values = _variable([capacity, *shape], dtype)
+
+    def assign(self, rows: tf.Tensor) -> None:
+        """Leaves rows, `(count, *shape)`; within a step, on each replica."""
+        rows = tf.cast(rows, self.values.dtype)
+        if self.capacity is not None:
+            missing: Any = tf.maximum(self.capacity - tf.shape(rows)[0], 0)
+            rows = tf.pad(rows, [[0, missing], *([0, 0] for _ in rows.shape[1:])])[: self.capacity]
+        self.values.assign(tf.ensure_shape(rows, self.values.shape))
+
+    def sum_of_squares(self) -> tf.Tensor:
+        """The sum of all the squares of this replica; within a step."""
+        # Beyond the rows there are zeros.
+        return tf.reduce_sum(tf.square(self.values))
+
+    def of_replicas(self) -> list[np.ndarray]:
+        """The rows of each of this process's replicas.
+
+        Raises:
+            ValueError: There were more than the capacity.
+        """
+        counts = self.count.of_replicas()
+        if self.capacity is not None and max(counts) > self.capacity:
+            raise ValueError(
+                f"A batch had {max(counts)} examples on one device, and in the compiled step there was room for "
+                f"{self.capacity}. Write PerExampleGradients(..., capacity={max(counts)})."
+            )
+        rows = [part.numpy()[:count] for part, count in zip(_local(self.values), counts, strict=True)]
+        if self.factor is None:
+            return rows
+        return [part * factor for part, factor in zip(rows, self.factor.of_replicas(), strict=True)]
+
+    def numpy(self) -> np.ndarray:
+        """The rows of this process's replicas, one after the other.
+
+        Raises:
+            ValueError: There were more than the capacity.
+        """
+        return np.concatenate(self.of_replicas())
+
+
+class Total:
+    """A tensor of the last step of which each replica has a part."""
+
+    def __init__(self, shape: Sequence[int], dtype: tf.DType = tf.float32):
+        self.value = _variable(shape, dtype)
+
+    def assign(self, value: Any) -> None:
+        """Leaves a replica's part."""
+        self.value.assign(value)
+
+    def of_replicas(self) -> list[np.ndarray]:
+        """The parts of this process's replicas."""
+        return [part.numpy() for part in _local(self.value)]
+
+    def numpy(self) -> np.ndarray:
+        """The sum over this process's replicas."""
+        return np.sum(self.of_replicas(), axis=0)
+
+
+def _variable(shape: Sequence[int | None], dtype: tf.DType) -> tf.Variable:
+    return tf.Variable(
+        tf.zeros([size or 0 for size in shape], dtype),
+        shape=tf.TensorShape(shape),
+        trainable=False,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.SUM,
+    )
+
+
+def _local(variable: Any) -> Sequence[Any]:
+    """A variable's parts on this process's replicas."""
+    return getattr(variable, "values", (variable,))
