@@ -9,8 +9,6 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from keras_paragrad.profiling.freed_memory import overwritten_when_freed
-
 PROFILES = Path("plugins", "profile")
 SUMMARY = "keras_paragrad.json"
 
@@ -20,7 +18,6 @@ class Session:
 
     Args:
         log_dir: The log directory.
-        worker: Which worker this is, counted from 0; others than the first have it in the names of their files.
 
     Raises:
         RuntimeError: Another profiler is running; the message says which it may be.
@@ -29,11 +26,10 @@ class Session:
 
     running: "ClassVar[Session | None]" = None
 
-    def __init__(self, log_dir: Path, worker: int = 0):
+    def __init__(self, log_dir: Path):
         self._log_dir = log_dir
-        self._suffix = f"-worker-{worker}" if worker else ""
         log_dir.mkdir(parents=True, exist_ok=True)
-        # Two workers on one machine would write the same file, so that it is written elsewhere and moved.
+        # Two trainings on one machine could write the same file, so that it is written elsewhere and moved.
         self._elsewhere = Path(tempfile.mkdtemp(prefix=".tracing-", dir=log_dir))
         try:
             # Without options, which TensorFlow 2.21 doesn't take, but warns of.
@@ -55,7 +51,7 @@ class Session:
     def discard(self) -> None:
         """Ends the profiler and keeps nothing."""
         try:
-            self._stop(save=False)
+            tf.profiler.experimental.stop(save=False)
         except tf.errors.UnavailableError:
             # Somebody else has ended it.
             pass
@@ -73,7 +69,7 @@ class Session:
             RuntimeError: There is nothing to write.
         """
         try:
-            self._stop(save=True)
+            tf.profiler.experimental.stop(save=True)
             files = sorted(self._elsewhere.rglob("*.xplane.pb"))
             if not files:
                 raise RuntimeError("the profiler has written no trace")
@@ -85,17 +81,13 @@ class Session:
         finally:
             self._clear()
 
-    def _stop(self, *, save: bool) -> None:
-        with overwritten_when_freed():
-            tf.profiler.experimental.stop(save=save)
-
     def _move(self, file: Path) -> Path:
         # TensorBoard's own names go down to seconds, and several windows may end in one.
         name = datetime.now().strftime("%Y_%m_%d_%H_%M_%S_%f")
-        folder = self._log_dir / PROFILES / f"{name}{self._suffix}"
+        folder = self._log_dir / PROFILES / name
         folder.mkdir(parents=True)
         host = socket.gethostname().partition(".")[0] or "host"
-        file.rename(folder / f"{host}{self._suffix}.xplane.pb")
+        file.rename(folder / f"{host}.xplane.pb")
         return folder
 
     def _clear(self) -> None:
@@ -104,16 +96,13 @@ class Session:
         shutil.rmtree(self._elsewhere, ignore_errors=True)
 
 
-def remove_oldest(log_dir: Path, keep: int, worker: int = 0) -> None:
-    """Removes the oldest of a worker's windows, of this run and of others; traces that are not ours stay.
+def remove_oldest(log_dir: Path, keep: int) -> None:
+    """Removes the oldest windows, of this run and of others; traces that are not ours stay.
 
     Args:
         log_dir: The log directory.
         keep: How many to keep.
-        worker: Which worker's.
     """
-    own = [path.parent for path in (log_dir / PROFILES).glob(f"*/{SUMMARY}")]
-    suffix = f"-worker-{worker}"
-    own = sorted(path for path in own if (path.name.endswith(suffix) if worker else "-worker-" not in path.name))
+    own = sorted(path.parent for path in (log_dir / PROFILES).glob(f"*/{SUMMARY}"))
     for folder in own[: max(len(own) - keep, 0)]:
         shutil.rmtree(folder, ignore_errors=True)

@@ -22,13 +22,17 @@ from keras_paragrad.profiling.windows import WindowTracer
 
 _log = logging.getLogger("keras_paragrad")
 
+# What other workers begin for a collective ends in another thread, when the first has answered. TensorFlow 2.21's
+# profiler collects such pairs by pointers into memory that it has freed (`TraceMeRecorder::Consume`), and crashes.
+FIRST_WORKER_ALONE = "Profiler traces the first worker alone, as TensorFlow's profiler may crash others. Ask that one."
+
 
 class Profiler(keras.callbacks.Callback):
     """Traces windows of `fit` for TensorBoard's Profile tab, says what they show, and writes an offline report.
 
-    Works with `jit_compile`, `steps_per_execution`, gradient accumulation, strategies, several workers (each traces
-    itself, the first says what it saw) and data of unknown length. Whatever goes wrong with profiling is said in one
-    line, and training goes on. Between windows, a batch costs a comparison and an addition.
+    Works with `jit_compile`, `steps_per_execution`, gradient accumulation, strategies, several workers (of which the
+    first is traced) and data of unknown length. Whatever goes wrong with profiling is said in one line, and training
+    goes on. Between windows, a batch costs a comparison and an addition.
 
     A running training is asked for a window with the signal `kill -USR1 PID`, or with `touch LOGDIR/profile-now`.
 
@@ -90,11 +94,13 @@ class Profiler(keras.callbacks.Callback):
         self._next: float = math.inf
         self._per_call = 1
         self._batches = 0
-        self._is_chief = False
+        self._is_first = True
 
     def trace_now(self) -> None:
         """Asks for a window that begins with the next batch; from any thread, while `fit` runs."""
-        if self._following is not None:
+        if not self._is_first:
+            _log.warning("%s", FIRST_WORKER_ALONE)
+        elif self._following is not None:
             self._following.asked = True
             self._next = 0
 
@@ -138,12 +144,14 @@ class Profiler(keras.callbacks.Callback):
     def _begin(self) -> None:
         Session.end_running()
         run = run_info(self.model)
-        self._is_chief = run.worker == 0
+        self._is_first = run.worker == 0
+        # On other workers too, where the signal would end the training.
+        self._on_demand.begin()
+        if not self._is_first:
+            return
         self._following = Following(self.schedule, WindowTracer(self.model, self.log_dir, run, self.keep))
         self._next = self._following.next_turn(0)
-        self._on_demand.begin()
-        if self._is_chief:
-            write_run_info(self.log_dir, run)
+        write_run_info(self.log_dir, run)
 
     def _turn(self) -> None:
         if self._following is not None:
@@ -177,14 +185,14 @@ class Profiler(keras.callbacks.Callback):
             self._shown(tracer.close(self._batches))
         if not tracer.traced:
             self._say_that_none_fired()
-        elif self.report and self._is_chief:
+        elif self.report:
             _write_report(self.log_dir)
 
     def _shown(self, closed: ProfileSummary | None) -> None:
         if closed is None:
             return
         self.summaries.append(closed)
-        if self.summary and self._is_chief:
+        if self.summary:
             show(WindowFigures(closed, self.log_dir, self.operations))
 
     def _say_that_none_fired(self) -> None:

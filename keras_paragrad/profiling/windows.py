@@ -86,7 +86,7 @@ class WindowTracer:
         late = max(batch - window.begin, 0)
         self.window = Window(window.warmup, window.begin + late, window.end + late)
         if self.window.begin > batch:
-            self._session = Session(self._log_dir, self._run.worker)
+            self._session = Session(self._log_dir)
 
     def _begin(self, batch: int) -> None:
         window = self.window
@@ -101,7 +101,7 @@ class WindowTracer:
             self.window = Window(window.warmup, batch, batch + -(-length // updates.each) * updates.each)
         if self._session is not None:
             self._session.discard()
-        self._session = Session(self._log_dir, self._run.worker)
+        self._session = Session(self._log_dir)
         self._memory = PeakMemory()
         self._markers = StepMarkers(updates, per_call, self._pulls)
 
@@ -139,7 +139,7 @@ class WindowTracer:
         self.traced += 1
         found = replace(self._read(folder, memory.found()), trace=folder.relative_to(self._log_dir).as_posix())
         (folder / SUMMARY).write_text(json.dumps(found.to_dict()), "utf-8")
-        remove_oldest(self._log_dir, self._keep, self._run.worker)
+        remove_oldest(self._log_dir, self._keep)
         return found
 
     def _read(self, folder: Path, peak: dict[str, int | None]) -> ProfileSummary:

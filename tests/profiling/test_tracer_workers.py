@@ -1,4 +1,4 @@
-"""Two workers: each traces itself into the same log directory, and the first says what it saw."""
+"""Two workers: the first is traced, and says what it saw; TensorFlow's profiler would crash the other now and then."""
 
 import json
 import os
@@ -9,13 +9,18 @@ import textwrap
 from keras_paragrad.profiling.summary import ProfileSummary
 
 SCRIPT = """
-import os, sys
+import os, signal, sys
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import keras
 import numpy as np
 from keras_paragrad import DistributedFit
 from keras_paragrad.profiling.schedule import ProfileSchedule
 from keras_paragrad.profiling.tracer import Profiler
+
+class AskTheSecond(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3 and dist.strategy.cluster_resolver.task_id == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
 
 dist = DistributedFit(startup_timeout=60)
 with dist.scope():
@@ -24,7 +29,8 @@ with dist.scope():
 x = np.random.default_rng(0).normal(size=(330, 6)).astype("float32")
 schedule = ProfileSchedule(skip_first=6, warmup=1, active=8, repeat=3)
 profiler = Profiler(sys.argv[1], schedule, report=None, keep=2)
-dist.fit(model, x, x[:, :1], batch_size=10, verbose=0, callbacks=[profiler])
+dist.fit(model, x, x[:, :1], batch_size=10, verbose=0, callbacks=[AskTheSecond(), profiler])
+print(len(profiler.summaries), "windows")
 """
 
 
@@ -35,19 +41,21 @@ def trained(folder, per_call):
     environment = {key: value for key, value in os.environ.items() if key != "TF_CONFIG"}
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    found = {0: [], 1: []}
-    for path in sorted((folder / "logs").rglob("keras_paragrad.json")):
-        summary = ProfileSummary.from_dict(json.loads(path.read_text()))
-        (trace,) = path.parent.glob("*.xplane.pb")
-        assert ("worker-1" in trace.name) == ("worker-1" in path.parent.name) == (summary.run.worker == 1)
-        found[summary.run.worker].append([step.step for step in summary.steps])
-    return found, ran.stdout
+    summaries = [
+        ProfileSummary.from_dict(json.loads(path.read_text()))
+        for path in sorted((folder / "logs").rglob("keras_paragrad.json"))
+    ]
+    assert {summary.run.worker for summary in summaries} == {0}
+    assert len(list((folder / "logs").rglob("*.xplane.pb"))) == len(summaries)
+    assert "[worker 1] 0 windows" in ran.stdout
+    assert ran.stderr.count("Profiler traces the first worker alone") == 1
+    return [[step.step for step in summary.steps] for summary in summaries], ran.stdout
 
 
-def test_each_worker_traces_itself(tmp_path):
+def test_the_first_worker_is_traced(tmp_path):
     found, printed = trained(tmp_path, 1)
     # The last two of three windows.
-    assert found == {worker: [list(range(16, 24)), list(range(25, 33))] for worker in (0, 1)}
+    assert found == [list(range(16, 24)), list(range(25, 33))]
     assert printed.count("Profile of batches") == 3
     assert json.loads((tmp_path / "logs" / "run.json").read_text())["replicas"] == 2
 
@@ -55,4 +63,4 @@ def test_each_worker_traces_itself(tmp_path):
 def test_with_several_batches_in_a_call(tmp_path):
     found, _ = trained(tmp_path, 4)
     # Windows begin with a call; 33 batches end with a call of one.
-    assert found == {worker: [list(range(16, 24)), list(range(28, 33))] for worker in (0, 1)}
+    assert found == [list(range(16, 24)), list(range(28, 33))]
