@@ -45,6 +45,8 @@ def windows(
 
 def train_on_whole_windows(model: keras.Model, windows_of_batches: Iterator[tuple[int, list]]) -> None:
     """Takes one plain Keras step on each window's examples, put together into one batch."""
+    # Tracing takes longer than a few small steps.
+    model.run_eagerly = True
     for _, window in windows_of_batches:
         whole = [np.concatenate(parts) for parts in zip(*window, strict=True)]
         model.train_on_batch(whole[0], whole[1], sample_weight=whole[2] if len(whole) > 2 else None)

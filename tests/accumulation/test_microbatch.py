@@ -27,7 +27,7 @@ def fit(model, data, **arguments):
 
 
 def check(data, size, reduction, inner=INNER, strategy=None, **mode):
-    whole = build_model(inner, reduction, **METRICS)
+    whole = build_model(inner, reduction, run_eagerly=True, **METRICS)
     # Of unknown length, Keras lets its own counters run one ahead.
     expected = fit(whole, data._replace(known_length=True))
     sliced = build_model(inner, reduction, strategy, **METRICS, **mode)
