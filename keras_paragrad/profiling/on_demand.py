@@ -17,7 +17,7 @@ class OnDemand:
     """Waits for a signal to this process, and for the file `profile-now` in the log directory to be touched.
 
     Args:
-        log_dir: The log directory. The file stays, so that every worker sees it; touching it again asks again.
+        log_dir: The log directory. The file stays; touching it again asks again.
         signal_name: The signal's name, such as `"SIGUSR1"`, or `None` for no signal.
         ask: What to call when somebody asks; from another thread or a signal handler.
     """

@@ -24,7 +24,7 @@ _log = logging.getLogger("keras_paragrad")
 
 # What other workers begin for a collective ends in another thread, when the first has answered. TensorFlow 2.21's
 # profiler collects such pairs by pointers into memory that it has freed (`TraceMeRecorder::Consume`), and crashes.
-FIRST_WORKER_ALONE = "Profiler traces the first worker alone, as TensorFlow's profiler may crash others. Ask that one."
+FIRST_WORKER_ALONE = "Profiler traces the first worker alone: TensorFlow's profiler may crash others, as this one."
 
 
 class Profiler(keras.callbacks.Callback):
