@@ -73,7 +73,8 @@ class LookedUpRows:
         if place is None:
             return np.zeros((0, self.size, self.width), np.float32)
         parts = zip(*(rows.of_replicas() for rows in place), strict=True)
-        return np.concatenate([self._laid_out(indices, values) for indices, values in parts])
+        found = [LookedUp(tf.constant(indices), tf.constant(values), self.size) for indices, values in parts]
+        return np.concatenate([looked_up.laid_out().numpy() for looked_up in found])
 
     def _place(self, lookups: int | None) -> tuple[Rows, Rows]:
         indices = Rows([lookups], self.capacity, self.count, dtype=tf.int32)
@@ -88,11 +89,6 @@ class LookedUpRows:
             gradients = gradients.laid_out()
         every_row = tf.range(self.size)[tf.newaxis]
         return tf.repeat(every_row, tf.shape(gradients)[0], axis=0), gradients
-
-    def _laid_out(self, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
-        table = np.zeros((len(indices), self.size, self.width), np.float32)
-        np.add.at(table, (np.arange(len(indices))[:, np.newaxis], indices), values)
-        return table
 
 
 def _outside_of_graphs(make: Callable[..., Any], *arguments: Any) -> Any:

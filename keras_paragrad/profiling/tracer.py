@@ -24,7 +24,7 @@ _log = logging.getLogger("keras_paragrad")
 
 # What other workers begin for a collective ends in another thread, when the first has answered. TensorFlow 2.21's
 # profiler collects such pairs by pointers into memory that it has freed (`TraceMeRecorder::Consume`), and crashes.
-FIRST_WORKER_ALONE = "Profiler traces the first worker alone: TensorFlow's profiler may crash others, as this one."
+FIRST_WORKER_ALONE = "Profiler traces the first worker alone, and not this one, which TensorFlow's profiler may crash."
 
 
 class Profiler(keras.callbacks.Callback):
@@ -145,13 +145,13 @@ class Profiler(keras.callbacks.Callback):
         Session.end_running()
         run = run_info(self.model)
         self._is_first = run.worker == 0
+        if self._is_first:
+            self._following = Following(self.schedule, WindowTracer(self.model, self.log_dir, run, self.keep))
+            self._next = self._following.next_turn(0)
         # On other workers too, where the signal would end the training.
         self._on_demand.begin()
-        if not self._is_first:
-            return
-        self._following = Following(self.schedule, WindowTracer(self.model, self.log_dir, run, self.keep))
-        self._next = self._following.next_turn(0)
-        write_run_info(self.log_dir, run)
+        if self._is_first:
+            write_run_info(self.log_dir, run)
 
     def _turn(self) -> None:
         if self._following is not None:
