@@ -1,8 +1,6 @@
 """Two devices for every test, processes of their own for those that need one, and the wheel under test."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -11,6 +9,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 import hypothesis
+import own_process
 import pytest
 import tensorflow as tf
 
@@ -30,8 +29,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("default")
 
-IN_OWN_PROCESS = "KERAS_PARAGRAD_TEST_IN_OWN_PROCESS"
-
 
 def pytest_configure(config):
     config.addinivalue_line(
@@ -46,23 +43,13 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     marker = pyfuncitem.get_closest_marker("own_process")
-    if marker is None or os.environ.get(IN_OWN_PROCESS):
+    if marker is None or own_process.is_this_one():
         return None
     path, _, name = pyfuncitem.nodeid.partition("::")
     node = f"{Path(pyfuncitem.config.rootpath, path)}::{name}"
     config = pyfuncitem.config
     options = ["-x", "-q", "-p", "no:cacheprovider", "-c", str(config.inipath), "--rootdir", str(config.rootpath)]
-    finished = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", *options, node],
-        env={**os.environ, IN_OWN_PROCESS: "1"},
-        cwd=config.rootpath,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=marker.kwargs.get("seconds", 240),
-        check=False,
-    )
-    assert finished.returncode == 0, f"in a process of its own:\n{finished.stdout[-6000:]}"
+    own_process.run_pytest([*options, node], seconds=marker.kwargs.get("seconds", 240))
     return True
 
 
@@ -79,4 +66,4 @@ def mirrored(request) -> tf.distribute.Strategy | None:
     """Two replicas on the two devices; for tests marked `own_process`."""
     assert request.node.get_closest_marker("own_process"), "mark the test with pytest.mark.own_process"
     # Outside, the test is not run.
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if os.environ.get(IN_OWN_PROCESS) else None
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if own_process.is_this_one() else None

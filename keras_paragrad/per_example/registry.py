@@ -28,6 +28,7 @@ class Call:
         outputs: The floating-point tensors to which the cotangents belong.
         cotangents: The loss's gradient with respect to each floating-point tensor that came out (or would have gone
             into the layer's activation, for rules with `before_activation`); filled in by the backward pass.
+        gradients: What the rule has computed already, for rules that take too long to do it again.
     """
 
     layer: keras.layers.Layer
@@ -41,6 +42,7 @@ class Call:
     beside_plain: bool = False
     outputs: Sequence[tf.Tensor] = ()
     cotangents: list[tf.Tensor] | None = None
+    gradients: list[tf.Tensor] | None = None
 
     @functools.cached_property
     def input(self) -> tf.Tensor:

@@ -43,7 +43,7 @@ def model_of(optimizer, dense=False, **mode):
 )
 def test_equals_the_dense_gradient_of_the_whole_batch(inner, jit_compile):
     # Keras's own sparse update is wrong where rows repeat, so that the reference multiplies by one-hot rows.
-    whole = model_of(inner(), dense=True)
+    whole = model_of(inner(), dense=True, run_eagerly=True)
     sparse = model_of(AccumulatingOptimizer(inner(), 4), jit_compile=jit_compile)
     whole.set_weights(sparse.get_weights())
     whole.fit(WORDS, TARGETS, ROWS, epochs=2, shuffle=False, verbose=0)
@@ -53,7 +53,7 @@ def test_equals_the_dense_gradient_of_the_whole_batch(inner, jit_compile):
 
 @pytest.mark.own_process
 def test_on_two_replicas(mirrored):
-    whole = model_of(keras.optimizers.Adam(0.05), dense=True)
+    whole = model_of(keras.optimizers.Adam(0.05), dense=True, run_eagerly=True)
     with mirrored.scope():
         sparse = model_of(AccumulatingOptimizer(keras.optimizers.Adam(0.05), 3))
     whole.set_weights(sparse.get_weights())

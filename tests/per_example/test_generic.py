@@ -69,6 +69,16 @@ def test_a_layer_without_a_rule(layer, jit_compile):
     check(model, some_inputs((3, 4, 2)), jit_compile)
 
 
+@pytest.mark.parametrize("layer", [Scale, lambda: layers.LSTM(2)])
+def test_one_loop_serves_all_quantities(layer, monkeypatch):
+    loops = []
+    map_fn = tf.map_fn
+    monkeypatch.setattr(tf, "map_fn", lambda *arguments, **keywords: loops.append(1) or map_fn(*arguments, **keywords))
+    model = keras.Sequential([keras.Input((4, 2)), layers.TimeDistributed(layers.Dense(2)), layer()])
+    quantities(model, some_inputs((3, 4, 2)), np.float32(1), np.ones(3, "float32"), False)
+    assert len(loops) == sum(bool(each.trainable_variables) for each in model.layers)
+
+
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_a_layer_of_layers_with_several_inputs_and_outputs(jit_compile):
     model = blocks()

@@ -9,7 +9,6 @@ from keras import layers
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-@hypothesis.settings(max_examples=8)
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_a_rule_is_the_loop(kind, data):
     case: LayerCase = data.draw(DRAWN[kind])
@@ -34,7 +33,6 @@ def test_a_rule_in_another_dtype(kind, dtype, data):
     check(case.model(dtype), case.inputs(dtype), case.jit_compile, TOLERANCES[dtype], beside_plain)
 
 
-@hypothesis.settings(max_examples=8)
 @hypothesis.given(
     layer=hypothesis.strategies.sampled_from([layers.LSTM, layers.GRU, layers.SimpleRNN, layers.LayerNormalization]),
     length=hypothesis.strategies.integers(1, 6),

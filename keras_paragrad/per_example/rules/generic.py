@@ -63,8 +63,12 @@ class Generic(Rule):
         return outputs
 
     def gradients(self, call: Call) -> list[tf.Tensor]:
-        assert call.cotangents is not None
-        return _from_tape(call.recorded, call.cotangents) if call.recorded else _one_by_one(call, call.cotangents)
+        # Neither TensorFlow nor XLA sees that two loops compute the same.
+        if call.gradients is None:
+            assert call.cotangents is not None
+            found = _from_tape(call.recorded, call.cotangents) if call.recorded else _one_by_one(call, call.cotangents)
+            call.gradients = found
+        return call.gradients
 
 
 def _one_by_one(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
