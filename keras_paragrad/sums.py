@@ -11,7 +11,7 @@ _COLUMNS, _DEPTH = 64, 32
 # So many blocks, before it pays to wake other cores.
 _WORTH_IT = 64
 # Columns of tensors that are worth keeping until they are added up with others.
-_FEW = 512
+_FEW = 1024
 
 
 def row_sums(values: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
