@@ -26,7 +26,7 @@ def quantities(model, x, targets, weights, jit_compile, training=None, beside_pl
         with tf.GradientTape() as tape:
             tape.watch(anchor)
             units = units_for(model, (x,), {"training": training})
-            capture = Capture(model, units, anchor, not beside_plain, jit_compile)
+            capture = Capture(model, units, anchor, not beside_plain)
             loss = tf.reduce_sum(tf.cast(capture(x, training=training), "float32") * targets)
         _, *plain = tape.gradient(loss, [anchor, *plain_weights], unconnected_gradients="zero")
         found = Quantities(capture.recorded, model.trainable_variables)

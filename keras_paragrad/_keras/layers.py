@@ -11,6 +11,7 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope
 from tensorflow.python.eager.record import could_possibly_record
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -25,7 +26,9 @@ def outermost_layer() -> keras.layers.Layer | None:
 
 
 def compiled_by_xla() -> bool:
-    """Whether the model whose call this code runs in is known to compile its step with XLA."""
+    """Whether this code is traced for XLA, or the model whose call it runs in compiles its step with it."""
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        return True
     model: Any = outermost_layer()
     return isinstance(model, keras.Model) and model.compiled and bool(model.jit_compile)
 

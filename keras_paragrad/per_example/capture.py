@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.layers import attributes, called_for_training, mask_of, with_mask
+from keras_paragrad._keras.layers import attributes, called_for_training, compiled_by_xla, mask_of, with_mask
 from keras_paragrad.per_example.reads import WeightReads
 from keras_paragrad.per_example.registry import Call
 from keras_paragrad.per_example.units import Unit, check_training
@@ -27,7 +27,6 @@ class Capture:
         units: Its units; see `keras_paragrad.per_example.probing.units_for`.
         anchor: A float32 scalar that a tape watches.
         detached: Whether the backward pass is to leave out the gradients of the layer's weights.
-        by_xla: Whether the step is known to be compiled by XLA.
     """
 
     def __init__(
@@ -36,9 +35,8 @@ class Capture:
         units: Sequence[Unit],
         anchor: tf.Tensor,
         detached: bool = False,
-        by_xla: bool = False,
     ):
-        self.layer, self.units, self.anchor, self.by_xla = layer, units, anchor, by_xla
+        self.layer, self.units, self.anchor, self.by_xla = layer, units, anchor, compiled_by_xla()
         self.beside_plain = not detached and not tf.executing_eagerly()
         self.graph = tf.compat.v1.get_default_graph()
         self.calls: dict[int, list[Call]] = {id(unit.layer): [] for unit in units}

@@ -177,7 +177,7 @@ def _compile(quantity: Quantity, reference: Any, loss: Any, training: bool, jit_
         model, anchor = reference(), tf.zeros([])
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(anchor)
-            capture = Capture(model, units_for(model, (x,), {"training": training}), anchor, True, jit_compile)
+            capture = Capture(model, units_for(model, (x,), {"training": training}), anchor, True)
             y_pred = capture(x, training=training)
             total = tf.add_n([tf.reduce_sum(row_losses(term)) for term in _terms(losses, y, y_pred, sample_weight)])
         tape.gradient(total, anchor)

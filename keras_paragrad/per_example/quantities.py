@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.looked_up import LookedUp
+from keras_paragrad.per_example.kept import Parts
 from keras_paragrad.per_example.registry import Call, squared_norm
 from keras_paragrad.per_example.units import Unit
 from keras_paragrad.sums import row_sums_of_all
@@ -38,10 +38,10 @@ class Quantities:
 
     def gradients(self) -> list[tf.Tensor]:
         """Each example's gradient for each weight, `(batch, *shape)`; zero where none came back."""
-        return [_laid_out(gradient) for gradient in self.gradients_to_keep()]
+        return [Parts.of(gradient).laid_out() for gradient in self.gradients_to_keep()]
 
     def gradients_to_keep(self) -> list[Any]:
-        """The same, but a `LookedUp` for a table in which rows were looked up."""
+        """The same, or the `Parts` of which each is made where those take less room."""
         found = self._added(self._parts("gradients_to_keep"))
         return [
             tf.zeros([self.batch, *variable.shape]) if gradient is None else gradient
@@ -58,8 +58,9 @@ class Quantities:
                 squares += unit.rule.squares(calls)
             elif any(alone):
                 squares += itertools.compress(unit.rule.squared_norms(calls), alone)
-        squares += [squared_norm(gradient) for gradient in self._tied_gradients().values()]
-        return row_sums_of_all(squares, self.recorded[0][1][0].by_xla)
+        by_xla = self.recorded[0][1][0].by_xla
+        squares += [squared_norm(gradient, by_xla) for gradient in self._tied_gradients().values()]
+        return row_sums_of_all(squares, by_xla)
 
     def second_moments(self) -> list[tf.Tensor]:
         """The sum over examples of squared gradients for each weight, in its shape; zero where none came back."""
@@ -103,8 +104,6 @@ class Quantities:
 
 
 def _sum(parts: list[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else tf.add_n([tf.convert_to_tensor(_laid_out(part)) for part in parts])
-
-
-def _laid_out(gradients: Any) -> Any:
-    return gradients.laid_out() if isinstance(gradients, LookedUp) else gradients
+    return (
+        parts[0] if len(parts) == 1 else tf.add_n([tf.convert_to_tensor(Parts.of(part).laid_out()) for part in parts])
+    )

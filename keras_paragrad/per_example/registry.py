@@ -23,7 +23,7 @@ class Call:
         rerun: Does the call again, as it was done; takes other `arguments` and `keywords` in their places.
         recorded: What the rule's `run` kept of it.
         batched: For each of the flattened arguments and keywords, whether it has a row for each example, if known.
-        by_xla: Whether the step is known to be compiled by XLA, for rules that have another way then.
+        by_xla: Whether the step is compiled by XLA, for rules that have another way then.
         beside_plain: Whether the weights' plain gradient is computed in the same graph.
         outputs: The floating-point tensors to which the cotangents belong.
         cotangents: The loss's gradient with respect to each floating-point tensor that came out (or would have gone
@@ -65,12 +65,10 @@ class Rule:
     Attributes:
         before_activation: Whether the cotangent is wanted before the layer's `activation`, rather than at its output.
         serves_overrides: Whether the rule holds for subclasses of its layers that compute something else, too.
-        looks_up: Whether its weights are tables, of which an example's gradient has but the rows that were looked up.
     """
 
     before_activation = False
     serves_overrides = False
-    looks_up = False
 
     def variables(self, layer: keras.layers.Layer) -> list[keras.Variable]:
         """The weights that the rule knows, in the order in which it returns their gradients.
@@ -97,7 +95,7 @@ class Rule:
         return [tf.add_n(list(parts)) for parts in zip(*map(self.gradients, calls), strict=True)]
 
     def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
-        """The same, or a `LookedUp` each, for rules that look up."""
+        """The same, or `keras_paragrad.per_example.kept.Parts` that each is made of, where those take less room."""
         return self.gradients_of_all(calls)
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
@@ -211,5 +209,6 @@ def squared_norm(gradients: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
     """The squared norm of each row of a `(batch, ...)` tensor, `(batch,)`."""
     if by_xla:
         return row_sums(tf.square(gradients), by_xla)
-    # The root is taken and undone, but the squares are never laid out: a third of the time for rows of 8192.
+    # XLA does not know it. The root is taken and undone, but squares are never laid out: for rows of 8192, a third of
+    # the time.
     return tf.square(tf.math.reduce_euclidean_norm(gradients, list(range(1, gradients.shape.rank))))

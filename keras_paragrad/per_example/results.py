@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.layers import compiled_by_xla
-from keras_paragrad.per_example.looked_up import LookedUpRows
+from keras_paragrad.per_example.kept import KeptGradients
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.rows import Rows, Total
 
@@ -22,16 +22,9 @@ class StepResults:
         variables: The weights.
         capacity: The most examples on one replica, for steps compiled by XLA, in which shapes are fixed; `None` takes
             any number.
-        tables: The ids of weights of which an example's gradient has but a few rows.
     """
 
-    def __init__(
-        self,
-        kept: Collection[str],
-        variables: Sequence[keras.Variable],
-        capacity: int | None,
-        tables: Collection[int] = (),
-    ):
+    def __init__(self, kept: Collection[str], variables: Sequence[keras.Variable], capacity: int | None):
         self.variables = list(variables)
         self.capacity = capacity
         self.count = Total([], tf.int32)
@@ -39,10 +32,8 @@ class StepResults:
         # of which the backward pass may have the products already.
         self.factor = Total([])
         self.norms = Rows([], capacity, self.count) if "norms" in kept else None
-        with_rows = self.variables if "gradients" in kept else []
-        self.gradients = [
-            (LookedUpRows if id(v) in tables else Rows)(v.shape, capacity, self.count, self.factor) for v in with_rows
-        ]
+        with_gradients = self.variables if "gradients" in kept else []
+        self.gradients = [KeptGradients(v.shape, capacity, self.count, self.factor) for v in with_gradients]
         self.second_moment = [Total(v.shape) for v in variables] if "second_moment" in kept else []
 
     def keep(self, quantities: Quantities, factor: tf.Tensor) -> tf.Tensor | None:
@@ -58,8 +49,8 @@ class StepResults:
         self.count.assign(quantities.batch)
         if self.gradients:
             self.factor.assign(factor)
-            for rows, gradients in zip(self.gradients, quantities.gradients_to_keep(), strict=True):
-                rows.assign(gradients)
+            for kept, gradients in zip(self.gradients, quantities.gradients_to_keep(), strict=True):
+                kept.assign(gradients)
         if self.second_moment:
             for total, moment in zip(self.second_moment, quantities.second_moments(), strict=True):
                 total.assign(tf.cast(moment, "float32") * tf.square(factor))

@@ -7,7 +7,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.layers import compiled_by_xla
 from keras_paragrad.per_example.capture import Capture
 from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.quantities import Quantities
@@ -40,7 +39,7 @@ class Step:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Calls the layer."""
         units = units_for(self.layer, arguments, keywords)
-        self.capture = Capture(self.layer, units, self._anchor(), self.detached, compiled_by_xla())
+        self.capture = Capture(self.layer, units, self._anchor(), self.detached)
         return self.capture(*arguments, **keywords)
 
     def quantities(self) -> tuple[Quantities, tf.Tensor]:

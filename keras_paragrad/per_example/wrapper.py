@@ -15,7 +15,6 @@ from keras_paragrad._keras.replicas import replica_index
 from keras_paragrad.per_example.arguments import check_arguments
 from keras_paragrad.per_example.results import StepResults, capacity_for
 from keras_paragrad.per_example.step import Step
-from keras_paragrad.per_example.units import units_of
 
 # How many calls may wait for their backward pass, or never have one.
 _UNFINISHED = 16
@@ -174,10 +173,8 @@ class PerExampleGradients(keras.layers.Wrapper):
         variables = self.layer.trainable_variables
         if before and len(before.variables) == len(variables) and (before.capacity or 0) >= (capacity or 0):
             return
-        looking_up = [unit for unit in units_of(self.layer) if unit.rule.looks_up]
-        tables = {id(variable) for unit in looking_up for variable in unit.rule.variables(unit.layer)}
         with tf.init_scope():
-            self.__dict__["_results"] = StepResults(self.kept, variables, capacity, tables)
+            self.__dict__["_results"] = StepResults(self.kept, variables, capacity)
 
     def _kept(self, name: str) -> Any:
         if name not in self.kept:

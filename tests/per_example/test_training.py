@@ -243,12 +243,17 @@ def test_a_single_layer_of_a_model():
     assert gradient_error(ours, theirs) < 1e-6
 
 
-def test_a_loop_of_one_s_own():
+@pytest.mark.parametrize("compiled", [None, {"jit_compile": False}, {"jit_compile": True}])
+def test_a_loop_of_one_s_own(compiled):
     layer = PerExampleGradients(make_model())
     x, y = (tf.constant(part[:8]) for part in data())
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, layer(x), from_logits=True))
-    tape.gradient(loss, [variable.value for variable in layer.trainable_variables])
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, layer(x), from_logits=True))
+        return tape.gradient(loss, [variable.value for variable in layer.trainable_variables])
+
+    (step if compiled is None else tf.function(step, **compiled))()
     theirs = norms_of(example_gradients(layer.layer, x.numpy(), own_loss, y.numpy()))
     assert np.abs(layer.norms - theirs).max() / theirs.max() < 1e-6
 

@@ -39,9 +39,8 @@ class ConvolutionRule(Convolutional):
         """How many groups of channels are convolved on their own."""
         return layer.groups
 
-    def kernel(self, call: Call, product: tf.Tensor) -> tf.Tensor:
-        layer: Any = call.layer
-        return grouped_kernel(layer.kernel.shape, product, call.by_xla)
+    def kernel(self, layer: Any, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
+        return grouped_kernel(layer.kernel.shape, product, by_xla)
 
     def kernel_sum(self, call: Call, weights: tf.Tensor) -> tf.Tensor:
         layer: Any = call.layer

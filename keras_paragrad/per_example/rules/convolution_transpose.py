@@ -21,6 +21,5 @@ class ConvolutionTransposeRule(Convolutional):
         found = windows(cotangent, Geometry.of(layer), spatial(inputs), call.by_xla)
         return Product(flattened(found, 2, 4)[:, tf.newaxis], flat(inputs)[:, tf.newaxis])
 
-    def kernel(self, call: Call, product: tf.Tensor) -> tf.Tensor:
-        layer: Any = call.layer
-        return grouped_kernel(layer.kernel.shape, product, call.by_xla)
+    def kernel(self, layer: Any, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
+        return grouped_kernel(layer.kernel.shape, product, by_xla)

@@ -1,5 +1,7 @@
 """Dense layers."""
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -18,5 +20,5 @@ class DenseRule(Linear):
     def columns(self, call: Call) -> list[int]:
         return [call.cotangent.shape.rank - 1]
 
-    def kernel(self, call: Call, product: tf.Tensor) -> tf.Tensor:
+    def kernel(self, layer: Any, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
         return tf.squeeze(product, -3)

@@ -73,8 +73,7 @@ class EinsumRule(Linear):
         axes = _axes(call.layer.equation, call.input.shape.rank)
         return [axes.outputs.index(axis) for axis in axes.groups + axes.columns]
 
-    def kernel(self, call: Call, product: tf.Tensor) -> tf.Tensor:
-        layer: Any = call.layer
+    def kernel(self, layer: Any, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
         axes = _axes(layer.equation)
         order = axes.groups + axes.rows + axes.columns
         sizes = dict(zip(axes.kernel, layer.kernel.shape, strict=True))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.looked_up import LookedUp
+from keras_paragrad.per_example.kept import Parts
 from keras_paragrad.per_example.registry import Call, Rule, register_rule
 
 # Up to so many, comparing all with all is faster than sorting them.
@@ -34,8 +34,6 @@ class EmbeddingRule(Rule):
     when they are read.
     """
 
-    looks_up = True
-
     def variables(self, layer: Any) -> list[keras.Variable]:
         return [layer.embeddings]
 
@@ -43,10 +41,12 @@ class EmbeddingRule(Rule):
         return self.gradients_of_all([call])
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        return [gradients.laid_out() for gradients in self.gradients_to_keep(calls)]
+        return [Parts.of(gradients).laid_out() for gradients in self.gradients_to_keep(calls)]
 
     def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
-        return [LookedUp(*lookups(calls), self._size(calls))]
+        looked_up = Parts(lookups(calls), _Table(self._size(calls)))
+        indices, _ = looked_up.tensors
+        return [looked_up.laid_out() if (indices.shape[1] or 0) > self._size(calls) else looked_up]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         indices, cotangents = lookups(calls)
@@ -71,6 +71,20 @@ class EmbeddingRule(Rule):
     def _size(self, calls: Sequence[Call]) -> int:
         layer: Any = calls[0].layer
         return layer.input_dim
+
+
+class _Table(NamedTuple):
+    """The layout of a table's gradients that are kept as the rows looked up; one looked up twice is there twice."""
+
+    size: int
+
+    def __call__(self, indices: Any, values: Any) -> tf.Tensor:
+        batch, width = tf.shape(indices)[0], values.shape[-1]
+        places = indices + tf.range(batch)[:, tf.newaxis] * self.size
+        rows = tf.math.unsorted_segment_sum(
+            tf.reshape(values, [-1, width]), tf.reshape(places, [-1]), batch * self.size
+        )
+        return tf.reshape(rows, [-1, self.size, width])
 
 
 def lookups(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:

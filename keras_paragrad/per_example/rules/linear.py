@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_paragrad.per_example.kept import Parts
 from keras_paragrad.per_example.registry import Call, Rule, squared_norm
 from keras_paragrad.sums import row_sums
 
@@ -33,6 +34,14 @@ class Product(NamedTuple):
         # Gradients that are at hand have only to be squared.
         direct = rows * columns * (1 if self.at_hand else positions or 0)
         return positions == 1 or (positions is not None and positions**2 * (rows + columns) <= direct)
+
+    @property
+    def has_small_sides(self) -> bool:
+        """Whether both sides together take at most half the room of the gradients."""
+        left: Any = self.left.shape
+        _, _, positions, rows = left
+        columns: Any = self.right.shape[3]
+        return positions is not None and 2 * positions * (rows + columns) <= rows * columns
 
     def gradients(self) -> tf.Tensor:
         """Each example's gradient, `(batch, groups, rows, columns)`."""
@@ -90,7 +99,7 @@ class Linear(Rule):
         """The kernel's gradient as a product."""
         raise NotImplementedError
 
-    def kernel(self, call: Call, product: tf.Tensor) -> tf.Tensor:
+    def kernel(self, layer: Any, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
         """`(..., groups, rows, columns)` in the order and shape of the kernel, after the leading axes."""
         raise NotImplementedError
 
@@ -104,7 +113,7 @@ class Linear(Rule):
 
     def kernel_sum(self, call: Call, weights: tf.Tensor) -> tf.Tensor:
         """The sum over examples of the kernel's gradients times `weights` `(batch,)`, in the kernel's shape."""
-        return self.kernel(call, self.product(call).weighted_sum(weights))
+        return self.kernel(call.layer, self.product(call).weighted_sum(weights), call.by_xla)
 
     def variables(self, layer: Any) -> list[keras.Variable]:
         return [layer.kernel] if layer.bias is None else [layer.kernel, layer.bias]
@@ -113,11 +122,18 @@ class Linear(Rule):
         return self.gradients_of_all([call])
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        return [self.kernel(calls[0], self._product(calls).gradients()), *self._biases(calls)]
+        kernel, *biases = self.gradients_to_keep(calls)
+        return [Parts.of(kernel).laid_out(), *biases]
+
+    def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
+        product = self._product(calls)
+        kernel = Parts([product.left, product.right], _Kernel(self, calls[0].layer, calls[0].by_xla))
+        return [kernel if product.has_small_sides else kernel.laid_out(), *self._biases(calls)]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         product = self._product(calls)
-        return [product.squared_norms(calls[0].by_xla), *(squared_norm(bias) for bias in self._biases(calls))]
+        by_xla = calls[0].by_xla
+        return [product.squared_norms(by_xla), *(squared_norm(bias, by_xla) for bias in self._biases(calls))]
 
     def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         product = self._product(calls)
@@ -128,7 +144,7 @@ class Linear(Rule):
         return [product.squared_norms(calls[0].by_xla), *map(tf.square, self._biases(calls))]
 
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        moment = self.kernel(calls[0], self._product(calls).second_moment())
+        moment = self.kernel(calls[0].layer, self._product(calls).second_moment(), calls[0].by_xla)
         return [moment, *(tf.reduce_sum(tf.square(bias), 0) for bias in self._biases(calls))]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
@@ -157,6 +173,18 @@ class Linear(Rule):
             return []
         shape = self.broadcast_bias(layer, calls[0].cotangent.shape.rank)
         return [tf.add_n([bias_gradients(call.cotangent, shape, layer.bias) for call in calls])]
+
+
+class _Kernel(NamedTuple):
+    """The layout of gradients that are kept as the sides of a product."""
+
+    rule: Linear
+    layer: keras.layers.Layer
+    by_xla: bool
+
+    def __call__(self, left: Any, right: Any) -> tf.Tensor:
+        product = Product(tf.convert_to_tensor(left), tf.convert_to_tensor(right))
+        return self.rule.kernel(self.layer, product.gradients(), self.by_xla)
 
 
 def bias_gradients(cotangent: tf.Tensor, shape: Sequence[int], bias: keras.Variable) -> tf.Tensor:

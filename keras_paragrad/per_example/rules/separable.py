@@ -28,8 +28,9 @@ class SeparableRule(Rule):
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         if len(calls) > 1:
             return super().squared_norms(calls)
-        norms = [product.squared_norms(calls[0].by_xla) for product in _products(calls[0])]
-        return [*norms, *(squared_norm(bias) for bias in self._bias(calls[0]))]
+        (call,) = calls
+        norms = [product.squared_norms(call.by_xla) for product in _products(call)]
+        return [*norms, *(squared_norm(bias, call.by_xla) for bias in self._bias(call))]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
         def of_call(call: Call) -> list[tf.Tensor]:

@@ -1,0 +1,115 @@
+"""Gradients of examples kept as the parts they are made of, where those take less room, until they are read."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.per_example.rows import Rows, Total
+
+
+class Parts(NamedTuple):
+    """Each example's gradient for a weight, as what it is made of: rows of a table, the sides of a product.
+
+    Attributes:
+        tensors: The parts, `(batch, ...)` each. Gradients are linear in the last one.
+        layout: Makes the gradients of them, `(batch, *shape)`. Of two that are equal, either does for the other.
+    """
+
+    tensors: Sequence[Any]
+    layout: Callable[..., Any]
+
+    def laid_out(self) -> Any:
+        """The gradients, `(batch, *shape)`."""
+        return self.layout(*self.tensors)
+
+    @classmethod
+    def of(cls, gradients: Any) -> "Parts":
+        """Parts as they are, and gradients as their only part."""
+        return gradients if isinstance(gradients, Parts) else cls([gradients], _whole)
+
+
+class _Place(NamedTuple):
+    """Where parts of the same shapes and layout are left."""
+
+    shapes: Sequence[tuple]
+    layout: Callable[..., Any]
+    rows: Sequence[Rows]
+
+
+class KeptGradients:
+    """The gradients for a weight that each step leaves behind.
+
+    Args:
+        shape: The weight's.
+        capacity: How many examples there is room for on each replica; `None` takes any number.
+        count: How many there are.
+        factor: What to multiply gradients by when they are read.
+    """
+
+    def __init__(self, shape: Sequence[int], capacity: int | None, count: Total, factor: Total):
+        self.shape, self.capacity, self.count, self.factor = shape, capacity, count, factor
+        self.places: list[_Place] = []
+        # Of the place that the last step wrote to.
+        self.number = Total([], tf.int32)
+
+    def assign(self, gradients: Any) -> None:
+        """Leaves gradients, `(count, *shape)`, or their `Parts`; within a step, on each replica."""
+        parts = Parts.of(gradients)
+        # Steps compiled by XLA have fixed shapes, though they may not be known yet.
+        if self.capacity is not None and any(None in tensor.shape[1:] for tensor in parts.tensors):
+            parts = Parts.of(parts.laid_out())
+        number = self._number_of(parts)
+        self.number.assign(number)
+        for rows, tensor in zip(self.places[number].rows, parts.tensors, strict=True):
+            rows.assign(tensor)
+
+    def numpy(self) -> np.ndarray:
+        """The gradients, `(count, *shape)`, of this process's replicas.
+
+        Raises:
+            ValueError: There were more examples than the capacity.
+        """
+        if not self.places:
+            return np.zeros((0, *self.shape), np.float32)
+        numbers = [int(number) for number in self.number.of_replicas()]
+        found = {number: [rows.of_replicas() for rows in self.places[number].rows] for number in set(numbers)}
+        of_replicas = [
+            Parts([rows[replica] for rows in found[number]], self.places[number].layout)
+            for replica, number in enumerate(numbers)
+        ]
+        return np.concatenate([np.asarray(parts.laid_out()) for parts in of_replicas])
+
+    def _number_of(self, parts: Parts) -> int:
+        # Parts of every shape have a place of their own, unless there is one for any.
+        fixed = self.capacity is not None
+        shapes = [(part.dtype, *(size if fixed else None for size in part.shape[1:])) for part in parts.tensors]
+        for number, place in enumerate(self.places):
+            if (place.shapes, place.layout) == (shapes, parts.layout):
+                return number
+        self.places.append(_outside_of_graphs(self._place, shapes, parts.layout))
+        return len(self.places) - 1
+
+    def _place(self, shapes: Sequence[tuple], layout: Callable[..., Any]) -> _Place:
+        *others, (dtype, *last) = shapes
+        rows = [Rows(shape, self.capacity, self.count, dtype=dtype) for dtype, *shape in others]
+        rows.append(Rows(last, self.capacity, self.count, self.factor))
+        return _Place(shapes, layout, rows)
+
+
+def _whole(gradients: Any) -> Any:
+    return gradients
+
+
+def _outside_of_graphs(make: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function makes in a thread of its own; here, TensorFlow makes variables only in a graph's first trace."""
+    strategy = tf.distribute.get_strategy()
+
+    def made():
+        with strategy.scope():
+            return make(*arguments)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(made).result()
