@@ -8,8 +8,10 @@ import json
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from harness import report, timed_fit
@@ -36,6 +38,7 @@ QUANTITIES = {
     "second moment": {"quantity": "second_moment"},
 }
 WAYS = {"plain": None, **QUANTITIES}
+READING = "reading gradients, once"
 # At most so many times plain training.
 TARGETS = {
     "norms": {"mlp": 1.15, "cnn": 1.4, "transformer": 1.15},
@@ -60,6 +63,17 @@ def trained(name, options, jit_compile):
     return model
 
 
+def time_to_read(layer):
+    """Milliseconds it takes to read the gradients that a step has left."""
+
+    def read():
+        start = time.perf_counter()
+        assert layer.gradients
+        return (time.perf_counter() - start) * 1e3
+
+    return statistics.median(read() for _ in range(ROUNDS))
+
+
 def print_fits():
     """Runs in a process of its own: a JSON line for each model, jit on and off."""
     for name in MODELS:
@@ -68,6 +82,7 @@ def print_fits():
             models = {way: trained(name, options, jit == "on") for way, options in WAYS.items()}
             fits = {way: timed_fit(model, data, STEPS, STEPS) for way, model in models.items()}
             milliseconds, ratios = in_plain(fits, ROUNDS)
+            ratios[READING] = time_to_read(models["gradients"].per_example) / milliseconds
             print(json.dumps({"model": name, "jit": jit, "plain": milliseconds, "ratios": ratios}), flush=True)
 
 
@@ -172,10 +187,10 @@ def report_fits(jax):
     rows = []
     for name, title in MODELS.items():
         off, on = found[name, "off"], found[name, "on"]
-        targets = {way: TARGETS.get(way, {}).get(name, "") for way in QUANTITIES}
+        targets = {way: TARGETS.get(way, {}).get(name, "") for way in (*QUANTITIES, READING)}
         targets["gradients"] = jax.get(name, "JAX's")
         rows.append([f"{title}: plain, ms", off["plain"], on["plain"], ""])
-        rows += [[f"  {way}", off["ratios"][way], on["ratios"][way], targets[way]] for way in QUANTITIES]
+        rows += [[f"  {way}", off["ratios"][way], on["ratios"][way], targets[way]] for way in targets]
     report("per_example", "A step of fit, in plain steps", ["", "jit off", "jit on", "at most"], rows)
 
 

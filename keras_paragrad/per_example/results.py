@@ -68,3 +68,17 @@ def capacity_for(kept: Collection[str]) -> int | None:
         kept: See `StepResults`.
     """
     return ROOM_FOR_NORMS if compiled_by_xla() and "gradients" not in kept else None
+
+
+def check_room(kept: Collection[str], capacity: int | None) -> None:
+    """Refuses steps that XLA compiles without knowing how many gradients to make room for.
+
+    Raises:
+        ValueError: There is no capacity for gradients.
+    """
+    if capacity is None and "gradients" in kept and compiled_by_xla():
+        raise ValueError(
+            "This step is compiled by XLA, which wants to know how many examples' gradients to make room for. Write "
+            "PerExampleGradients(..., quantity='gradients', capacity=256), for batches of up to 256 on each device, or "
+            "leave jit_compile=True away."
+        )

@@ -13,7 +13,7 @@ from keras_paragrad._keras.layers import may_be_differentiated
 from keras_paragrad._keras.model import all_layers
 from keras_paragrad._keras.replicas import replica_index
 from keras_paragrad.per_example.arguments import check_arguments
-from keras_paragrad.per_example.results import StepResults, capacity_for
+from keras_paragrad.per_example.results import StepResults, capacity_for, check_room
 from keras_paragrad.per_example.step import Step
 
 # How many calls may wait for their backward pass, or never have one.
@@ -111,6 +111,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         self._make_room(self.capacity or capacity_for(self.kept))
         if not may_be_differentiated():
             return self.layer(inputs, *args, **kwargs)
+        check_room(self.kept, self.capacity)
         step = Step(self.layer, self._finish, self.reweighs, self.loss_reduction)
         self._steps[replica_index()].append(step)
         outputs = step(inputs, *args, **kwargs)

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from drawn_layers import some_inputs
 from keras import layers, ops
 from oracles import example_gradients, norms_of
@@ -193,6 +194,20 @@ def test_gradients_in_a_compiled_step_want_a_capacity():
     wrapped.fit(x, y, batch_size=10, verbose=0)
     with pytest.raises(ValueError, match="capacity=10"):
         _ = wrapped.per_example.gradients
+
+
+def test_gradients_in_a_loop_compiled_by_xla_want_a_capacity():
+    layer = PerExampleGradients(layers.Dense(2), quantity="gradients")
+    x = some_inputs((10, 3))
+
+    @tf.function(jit_compile=True)
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(layer(x))
+        return tape.gradient(loss, layer.trainable_variables[0].value)
+
+    with pytest.raises(ValueError, match="capacity=256"):
+        step()
 
 
 def test_a_stateful_layer():
