@@ -93,9 +93,12 @@ class KeptGradients:
         return len(self.places) - 1
 
     def _place(self, shapes: Sequence[tuple], layout: Callable[..., Any]) -> _Place:
-        *others, (dtype, *last) = shapes
-        rows = [Rows(shape, self.capacity, self.count, dtype=dtype) for dtype, *shape in others]
-        rows.append(Rows(last, self.capacity, self.count, self.factor))
+        types = [tf.float32 if dtype.is_floating else dtype for dtype, *_ in shapes]
+        factors = [None] * (len(shapes) - 1) + [self.factor]
+        rows = [
+            Rows(shape, self.capacity, self.count, factor, dtype)
+            for (_, *shape), factor, dtype in zip(shapes, factors, types, strict=True)
+        ]
         return _Place(shapes, layout, rows)
 
 

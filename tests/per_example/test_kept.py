@@ -103,3 +103,13 @@ def test_without_fixed_shapes_all_lengths_share_a_place():
         wrapped.train_on_batch(np.ones((ROWS, length, 30)), np.ones((ROWS, 2)))
     # One for the sides of products, and one for kernels.
     assert [len(each.places) for each in wrapped.per_example._results.gradients] == [2, 1, 2, 1, 1, 1]
+
+
+def test_sides_in_float64():
+    model = keras.Sequential([keras.Input((40,), dtype="float64"), layers.Dense(30, dtype="float64")])
+    wrapped = wrap(model, quantity="gradients")
+    wrapped.compile(keras.optimizers.SGD(0.0), "mse")
+    x, y = np.random.default_rng(0).normal(size=(ROWS, 40)), np.ones((ROWS, 30))
+    wrapped.train_on_batch(x, y)
+    assert {gradients.dtype for gradients in wrapped.per_example.gradients} == {np.dtype("float32")}
+    assert error(wrapped, model, x, y) < 1e-6
