@@ -193,7 +193,11 @@ def run(cell, way="ours"):
     if failed:
         lines = [line for line in failed[0].splitlines() if "Error" in line] or failed[0].splitlines()[-1:]
         return {"error": lines[-1][:300] if lines else "no message"}
-    results = [json.loads(printed.splitlines()[-1]) for printed, _ in outputs]
+    return worst(json.loads(printed.splitlines()[-1]) for printed, _ in outputs)
+
+
+def worst(results):
+    """The largest of the differences that a cell's processes found."""
     return max(results, key=lambda result: result["difference"])
 
 

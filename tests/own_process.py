@@ -3,7 +3,11 @@
 import multiprocessing
 import os
 import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 _MARK = "KERAS_PARAGRAD_TEST_IN_OWN_PROCESS"
 
@@ -40,10 +44,77 @@ def run_pytest(arguments: list[str], seconds: float) -> None:
     assert process.exitcode == 0, f"ended by {process.exitcode} in a process of its own:\n{printed}"
 
 
-def _run_pytest(arguments: list[str], environment: dict[str, str], output: str) -> None:
-    with Path(output).open("wb") as file:
+def call(
+    function: Callable[..., Any], argument: Any, environments: Sequence[dict[str, str]], seconds: float
+) -> list[Any]:
+    """Calls a function in several processes at once.
+
+    Args:
+        function: An importable function.
+        argument: What it gets.
+        environments: What is to be in the environment of each process.
+        seconds: After which they are killed.
+
+    Returns:
+        What it returned in each.
+
+    Raises:
+        RuntimeError: It failed in one of them, or took longer.
+    """
+    ends, processes = [], []
+    try:
+        for environment in environments:
+            ours, theirs = _context.Pipe(duplex=False)
+            ends.append(ours)
+            processes.append(_context.Process(target=_call, args=(function, argument, dict(environment), theirs)))
+            processes[-1].start()
+            theirs.close()
+        return _received(ends, time.monotonic() + seconds)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _received(ends: Sequence[Any], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(ends):
+        waiting = [end for end in ends if id(end) not in results]
+        ready = wait(waiting, max(deadline - time.monotonic(), 0))
+        if not ready:
+            raise RuntimeError("not done in time in a process of its own")
+        for end in ready:
+            succeeded, results[id(end)] = _word_of(end)
+            if not succeeded:
+                raise RuntimeError(results[id(end)])
+    return [results[id(end)] for end in ends]
+
+
+def _word_of(end: Any) -> tuple[bool, Any]:
+    try:
+        return end.recv()
+    except EOFError:
+        return False, "a process of its own ended without a word"
+
+
+def _call(function: Callable[..., Any], argument: Any, environment: dict[str, str], end: Any) -> None:
+    _print_to(os.devnull)
+    os.environ.update(environment)
+    try:
+        result = True, function(argument)
+    except Exception as error:
+        result = False, f"{type(error).__name__}: {error}"
+    end.send(result)
+
+
+def _print_to(path: str) -> None:
+    with Path(path).open("wb") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
+
+
+def _run_pytest(arguments: list[str], environment: dict[str, str], output: str) -> None:
+    _print_to(output)
     os.environ.update(environment)
 
     import pytest
