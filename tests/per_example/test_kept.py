@@ -84,15 +84,15 @@ def test_kernels_of_sequences_of_several_lengths(jit_compile):
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_kernels_are_kept_as_the_sides_of_products_where_those_are_small(jit_compile):
-    model = keras.Sequential([keras.Input((40,)), layers.Dense(30), layers.Dense(2)])
+    model = keras.Sequential([keras.Input((40,)), layers.Dense(30), layers.Dense(1)])
     wrapped = wrap(model, quantity="gradients", capacity=ROWS)
     wrapped.compile(keras.optimizers.SGD(0.0), "mse", jit_compile=jit_compile)
     generator = np.random.default_rng(0)
-    x, y = generator.normal(size=(ROWS, 40)), generator.normal(size=(ROWS, 2))
+    x, y = generator.normal(size=(ROWS, 40)), generator.normal(size=(ROWS, 1))
     wrapped.train_on_batch(x, y)
     large, bias, small, _ = kept_shapes(wrapped)
     assert large == [(ROWS, 1, 1, 40), (ROWS, 1, 1, 30)]
-    assert (bias, small) == ([(ROWS, 30)], [(ROWS, 30, 2)])
+    assert (bias, small) == ([(ROWS, 30)], [(ROWS, 30, 1)])
     assert error(wrapped, model, x, y) < 1e-6
 
 
@@ -112,4 +112,19 @@ def test_sides_in_float64():
     x, y = np.random.default_rng(0).normal(size=(ROWS, 40)), np.ones((ROWS, 30))
     wrapped.train_on_batch(x, y)
     assert {gradients.dtype for gradients in wrapped.per_example.gradients} == {np.dtype("float32")}
+    assert error(wrapped, model, x, y) < 1e-6
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_kernels_of_few_windows(jit_compile):
+    keras.utils.set_random_seed(4)
+    # Windows of few channels and of more are laid out in different ways.
+    wide = [layers.Conv2D(12, 3, strides=3), layers.Conv2D(10, 3, strides=2, padding="same")]
+    model = keras.Sequential([keras.Input((6, 6, 8)), *wide, layers.GlobalAveragePooling2D(), layers.Dense(2)])
+    wrapped = wrap(model, quantity="gradients", capacity=ROWS)
+    wrapped.compile(keras.optimizers.SGD(0.0), "mse", jit_compile=jit_compile)
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(ROWS, 6, 6, 8)), generator.normal(size=(ROWS, 2))
+    wrapped.train_on_batch(x, y)
+    assert [len(parts) for parts in kept_shapes(wrapped)] == [2, 1, 2, 1, 2, 1]
     assert error(wrapped, model, x, y) < 1e-6

@@ -37,11 +37,11 @@ class Product(NamedTuple):
 
     @property
     def has_small_sides(self) -> bool:
-        """Whether both sides together take at most half the room of the gradients."""
+        """Whether both sides together take less room than the gradients."""
         left: Any = self.left.shape
         _, _, positions, rows = left
         columns: Any = self.right.shape[3]
-        return positions is not None and 2 * positions * (rows + columns) <= rows * columns
+        return positions is not None and positions * (rows + columns) < rows * columns
 
     def gradients(self) -> tf.Tensor:
         """Each example's gradient, `(batch, groups, rows, columns)`."""
