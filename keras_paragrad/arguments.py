@@ -1,0 +1,324 @@
+"""Checks of arguments, for the whole package: each returns the plain value, or raises a `ValueError` that names it.
+
+Every constructor, function and command checks with these what it is given before anything is built on it. They take
+NumPy's scalars for Python's, so that what is kept can be written into a config. They import neither Keras nor
+TensorFlow, so that a command can refuse its arguments at once.
+"""
+
+import math
+import operator
+import os
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LARGEST = 2**63 - 1
+_NAME_BYTES, _PATH_BYTES = 255, 4096
+_MOST_ITEMS = 10_000
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 120
+_short.maxlevel = 3
+
+
+def shown(value: Any) -> str:
+    """A value as an error message shows it: on one line, of at most 200 characters, whatever its `__repr__` does."""
+    try:
+        text = " ".join(_short.repr(value).split())
+    except Exception:  # a __repr__ of a user's, or an integer with more digits than Python prints
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def refusal(name: str, value: Any, expected: str, example: str | None = None) -> ValueError:
+    """The error for an argument: what was found, what was expected and, with `example`, what to type instead.
+
+    Example:
+
+    >>> from keras_paragrad.arguments import refusal
+    >>> print(refusal("steps", 0, "an integer of at least 1", "4"))
+    `steps` is 0, and must be an integer of at least 1. Write steps=4.
+    """
+    advice = f" Write {name}={example}." if example else ""
+    return ValueError(f"`{name}` is {shown(value)}, and must be {expected}.{advice}")
+
+
+def check_integer(
+    name: str, value: Any, *, least: int = 1, most: int = LARGEST, example: Any = None, optional: bool = False
+) -> Any:
+    """An integer from `least` to `most`; of NumPy's too, and no boolean.
+
+    Args:
+        name: The argument's name.
+        value: What was given.
+        least: The smallest that is allowed.
+        most: The largest that is allowed.
+        example: What to write instead, for the message.
+        optional: Whether it may be `None`.
+
+    Returns:
+        An `int`, or `None`.
+
+    Raises:
+        ValueError: It is none of those.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_paragrad.arguments import check_integer
+    >>> check_integer("steps", np.int32(4))
+    4
+    """
+    if value is None and optional:
+        return None
+    found = _integer(value)
+    if found is None or not least <= found <= most:
+        bounds = f"from {least} to {most}" if most < LARGEST or (found or 0) > most else f"of at least {least}"
+        raise refusal(name, value, _or_none(f"an integer {bounds}", optional), _text(example))
+    return found
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    example: Any = None,
+    optional: bool = False,
+) -> Any:
+    """A finite number within bounds; of NumPy's too, no boolean, no text and no array.
+
+    Args:
+        name: The argument's name.
+        value: What was given.
+        least: The smallest that is allowed; else `above`, which is not itself allowed.
+        above: A bound that the number must exceed.
+        most: The largest that is allowed; else `below`, which is not itself allowed.
+        below: A bound that the number must stay under.
+        example: What to write instead, for the message.
+        optional: Whether it may be `None`.
+
+    Returns:
+        An `int` where an integer was given, else a `float`; or `None`.
+
+    Raises:
+        ValueError: It is none of those.
+
+    Example:
+
+    >>> from keras_paragrad.arguments import check_number
+    >>> check_number("momentum", 0.9, least=0, below=1)
+    0.9
+    """
+    if value is None and optional:
+        return None
+    found = _number(value)
+    inside = found is not None and not (
+        (least is not None and found < least)
+        or (above is not None and found <= above)
+        or (most is not None and found > most)
+        or (below is not None and found >= below)
+    )
+    if not inside:
+        bounds = [
+            f"{words} {bound:g}"
+            for words, bound in (("of at least", least), ("above", above), ("of at most", most), ("below", below))
+            if bound is not None
+        ]
+        expected = " ".join(["a finite number", " and ".join(bounds)]).strip()
+        raise refusal(name, value, _or_none(expected, optional), _text(example))
+    return found
+
+
+def check_flag(name: str, value: Any, *, optional: bool = False) -> Any:
+    """`True` or `False`, of NumPy's too; or, if `optional`, `None`. Raises a `ValueError` for anything else."""
+    return check_choice(name, value, (True, False, None) if optional else (True, False))
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
+    """One of some words and constants (`True`, `False`, `None`), which 1 and 0 are not.
+
+    Args:
+        name: The argument's name.
+        value: What was given.
+        choices: What is allowed.
+
+    Returns:
+        The choice.
+
+    Raises:
+        ValueError: It is none of them.
+
+    Example:
+
+    >>> from keras_paragrad.arguments import check_choice
+    >>> check_choice("jit_compile", "auto", ("auto", True, False))
+    'auto'
+    """
+    plain = _plain(value)
+    for choice in choices:
+        # A subclass of str may compare as it likes.
+        if plain is choice or (
+            isinstance(plain, str) and isinstance(choice, str) and str.__eq__(plain, choice) is True
+        ):
+            return choice
+    *others, last = (repr(choice) for choice in choices)
+    raise refusal(name, value, f"{', '.join(others)} or {last}" if others else last)
+
+
+def check_text(name: str, value: Any, *, example: str | None = None, optional: bool = False) -> Any:
+    """A string that is not empty, as a `str`; or, if `optional`, `None`. Raises a `ValueError` for anything else."""
+    if value is None and optional:
+        return None
+    plain = _plain(value)
+    if not isinstance(plain, str) or not str.strip(plain):
+        raise refusal(name, value, _or_none("a string that is not empty", optional), _text(example))
+    return str.__str__(plain)
+
+
+def check_path(name: str, value: Any, *, directory: bool = False, example: str | None = None, optional: bool = False):
+    """A path of this machine's file system.
+
+    Args:
+        name: The argument's name.
+        value: What was given: a `str` or an `os.PathLike`.
+        directory: Whether it must be a directory if it exists.
+        example: What to write instead, for the message.
+        optional: Whether it may be `None`.
+
+    Returns:
+        A `Path`, or `None`.
+
+    Raises:
+        ValueError: It is not a path, is empty or too long, is an address such as `gs://...`, or is a file where a
+            directory is wanted.
+    """
+    if value is None and optional:
+        return None
+    what = _or_none("a directory" if directory else "a path", optional)
+    try:
+        text = os.fspath(value)  # pyright: ignore
+        raw = os.fsencode(text)
+    except Exception:  # a __fspath__ of a user's, or characters that no file system takes
+        raise refusal(name, value, what, _text(example)) from None
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise refusal(name, value, what, _text(example))
+    if len(raw) > _PATH_BYTES or max(map(len, raw.split(b"/"))) > _NAME_BYTES:
+        raise refusal(name, value, f"{what}, shorter than this one of {len(raw)} bytes", _text(example))
+    if "://" in text:
+        raise refusal(name, value, f"{what} of this machine's file system", _text(example))
+    path = Path(text)
+    if directory and _is_file(path):
+        raise refusal(name, value, f"{what}, and this is a file", _text(example))
+    return path
+
+
+def check_function(name: str, value: Any, *, what: str = "a function", example: str | None = None, optional=False):
+    """Something that can be called; or, if `optional`, `None`. Raises a `ValueError` for anything else."""
+    if value is None and optional:
+        return None
+    if not callable(value) or isinstance(value, type):
+        raise refusal(name, value, _or_none(what, optional), example)
+    return value
+
+
+def check_instance(
+    name: str, value: Any, kinds: type | tuple[type, ...], what: str, *, example: str | None = None, optional=False
+) -> Any:
+    """An instance of some classes; or, if `optional`, `None`. Raises a `ValueError` for anything else.
+
+    Args:
+        name: The argument's name.
+        value: What was given.
+        kinds: The classes.
+        what: What such an instance is called, for the message, such as "a Keras model".
+        example: What to write instead, for the message.
+        optional: Whether it may be `None`.
+
+    Returns:
+        The value.
+    """
+    if value is None and optional:
+        return None
+    if not issubclass(type(value), kinds):
+        raise refusal(name, value, _or_none(what, optional), example)
+    return value
+
+
+def check_each(name: str, values: Any, check: Callable[..., Any], what: str, *, example: str | None = None) -> tuple:
+    """A sequence or set whose items a check accepts; text is no sequence.
+
+    Args:
+        name: The argument's name.
+        values: What was given.
+        check: Called with a name and one item; see this module's others.
+        what: What they are together, for the message, such as "numbers from 0 to 1".
+        example: What to write instead, for the message.
+
+    Returns:
+        What the check returned for each, as a tuple.
+
+    Raises:
+        ValueError: They are not a sequence, or one is refused.
+    """
+    if isinstance(values, (str, bytes, bytearray, Mapping)):
+        raise refusal(name, values, what, example)
+    try:
+        items = tuple(values) if len(values) <= _MOST_ITEMS else None
+    except Exception:  # it has no length, or an __iter__ of a user's
+        items = None
+    if items is None:
+        raise refusal(name, values, what, example)
+    return tuple(check(f"{name}[{index}]", item) for index, item in enumerate(items))
+
+
+def _plain(value: Any) -> Any:
+    """What a scalar of NumPy's, or an array without axes, holds; anything else as it is."""
+    try:
+        return value.item() if value.shape == () and callable(value.item) else value
+    except Exception:  # no such attributes, or ones of a user's
+        return value
+
+
+def _integer(value: Any) -> int | None:
+    plain = _plain(value)
+    if isinstance(plain, bool):
+        return None
+    try:
+        return operator.index(plain)
+    except Exception:  # no integer, or an __index__ of a user's
+        return None
+
+
+def _number(value: Any) -> int | float | None:
+    plain = _plain(value)
+    if isinstance(plain, (bool, str, bytes, bytearray)):
+        return None
+    whole = _integer(plain)
+    try:
+        # NumPy makes a float of an array with one number in it, and warns.
+        found = float(plain if whole is None else whole) if getattr(plain, "shape", ()) == () else math.nan
+    except Exception:  # no number, or one beyond every float
+        return None
+    if not math.isfinite(found):
+        return None
+    return found if whole is None else whole
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.exists() and not path.is_dir()
+    except OSError:  # it can't be looked at, which whoever writes there will be told
+        return False
+
+
+def _or_none(expected: str, optional: bool) -> str:
+    return f"{expected}, or None" if optional else expected
+
+
+def _text(example: Any) -> str | None:
+    return None if example is None else repr(example)
