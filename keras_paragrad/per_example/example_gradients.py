@@ -1,6 +1,5 @@
 """`ExampleGradients`: which examples a model still has to learn from, and how much."""
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.extras import require
 from keras_paragrad.per_example.search import find_layer
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 
@@ -50,7 +50,7 @@ class ExampleGradients(keras.callbacks.Callback):
     Raises:
         ValueError: An argument makes no sense; or, when `fit` begins, the model has no such layer, or takes several
             steps before a callback sees it.
-        ImportError: There is a `log_dir`, and TensorBoard is not installed.
+        MissingExtraError: There is a `log_dir`, and TensorBoard is not installed.
 
     Example:
 
@@ -80,8 +80,8 @@ class ExampleGradients(keras.callbacks.Callback):
         for name, number in (("bins", bins), ("largest", largest)):
             if not hasattr(number, "__index__") or number < 1:
                 raise ValueError(f"`{name}` is {number!r}, and must be a whole number of at least 1.")
-        if log_dir is not None and importlib.util.find_spec("tensorboard") is None:
-            raise ImportError("`log_dir` needs TensorBoard: pip install keras_paragrad[profile].")
+        if log_dir is not None:
+            require("ExampleGradients(log_dir=...)", "tensorboard")
         self.layer, self.quantiles, self.bins, self.largest, self.log_dir = layer, quantiles, bins, largest, log_dir
         self._batches: list[np.ndarray] = []
         self._writer: Any = None

@@ -1,19 +1,15 @@
 """What profiling needs besides TensorFlow, said once, before a training begins."""
 
-import importlib.util
 import logging
 import shutil
 from pathlib import Path
+
+from keras_paragrad.extras import explain_missing, is_installed
 
 _log = logging.getLogger("keras_paragrad")
 
 LEAST_FREE = 100 * 2**20
 _FOR = {"xprof": "read a trace", "tensorboard": "look at one in TensorBoard", "jinja2": "write the report"}
-
-
-def is_installed(module: str) -> bool:
-    """Whether a module can be imported."""
-    return importlib.util.find_spec(module) is not None
 
 
 def say_what_is_missing(log_dir: Path, *, report: bool) -> None:
@@ -25,8 +21,7 @@ def say_what_is_missing(log_dir: Path, *, report: bool) -> None:
     """
     missing = [name for name in _FOR if not is_installed(name) and (report or name != "jinja2")]
     if missing:
-        purposes = " and ".join(f"{name} (to {_FOR[name]})" for name in missing)
-        _log.warning("Profiler misses %s. Write pip install 'keras_paragrad[profile]'.", purposes)
+        _log.warning("%s", explain_missing("Profiler", [f"{name} (to {_FOR[name]})" for name in missing]))
     there = next(path for path in (log_dir.absolute(), *log_dir.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < LEAST_FREE:

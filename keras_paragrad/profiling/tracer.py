@@ -26,6 +26,8 @@ _log = logging.getLogger("keras_paragrad")
 # profiler collects such pairs by pointers into memory that it has freed (`TraceMeRecorder::Consume`), and crashes.
 FIRST_WORKER_ALONE = "Profiler traces the first worker alone, and not this one, which TensorFlow's profiler may crash."
 
+_NOT_TRACED = "A window was not traced"
+
 
 class Profiler(keras.callbacks.Callback):
     """Traces windows of `fit` for TensorBoard's Profile tab, says what they show, and writes an offline report.
@@ -136,7 +138,7 @@ class Profiler(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Closes an open window, says if there was none, and writes the report."""
-        self._safely(self._on_demand.end)
+        self._safely(self._on_demand.end, "Waiting for requests was not ended")
         self._safely(self._end)
         self._following = None
         self._next = math.inf
@@ -151,7 +153,7 @@ class Profiler(keras.callbacks.Callback):
         # On other workers too, where the signal would end the training.
         self._on_demand.begin()
         if self._is_first:
-            write_run_info(self.log_dir, run)
+            self._safely(lambda: write_run_info(self.log_dir, run), "The run's description was not written")
 
     def _turn(self) -> None:
         if self._following is not None:
@@ -186,14 +188,15 @@ class Profiler(keras.callbacks.Callback):
         if not tracer.traced:
             self._say_that_none_fired()
         elif self.report:
-            _write_report(self.log_dir)
+            self._safely(lambda: _write_report(self.log_dir), "The report was not written")
 
     def _shown(self, closed: ProfileSummary | None) -> None:
         if closed is None:
             return
         self.summaries.append(closed)
         if self.summary:
-            show(WindowFigures(closed, self.log_dir, self.operations))
+            figures = WindowFigures(closed, self.log_dir, self.operations)
+            self._safely(lambda: show(figures), "A window's figures were not printed")
 
     def _say_that_none_fired(self) -> None:
         first = self.schedule.window(0) if self.schedule else None
@@ -206,21 +209,22 @@ class Profiler(keras.callbacks.Callback):
             *(first.begin, self._batches, self._batches // 4, half),
         )
 
-    def _safely(self, action: Callable[[], None]) -> None:
-        """Does what must not end a training."""
+    def _safely(self, action: Callable[[], None], failure: str = _NOT_TRACED) -> None:
+        """Does what must not end a training. After a failure to trace, the open window is given up."""
         try:
             action()
         except Exception as error:
-            self._say_once(error)
-            self._give_up()
+            self._say_once(failure, error)
+            if failure == _NOT_TRACED:
+                self._give_up()
 
-    def _say_once(self, error: Exception) -> None:
+    def _say_once(self, failure: str, error: Exception) -> None:
         what = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
         # A full disk, or a folder that can't be written: the line that the system has for it says less than its name.
         fix = f" Make room in {self.log_dir}, or give Profiler another log_dir." if isinstance(error, OSError) else ""
         if what not in self._said:
             self._said.add(what)
-            _log.warning("A window was not traced: %s.%s Training goes on.", what, fix)
+            _log.warning("%s: %s.%s Training goes on.", failure, what, fix)
 
     def _give_up(self) -> None:
         if self._following is None:
@@ -228,7 +232,7 @@ class Profiler(keras.callbacks.Callback):
         try:
             self._following.tracer.abandon()
         except Exception as error:
-            self._say_once(error)
+            self._say_once(_NOT_TRACED, error)
         self._look_ahead()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from keras_paragrad._keras.model import all_layers
 from keras_paragrad.distribution.workers import place_of
+from keras_paragrad.extras import MissingExtraError
 from keras_paragrad.profiling.markers import StepMarkers
 from keras_paragrad.profiling.memory import PeakMemory
 from keras_paragrad.profiling.schedule import Window
@@ -138,8 +139,13 @@ class WindowTracer:
         folder = session.finish()
         self.traced += 1
         found = replace(self._read(folder, memory.found()), trace=folder.relative_to(self._log_dir).as_posix())
-        (folder / SUMMARY).write_text(json.dumps(found.to_dict()), "utf-8")
-        remove_oldest(self._log_dir, self._keep)
+        try:
+            (folder / SUMMARY).write_text(json.dumps(found.to_dict()), "utf-8")
+            remove_oldest(self._log_dir, self._keep)
+        except OSError as error:
+            _log.warning(
+                "The trace is in %s, but its summary could not be written: %s. Training goes on.", folder, error
+            )
         return found
 
     def _read(self, folder: Path, peak: dict[str, int | None]) -> ProfileSummary:
@@ -148,10 +154,15 @@ class WindowTracer:
 
             return summarize(folder, run=self._run, layers=self._layers, peak_memory=peak)
         # The trace is on disk for TensorBoard all the same.
+        except MissingExtraError as error:
+            note = f"The trace is in {folder}, but was not read. {error}"
         except Exception as error:
-            note = f"The trace could not be read ({type(error).__name__}: {error})."
-            _log.warning("%s Write pip install -U 'keras_paragrad[profile]'.", note)
-            return ProfileSummary(run=self._run, peak_memory=peak, notes=(note,))
+            note = (
+                f"The trace is in {folder}, but could not be read ({type(error).__name__}: {error}). "
+                "Run pip install -U 'keras_paragrad[profile]'."
+            )
+        _log.warning("%s", note)
+        return ProfileSummary(run=self._run, peak_memory=peak, notes=(note,))
 
     def abandon(self) -> None:
         """Ends the open window and keeps nothing of it."""

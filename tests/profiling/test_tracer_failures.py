@@ -129,7 +129,39 @@ def test_a_missing_package_is_said_at_construction(tmp_path, caplog, monkeypatch
         importlib.util, "find_spec", lambda name, *more: None if name == missing else there(name, *more)
     )
     Profiler(tmp_path, SCHEDULE)
-    assert_one_line(caplog, f"misses {missing} (to ", "pip install 'keras_paragrad[profile]'")
+    assert_one_line(caplog, f"Profiler needs {missing} (to ", "pip install 'keras_paragrad[profile]'")
+
+
+def test_a_report_that_fails_is_no_window_that_was_not_traced(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    callback = profiler(tmp_path, report="html")
+    caplog.clear()
+    trained(callback)
+    assert_one_line(caplog, "The report was not written: ", "needs jinja2", "pip install 'keras_paragrad[profile]'")
+    assert len(callback.summaries) == 1
+
+
+def test_figures_that_cannot_be_printed_are_no_window_that_was_not_traced(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("keras_paragrad.profiling.tracer.show", lambda figures: Path("none").read_text())
+    callback = profiler(tmp_path, summary=True)
+    trained(callback)
+    assert_one_line(caplog, "A window's figures were not printed: ")
+    assert len(callback.summaries) == 1
+
+
+def test_a_summary_that_cannot_be_written_is_no_window_that_was_not_traced(tmp_path, caplog, monkeypatch):
+    written = Path.write_text
+
+    def refuse(path, *arguments):
+        if path.name == "keras_paragrad.json" and "plugins" in path.parts:
+            raise OSError(28, "No space left on device")
+        return written(path, *arguments)
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    callback = profiler(tmp_path)
+    trained(callback)
+    assert_one_line(caplog, "The trace is in ", "its summary could not be written", "No space left")
+    assert len(callback.summaries) == 1
 
 
 def test_without_xprof_there_is_a_trace_all_the_same(tmp_path, caplog, monkeypatch):

@@ -36,7 +36,7 @@ def summarize(
 
     Raises:
         FileNotFoundError: There is no trace in the folder.
-        ImportError: xprof is missing.
+        MissingExtraError: xprof is not installed.
     """
     file = trace_files(Path(trace))[0]
     read = read_trace(file)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from keras_paragrad.extras import require
 from keras_paragrad.profiling.analysis.events import Call, Compiled, Marker, Pull, Trace, Work
 
 TRACES = "*.xplane.pb"
@@ -42,8 +43,9 @@ def read_trace(file: Path) -> Trace:
         file: An `.xplane.pb`.
 
     Raises:
-        ImportError: xprof is missing.
+        MissingExtraError: xprof is not installed.
     """
+    require("Reading a trace", "xprof")
     from xprof.profile_data import ProfileData
 
     trace = Trace()

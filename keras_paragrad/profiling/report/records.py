@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from keras_paragrad.extras import require
+
 MOST_RETRACES = 50
 
 
@@ -111,10 +113,8 @@ def _comma_rows(path: Path) -> Iterator[Mapping[str, str]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[Mapping[str, str]]:
-    try:
-        from pyarrow import parquet
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{path} takes pyarrow to read: pip install pyarrow") from error
+    require(f"Reading {path}", "pyarrow")
+    from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
         yield from itertools.chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_paragrad
+from keras_paragrad.extras import require
 from keras_paragrad.profiling.report import compare_view, series_view
 from keras_paragrad.profiling.report.figures import IN_WORDS, PARTS, figures_of
 from keras_paragrad.profiling.report.runs import Run, read_run
@@ -36,7 +37,7 @@ def write_report(
 
     Raises:
         FileNotFoundError: A log directory does not exist, or holds nothing to report on.
-        ModuleNotFoundError: Jinja2 is missing.
+        MissingExtraError: Jinja2, or for tables in Parquet pyarrow, is not installed.
 
     Example:
 
@@ -66,10 +67,8 @@ def write_report(
 
 
 def _environment() -> Any:
-    try:
-        import jinja2
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("The report takes Jinja2: pip install 'keras_paragrad[profile]'") from error
+    require("The report", "jinja2")
+    import jinja2
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__ or ""),

@@ -51,7 +51,8 @@ class GradientTelemetry(keras.callbacks.Callback):
         last: The latest `keras_paragrad.profiling.telemetry.report.Reports`, of up to 32 updates, or `None`.
 
     Raises:
-        ValueError: An argument makes no sense, or a library is missing. The message says what to write.
+        ValueError: An argument makes no sense. The message says what to write.
+        MissingExtraError: Parquet is asked for, and pyarrow is not installed.
 
     Example:
 

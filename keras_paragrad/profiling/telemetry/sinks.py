@@ -1,6 +1,5 @@
 """Where reports go: a table and TensorBoard. A disk that is full ends that, and not the training."""
 
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.arguments import check_choice
+from keras_paragrad.extras import require
 from keras_paragrad.profiling.telemetry.report import QUANTITIES, Reports, Weight
 from keras_paragrad.profiling.telemetry.scalars import Scalars
 from keras_paragrad.profiling.telemetry.tables import Table
@@ -83,8 +84,6 @@ class Sinks:
 
 
 def check_format(file_format: str) -> None:
-    """Raises a `ValueError` for a format that there isn't, or one whose library is not installed."""
-    if file_format not in ("csv", "parquet"):
-        raise ValueError(f"`file_format` is {file_format!r}, and must be 'csv' or 'parquet'.")
-    if file_format == "parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise ValueError("file_format='parquet' needs pyarrow. Run pip install pyarrow, or write file_format='csv'.")
+    """Raises a `ValueError` for a format that there isn't, a `MissingExtraError` for one that can't be written."""
+    if check_choice("file_format", file_format, ("csv", "parquet")) == "parquet":
+        require("file_format='parquet'", "pyarrow", instead="write file_format='csv'")

@@ -1,21 +1,22 @@
 """How much memory is in use."""
 
 import functools
-import importlib.util
 import logging
 import os
 from typing import Any
 
 import tensorflow as tf
 
+from keras_paragrad.extras import explain_missing, is_installed
+
 _log = logging.getLogger("keras_paragrad")
 
 
 def says_host_memory() -> bool:
     """Whether psutil is here to ask; says what to install, if not."""
-    found = importlib.util.find_spec("psutil") is not None
+    found = is_installed("psutil")
     if not found:
-        _log.warning("Throughput shows no host memory without psutil. Run pip install psutil.")
+        _log.warning("%s", explain_missing("Throughput's host_memory_bytes", ["psutil"]))
     return found
 
 

@@ -11,7 +11,6 @@ from pyarrow import parquet
 from telemetry_loops import X, Y, expected, inner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from keras_paragrad.profiling.telemetry import sinks
 from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
 
 QUANTITIES = ("gradient_norm", "clipped_gradient_norm", "weight_norm", "update_ratio", "nonfinite")
@@ -121,12 +120,6 @@ def test_weights_of_zeros_have_no_ratio(tmp_path):
 def test_arguments(arguments, says):
     with pytest.raises(ValueError, match=says):
         GradientTelemetry(**arguments)
-
-
-def test_a_library_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install pyarrow"):
-        GradientTelemetry(file_format="parquet")
 
 
 def test_two_of_them():

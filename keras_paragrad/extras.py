@@ -1,0 +1,53 @@
+"""Optional packages: which extra installs each, and one error and one sentence for those that are missing."""
+
+import importlib.util
+from collections.abc import Iterable
+
+EXTRAS = {
+    "jinja2": "profile",
+    "psutil": "profile",
+    "pyarrow": "profile",
+    "ray": "ray",
+    "tensorboard": "profile",
+    "xprof": "profile",
+}
+
+
+class MissingExtraError(ModuleNotFoundError):
+    """A feature needs packages that are not installed. The message has the command that installs them."""
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # something without a spec has been put into sys.modules
+        return False
+
+
+def explain_missing(feature: str, packages: Iterable[str], instead: str | None = None) -> str:
+    """The sentence that names the missing packages and the command that installs them, quoted for a shell.
+
+    Args:
+        feature: What needs them, at the beginning of a sentence.
+        packages: The packages; "xprof (to read traces)" says what one is for.
+        instead: What else can be done, such as "write file_format='csv'".
+
+    Example:
+
+    >>> from keras_paragrad.extras import explain_missing
+    >>> explain_missing("The report", ["jinja2"])
+    "The report needs jinja2, which is not installed. Run pip install 'keras_paragrad[profile]'."
+    """
+    *others, last = packages
+    extras = ",".join(sorted({EXTRAS[package.partition(" ")[0]] for package in (*others, last)}))
+    which = f"{', '.join(others)} and {last}, which are" if others else f"{last}, which is"
+    advice = f", or {instead}" if instead else ""
+    return f"{feature} needs {which} not installed. Run pip install 'keras_paragrad[{extras}]'{advice}."
+
+
+def require(feature: str, *packages: str, instead: str | None = None) -> None:
+    """Raises a `MissingExtraError` if one of the packages is not installed; see `explain_missing`."""
+    missing = [package for package in packages if not is_installed(package)]
+    if missing:
+        raise MissingExtraError(explain_missing(feature, missing, instead), name=missing[0])

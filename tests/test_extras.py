@@ -1,0 +1,63 @@
+"""Optional packages: one error and one command for all of them, and it installs what is missing."""
+
+import importlib.metadata
+import importlib.util
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import made_runs
+import pytest
+
+from keras_paragrad import ExampleGradients, GradientTelemetry, write_report
+from keras_paragrad.extras import EXTRAS, MissingExtraError, explain_missing, require
+from keras_paragrad.profiling.analysis.trace import read_trace
+
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
+
+
+@pytest.mark.parametrize(
+    ("package", "use"),
+    [
+        ("pyarrow", lambda path: GradientTelemetry(file_format="parquet")),
+        ("tensorboard", lambda path: ExampleGradients(log_dir=path)),
+        ("jinja2", lambda path: write_report(made_runs.make_run(path))),
+        ("xprof", lambda path: read_trace(path / "made.xplane.pb")),
+    ],
+)
+def test_a_missing_package_raises_one_error_with_its_command(package, use, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        MissingExtraError, match=rf"needs {package}, which is not installed\. Run pip install "
+    ) as raised:
+        use(tmp_path)
+    assert raised.value.name == package
+    command = str(raised.value).partition("Run ")[2].partition(", or")[0].rstrip(".")
+    assert shlex.split(command) == ["pip", "install", "keras_paragrad[profile]"]
+    assert "['" not in command and "'keras_paragrad[profile]'" in command
+
+
+def test_each_package_comes_with_its_extra():
+    extras = tomllib.loads(PROJECT.read_text("utf-8"))["project"]["optional-dependencies"]
+    distributions = importlib.metadata.packages_distributions()
+    for package, extra in EXTRAS.items():
+        if importlib.util.find_spec(package) is None:
+            continue
+        named = set(map(_name, extras[extra]))
+        # TensorBoard's profile plugin brings xprof.
+        named |= {_name(line) for name in list(named) for line in importlib.metadata.requires(name) or ()}
+        assert {_name(line) for line in distributions[package]} & named, f"{package} does not come with {extra}"
+
+
+def test_several_are_named_together():
+    assert explain_missing("Profiler", ["xprof (to read a trace)", "ray"]) == (
+        "Profiler needs xprof (to read a trace) and ray, which are not installed. Run pip install "
+        "'keras_paragrad[profile,ray]'."
+    )
+    require("Nothing", "sys")
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0].lower()
