@@ -3,6 +3,9 @@
 Every constructor, function and command checks with these what it is given before anything is built on it. They take
 NumPy's scalars for Python's, so that what is kept can be written into a config. They import neither Keras nor
 TensorFlow, so that a command can refuse its arguments at once.
+
+All take the argument's `name` and the `value` that was given. `optional` says whether `None` is allowed, which is then
+returned, and `example` is what to write instead, for the message: a value, or for functions and instances code.
 """
 
 import math
@@ -16,6 +19,7 @@ from typing import Any
 LARGEST = 2**63 - 1
 _NAME_BYTES, _PATH_BYTES = 255, 4096
 _MOST_ITEMS = 10_000
+_NO_CHOICE = object()
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 120
@@ -45,23 +49,21 @@ def refusal(name: str, value: Any, expected: str, example: str | None = None) ->
 
 
 def check_integer(
-    name: str, value: Any, *, least: int = 1, most: int = LARGEST, example: Any = None, optional: bool = False
+    name: str,
+    value: Any,
+    *,
+    least: int = 1,
+    most: int = LARGEST,
+    also: Sequence[Any] = (),
+    example: Any = None,
+    optional: bool = False,
 ) -> Any:
     """An integer from `least` to `most`; of NumPy's too, and no boolean.
 
     Args:
-        name: The argument's name.
-        value: What was given.
         least: The smallest that is allowed.
         most: The largest that is allowed.
-        example: What to write instead, for the message.
-        optional: Whether it may be `None`.
-
-    Returns:
-        An `int`, or `None`.
-
-    Raises:
-        ValueError: It is none of those.
+        also: Words and constants that are allowed too, as in `check_choice`.
 
     Example:
 
@@ -72,10 +74,14 @@ def check_integer(
     """
     if value is None and optional:
         return None
+    choice = _chosen(value, also)
+    if choice is not _NO_CHOICE:
+        return choice
     found = _integer(value)
     if found is None or not least <= found <= most:
         bounds = f"from {least} to {most}" if most < LARGEST or (found or 0) > most else f"of at least {least}"
-        raise refusal(name, value, _or_none(f"an integer {bounds}", optional), _text(example))
+        expected = ", ".join([*map(repr, also), f"an integer {bounds}"])
+        raise refusal(name, value, _or_none(expected, optional), _text(example))
     return found
 
 
@@ -87,26 +93,18 @@ def check_number(
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
+    finite: bool = True,
     example: Any = None,
     optional: bool = False,
 ) -> Any:
-    """A finite number within bounds; of NumPy's too, no boolean, no text and no array.
+    """A finite number within bounds, as an `int` or `float`; of NumPy's too, no boolean, no text and no array.
 
     Args:
-        name: The argument's name.
-        value: What was given.
         least: The smallest that is allowed; else `above`, which is not itself allowed.
         above: A bound that the number must exceed.
         most: The largest that is allowed; else `below`, which is not itself allowed.
         below: A bound that the number must stay under.
-        example: What to write instead, for the message.
-        optional: Whether it may be `None`.
-
-    Returns:
-        An `int` where an integer was given, else a `float`; or `None`.
-
-    Raises:
-        ValueError: It is none of those.
+        finite: Whether infinity is refused; NaN always is.
 
     Example:
 
@@ -117,11 +115,15 @@ def check_number(
     if value is None and optional:
         return None
     found = _number(value)
-    inside = found is not None and not (
-        (least is not None and found < least)
-        or (above is not None and found <= above)
-        or (most is not None and found > most)
-        or (below is not None and found >= below)
+    inside = (
+        found is not None
+        and (math.isfinite(found) or not finite)
+        and not (
+            (least is not None and found < least)
+            or (above is not None and found <= above)
+            or (most is not None and found > most)
+            or (below is not None and found >= below)
+        )
     )
     if not inside:
         bounds = [
@@ -129,29 +131,18 @@ def check_number(
             for words, bound in (("of at least", least), ("above", above), ("of at most", most), ("below", below))
             if bound is not None
         ]
-        expected = " ".join(["a finite number", " and ".join(bounds)]).strip()
+        expected = " ".join(["a finite number" if finite else "a number", " and ".join(bounds)]).strip()
         raise refusal(name, value, _or_none(expected, optional), _text(example))
     return found
 
 
 def check_flag(name: str, value: Any, *, optional: bool = False) -> Any:
-    """`True` or `False`, of NumPy's too; or, if `optional`, `None`. Raises a `ValueError` for anything else."""
+    """`True` or `False`, of NumPy's too."""
     return check_choice(name, value, (True, False, None) if optional else (True, False))
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
     """One of some words and constants (`True`, `False`, `None`), which 1 and 0 are not.
-
-    Args:
-        name: The argument's name.
-        value: What was given.
-        choices: What is allowed.
-
-    Returns:
-        The choice.
-
-    Raises:
-        ValueError: It is none of them.
 
     Example:
 
@@ -159,19 +150,15 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
     >>> check_choice("jit_compile", "auto", ("auto", True, False))
     'auto'
     """
-    plain = _plain(value)
-    for choice in choices:
-        # A subclass of str may compare as it likes.
-        if plain is choice or (
-            isinstance(plain, str) and isinstance(choice, str) and str.__eq__(plain, choice) is True
-        ):
-            return choice
-    *others, last = (repr(choice) for choice in choices)
-    raise refusal(name, value, f"{', '.join(others)} or {last}" if others else last)
+    choice = _chosen(value, choices)
+    if choice is _NO_CHOICE:
+        *others, last = (repr(choice) for choice in choices)
+        raise refusal(name, value, f"{', '.join(others)} or {last}" if others else last)
+    return choice
 
 
 def check_text(name: str, value: Any, *, example: str | None = None, optional: bool = False) -> Any:
-    """A string that is not empty, as a `str`; or, if `optional`, `None`. Raises a `ValueError` for anything else."""
+    """A string that is not empty, as a `str`."""
     if value is None and optional:
         return None
     plain = _plain(value)
@@ -180,22 +167,20 @@ def check_text(name: str, value: Any, *, example: str | None = None, optional: b
     return str.__str__(plain)
 
 
-def check_path(name: str, value: Any, *, directory: bool = False, example: str | None = None, optional: bool = False):
+def check_path(
+    name: str,
+    value: Any,
+    *,
+    directory: bool = False,
+    remote: bool = False,
+    example: str | None = None,
+    optional: bool = False,
+) -> Any:
     """A path of this machine's file system.
 
     Args:
-        name: The argument's name.
-        value: What was given: a `str` or an `os.PathLike`.
         directory: Whether it must be a directory if it exists.
-        example: What to write instead, for the message.
-        optional: Whether it may be `None`.
-
-    Returns:
-        A `Path`, or `None`.
-
-    Raises:
-        ValueError: It is not a path, is empty or too long, is an address such as `gs://...`, or is a file where a
-            directory is wanted.
+        remote: Whether it may be an address such as `gs://...`, which is returned as text.
     """
     if value is None and optional:
         return None
@@ -209,6 +194,8 @@ def check_path(name: str, value: Any, *, directory: bool = False, example: str |
         raise refusal(name, value, what, _text(example))
     if len(raw) > _PATH_BYTES or max(map(len, raw.split(b"/"))) > _NAME_BYTES:
         raise refusal(name, value, f"{what}, shorter than this one of {len(raw)} bytes", _text(example))
+    if remote and "://" in text:
+        return text
     if "://" in text:
         raise refusal(name, value, f"{what} of this machine's file system", _text(example))
     path = Path(text)
@@ -218,7 +205,7 @@ def check_path(name: str, value: Any, *, directory: bool = False, example: str |
 
 
 def check_function(name: str, value: Any, *, what: str = "a function", example: str | None = None, optional=False):
-    """Something that can be called; or, if `optional`, `None`. Raises a `ValueError` for anything else."""
+    """Something that can be called."""
     if value is None and optional:
         return None
     if not callable(value) or isinstance(value, type):
@@ -229,18 +216,11 @@ def check_function(name: str, value: Any, *, what: str = "a function", example: 
 def check_instance(
     name: str, value: Any, kinds: type | tuple[type, ...], what: str, *, example: str | None = None, optional=False
 ) -> Any:
-    """An instance of some classes; or, if `optional`, `None`. Raises a `ValueError` for anything else.
+    """An instance of some classes.
 
     Args:
-        name: The argument's name.
-        value: What was given.
         kinds: The classes.
         what: What such an instance is called, for the message, such as "a Keras model".
-        example: What to write instead, for the message.
-        optional: Whether it may be `None`.
-
-    Returns:
-        The value.
     """
     if value is None and optional:
         return None
@@ -250,20 +230,11 @@ def check_instance(
 
 
 def check_each(name: str, values: Any, check: Callable[..., Any], what: str, *, example: str | None = None) -> tuple:
-    """A sequence or set whose items a check accepts; text is no sequence.
+    """A sequence or set whose items a check accepts, as a tuple of what the check returns; text is no sequence.
 
     Args:
-        name: The argument's name.
-        values: What was given.
         check: Called with a name and one item; see this module's others.
         what: What they are together, for the message, such as "numbers from 0 to 1".
-        example: What to write instead, for the message.
-
-    Returns:
-        What the check returned for each, as a tuple.
-
-    Raises:
-        ValueError: They are not a sequence, or one is refused.
     """
     if isinstance(values, (str, bytes, bytearray, Mapping)):
         raise refusal(name, values, what, example)
@@ -282,6 +253,15 @@ def _plain(value: Any) -> Any:
         return value.item() if value.shape == () and callable(value.item) else value
     except Exception:  # no such attributes, or ones of a user's
         return value
+
+
+def _chosen(value: Any, choices: Sequence[Any]) -> Any:
+    plain = _plain(value)
+    for choice in choices:
+        # A subclass of str may compare as it likes.
+        if plain is choice or (isinstance(plain, str) and isinstance(choice, str) and str.__eq__(plain, choice)):
+            return choice
+    return _NO_CHOICE
 
 
 def _integer(value: Any) -> int | None:
@@ -304,7 +284,7 @@ def _number(value: Any) -> int | float | None:
         found = float(plain if whole is None else whole) if getattr(plain, "shape", ()) == () else math.nan
     except Exception:  # no number, or one beyond every float
         return None
-    if not math.isfinite(found):
+    if math.isnan(found):
         return None
     return found if whole is None else whole
 
