@@ -7,23 +7,13 @@ import keras
 
 from keras_paragrad._keras.apply import parts
 from keras_paragrad._keras.optimizer import WrappingOptimizer
+from keras_paragrad.arguments import refusal
 
 _log = logging.getLogger("keras_paragrad")
 
-CHOICES = {
-    "weighting": ("auto", "uniform", "examples", "sample_weight", "mask"),
-    "tail": ("flush", "carry", "drop"),
-    "accumulator_dtype": ("float32", "float64", "bfloat16", "float16", None),
-    "skip_nonfinite": (True, False),
-}
-
-
-def check_choices(**arguments: Any) -> None:
-    """Raises a `ValueError` for the first argument that is none of its `CHOICES`."""
-    for name, value in arguments.items():
-        if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in CHOICES[name]):
-            *others, last = (repr(choice) for choice in CHOICES[name])
-            raise ValueError(f"`{name}` is {value!r}. Write {name}= one of {', '.join(others)} or {last}.")
+WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask")
+TAILS = ("flush", "carry", "drop")
+ACCUMULATOR_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
 
 
 def checked_inner(inner_optimizer: Any) -> keras.optimizers.Optimizer:
@@ -32,12 +22,12 @@ def checked_inner(inner_optimizer: Any) -> keras.optimizers.Optimizer:
     Raises:
         ValueError: It is none, scales the loss, or accumulates already.
     """
-    inner = keras.optimizers.get(inner_optimizer)
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise ValueError(
-            f"`inner_optimizer` is {inner_optimizer!r}, and must be a Keras optimizer: a name such as 'adam', a config "
-            "or an instance."
-        )
+    try:
+        inner = keras.optimizers.get(inner_optimizer)
+    except Exception as error:  # whatever Keras, or a config's class, raises for what is none
+        raise _no_optimizer(inner_optimizer) from error
+    if not issubclass(type(inner), keras.optimizers.Optimizer):
+        raise _no_optimizer(inner_optimizer)
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             "`inner_optimizer` is a LossScaleOptimizer, which must see every micro-batch and so belongs outside. Write "
@@ -54,6 +44,11 @@ def checked_inner(inner_optimizer: Any) -> keras.optimizers.Optimizer:
             "accumulate what has been accumulated. Leave it out there, and write steps= here."
         )
     return inner
+
+
+def _no_optimizer(found: Any) -> ValueError:
+    expected = "a Keras optimizer: its name, its config or an instance"
+    return refusal("inner_optimizer", found, expected, "keras.optimizers.Adam(1e-3)")
 
 
 def advise_the_callback(name: str) -> None:

@@ -11,6 +11,9 @@ from keras_paragrad._keras.presence import rows_of
 from keras_paragrad._keras.step import Gradient
 from keras_paragrad._keras.trainer import StepBuilder
 from keras_paragrad._keras.weights import Measure, warn_of_batch_statistics
+from keras_paragrad.arguments import check_choice, check_instance, check_integer
+
+WEIGHTINGS = ("auto", "examples", "sample_weight", "mask")
 
 
 class microbatch:  # noqa: N801  (used as a function and as a context, like contextlib's own)
@@ -46,15 +49,13 @@ class microbatch:  # noqa: N801  (used as a function and as a context, like cont
     """
 
     def __init__(self, model: keras.Model, size: int, *, weighting: str = "auto"):
-        if not hasattr(size, "__index__") or isinstance(size, bool) or size < 1:
-            raise ValueError(
-                f"`size` is {size!r}, and must be a whole number of examples. Write microbatch(model, 64)."
-            )
-        measure = Measure(weighting)
+        check_instance("model", model, keras.Model, "a Keras model")
+        size = check_integer("size", size, most=2**31 - 1, example=64)
+        measure = Measure(check_choice("weighting", weighting, WEIGHTINGS))
         measure.check(model)
         warn_of_batch_statistics(model)
         self.model = model
-        StepBuilder.of(model).fill(split=Slices(int(size), measure))
+        StepBuilder.of(model).fill(split=Slices(size, measure))
 
     def undo(self) -> None:
         """Gives the model its own training step back."""

@@ -12,10 +12,17 @@ from keras_paragrad._keras.apply import apply_everywhere
 from keras_paragrad._keras.forward import Weight
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.replicas import coordinate, first_replica, replica_count, replica_index, run_if
-from keras_paragrad.accumulation.arguments import advise_the_callback, check_choices, checked_inner
+from keras_paragrad.accumulation.arguments import (
+    ACCUMULATOR_DTYPES,
+    TAILS,
+    WEIGHTINGS,
+    advise_the_callback,
+    checked_inner,
+)
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.schedule import Steps, StepsSchedule
 from keras_paragrad.accumulation.window import GradientWindow
+from keras_paragrad.arguments import check_choice, check_flag, check_text
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
@@ -77,11 +84,12 @@ class AccumulatingOptimizer(WrappingOptimizer):
         name: str | None = None,
     ):
         schedule = StepsSchedule(steps)
-        check_choices(
-            weighting=weighting, tail=tail, accumulator_dtype=accumulator_dtype, skip_nonfinite=skip_nonfinite
-        )
-        super().__init__(checked_inner(inner_optimizer), name=name)
-        self.steps = steps
+        weighting = check_choice("weighting", weighting, WEIGHTINGS)
+        tail = check_choice("tail", tail, TAILS)
+        accumulator_dtype = check_choice("accumulator_dtype", accumulator_dtype, ACCUMULATOR_DTYPES)
+        skip_nonfinite = check_flag("skip_nonfinite", skip_nonfinite)
+        super().__init__(checked_inner(inner_optimizer), name=check_text("name", name, optional=True))
+        self.steps = schedule.steps
         self.schedule = schedule
         self.weighting = weighting
         self.tail = tail

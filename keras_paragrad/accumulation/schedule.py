@@ -6,11 +6,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad.arguments import check_integer, refusal, shown
+
 Steps = int | Sequence[Sequence[int]] | Callable[[Any], Any]
 
-_WRITE = (
-    "Write an integer such as steps=4, pairs of (first update, steps) such as steps=[(0, 2), (100, 8)], "
-    "or a function of the update that TensorFlow can trace."
+_EXPECTED = (
+    "an integer of at least 1, pairs of (first update, steps) such as [(0, 2), (100, 8)], or a function of the update "
+    "that TensorFlow can trace"
 )
 
 
@@ -25,6 +27,9 @@ class StepsSchedule:
         ValueError: The schedule is empty, unsorted or does not begin at 0, or gives a number that is not an integer
             of at least 1.
 
+    Attributes:
+        steps: The steps with plain integers, as a config can hold them.
+
     Example:
 
     >>> from keras_paragrad.accumulation.schedule import StepsSchedule
@@ -36,17 +41,23 @@ class StepsSchedule:
     def __init__(self, steps: Steps):
         self.function = steps if callable(steps) else None
         self.pairs = [] if callable(steps) else _checked_pairs(steps)
+        self.steps: Steps = self.pairs if isinstance(steps, (list, tuple)) else self.function or self.pairs[0][1]
         if self.function:
             self._check_function()
 
     def _check_function(self) -> None:
-        self.at(0)
+        try:
+            self.at(0)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise refusal("steps", self.function, f"{_EXPECTED}; this one raised {error!r:.200}", "4") from error
         try:
             tf.function(self, autograph=False).get_concrete_function(tf.TensorSpec((), tf.int64))
         except Exception as error:
             raise ValueError(
                 f"`steps` works on a number and can't be traced by TensorFlow, where the update is a scalar int64 "
-                f"tensor: {error} Branch with tf.where. {_WRITE}"
+                f"tensor: {error} Branch with tf.where."
             ) from error
 
     @property
@@ -71,30 +82,23 @@ class StepsSchedule:
         answer = keras.ops.convert_to_numpy(self.function(tf.constant(update, tf.int64)))
         if answer.shape != () or answer.dtype.kind not in "iu" or answer < 1:
             raise ValueError(
-                f"`steps` gave {answer!r} for update {update}, and must give an integer of at least 1. {_WRITE}"
+                f"`steps` gave {shown(answer)} for update {update}, and must give an integer of at least 1."
             )
         return int(answer)
 
 
 def _checked_pairs(steps: Any) -> list[tuple[int, int]]:
-    if _is_integer(steps):
-        steps = [(0, steps)]
-    well_formed = isinstance(steps, Sequence) and not isinstance(steps, str) and len(steps) > 0
-    if not well_formed or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in steps):
-        raise ValueError(f"`steps` is {steps!r}, which is not a number of micro-batches. {_WRITE}")
-    pairs: list[Any] = [tuple(pair) for pair in steps]
-    if not all(_is_integer(first) and _is_integer(count) and count >= 1 for first, count in pairs):
-        raise ValueError(
-            f"`steps` holds {steps!r}; an update takes a whole number of micro-batches, at least 1. {_WRITE}"
-        )
+    given = steps if isinstance(steps, (list, tuple)) else [(0, steps)]
+    try:
+        pairs = [(check_integer("steps", first, least=0), check_integer("steps", count)) for first, count in given]
+    except Exception:  # no pairs, no integers, or an __iter__ of a user's
+        pairs = []
+    if not pairs:
+        raise refusal("steps", steps, _EXPECTED, "4")
     firsts = [first for first, _ in pairs]
     if firsts[0] != 0 or firsts != sorted(set(firsts)):
         raise ValueError(
-            f"`steps` changes at updates {firsts}, which must begin with 0 and rise. "
+            f"`steps` changes at updates {shown(firsts)}, which must begin with 0 and rise. "
             f"Write steps={sorted({0: pairs[0][1], **dict(pairs)}.items())}."
         )
-    return [(int(first), int(count)) for first, count in pairs]
-
-
-def _is_integer(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    return pairs

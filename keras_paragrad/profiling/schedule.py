@@ -1,8 +1,9 @@
 """`ProfileSchedule`: which batches of a training are traced."""
 
-import numbers
 from dataclasses import dataclass, fields
 from typing import NamedTuple
+
+from keras_paragrad.arguments import check_integer
 
 # What a trace takes on disk grows with what it covers, and TensorBoard reads all of it.
 MOST_ACTIVE = 200
@@ -51,12 +52,10 @@ class ProfileSchedule:
 
     def __post_init__(self):
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "repeat" and value is None:
-                continue
             least = 1 if field.name in ("active", "repeat") else 0
-            if not _is_integer(value) or int(value) < least:
-                raise ValueError(f"`{field.name}` is {value!r}. Give it an integer of at least {least}.")
+            optional = field.name == "repeat"
+            value = check_integer(field.name, getattr(self, field.name), least=least, optional=optional)
+            object.__setattr__(self, field.name, value)
         if self.active > MOST_ACTIVE:
             raise ValueError(
                 f"`active` is {self.active}, and a window has at most {MOST_ACTIVE} batches, so that its trace stays "
@@ -73,10 +72,6 @@ class ProfileSchedule:
     def window_at(self, batch: int) -> Window:
         """A window that begins to warm up with a batch."""
         return Window(batch, batch + self.warmup, batch + self.warmup + self.active)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 DEFAULT = ProfileSchedule()

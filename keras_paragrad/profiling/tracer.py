@@ -9,6 +9,15 @@ from typing import Any
 
 import keras
 
+from keras_paragrad.arguments import (
+    check_choice,
+    check_flag,
+    check_instance,
+    check_integer,
+    check_path,
+    check_text,
+    refusal,
+)
 from keras_paragrad.profiling.counting import EpochCount
 from keras_paragrad.profiling.following import Following
 from keras_paragrad.profiling.on_demand import OnDemand
@@ -79,14 +88,16 @@ class Profiler(keras.callbacks.Callback):
         operations: int = 5,
     ):
         super().__init__()
-        _check(log_dir, schedule, report, on_signal, keep, operations)
-        self.log_dir = Path(log_dir)
-        self.schedule = schedule
-        self.summary = summary
-        self.report = report or None
-        self.on_signal = on_signal
-        self.keep = keep
-        self.operations = operations
+        self.log_dir = check_path("log_dir", log_dir, directory=True, example="logs")
+        example = "ProfileSchedule(skip_first=10, active=20)"
+        self.schedule = check_instance(
+            "schedule", schedule, ProfileSchedule, "a ProfileSchedule", example=example, optional=True
+        )
+        self.summary = check_flag("summary", summary)
+        self.report = check_choice("report", report, ("html", None, False)) or None
+        self.on_signal = _checked_signal(on_signal)
+        self.keep = check_integer("keep", keep, example=5)
+        self.operations = check_integer("operations", operations, least=0, example=5)
         self.summaries: list[ProfileSummary] = []
         say_what_is_missing(self.log_dir, report=bool(self.report))
         self._on_demand = OnDemand(self.log_dir, on_signal, self.trace_now)
@@ -242,18 +253,10 @@ def _write_report(log_dir: Path) -> None:
     _log.info("The report is in %s", write_report(log_dir))
 
 
-def _check(log_dir: Any, schedule: Any, report: Any, on_signal: Any, keep: Any, operations: Any) -> None:
-    if "://" in str(log_dir):
-        raise ValueError(f"`log_dir` is {str(log_dir)!r}, and traces are written to disks. Write Profiler('logs').")
-    if schedule is not None and not isinstance(schedule, ProfileSchedule):
-        raise ValueError(
-            f"`schedule` is {schedule!r}. Write ProfileSchedule(skip_first=10, active=20), or None for windows that "
-            "are asked for."
-        )
-    if report not in ("html", None, False):
-        raise ValueError(f"`report` is {report!r}. Write 'html', or None for no report.")
-    if on_signal not in (None, "SIGUSR1") and not hasattr(signal, str(on_signal)):
-        raise ValueError(f"`on_signal` is {on_signal!r}, and there is no such signal. Write 'SIGUSR2', or None.")
-    for name, value, least in (("keep", keep, 1), ("operations", operations, 0)):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"`{name}` is {value!r}. Give it an integer of at least {least}.")
+def _checked_signal(name: Any) -> str | None:
+    """The name of a signal for which a process can have a handler; the default one also where there is none."""
+    name = check_text("on_signal", name, example="SIGUSR2", optional=True)
+    known = name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP")
+    if not known and name not in ("SIGUSR1", None):
+        raise refusal("on_signal", name, "the name of a signal that can be handled, or None", "'SIGUSR2'")
+    return name

@@ -13,11 +13,11 @@ from keras_paragrad.accumulation.schedule import StepsSchedule
     [
         (0, "at least 1"),
         (-3, "at least 1"),
-        (2.5, "Write an integer such as steps=4"),
-        (True, "Write an integer such as steps=4"),
-        ("4", "Write an integer such as steps=4"),
-        (None, "Write an integer such as steps=4"),
-        ([], "Write an integer such as steps=4"),
+        (2.5, "Write steps=4"),
+        (True, "Write steps=4"),
+        ("4", "Write steps=4"),
+        (None, "Write steps=4"),
+        ([], "Write steps=4"),
         ([(0, 2), (100,)], "pairs of"),
         ([(0, 2), (100, 0)], "at least 1"),
         ([(100, 8), (0, 2)], r"Write steps=\[\(0, 2\), \(100, 8\)\]"),
@@ -45,7 +45,7 @@ def test_steps(steps, says):
     ],
 )
 def test_choices(argument, value):
-    with pytest.raises(ValueError, match=f"`{argument}` is {value!r}. Write {argument}= one of"):
+    with pytest.raises(ValueError, match=f"`{argument}` is {value!r}. .*must be "):
         AccumulatingOptimizer("sgd", **{argument: value})
 
 
@@ -65,7 +65,7 @@ def accumulates_inside():
             lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
             r"LossScaleOptimizer\(AccumulatingOptimizer\(inner\)\)",
         ),
-        (lambda: 3, "Could not interpret optimizer identifier"),
+        (lambda: 3, "must be a Keras optimizer"),
         (lambda: None, "must be a Keras optimizer"),
     ],
 )

@@ -166,7 +166,7 @@ def test_it_lasts_through_compile_and_under_the_callback():
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "64", None])
 def test_size_is_checked(size):
-    with pytest.raises(ValueError, match="Write microbatch"):
+    with pytest.raises(ValueError, match="Write size=64"):
         microbatch(build_model(INNER), size)
 
 

@@ -4,7 +4,6 @@ import logging
 import time
 from collections import deque
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -12,6 +11,7 @@ import numpy as np
 
 from keras_paragrad._keras.telemetry_watch import clips
 from keras_paragrad._keras.trainer import StepBuilder
+from keras_paragrad.arguments import check_integer, check_number, check_path
 from keras_paragrad.distribution.workers import place_of
 from keras_paragrad.profiling.telemetry.alarms import Alarms
 from keras_paragrad.profiling.telemetry.meter import Meter
@@ -81,18 +81,13 @@ class GradientTelemetry(keras.callbacks.Callback):
         patience: int = 3,
     ):
         super().__init__()
-        for name, value in {"every": every, "patience": patience}.items():
-            if not hasattr(value, "__index__") or isinstance(value, bool) or value < 1:
-                raise ValueError(f"`{name}` is {value!r}, and must be a whole number of at least 1. Write {name}=10.")
-        if not 0 <= vanishing < 1 or not exploding > 1:
-            raise ValueError(
-                f"`vanishing` is {vanishing!r} and `exploding` {exploding!r}; the one must be from 0 to below 1, the "
-                "other above 1. Write vanishing=1e-6, exploding=1e3."
-            )
-        check_format(file_format)
-        self.log_dir = None if log_dir is None else Path(log_dir)
-        self.every, self.file_format = int(every), file_format
-        self.vanishing, self.exploding, self.patience = vanishing, exploding, int(patience)
+        self.log_dir = check_path("log_dir", log_dir, directory=True, example="logs", optional=True)
+        self.every = check_integer("every", every, example=10)
+        self.file_format = check_format(file_format)
+        self.vanishing = check_number("vanishing", vanishing, least=0, below=1, example=1e-6)
+        # Infinity, so that nothing ever explodes.
+        self.exploding = check_number("exploding", exploding, above=1, finite=False, example=1e3)
+        self.patience = check_integer("patience", patience, example=3)
         self.layers: tuple[str, ...] = ()
         self._recent: deque[tuple[np.ndarray, int]] = deque(maxlen=_TOGETHER)
         self._meter: Meter | None = None

@@ -83,7 +83,9 @@ class Sinks:
         self._scalars.append(reports.steps, self._tags, np.concatenate([np.stack(head, 1), *reports.layers], 1))
 
 
-def check_format(file_format: str) -> None:
-    """Raises a `ValueError` for a format that there isn't, a `MissingExtraError` for one that can't be written."""
-    if check_choice("file_format", file_format, ("csv", "parquet")) == "parquet":
+def check_format(file_format: str) -> str:
+    """The format, if there is one of that name and what writes it is installed."""
+    chosen = check_choice("file_format", file_format, ("csv", "parquet"))
+    if chosen == "parquet":
         require("file_format='parquet'", "pyarrow", instead="write file_format='csv'")
+    return chosen

@@ -3,12 +3,12 @@
 import logging
 import time
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import keras
 
 from keras_paragrad._keras.telemetry_counts import batch_spec, gradient_graph
+from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
 from keras_paragrad.distribution.workers import place_of
 from keras_paragrad.profiling.throughput.clock import Clock, StepTimes
 from keras_paragrad.profiling.throughput.files import Files
@@ -82,12 +82,12 @@ class Throughput(keras.callbacks.Callback):
         batch_size: int | None = None,
     ):
         super().__init__()
-        for name, value in {"interval": interval, "peak_flops": peak_flops, "batch_size": batch_size}.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"`{name}` is {value!r}, and must be above 0.")
-        self.log_dir = None if log_dir is None else Path(log_dir)
-        self.interval, self.peak_flops, self.batch_size = interval, peak_flops, batch_size
-        self.flops = peak_flops is not None if flops is None else flops
+        self.log_dir = check_path("log_dir", log_dir, directory=True, example="logs", optional=True)
+        self.interval = check_number("interval", interval, above=0, example=1.0)
+        self.peak_flops = check_number("peak_flops", peak_flops, above=0, example=1e12, optional=True)
+        self.batch_size = check_integer("batch_size", batch_size, example=32, optional=True)
+        counts = check_flag("flops", flops, optional=True)
+        self.flops = peak_flops is not None if counts is None else counts
         self.figures: dict[str, float] = {}
         self._shown: dict[str, float] = {}
         self._host_memory = says_host_memory()

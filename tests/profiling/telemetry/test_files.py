@@ -109,10 +109,10 @@ def test_weights_of_zeros_have_no_ratio(tmp_path):
     ("arguments", "says"),
     [
         ({"every": 0}, "every=10"),
-        ({"every": 2.5}, "whole number"),
+        ({"every": 2.5}, "an integer of at least 1"),
         ({"patience": True}, "`patience`"),
         ({"vanishing": 1}, "vanishing=1e-6"),
-        ({"exploding": 0.5}, "exploding=1e3"),
+        ({"exploding": 0.5}, "exploding=1000.0"),
         ({"file_format": "json"}, "'csv' or 'parquet'"),
     ],
     ids=str,
