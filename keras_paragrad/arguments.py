@@ -126,12 +126,11 @@ def check_number(
         )
     )
     if not inside:
-        bounds = [
-            f"{words} {bound:g}"
-            for words, bound in (("of at least", least), ("above", above), ("of at most", most), ("below", below))
-            if bound is not None
-        ]
-        expected = " ".join(["a finite number" if finite else "a number", " and ".join(bounds)]).strip()
+        words = {"of at least": least, "above": above, "of at most": most, "below": below}
+        bounds = " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+        if least is not None and most is not None:
+            bounds = f"from {least:g} to {most:g}"
+        expected = f"a finite number {bounds}".strip() if finite else f"a number {bounds}".strip()
         raise refusal(name, value, _or_none(expected, optional), _text(example))
     return found
 

@@ -1,5 +1,6 @@
 """`ExampleGradients`: which examples a model still has to learn from, and how much."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,9 +9,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.arguments import check_each, check_instance, check_integer, check_number, check_path
 from keras_paragrad.extras import require
 from keras_paragrad.per_example.search import find_layer
 from keras_paragrad.per_example.wrapper import PerExampleGradients
+
+# What TensorBoard shows of a histogram is less, and one with many more fills the memory.
+_MOST_BINS = 100_000
 
 
 class Largest(NamedTuple):
@@ -75,14 +80,17 @@ class ExampleGradients(keras.callbacks.Callback):
         log_dir: str | Path | None = None,
     ):
         super().__init__()
-        if not all(0 <= quantile <= 1 for quantile in quantiles):
-            raise ValueError(f"`quantiles` is {quantiles!r}, and they must be from 0 to 1. Write quantiles=(0.5, 0.9).")
-        for name, number in (("bins", bins), ("largest", largest)):
-            if not hasattr(number, "__index__") or number < 1:
-                raise ValueError(f"`{name}` is {number!r}, and must be a whole number of at least 1.")
+        example = "model.per_example, of model = keras_paragrad.wrap(model)"
+        self.layer = check_instance(
+            "layer", layer, PerExampleGradients, "a PerExampleGradients layer", example=example, optional=True
+        )
+        share = functools.partial(check_number, least=0, most=1)
+        self.quantiles = check_each("quantiles", quantiles, share, "numbers from 0 to 1", example="(0.5, 0.9)")
+        self.bins = check_integer("bins", bins, most=_MOST_BINS, example=30)
+        self.largest = check_integer("largest", largest, example=10)
+        self.log_dir = check_path("log_dir", log_dir, directory=True, remote=True, example="logs", optional=True)
         if log_dir is not None:
             require("ExampleGradients(log_dir=...)", "tensorboard")
-        self.layer, self.quantiles, self.bins, self.largest, self.log_dir = layer, quantiles, bins, largest, log_dir
         self._batches: list[np.ndarray] = []
         self._writer: Any = None
         self._found: Any = layer

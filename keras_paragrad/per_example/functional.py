@@ -9,6 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad._keras.losses import LossTerm
+from keras_paragrad.arguments import check_flag, check_instance, check_integer, refusal
+from keras_paragrad.per_example.arguments import check_rows
 from keras_paragrad.per_example.capture import Capture
 from keras_paragrad.per_example.losses import check_loss, row_losses
 from keras_paragrad.per_example.probing import units_for
@@ -124,17 +126,20 @@ def _in_batches(
     training: bool,
     jit_compile: bool,
 ) -> list[Any]:
+    check_instance("model", model, keras.Model, "a Keras model")
+    batch_size = check_integer("batch_size", batch_size, example=256, optional=True)
+    training = check_flag("training", training)
+    jit_compile = check_flag("jit_compile", jit_compile)
     if not model.trainable_variables:
         raise ValueError(
             f"{model.name!r} has no trainable weights: build it first, or set trainable=True on its layers."
         )
-    if batch_size is not None and (not hasattr(batch_size, "__index__") or batch_size < 1):
-        raise ValueError(f"`batch_size` is {batch_size!r}, and must be a whole number of rows. Write batch_size=256.")
+    for each in keras.tree.flatten(loss) or [loss]:
+        _as_loss(each)
     compiled = _compiled(quantity, model, loss, training, jit_compile)
-    data = (x, y, sample_weight)
     if not tf.executing_eagerly():
-        return compiled(*data)
-    data = keras.tree.map_structure(lambda rows: None if rows is None else keras.ops.convert_to_numpy(rows), data)
+        return compiled(x, y, sample_weight)
+    data = (check_rows("x", x), check_rows("y", y), check_rows("sample_weight", sample_weight, optional=True))
     counts = {len(rows) for rows in keras.tree.flatten(data) if rows is not None}
     if len(counts) != 1:
         raise ValueError(f"x, y and sample_weight must have the same number of rows, and have {sorted(counts)}.")
@@ -210,9 +215,12 @@ class _Function(keras.losses.Loss):
 
 
 def _as_loss(loss: Any) -> keras.losses.Loss:
-    found = keras.losses.get(loss)
+    try:
+        found = keras.losses.get(loss)
+    except Exception:  # whatever Keras raises for what is none
+        found = None
     if isinstance(found, keras.losses.Loss):
         return found
     if callable(found):
         return _Function(found)
-    raise ValueError(f"`loss` is {loss!r}, and must be a loss, its name, or a function. Write loss='mse'.")
+    raise refusal("loss", loss, "a Keras loss, its name, or a function of targets and predictions", "'mse'")

@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from keras_paragrad.arguments import check_instance
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 
 
@@ -62,6 +63,7 @@ def wrap(model: keras.Model, **options: Any) -> PerExampleModel:
     >>> clipped.per_example.norms.shape
     (4,)
     """
+    check_instance("model", model, keras.Model, "a Keras model", example="keras.Sequential([keras.layers.Dense(10)])")
     wrapped = PerExampleModel(PerExampleGradients(model, **options), name=f"{model.name}_per_example")
     if model.built and getattr(model, "input_shape", None) is not None:
         wrapped.build(model.input_shape)

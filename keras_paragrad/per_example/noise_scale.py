@@ -8,6 +8,7 @@ from keras_paragrad._keras.apply import unscaled
 from keras_paragrad._keras.losses import is_summed
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.trainer import StepBuilder
+from keras_paragrad.arguments import check_choice, check_integer, check_number
 from keras_paragrad.per_example.noise_estimate import Noise, NoiseEstimate
 from keras_paragrad.per_example.search import find_layer
 
@@ -54,13 +55,9 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     def __init__(self, source: str = "auto", decay: float = 0.99, update_freq: int | str = "epoch"):
         super().__init__()
-        if source not in SOURCES:
-            raise ValueError(f"`source` is {source!r}, and must be one of {', '.join(map(repr, SOURCES))}.")
-        if not 0 <= decay < 1:
-            raise ValueError(f"`decay` is {decay!r}, and must be from 0 to below 1. Write decay=0.99.")
-        if update_freq != "epoch" and (not hasattr(update_freq, "__index__") or int(update_freq) < 1):
-            raise ValueError(f"`update_freq` is {update_freq!r}, and must be 'epoch' or a number of batches.")
-        self.source, self.decay, self.update_freq = source, decay, update_freq
+        self.source = check_choice("source", source, SOURCES)
+        self.decay = check_number("decay", decay, least=0, below=1, example=0.99)
+        self.update_freq = check_integer("update_freq", update_freq, also=("epoch",), example=100)
         self._estimate: NoiseEstimate | None = None
         self._estimated: keras.Model | None = None
 
@@ -85,7 +82,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Puts the estimates into the logs of every so many batches."""
-        if self.update_freq != "epoch" and logs is not None and (batch + 1) % int(self.update_freq) == 0:
+        if self.update_freq != "epoch" and logs is not None and (batch + 1) % self.update_freq == 0:
             logs.update(self._logs())
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

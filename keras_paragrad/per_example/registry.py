@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
+from keras_paragrad.arguments import shown
 from keras_paragrad.sums import row_sums
 
 
@@ -166,11 +167,11 @@ def register_rule(*layers: type[keras.layers.Layer]) -> Callable[[R], R]:
     """
     for layer in layers:
         if not (isinstance(layer, type) and issubclass(layer, keras.layers.Layer)):
-            raise TypeError(f"register_rule takes layer classes, as in register_rule(MyLayer), and got {layer!r}.")
+            raise TypeError(f"`layers` are layer classes, as in register_rule(MyLayer), and one is {shown(layer)}.")
 
     def register(rule: R) -> R:
         if not (isinstance(rule, type) and issubclass(rule, Rule)):
-            raise TypeError(f"What register_rule decorates must be a subclass of keras_paragrad's Rule, not {rule!r}.")
+            raise TypeError(f"`rule`, which register_rule decorates, is {shown(rule)}, and must be a subclass of Rule.")
         for layer in layers:
             _RULES[layer] = rule()
         return rule

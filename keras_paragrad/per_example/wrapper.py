@@ -12,10 +12,13 @@ import tensorflow as tf
 from keras_paragrad._keras.layers import may_be_differentiated
 from keras_paragrad._keras.model import all_layers
 from keras_paragrad._keras.replicas import replica_index
-from keras_paragrad.per_example.arguments import check_arguments
+from keras_paragrad.arguments import check_choice, check_function, check_instance, check_integer, check_number
 from keras_paragrad.per_example.results import StepResults, capacity_for, check_room
 from keras_paragrad.per_example.step import Step
 
+QUANTITIES = ("norms", "gradients", "second_moment")
+REDUCTIONS = ("sum_over_batch_size", "sum")
+_TRANSFORM = "lambda norms: tf.cast(norms < 10.0, 'float32')"
 # How many calls may wait for their backward pass, or never have one.
 _UNFINISHED = 16
 
@@ -84,7 +87,19 @@ class PerExampleGradients(keras.layers.Wrapper):
         loss_reduction: str | None = None,
         **kwargs: Any,
     ):
-        check_arguments(layer, quantity, clip_norm, transform, capacity, loss_reduction)
+        check_instance("layer", layer, keras.layers.Layer, "a Keras layer or model", example="keras.layers.Dense(10)")
+        quantity = check_choice("quantity", quantity, QUANTITIES)
+        clip_norm = check_number("clip_norm", clip_norm, above=0, example=1.0, optional=True)
+        check_function(
+            "transform", transform, what="a function from norms to weights", example=_TRANSFORM, optional=True
+        )
+        capacity = check_integer("capacity", capacity, most=2**31 - 1, example=256, optional=True)
+        loss_reduction = check_choice("loss_reduction", loss_reduction, (*REDUCTIONS, None))
+        if clip_norm is not None and transform is not None:
+            raise ValueError(
+                "`clip_norm` and `transform` both say what an example counts for. Write one: clipping is "
+                f"transform=lambda norms: tf.minimum(1.0, {clip_norm} / norms)."
+            )
         if any(isinstance(inner, PerExampleGradients) for inner in (layer, *all_layers(layer))):
             raise ValueError(
                 f"{layer.name!r} has a PerExampleGradients layer within. Take one of the two away: the outer one has "
