@@ -6,18 +6,14 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from keras_paragrad._keras.stages import Apply
-from keras_paragrad._keras.telemetry_watch import Update
+from keras_paragrad._keras.telemetry_watch import Watcher
 
 # Among a step's logs, what its telemetry has noted: an output costs nothing, and reading a variable an operation.
 LATEST = "_keras_paragrad_latest"
 
 
-class Telemetry(Protocol):
+class Telemetry(Watcher, Protocol):
     """Looks at updates of the weights, at those that it asks for."""
-
-    def show(self, update: Update) -> None:
-        """Takes note of an update, while a step is traced."""
-        ...
 
     def wants(self, updates: int | None) -> bool:
         """Whether to look at the next call, which makes so many updates; asked by the host before it runs.

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import tensorflow as tf
@@ -18,7 +18,7 @@ _REDUCE = "_all_reduce_sum_gradients"
 
 
 class Update(NamedTuple):
-    """An update as a step is traced, on one replica; lists have an item for each of the model's trainable weights.
+    """An update as a step is traced, on one replica; lists have an item for each weight that is watched.
 
     Attributes:
         number: Which of the optimizer's updates it is, counted from 1.
@@ -40,19 +40,36 @@ class Update(NamedTuple):
     loss_scale: tf.Tensor
 
 
+class Watcher(Protocol):
+    """Looks at updates of the weights, while a step is traced."""
+
+    def watch(self, updated: Sequence[keras.Variable], known: Sequence[keras.Variable]) -> Sequence[keras.Variable]:
+        """The weights to look at, in order; called on each replica before each update.
+
+        Args:
+            updated: The weights that the update is for.
+            known: All that the optimizer was built for.
+        """
+        ...
+
+    def show(self, update: Update) -> None:
+        """Takes note of an update; called on each replica, right after the update and in the same branch."""
+        ...
+
+
 @contextlib.contextmanager
-def watched(model: Any, show: Callable[[Update], None] | None) -> Iterator[None]:
+def watched(model: Any, watcher: Watcher | None) -> Iterator[None]:
     """While a step is traced in it, shows the updates that it makes; entered on every replica.
 
     Args:
-        model: A compiled model.
-        show: Called on each replica, right after the update and in the same branch; nothing happens, if `None`.
+        model: A compiled model. It may get its weights in that step.
+        watcher: Who looks at the updates; nothing happens, if `None`.
     """
-    if show is None:
+    if watcher is None:
         yield
         return
     optimizer = updating(model.optimizer)
-    with replaced(optimizer, _WATCH, lambda: _Watch(model, optimizer, show)):
+    with replaced(optimizer, _WATCH, lambda: _Watch(model, optimizer, watcher)):
         yield
 
 
@@ -81,11 +98,18 @@ def _difference(weight: Any, before: tf.Tensor) -> tf.Tensor:
     return tf.cast(weight.value, "float32") - tf.cast(before, "float32")
 
 
+def _dense(gradient: Any, variable: Any) -> tf.Tensor:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.convert_to_tensor(gradient)
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
+
+
 class _Seen:
     """What has been seen of one replica's update."""
 
-    def __init__(self, weights: list[Any]):
+    def __init__(self, weights: Sequence[Any]):
         self.weights = weights
+        self.places = {id(weight): place for place, weight in enumerate(weights)}
         # Identities, for a variable that is read and updated in one step.
         self.before = [tf.identity(weight.value) for weight in weights]
         self.additions = Additions(weights)
@@ -103,11 +127,9 @@ class _Seen:
 class _Watch(Replacement):
     """An optimizer's methods, replaced by ones that take note of what they are called with."""
 
-    def __init__(self, model: Any, optimizer: Any, show: Callable[[Update], None]):
+    def __init__(self, model: Any, optimizer: Any, watcher: Watcher):
         super().__init__()
-        self.model, self.optimizer, self.show = model, optimizer, show
-        self.weights = list(model.trainable_variables)
-        self.places = {id(weight): place for place, weight in enumerate(self.weights)}
+        self.model, self.optimizer, self.watcher = model, optimizer, watcher
         self.seen: dict[int, _Seen] = {}
 
     def replace_all(self) -> None:
@@ -117,9 +139,12 @@ class _Watch(Replacement):
         self.replace(self.optimizer, "apply", self._applying(self.optimizer, self.optimizer.apply))
 
     def _applying(self, optimizer: Any, original: Callable) -> Callable:
-        def apply(*arguments, **keywords):
-            seen = self.seen[replica_index()] = _Seen(self.weights)
-            result = original(*arguments, **keywords)
+        def apply(grads, trainable_variables=None):
+            given = None if trainable_variables is None else list(trainable_variables)
+            # Asked here and not earlier: an unbuilt model gets its weights in the forward pass of this step.
+            known = list(optimizer._trainable_variables) if optimizer.built else given or []
+            seen = self.seen[replica_index()] = _Seen(self.watcher.watch(known if given is None else given, known))
+            result = original(grads, given)
             if not optimizer.gradient_accumulation_steps:
                 self._finish(seen, optimizer.iterations)
             return result
@@ -137,8 +162,8 @@ class _Watch(Replacement):
         def step(gradients, variables, learning_rate):
             seen = self.seen[replica_index()]
             seen.learning_rate = learning_rate
-            places = [self.places[id(variable)] for variable in variables]
-            both = self._of_all_replicas(optimizer, places, [*seen.unclipped, *gradients])
+            places = [seen.places[id(variable)] for variable in variables]
+            both = self._of_all_replicas(optimizer, variables, [*seen.unclipped, *gradients])
             for index, place in enumerate(places):
                 seen.gradients[place], seen.clipped[place] = both[index], both[index + len(places)]
             result = original(gradients, variables, learning_rate)
@@ -149,20 +174,14 @@ class _Watch(Replacement):
 
         return step
 
-    def _of_all_replicas(self, optimizer: Any, places: list[int], gradients: Sequence[Any]) -> list[tf.Tensor]:
-        dense = [self._dense(places[index % len(places)], gradient) for index, gradient in enumerate(gradients)]
+    def _of_all_replicas(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> list[tf.Tensor]:
+        dense = [_dense(gradient, variables[index % len(variables)]) for index, gradient in enumerate(gradients)]
         summed_already = optimizer.__dict__.get(_REDUCE) is list
         return dense if summed_already or replica_count() == 1 else sum_over_replicas(dense)
 
-    def _dense(self, place: int, gradient: Any) -> tf.Tensor:
-        if not isinstance(gradient, tf.IndexedSlices):
-            return tf.convert_to_tensor(gradient)
-        rows = self.weights[place].shape[0]
-        return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)
-
     def _finish(self, seen: _Seen, number: Any) -> None:
         scale = self.model.optimizer.scale_loss(tf.constant(1.0))
-        self.show(
+        self.watcher.show(
             Update(
                 tf.cast(tf.convert_to_tensor(number), "int64"),
                 seen.gradients,

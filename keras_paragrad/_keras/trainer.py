@@ -111,8 +111,7 @@ class StepBuilder:
     def _step(self, data: Any, update: bool, telemetry: Telemetry | None) -> dict:
         step = TrainStep(self.model, self.split, self.weigh, self.apply, self.spread)
         presence = Presence.of(data)
-        show = telemetry.show if telemetry else None
-        with observed(self.model, self.observe, presence.rows), watched(self.model, show):
+        with observed(self.model, self.observe, presence.rows), watched(self.model, telemetry):
             logs = step.in_its_own_way(data) if has_own_train_step(self.model) else step(data, presence)
             if self.apply:
                 self.apply.end(update)

@@ -15,7 +15,7 @@ from keras_paragrad.arguments import check_integer, check_number, check_path
 from keras_paragrad.distribution.workers import place_of
 from keras_paragrad.profiling.telemetry.alarms import Alarms
 from keras_paragrad.profiling.telemetry.meter import Meter
-from keras_paragrad.profiling.telemetry.report import HEADER, QUANTITIES, Reader, Reports
+from keras_paragrad.profiling.telemetry.report import HEADER, QUANTITIES, Reader, Reports, Weight
 from keras_paragrad.profiling.telemetry.sinks import Sinks, check_format
 
 _log = logging.getLogger("keras_paragrad")
@@ -92,6 +92,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         self._recent: deque[tuple[np.ndarray, int]] = deque(maxlen=_TOGETHER)
         self._meter: Meter | None = None
         self._watched: Any = None
+        self._sinks: Sinks | None = None
         self._logs: dict[str, float] = {}
         self._epoch = 0
 
@@ -108,19 +109,21 @@ class GradientTelemetry(keras.callbacks.Callback):
         builder = StepBuilder.of(model)
         if builder.telemetry is not None:
             raise ValueError("There are two GradientTelemetry callbacks. Leave one out: it reports all layers.")
-        resumes = self._start() or int(model.optimizer.iterations.numpy()) > 0
+        resumes = self._start() or self._updates() > 0
         self._sinks = None
         if self.log_dir is not None and place_of(model.distribute_strategy).worker == 0:
-            self._sinks = Sinks(self.log_dir, self.file_format, self._reader.weights, self.layers, resumes)
+            self._sinks = Sinks(self.log_dir, self.file_format, resumes)
+            self._sinks.name(self._reader.weights, self.layers)
         self._vectors: list[np.ndarray] = []
         self._epochs: list[int] = []
         self._worked_up = time.monotonic()
+        self._updates_before, self._ran, self._reported = self._updates(), False, False
         builder.fill(telemetry=self._meter)
         builder.build()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Takes note of the epoch."""
-        self._epoch = epoch
+        self._epoch, self._ran = epoch, True
         if self._meter:
             self._meter.begin()
 
@@ -138,8 +141,10 @@ class GradientTelemetry(keras.callbacks.Callback):
             logs.update(self._logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Ends the files, and gives the model its own training step back."""
+        """Ends the files, says so if there was nothing to report, and gives the model its own training step back."""
         self._work_up()
+        if self._ran and not self._reported:
+            _log.warning("GradientTelemetry reported no update: %s", self._why_nothing())
         if self._sinks:
             self._sinks.close()
         StepBuilder.of(self.model).fill(telemetry=None)
@@ -147,19 +152,46 @@ class GradientTelemetry(keras.callbacks.Callback):
     def _start(self) -> bool:
         """Makes what looks at a model; returns whether it was there already."""
         model: Any = self.model
-        known = self._watched is not None and self._watched[0] is model and self._watched[1] is model.optimizer
+        known = self._meter is not None and self._meter.is_of(model) and self._watched is model.optimizer
         if not known:
             self._recent.clear()
-            self._meter = Meter(model, self.every, self._measured)
-            self._reader = Reader(self._meter.weights)
-            self.layers = self._reader.layers
-            self._alarms = Alarms(self.layers, self.vanishing, self.exploding, self.patience)
-            self._watched = model, model.optimizer
+            self._meter = Meter(model, self.every, self._measured, self._named)
+            self._watched = model.optimizer
             self._clips = clips(model.optimizer)
             self._scales = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
         return known
 
+    def _named(self, weights: list[Weight]) -> None:
+        self._reader = Reader(weights)
+        self.layers = self._reader.layers
+        self._alarms = Alarms(self.layers, self.vanishing, self.exploding, self.patience)
+        if self._sinks:
+            self._sinks.name(self._reader.weights, self.layers)
+
+    def _updates(self) -> int:
+        model: Any = self.model
+        return int(model.optimizer.iterations.numpy())
+
+    def _why_nothing(self) -> str:
+        model: Any = self.model
+        before, now = self._updates_before, self._updates()
+        if not model.trainable_variables:
+            return "the model has no trainable weights."
+        if now == before:
+            skipped = " A LossScaleOptimizer skips updates whose gradient overflows." if self._scales else ""
+            return (
+                f"the model's optimizer, {model.optimizer.name!r}, made none.{skipped} Only its updates are measured, "
+                "and not those of another optimizer: call self.optimizer.apply in a train_step of your own."
+            )
+        if now // self.every == before // self.every:
+            return (
+                f"training made updates {before + 1} to {now}, of which none is a multiple of every={self.every}. "
+                "Write every=1."
+            )
+        return f"updates {before + 1} to {now} were made outside of the training step, where they can't be measured."
+
     def _measured(self, vector: np.ndarray) -> None:
+        self._reported = True
         self._recent.append((vector, self._epoch))
         self._vectors.append(vector)
         self._epochs.append(self._epoch)

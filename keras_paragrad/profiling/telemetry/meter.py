@@ -1,7 +1,7 @@
 """The measurement of updates: a small vector that the compiled step writes and the host reads."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -18,27 +18,62 @@ from keras_paragrad.sums import row_sums
 class Meter:
     """Measures every so many updates; fills the *telemetry* stage of `keras_paragrad._keras.trainer.StepBuilder`.
 
+    A model without weights gets them in its first step. So the vector is made when that step is traced; where several
+    replicas train, Keras has built the model before, and it is made right away.
+
     Args:
-        model: A built and compiled model.
+        model: A compiled model.
         every: The updates whose number is a multiple of this are measured.
         tell: Called with each vector that was measured.
+        named: Called with the names of the weights that are measured, when they are known.
     """
 
-    def __init__(self, model: Any, every: int, tell: Callable[[np.ndarray], None]):
-        self.model, self.every, self.tell = model, every, tell
-        self.weights = weights_of(model)
+    def __init__(
+        self,
+        model: Any,
+        every: int,
+        tell: Callable[[np.ndarray], None],
+        named: Callable[[list[Weight]], None] = lambda weights: None,
+    ):
+        self.model, self.every, self.tell, self._named = model, every, tell, named
+        self._trainable = model.trainable_variables
+        self._chosen: list[Any] = []
+        self._vector: Any = None
         self._local_replicas = place_of(model.distribute_strategy).local
         by_xla = bool(model.jit_compile) and model.distribute_strategy.num_replicas_in_sync == 1
         self._measured = functools.partial(_measured, square=_half_square_by_xla if by_xla else _half_square)
-        with model.distribute_strategy.scope():
-            self._vector = _local_variable(len(HEADER) + len(QUANTITIES) * len(self.weights))
+        if model.distribute_strategy.num_replicas_in_sync > 1:
+            self._choose(self._trainable)
+        else:
+            self._named(weights_of(model, self._trainable))
         self._told = 0
         self._number = 0
         self._batches: int | None = None
 
+    def is_of(self, model: Any) -> bool:
+        """Whether the model still trains the weights that are measured."""
+        return self.model is model and [*map(id, model.trainable_variables)] == [*map(id, self._trainable)]
+
     def begin(self) -> None:
         """Asks the optimizer how many updates it has made."""
         self._number = int(self.model.optimizer.iterations.numpy())
+
+    def watch(self, updated: Sequence[Any], known: Sequence[Any]) -> Sequence[Any]:
+        """The weights that are measured: those that the model trains and the optimizer updates."""
+        if not self._chosen:
+            self._trainable = self.model.trainable_variables
+            own, others = {id(weight) for weight in self._trainable}, {id(weight) for weight in self.model.weights}
+            outside = [weight for weight in known if id(weight) not in others]
+            also = [weight for weight in updated if id(weight) in others - own]
+            places = {id(weight) for weight in known}
+            self._choose([*(weight for weight in self._trainable if id(weight) in places), *also, *outside])
+        chosen = {id(weight) for weight in self._chosen}
+        if late := [weight.path for weight in updated if id(weight) not in chosen]:
+            raise ValueError(
+                f"{', '.join(late)} gets updates, and was not among the trainable weights when GradientTelemetry began "
+                "to measure. Build the model before fit(), with these weights trainable."
+            )
+        return self._chosen
 
     def show(self, update: Update) -> None:
         """Measures an update, while a step is traced."""
@@ -60,8 +95,8 @@ class Meter:
         return before // self.every != self._number // self.every
 
     def latest(self) -> tf.Tensor:
-        """The vector, while a step is traced."""
-        return self._vector.value()
+        """The vector, while a step is traced; zeros, if the step makes no update."""
+        return tf.zeros([len(HEADER)], "float64") if self._vector is None else self._vector.value()
 
     def ran(self, watched: bool, batches: int, latest: tf.Tensor | None) -> None:
         """Reads the vector, if there can be something new in it."""
@@ -77,24 +112,33 @@ class Meter:
 
     def read(self, latest: Any = None) -> bool:
         """Tells what was measured, and returns whether it is something new."""
+        if latest is None and self._vector is None:
+            return False
         if latest is None:
             # The first of this worker's replicas has it.
             latest = getattr(self._vector, "values", (self._vector,))[0]
         vector = latest.numpy()
-        new = int(vector[0]) != self._told
+        # 0 as long as no update was measured.
+        new = int(vector[0]) not in (0, self._told)
         if new:
             self._told = int(vector[0])
             # The squares were halves of them.
-            vector[len(HEADER) : -len(self.weights)] *= 2
+            vector[len(HEADER) : -len(self._chosen)] *= 2
             self.tell(vector)
         return new
 
+    def _choose(self, variables: Sequence[Any]) -> None:
+        self._chosen = list(variables)
+        self._named(weights_of(self.model, variables))
+        with tf.init_scope(), self.model.distribute_strategy.scope():
+            self._vector = _local_variable(len(HEADER) + len(QUANTITIES) * len(self._chosen))
 
-def weights_of(model: keras.Model) -> list[Weight]:
-    """The model's trainable weights, with names that no two of them share."""
+
+def weights_of(model: keras.Model, variables: Sequence[Any]) -> list[Weight]:
+    """Names of a model's weights, no two of them the same."""
     found: dict[tuple[str, str], int] = {}
     named = []
-    for variable in model.trainable_variables:
+    for variable in variables:
         layer, _, name = variable.path.removeprefix(f"{model.name}/").rpartition("/")
         found[layer, name] = found.get((layer, name), 0) + 1
         count = found[layer, name]

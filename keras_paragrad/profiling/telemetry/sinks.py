@@ -45,18 +45,19 @@ class Sinks:
     Args:
         log_dir: The directory.
         file_format: `"csv"` or `"parquet"`.
-        weights: The model's trainable weights.
-        layers: The names of its layers.
         resume: Whether a table that is there already is of the same training.
     """
 
-    def __init__(
-        self, log_dir: Path, file_format: str, weights: Sequence[Weight], layers: Sequence[str], resume: bool
-    ) -> None:
+    def __init__(self, log_dir: Path, file_format: str, resume: bool) -> None:
         self._guarded = Guarded(f"Telemetry in {log_dir}")
         path = log_dir / f"telemetry.{file_format}"
         self._table: Any = self._guarded(lambda: Table(path, ("layer", "variable", "quantity"), resume))
         self._scalars: Any = self._guarded(lambda: Scalars(log_dir, ".telemetry"))
+        self._labels: list[tuple[str, ...]] = []
+        self._tags: list[str] = []
+
+    def name(self, weights: Sequence[Weight], layers: Sequence[str]) -> None:
+        """Names the weights that the reports are of, and their layers; called before `append`."""
         model = ("gradient_norm", "clipped_gradient_norm", "loss_scale", "learning_rate")
         self._labels = [("", "", name) for name in model]
         self._labels += [(*weight, name) for name in QUANTITIES for weight in weights]

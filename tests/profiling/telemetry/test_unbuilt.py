@@ -1,0 +1,193 @@
+"""Models that get their weights in the first step, steps that update a part of them, and steps that update nothing."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from telemetry_loops import X, Y, assert_reports, expected, inner
+
+from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, GradientNoiseScale, microbatch
+from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
+
+
+def adam(**more):
+    return keras.optimizers.Adam(0.01, **more)
+
+
+class Subclass(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(5, activation="tanh", name="first")
+        self.second = keras.layers.Dense(1, name="second")
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+
+class OwnStep(Subclass):
+    """A step that calls the layers and not the model, whose `call` nobody could build it by."""
+
+    def call(self, x):
+        raise NotImplementedError
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.second(self.first(x)) - y) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def sequential():
+    return keras.Sequential(
+        [keras.layers.Dense(5, activation="tanh", name="first"), keras.layers.Dense(1, name="second")]
+    )
+
+
+def fitted(make, optimizer, every, batch_size, callbacks=(), **more):
+    keras.utils.set_random_seed(0)
+    model = make()
+    model.compile(optimizer, "mse", **more)
+    telemetry = GradientTelemetry(every=every)
+    model.fit(X, Y, batch_size=batch_size, shuffle=False, verbose=0, callbacks=[*callbacks, telemetry])
+    return telemetry
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "more"),
+    [
+        (Subclass, {"jit_compile": True}),
+        (Subclass, {"jit_compile": False, "steps_per_execution": 3}),
+        (sequential, {"run_eagerly": True}),
+        (OwnStep, {"jit_compile": False}),
+    ],
+)
+def test_a_model_that_is_built_by_its_first_step(make, every, more):
+    telemetry = fitted(make, adam(clipnorm=0.3), every, 16, **more)
+    per_call = more.get("steps_per_execution", 1)
+    by_call = {(step - 1) // per_call: step for step in range(every, 7, every)}
+    assert_reports(telemetry.last, expected(adam, 16, clip={"clipnorm": 0.3}), list(by_call.values()))
+    assert telemetry.layers == ("first", "second")
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "stock"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_unbuilt_model_whose_gradients_are_accumulated(every, exact):
+    optimizer = AccumulatingOptimizer(adam(), 2, weighting="auto" if exact else "uniform")
+    callbacks = [ExactAccumulation()] if exact else []
+    telemetry = fitted(Subclass, optimizer, every, 8, callbacks)
+    assert_reports(telemetry.last, expected(adam, 16), range(every, 7, every))
+
+
+def test_an_unbuilt_model_whose_gradients_keras_accumulates():
+    telemetry = fitted(Subclass, adam(gradient_accumulation_steps=2), 2, 8)
+    assert_reports(telemetry.last, expected(adam, 16), [2, 4, 6])
+
+
+def test_an_unbuilt_model_in_slices():
+    def sliced():
+        model = Subclass()
+        microbatch(model, 4)
+        return model
+
+    telemetry = fitted(sliced, adam(), 3, 16)
+    assert_reports(telemetry.last, expected(adam, 16), [3, 6])
+
+
+def test_the_noise_scale_of_an_unbuilt_model():
+    noises = []
+    for make in (inner, Subclass):
+        noise = GradientNoiseScale(source="accumulation")
+        fitted(make, AccumulatingOptimizer(adam(), 2), 1, 8, [ExactAccumulation(), noise])
+        noises.append(noise.noise)
+    np.testing.assert_allclose(noises[1], noises[0], rtol=1e-5)
+
+
+def test_weights_that_another_optimizer_updates_are_not_reported():
+    class Adversarial(Subclass):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape(persistent=True) as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            for optimizer, layer in ((self.optimizer, self.second), (self.other, self.first)):
+                weights = layer.trainable_variables
+                optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    def made():
+        model = Adversarial()
+        model.other = adam()
+        return model
+
+    telemetry = fitted(made, adam(), 1, 16)
+    assert telemetry.layers == ("second",)
+    wanted = np.array([gradients[2:] for _, gradients, *_ in expected(adam, 16)])
+    np.testing.assert_allclose(telemetry.last.weights.gradient_norm, wanted, rtol=1e-4)
+
+
+def test_the_same_optimizer_after_a_layer_was_frozen():
+    model = inner()
+    optimizer = adam()
+    telemetry = GradientTelemetry(every=1)
+    for trainable in (True, False):
+        model.layers[0].trainable = trainable
+        model.compile(optimizer, "mse")
+        model.fit(X, Y, batch_size=48, shuffle=False, verbose=0, callbacks=[telemetry])
+    assert telemetry.layers == ("second",)
+    np.testing.assert_array_equal(telemetry.last.steps, [3, 4])
+
+
+class OtherOptimizer(OwnStep):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.second(self.first(x)) - y) ** 2)
+        self.other.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+    def compile(self, *arguments, **keywords):
+        super().compile(*arguments, **keywords)
+        self.other = adam()
+
+
+def overflowing():
+    return keras.optimizers.LossScaleOptimizer(adam(), initial_scale=2.0**127, dynamic_growth_steps=10**6)
+
+
+@pytest.mark.parametrize(
+    ("make", "make_optimizer", "every", "says"),
+    [
+        (sequential, adam, 7, "training made updates 1 to 6, of which none is a multiple of every=7. Write every=1."),
+        (OtherOptimizer, adam, 1, "the model's optimizer, 'adam', made none. Only its updates are measured"),
+        (sequential, overflowing, 1, "A LossScaleOptimizer skips updates whose gradient overflows"),
+    ],
+)
+def test_a_training_without_a_report_says_why(make, make_optimizer, every, says, caplog, tmp_path):
+    keras.utils.set_random_seed(0)
+    model = make()
+    model.compile(make_optimizer(), "mse", loss_weights=2.0**30, run_eagerly=True)
+    telemetry = GradientTelemetry(tmp_path, every=every)
+    with caplog.at_level(logging.WARNING, "keras_paragrad"):
+        model.fit(X, Y, batch_size=16, verbose=0, callbacks=[telemetry])
+    assert telemetry.last is None
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "GradientTelemetry reported no update" in message
+    assert says in message
+    assert (tmp_path / "telemetry.csv").read_text() == "step,epoch,layer,variable,quantity,value\n"
+
+
+def test_updates_made_outside_of_the_step(caplog):
+    with caplog.at_level(logging.WARNING, "keras_paragrad"):
+        fitted(inner, AccumulatingOptimizer(adam(), 100), 1, 16, [ExactAccumulation()])
+    assert "updates 1 to 1 were made outside of the training step" in caplog.text
+
+
+def test_a_fit_without_epochs_says_nothing(caplog):
+    model = inner()
+    model.compile("sgd", "mse")
+    with caplog.at_level(logging.WARNING, "keras_paragrad"):
+        model.fit(X, Y, epochs=0, verbose=0, callbacks=[GradientTelemetry()])
+    assert not caplog.records
