@@ -1,5 +1,6 @@
 """Taking batches from the iterator and running compiled steps on them: the outermost part of a train function."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,8 +45,16 @@ def compile_steps(
 
     def train_function(iterator: Any) -> dict:
         batches = model.steps_per_execution
-        for _ in range(passed := passed_over(batches)):
-            _next_batch(iterator)
+        try:
+            for _ in range(passed := passed_over(batches)):
+                _next_batch(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            # The rest of them, or the model's next `fit` would pass over what nobody has seen.
+            passed_over(sys.maxsize)
+            raise ValueError(
+                "The data ended before the batch that training is to go on from. Give fit the data, batch_size and "
+                "steps_per_epoch that it had, or give Backup another directory to begin anew."
+            ) from None
         if schedule and passed:
             schedule.passed_over(passed)
         if passed == batches:

@@ -12,9 +12,10 @@ from keras_paragrad.distribution.checkpoint.agreement import common_backup
 from keras_paragrad.distribution.checkpoint.content import Content
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, Stored
 from keras_paragrad.distribution.checkpoint.pace import StopChecks
-from keras_paragrad.distribution.checkpoint.remembered import HISTORY, state_of, with_epoch
+from keras_paragrad.distribution.checkpoint.remembered import HISTORY, check_storable, state_of, with_epoch
 from keras_paragrad.distribution.checkpoint.resuming import Resumption
 from keras_paragrad.distribution.checkpoint.stopping import StopRequest, TrainingInterrupted
+from keras_paragrad.distribution.checkpoint.values import UnstorableError
 from keras_paragrad.distribution.workers import agree, gather, place_of
 
 _log = logging.getLogger("keras_paragrad")
@@ -28,7 +29,8 @@ class Backup(keras.callbacks.Callback):
     `ReduceLROnPlateau`, `ModelCheckpoint` and of callbacks of your own that have `get_state` and `set_state`. One
     worker, the chief, writes; a backup is written whole or not at all, and verified by a checksum before it is used.
     It can be restored on another number of replicas and workers. Give it to `fit` as the last callback, to every
-    worker, and keep one directory for each `fit`.
+    worker, and keep one directory for each `fit`. Files in it that are not backups are never touched, whatever they
+    are called.
 
     Data is not backed up: in the middle of an epoch, batches that training has seen are taken and passed over, so the
     data has to come in the same order again.
@@ -47,7 +49,8 @@ class Backup(keras.callbacks.Callback):
 
     Raises:
         ValueError: An argument can't be used, or when `fit` begins: workers were given different ones, or the backup
-            is of another model.
+            is of another model, of an epoch or a batch that this `fit` does not have, or of epochs of another length.
+        TypeError: When `fit` begins: the state of a callback holds what would not come back as it is.
         DamagedBackupError: When `fit` begins: there are backups, and none is intact.
         TrainingInterrupted: After SIGTERM.
 
@@ -104,12 +107,14 @@ class Backup(keras.callbacks.Callback):
         place = place_of(self._strategy)
         self._workers, self._is_chief = place.workers, place.worker == 0
         self._checks = StopChecks(self._strategy, place.workers, self.check_every)
+        check_storable(self._others)
         self._agree_on_settings()
         stored, damage = common_backup(self._strategy, self.files)
-        self._failing = False
+        self._failing, self._resumption = False, None
         if stored:
-            self._resumption = Resumption(model, stored, self.files.directory)
-            self._announce(stored, damage)
+            epochs, steps = self.params["epochs"], self.params.get("steps")
+            self._resumption = Resumption(model, stored, self.files.directory, epochs, steps)
+            self._announce(self._resumption, stored, damage)
         if self.on_sigterm:
             self._request.listen()
 
@@ -185,11 +190,13 @@ class Backup(keras.callbacks.Callback):
         states = state_of(self._others)
         if self._ended and HISTORY in states:
             states[HISTORY] = with_epoch(states[HISTORY], *self._ended)
-        content = Content(values, names, states).to_bytes()
         try:
-            self.files.write(self._position, content)
+            self.files.write(self._position, Content(values, names, states, self.params.get("steps")).to_bytes())
         except OSError as error:
-            self._say_that_it_failed(error)
+            self._say_that_it_failed(error, f"Free some space in {self.files.directory}, or give another directory.")
+            return False
+        except UnstorableError as error:
+            self._say_that_it_failed(error, "Keep it out of the callback's state, and out of logs.")
             return False
         self._failing = False
         return True
@@ -207,13 +214,20 @@ class Backup(keras.callbacks.Callback):
         }
         agree(self._strategy, settings, "settings of Backup")
 
-    def _announce(self, resumed: Stored, damage: list[str]) -> None:
+    def _announce(self, resumption: Resumption, resumed: Stored, damage: list[str]) -> None:
         if not self._is_chief:
             return
         if damage:
             _log.warning("A damaged backup is set aside: %s.", "; ".join(damage))
             self.files.set_aside(resumed.position)
-        _log.warning("Training goes on in %s, from the backup %s.", resumed.position, resumed.path)
+        if resumption.ends:
+            _log.warning(
+                "Nothing is left to train: the backup %s is of the end of epoch %d, the last.",
+                resumed.path,
+                resumed.position.epoch,
+            )
+        else:
+            _log.warning("Training goes on in %s, from the backup %s.", resumed.position, resumed.path)
 
     def _remove_all(self) -> None:
         try:
@@ -221,18 +235,17 @@ class Backup(keras.callbacks.Callback):
         except OSError as error:
             _log.warning("The backups could not be removed: %s. The next fit would go on from them.", error)
 
-    def _say_that_it_failed(self, error: OSError) -> None:
+    def _say_that_it_failed(self, error: Exception, advice: str) -> None:
         if self._failing:
             return
         self._failing = True
         newest = next(iter(self.files.paths()), None)
         _log.warning(
-            "No backup could be written at %s: %s. Training goes on, and tries again; until then %s. Free some space "
-            "in %s, or give another directory.",
+            "No backup could be written at %s: %s. Training goes on, and tries again; until then %s. %s",
             self._position,
-            error,
+            str(error).rstrip("."),
             f"the last one is {newest.name}" if newest else "there is none to go on from",
-            self.files.directory,
+            advice,
         )
 
     def _stop(self) -> None:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from keras_paragrad.distribution.checkpoint.values import decode, dtype_name, encode
+
 DESCRIPTION = "description"
 
 
@@ -18,29 +20,28 @@ class Content(NamedTuple):
         values: The variables' values, by what they belong to.
         names: The variables' names, in the same order.
         callbacks: The state of each callback that has some.
+        steps: How many batches an epoch has, or `None` if nobody knew.
     """
 
     values: dict[str, list[np.ndarray]]
     names: dict[str, list[str]]
     callbacks: dict[str, Any]
+    steps: int | None = None
 
     def to_bytes(self) -> bytes:
-        """The content as a NumPy archive, which holds no code."""
+        """The content as a NumPy archive, which holds no code.
+
+        Raises:
+            UnstorableError: A callback's state holds what a backup can't.
+        """
         arrays = [array for values in self.values.values() for array in values]
-        dtypes = [array.dtype.name for array in arrays]
-
-        def as_array(value: Any) -> Any:
-            array = np.asarray(value)
-            if array.dtype == object:
-                raise TypeError(
-                    f"A callback's state holds {value!r}: it can hold numbers, texts, arrays, lists, dicts."
-                )
-            arrays.append(array)
-            dtypes.append(array.dtype.name)
-            return {"array": len(arrays) - 1}
-
-        callbacks = json.dumps(self.callbacks, default=as_array)
-        described = {"names": self.names, "callbacks": callbacks, "dtypes": dtypes}
+        callbacks = {name: encode(state, arrays, state_named(name)) for name, state in self.callbacks.items()}
+        described = {
+            "names": self.names,
+            "callbacks": callbacks,
+            "steps": self.steps,
+            "dtypes": [dtype_name(array.dtype) for array in arrays],
+        }
         description = np.frombuffer(json.dumps(described).encode(), np.uint8)
         with io.BytesIO() as buffer:
             named: dict[str, Any] = {str(index): array for index, array in enumerate(arrays)}
@@ -53,15 +54,11 @@ class Content(NamedTuple):
         """Reads what `to_bytes` wrote."""
         with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
             described = json.loads(archive[DESCRIPTION].tobytes())
-            # NumPy does not know bfloat16 and the like by name, and gives back bytes.
-            arrays = [_of_dtype(archive[str(index)], np.dtype(name)) for index, name in enumerate(described["dtypes"])]
+            arrays = [_of_dtype(archive[str(index)], name) for index, name in enumerate(described["dtypes"])]
         remaining = iter(arrays)
         values = {name: [next(remaining) for _ in variables] for name, variables in described["names"].items()}
-
-        def as_value(read: dict[str, Any]) -> Any:
-            return arrays[read["array"]][()] if read.keys() == {"array"} else read
-
-        return cls(values, described["names"], json.loads(described["callbacks"], object_hook=as_value))
+        callbacks = {name: decode(state, arrays) for name, state in described["callbacks"].items()}
+        return cls(values, described["names"], callbacks, described["steps"])
 
     def check_fits(self, section: str, variables: list[keras.Variable], source: Any) -> None:
         """Raises a `ValueError` that names the first variable for which there is no such value."""
@@ -77,8 +74,14 @@ class Content(NamedTuple):
                 )
 
 
-def _of_dtype(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    return array if array.dtype == dtype else array.view(dtype)
+def state_named(callback: str) -> str:
+    """What an error calls the state of a callback."""
+    return f"The state of the callback {callback}"
+
+
+def _of_dtype(array: np.ndarray, name: str | None) -> np.ndarray:
+    # NumPy does not know bfloat16 and the like, and gives back bytes.
+    return array.view(np.dtype(name)) if name else array
 
 
 def _described(variable: tuple[str, Any, str] | None) -> str:

@@ -1,32 +1,23 @@
 """Backups as files: each is written whole or not at all, and checked before anything of it is believed."""
 
 import contextlib
-import hashlib
-import json
+import itertools
 import os
-import re
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FORMAT = 1
-_NAME = re.compile(r"epoch-(\d+)-batch-(\d+)\.backup")
-
-
-class Position(NamedTuple):
-    """Where training stands.
-
-    Attributes:
-        epoch: The epoch that it goes on in, counted from 0.
-        batch: How many batches of that epoch have been trained on.
-    """
-
-    epoch: int
-    batch: int
-
-    def __str__(self) -> str:
-        return f"epoch {self.epoch + 1}, after {self.batch} batches" if self.batch else f"epoch {self.epoch + 1}"
+from keras_paragrad.distribution.checkpoint.manifest import (
+    FORMAT,
+    Position,
+    is_ours,
+    manifest_of,
+    name_of,
+    parse_manifest,
+    position_of,
+    verifies,
+)
 
 
 class Stored(NamedTuple):
@@ -56,6 +47,9 @@ class BackupFiles:
     what was backed up. It is written under another name, flushed to the disk and renamed, so that a file with a
     backup's name is whole, whenever the writer was killed; the checksum, over the manifest too, finds what happens to
     it later.
+
+    Other files in the directory are never touched: overwritten, renamed or removed is only what has the name of a
+    backup and begins with the manifest of one.
 
     Args:
         directory: Where they are; made when the first one is written. A local or mounted file system.
@@ -92,7 +86,7 @@ class BackupFiles:
     def paths(self) -> list[Path]:
         """The files that have a backup's name, the newest position first."""
         found = self.directory.iterdir() if self.directory.is_dir() else ()
-        return sorted(filter(_position_of, found), key=_position_of, reverse=True)
+        return sorted((path for path in found if path.name == _plain_name(path)), key=_order, reverse=True)
 
     def write(self, position: Position, content: bytes) -> Path:
         """Writes a backup, then removes those that are older than the newest `keep`.
@@ -103,19 +97,22 @@ class BackupFiles:
         Raises:
             OSError: It could not be written; no part of it is left, and the other backups are as they were.
         """
-        path = self.directory / f"epoch-{position.epoch:06d}-batch-{position.batch:010d}.backup"
+        path = self.directory / name_of(position)
         self.directory.mkdir(parents=True, exist_ok=True)
-        for left in self.directory.glob("*.backup.partial"):
-            left.unlink()
-        with _removed_on_failure(path.with_name(f"{path.name}.partial")) as partial:
-            with partial.open("xb") as file:
-                file.write(_manifest(position, content))
+        self._remove_partial()
+        if (path.exists() or path.is_symlink()) and not is_ours(path):
+            raise FileExistsError(f"{path} is there already, and is not a backup. Move it away")
+        with _new_file(path) as partial:
+            with partial.open("wb") as file:
+                file.write(manifest_of(position, content))
+                # By its manifest the next writer knows it, should this one be killed.
+                file.flush()
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)
         _flush_directory(self.directory)
-        for old in self.paths()[self.keep :]:
+        for old in list(filter(is_ours, self.paths()))[self.keep :]:
             old.unlink()
         return path
 
@@ -127,17 +124,19 @@ class BackupFiles:
             OSError: It can't be read.
         """
         line, _, content = path.read_bytes().partition(b"\n")
-        try:
-            manifest = json.loads(line)
-            position = Position(*manifest["position"])
-            whole = _manifest(position, content) == line + b"\n" and position == _position_of(path)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise DamagedBackupError(f"{path}: its first line, the manifest, is damaged") from None
-        if not whole:
-            expected = manifest.get("bytes")
+        manifest = parse_manifest(line)
+        if manifest is None or manifest["position"] != position_of(path):
+            raise DamagedBackupError(f"{path}: the first line is no manifest of this backup, so it is left where it is")
+        if not verifies(manifest, line, content):
+            expected = manifest["bytes"]
             reason = f"{len(content)} bytes of {expected}" if len(content) != expected else "the checksum differs"
             raise DamagedBackupError(f"{path}: {reason}")
-        return Stored(path, position, manifest["sha256"], content)
+        if manifest["format"] != FORMAT:
+            raise DamagedBackupError(
+                f"{path}: another version of keras_paragrad wrote it, in format {manifest['format']}; this one reads "
+                f"format {FORMAT}"
+            )
+        return Stored(path, manifest["position"], manifest["sha256"], content)
 
     def newest(self) -> tuple[Stored | None, list[str]]:
         """The newest backup that is intact, or `None`, and what is wrong with each that is newer."""
@@ -152,35 +151,52 @@ class BackupFiles:
     def set_aside(self, newer_than: Position) -> None:
         """Renames what is newer than a position, so that it does not take the place of backups yet to be written."""
         for path in self.paths():
-            if _position_of(path) > newer_than:
-                path.replace(path.with_name(f"{path.name}.damaged"))
+            if _order(path) > newer_than and is_ours(path):
+                with _new_file(path, "damaged") as aside:
+                    path.replace(aside)
 
     def remove_all(self) -> None:
         """Removes all backups, and the directory if there is nothing else in it."""
-        for path in self.directory.glob("*.backup*"):
+        if not self.directory.is_dir():
+            return
+        for path in filter(is_ours, list(self.directory.iterdir())):
             path.unlink()
         with contextlib.suppress(OSError):
             self.directory.rmdir()
 
+    def _remove_partial(self) -> None:
+        """Removes what a killed writer has left."""
+        for path in list(self.directory.glob("*.backup.partial*")):
+            if is_ours(path):
+                path.unlink()
 
-def _position_of(path: Path) -> Any:
-    match = _NAME.fullmatch(path.name)
-    return match and Position(int(match[1]), int(match[2]))
+
+def _plain_name(path: Path) -> str | None:
+    position = position_of(path)
+    return position and name_of(position)
 
 
-def _manifest(position: Position, content: bytes) -> bytes:
-    described = {"format": FORMAT, "position": list(position), "bytes": len(content)}
-    digest = hashlib.sha256(json.dumps(described).encode())
-    digest.update(content)
-    return json.dumps({**described, "sha256": digest.hexdigest()}).encode() + b"\n"
+def _order(path: Path) -> Any:
+    return position_of(path)
+
+
+def _made(path: Path) -> bool:
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
-def _removed_on_failure(path: Path) -> Iterator[Path]:
+def _new_file(path: Path, suffix: str = "partial") -> Iterator[Path]:
+    """A file that nobody had, beside another; removed on failure."""
+    names = (f"{path.name}.{suffix}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
+    made = next(made for made in map(path.with_name, names) if _made(made))
     try:
-        yield path
+        yield made
     except BaseException:
-        path.unlink(missing_ok=True)
+        made.unlink(missing_ok=True)
         raise
 
 

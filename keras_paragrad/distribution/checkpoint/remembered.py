@@ -6,6 +6,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import keras
 
+from keras_paragrad.distribution.checkpoint.content import state_named
+from keras_paragrad.distribution.checkpoint.values import CAN_HOLD, UnstorableError, encode
+
 _ATTRIBUTES = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch", "best_weights"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
@@ -19,7 +22,8 @@ HISTORY = "History 0"
 class Remembers(Protocol):
     """A callback of your own whose state is backed up.
 
-    Numbers, texts, arrays, and lists and dictionaries of them can be.
+    It comes back as it was: `None`, numbers, strings, bytes, NumPy arrays, and lists, tuples and dicts of these, with
+    their types and the types of their keys. A state that holds anything else is refused when training begins.
     """
 
     def get_state(self) -> dict[str, Any]:
@@ -36,6 +40,18 @@ def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[st
     return {name: _get(callback) for name, callback in _named(callbacks).items()}
 
 
+def check_storable(callbacks: Iterable[keras.callbacks.Callback]) -> None:
+    """Raises an `UnstorableError`, a `TypeError`, if a state would not come back as it is."""
+    for name, state in state_of(callbacks).items():
+        try:
+            encode(state, [], state_named(name))
+        except UnstorableError as error:
+            raise UnstorableError(
+                f"{error} It would not come back as it is. {CAN_HOLD} Convert it in get_state, and back in set_state; "
+                "or leave the callback out of Backup(callbacks=...), and its state is not backed up."
+            ) from None
+
+
 def with_epoch(history: dict[str, Any], epoch: int, logs: dict[str, Any]) -> dict[str, Any]:
     """A `History`'s state with an epoch that has ended, of which Keras tells `History` last of all."""
     if epoch in history["epoch"]:
@@ -47,9 +63,9 @@ def with_epoch(history: dict[str, Any], epoch: int, logs: dict[str, Any]) -> dic
 def restore_state(callbacks: Iterable[keras.callbacks.Callback], states: dict[str, dict[str, Any]]) -> None:
     """Gives callbacks their state back; one that was not there when it was saved stays as it is."""
     for name, callback in _named(callbacks).items():
-        state = states.get(name)
-        if state is None:
+        if name not in states:
             continue
+        state = states[name]
         if isinstance(callback, Remembers):
             callback.set_state(state)
             continue

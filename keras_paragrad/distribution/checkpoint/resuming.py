@@ -11,6 +11,12 @@ from keras_paragrad.distribution.checkpoint.content import Content
 from keras_paragrad.distribution.checkpoint.files import Stored
 from keras_paragrad.distribution.checkpoint.remembered import restore_state
 
+# What is there before the first step; metrics may make their variables in it.
+_BEFORE_STEPS = ("model", "optimizer")
+_WHAT_TO_DO = (
+    "Give fit the data, batch_size and steps_per_epoch that it had, or give Backup another directory to begin anew."
+)
+
 
 class Resumption:
     """A backup on its way into a model, in the steps in which Keras is ready for it.
@@ -19,19 +25,29 @@ class Resumption:
         model: The model, as `fit` has it in `on_train_begin`.
         stored: The backup.
         source: Where it came from, to be named in errors.
+        epochs: The last epoch of `fit`.
+        steps: The batches in each, or `None` if nobody knows.
 
     Raises:
-        ValueError: It is of another model, or the model has no variables yet.
+        ValueError: It is of another model or of another `fit`, or the model has no variables yet.
     """
 
-    def __init__(self, model: keras.Model, stored: Stored, source: Path):
+    def __init__(self, model: keras.Model, stored: Stored, source: Path, epochs: int, steps: int | None):
         self.model = model
         self.position = stored.position
+        self.epochs = epochs
         self._content = Content.from_bytes(stored.content)
         self._source = source
         self._metrics_restored = not self.position.batch
-        self._restore()
+        variables = self._fitting_variables()
+        self._check_run(steps)
+        self._restore(variables)
         seam.begin_in(model, self.position.epoch)
+
+    @property
+    def ends(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.position.epoch >= self.epochs
 
     def in_first_epoch(self, epoch: int, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Goes on inside the epoch, once Keras and all callbacks have begun it.
@@ -48,7 +64,7 @@ class Resumption:
         self.restore_callbacks(callbacks)
         if self.position.batch:
             # Again: Keras has reset the metrics, and callbacks may have changed what they change at an epoch's start.
-            self._restore()
+            self._restore(self._fitting_variables())
             self._restore_metrics(seam.assign_all)
             seam.pass_over(self.model, self.position.batch)
 
@@ -60,7 +76,27 @@ class Resumption:
         """Gives the other callbacks their state."""
         restore_state(callbacks, self._content.callbacks)
 
-    def _restore(self) -> None:
+    @property
+    def _stands(self) -> str:
+        return f"The backup in {self._source} stands in {self.position}."
+
+    def _check_run(self, steps: int | None) -> None:
+        position, before = self.position, self._content.steps
+        if position.epoch > self.epochs or (position.batch and self.ends):
+            raise ValueError(
+                f"{self._stands} This fit ends with epoch {self.epochs}. Pass epochs={position.epoch + 1} or more to "
+                "go on from it, or give another directory to begin anew."
+            )
+        if steps is None:
+            return
+        if before is not None and before != steps:
+            raise ValueError(
+                f"{self._stands} Its epochs had {before} batches, and those of this fit have {steps}. {_WHAT_TO_DO}"
+            )
+        if position.batch > steps:
+            raise ValueError(f"{self._stands} The epochs of this fit have {steps} batches. {_WHAT_TO_DO}")
+
+    def _fitting_variables(self) -> dict[str, list[keras.Variable]]:
         if not self.model.built:
             raise ValueError(
                 "The model has no variables yet to restore a backup to. Build it before fit, by calling it on a batch, "
@@ -68,9 +104,12 @@ class Resumption:
             )
         seam.build_optimizer(self.model)
         variables = seam.training_variables(self.model)
-        for section in ("model", "optimizer"):
+        for section in _BEFORE_STEPS:
             self._content.check_fits(section, variables[section], self._source)
-            seam.assign_all({section: variables[section]}, self._content.values)
+        return variables
+
+    def _restore(self, variables: dict[str, list[keras.Variable]]) -> None:
+        seam.assign_all({section: variables[section] for section in _BEFORE_STEPS}, self._content.values)
 
     def _restore_metrics(self, how: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
         metrics = {"metrics": seam.training_variables(self.model)["metrics"]}

@@ -8,6 +8,7 @@ import threading
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from backed_up import BATCH_SIZE, EPOCHS, STEPS, build, data, limited_files
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
@@ -240,6 +241,115 @@ def test_another_first_epoch_is_refused(tmp_path):
         fit(plain(), [Backup(tmp_path, every=2), BreakOff(5, interrupt)])
     with pytest.raises(ValueError, match="fit begins with epoch 2, and the backup .* stands in epoch 1, after 4 batch"):
         fit(plain(), [Backup(tmp_path)], initial_epoch=1)
+
+
+def broken_off(path, after, every="epoch"):
+    with pytest.raises(KeyboardInterrupt):
+        fit(plain(), [Backup(path, every), BreakOff(after, interrupt)])
+
+
+def sizes(path):
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def test_an_epoch_outside_of_fit_is_refused(tmp_path):
+    broken_off(tmp_path, 2 * STEPS + 7, every=3)
+    before = sizes(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"stands in epoch 3, after 6 batches. This fit ends with epoch 2. .*epochs=3 "
+    ):
+        fit(plain(), [Backup(tmp_path)], epochs=2)
+    with pytest.raises(ValueError, match="This fit ends with epoch 1."):
+        fit(plain(), [Backup(tmp_path)], epochs=1)
+    assert sizes(tmp_path) == before
+
+
+def test_with_the_last_epoch_done_it_is_said_that_nothing_is_left(tmp_path, caplog):
+    broken_off(tmp_path, 2 * STEPS + 7)
+    fit(plain(), [Backup(tmp_path)], epochs=2)
+    assert "Nothing is left to train" in caplog.text
+    assert not tmp_path.exists()
+
+
+@pytest.mark.parametrize("after", [STEPS + 7, STEPS + 1], ids=["in-an-epoch", "between-epochs"])
+@pytest.mark.parametrize("options", [{"batch_size": 2 * BATCH_SIZE}, {"steps_per_epoch": 3}], ids=str)
+def test_another_number_of_steps_is_refused(after, options, tmp_path):
+    broken_off(tmp_path, after, every=3 if after > STEPS + 1 else "epoch")
+    before = sizes(tmp_path)
+    says = f"had {STEPS} batches, and those of this fit have {options.get('steps_per_epoch', STEPS // 2)}. Give fit"
+    with pytest.raises(ValueError, match=says):
+        plain().fit(*data(), **{"batch_size": BATCH_SIZE, **options}, epochs=3, verbose=0, callbacks=[Backup(tmp_path)])
+    assert sizes(tmp_path) == before
+
+
+def test_a_batch_outside_of_data_of_unknown_length_is_refused(tmp_path):
+    def of_unknown_length(batches):
+        dataset = tf.data.Dataset.from_tensor_slices(data()).batch(BATCH_SIZE)
+        return dataset.take(batches).filter(lambda *batch: True)
+
+    breaks = [Backup(tmp_path, 5), BreakOff(8, interrupt)]
+    with pytest.raises(KeyboardInterrupt):
+        plain().fit(of_unknown_length(12), shuffle=False, verbose=0, callbacks=breaks)
+    model = plain()
+    before = sizes(tmp_path)
+    with pytest.raises(ValueError, match="The data ended before the batch that training is to go on from. Give fit"):
+        model.fit(of_unknown_length(4), shuffle=False, verbose=0, callbacks=[Backup(tmp_path, 5)])
+    with pytest.raises(ValueError, match="after 5 batches. The epochs of this fit have 4 batches"):
+        model.fit(*data(), batch_size=BATCH_SIZE, steps_per_epoch=4, verbose=0, callbacks=[Backup(tmp_path, 5)])
+    assert sizes(tmp_path) == before
+    # The model passes over nothing that a later fit has not seen.
+    assert model.fit(of_unknown_length(4), shuffle=False, verbose=0).history["loss"]
+
+
+class Remembering(keras.callbacks.Callback):
+    """Has the state that it is given."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.state, self.restored = state, False
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state, self.restored = state, True
+
+
+@pytest.mark.parametrize("state", [{"array": 0}, {1: (2, b"3")}, None], ids=str)
+def test_any_state_comes_back(state, tmp_path):
+    own = Remembering(state)
+    with pytest.raises(KeyboardInterrupt):
+        fit(plain(), [own, Backup(tmp_path, callbacks=[own]), BreakOff(STEPS + 1, interrupt)])
+    own = Remembering("as it begins")
+    fit(plain(), [own, Backup(tmp_path, callbacks=[own])])
+    assert own.restored
+    assert own.state == state
+    assert type(own.state) is type(state)
+
+
+def test_a_state_that_can_not_be_stored_is_refused_when_training_begins(tmp_path):
+    seen = Remembering({"seen": {1, 2}})
+    look = BreakOff(1, interrupt)
+    with pytest.raises(
+        TypeError, match=r"callback Remembering 0\['seen'\] is \{1, 2\}, of type set.*Convert it in get_"
+    ):
+        fit(plain(), [seen, Backup(tmp_path, callbacks=[seen]), look])
+    assert look.left == 1
+
+
+def test_a_state_that_can_no_longer_be_stored_does_not_end_training(tmp_path, caplog):
+    class Draws(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch:
+                logs["figure"] = object()
+
+    model, straight = plain(), plain()
+    fit(model, [Draws(), Backup(tmp_path, delete_when_done=False)])
+    fit(straight, [])
+    np.testing.assert_array_equal(model.get_weights()[0], straight.get_weights()[0])
+    assert "the callback History 0['history']['figure'][0] is <object object" in caplog.text
+    assert "Training goes on, and tries again; until then the last one is epoch-000001" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch-000001-batch-0000000000.backup"]
 
 
 def test_a_callback_of_ones_own(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from backed_up import limited_files
 from hypothesis import given, settings
 
+from keras_paragrad.distribution.checkpoint import manifest
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
 
 OLDER, NEWER = Position(0, 3), Position(1, 0)
@@ -77,20 +78,82 @@ def test_damaged_ones_do_not_take_the_place_of_new_ones(tmp_path):
     older = files.write(OLDER, b"")
     assert not older.exists()
     files, older, newer = written(tmp_path)
-    newer.write_bytes(b"")
+    os.truncate(newer, newer.stat().st_size - 1)
     files.set_aside(OLDER)
     files.keep = 1
     next_one = files.write(Position(0, 4), b"")
     assert files.paths() == [next_one]
-    assert newer.with_name(f"{newer.name}.damaged").exists()
+    aside = newer.with_name(f"{newer.name}.damaged")
+    assert aside.exists()
+    # The second does not take the place of the first.
+    os.truncate(files.write(NEWER, b"again"), 126)
+    files.set_aside(OLDER)
+    assert sorted(tmp_path.iterdir()) == [aside, aside.with_name(f"{aside.name}-2")]
     files.remove_all()
     assert not tmp_path.exists()
+
+
+NOT_OURS = [
+    "database.backup",
+    "archive.backup.tar.gz",
+    "dump.backup.partial",
+    "weights.backup.damaged",
+    "epoch-1-batch-2.backup",
+    "epoch-000000-batch-0000000003.backup.tar.gz",
+    "epoch-000000-batch-0000000003.backup.bak",
+    "epoch-000000-batch-0000000001.backup",
+    "epoch-000001-batch-0000000000.backup.damaged",
+    "epoch-000002-batch-0000000000.backup.partial",
+    "epoch-000009-batch-0000000000.backup",
+]
+
+
+@pytest.mark.parametrize("content", [b"", b"mine\n", b'{"position": [9, 0]}\nmine', b"[" * 900 + b"\n", b"9" * 5000])
+def test_what_is_not_ours_stays_as_it_is(content, tmp_path):
+    for name in NOT_OURS:
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "epoch-000008-batch-0000000000.backup").mkdir()
+    elsewhere = BackupFiles(tmp_path / "other").write(Position(7, 0), b"linked")
+    linked = tmp_path / elsewhere.name
+    linked.symlink_to(elsewhere)
+    before = sorted(tmp_path.iterdir())
+    files, _, newer = written(tmp_path, keep=1)
+    os.truncate(newer, newer.stat().st_size - 1)
+    files.set_aside(Position(0, 2))
+    written(tmp_path, keep=1)
+    files.write(Position(2, 0), b"")
+    with pytest.raises(FileExistsError, match="is there already, and is not a backup. Move it away"):
+        files.write(Position(9, 0), b"")
+    files.remove_all()
+    assert sorted(tmp_path.iterdir()) == before
+    assert {(tmp_path / name).read_bytes() for name in NOT_OURS} == {content}
+    assert linked.is_symlink()
+    assert elsewhere.exists()
+
+
+def test_a_backup_under_another_name_is_not_ours_any_more(tmp_path):
+    files, older, newer = written(tmp_path)
+    kept = [
+        path.rename(tmp_path / name)
+        for path, name in ((older, "mine.backup"), (newer, "epoch-000003-batch-0000000000.backup"))
+    ]
+    files.remove_all()
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_backup_of_another_format_is_not_called_damaged(tmp_path, monkeypatch):
+    files, older, newer = written(tmp_path)
+    monkeypatch.setattr(manifest, "FORMAT", 99)
+    other = files.write(Position(3, 0), b"of the future")
+    with pytest.raises(DamagedBackupError, match="another version of keras_paragrad wrote it, in format 99"):
+        files.read(other)
+    assert files.newest()[0].path == newer
 
 
 def test_what_a_killed_writer_left_is_no_backup(tmp_path):
     files, _, newer = written(tmp_path)
     partial = newer.with_name("epoch-000009-batch-0000000000.backup.partial")
-    partial.write_bytes(b"half")
+    partial.write_bytes(manifest.manifest_of(Position(9, 0), b"the whole") + b"half")
     assert partial not in files.paths()
     files.write(Position(2, 0), b"")
     assert not partial.exists()

@@ -1,0 +1,81 @@
+"""The name and the first line of a backup, by which a file is known to be one."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FORMAT = 2
+# A manifest is shorter by far; no more than this is read of a file that may be anybody's.
+_LONGEST = 1024
+_NAME = re.compile(r"epoch-(\d{6,18})-batch-(\d{10,18})\.backup(?:\.(?:partial|damaged)(?:-\d+)?)?")
+
+
+class Position(NamedTuple):
+    """Where training stands.
+
+    Attributes:
+        epoch: The epoch that it goes on in, counted from 0.
+        batch: How many batches of that epoch have been trained on.
+    """
+
+    epoch: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch + 1}, after {self.batch} batches" if self.batch else f"epoch {self.epoch + 1}"
+
+
+def name_of(position: Position) -> str:
+    """The name of the backup of a position."""
+    return f"epoch-{position.epoch:06d}-batch-{position.batch:010d}.backup"
+
+
+def position_of(path: Path) -> Position | None:
+    """The position in the name of a backup, or of one that is half written or damaged; `None` for any other name."""
+    match = _NAME.fullmatch(path.name)
+    position = match and Position(int(match[1]), int(match[2]))
+    return position if position and path.name.startswith(name_of(position)) else None
+
+
+def manifest_of(position: Position, content: bytes) -> bytes:
+    """The line that a backup begins with."""
+    return _line({"format": FORMAT, "position": list(position), "bytes": len(content)}, content)
+
+
+def parse_manifest(line: bytes) -> dict[str, Any] | None:
+    """What a manifest says, or `None` if the line is none."""
+    try:
+        manifest = json.loads(line) if len(line) <= _LONGEST else None
+        if not isinstance(manifest, dict) or manifest.keys() != {"format", "position", "bytes", "sha256"}:
+            return None
+        return {**manifest, "position": Position(*manifest["position"])}
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def verifies(manifest: dict[str, Any], line: bytes, content: bytes) -> bool:
+    """Whether a manifest of any format, and the content after it, are as they were written."""
+    described = {name: value for name, value in manifest.items() if name != "sha256"}
+    return _line({**described, "position": list(manifest["position"])}, content) == line + b"\n"
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file is a backup by its name and by its manifest; only such a file is overwritten, moved or removed."""
+    position = position_of(path)
+    if position is None or path.is_symlink():
+        return False
+    try:
+        with path.open("rb") as file:
+            line, newline, _ = file.read(_LONGEST + 1).partition(b"\n")
+    except OSError:
+        return False
+    manifest = parse_manifest(line) if newline else None
+    return manifest is not None and manifest["position"] == position
+
+
+def _line(described: dict[str, Any], content: bytes) -> bytes:
+    digest = hashlib.sha256(json.dumps(described).encode())
+    digest.update(content)
+    return json.dumps({**described, "sha256": digest.hexdigest()}).encode() + b"\n"
