@@ -43,7 +43,8 @@ class NpyFile:
     """A `.npy` file that rows are added to. It can be read at any time, and holds the rows added so far.
 
     Args:
-        path: The file, which is overwritten.
+        path: The file. One that is there already is replaced by a new one with the first rows, so that an array that
+            is mapped from it stays as it is.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -52,12 +53,26 @@ class NpyFile:
 
     def append(self, part: np.ndarray) -> None:
         """Adds some rows."""
-        with self._path.open("r+b" if self._rows else "wb") as file:
-            self._write_header(file, part)
-            file.seek(0, os.SEEK_END)
-            file.write(np.ascontiguousarray(part).data)
-            self._rows += len(part)
-            self._write_header(file, part)
+        if self._rows:
+            with self._path.open("r+b") as file:
+                self._add(file, part)
+            return
+        beginning = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        with beginning.open("xb") as file:
+            try:
+                self._add(file, part)
+                file.flush()
+                beginning.replace(self._path)
+            except BaseException:
+                beginning.unlink(missing_ok=True)
+                raise
+
+    def _add(self, file: BinaryIO, part: np.ndarray) -> None:
+        self._write_header(file, part)
+        file.seek(0, os.SEEK_END)
+        file.write(np.ascontiguousarray(part).data)
+        self._rows += len(part)
+        self._write_header(file, part)
 
     def _write_header(self, file: BinaryIO, part: np.ndarray) -> None:
         # NumPy leaves room in the header for any number of rows, so that it is always as long.
@@ -71,8 +86,11 @@ class NpyFile:
         return np.load(self._path, mmap_mode="r")
 
 
-def sinks(out: Any, nesting: Any, rows: int | None) -> list[GrowingArray] | list[NpyFile]:
-    """Where each of the results goes: into files if `out` names them in the same nesting, or into memory."""
+def sinks(out: Any, nesting: Any, rows: int | None, x: Any) -> list[GrowingArray] | list[NpyFile]:
+    """Where each of the results goes: into files if `out` names them in the same nesting, or into memory.
+
+    Files that the rows `x` are mapped from, and one for several results, are refused.
+    """
     count = len(keras.tree.flatten(nesting))
     if out is None:
         return [GrowingArray(rows) for _ in range(count)]
@@ -81,4 +99,20 @@ def sinks(out: Any, nesting: Any, rows: int | None) -> list[GrowingArray] | list
         example = keras.tree.map_structure(lambda number: f"{number}.npy", nesting)
         raise ValueError(f"`out` is {out!r}. Name a file for each result, nested as they are: write out={example!r}.")
     keras.tree.assert_same_structure(out, nesting)
+    files = [os.path.realpath(path) for path in paths]
+    if inputs := set(files) & _mapped_files(x):
+        raise ValueError(f"`out` names {inputs.pop()}, which the rows are read from. Name another file.")
+    if twice := {file for file in files if files.count(file) > 1}:
+        raise ValueError(f"`out` names {twice.pop()} twice. Name a file of its own for each result.")
     return [NpyFile(path) for path in paths]
+
+
+def _mapped_files(x: Any) -> set[str]:
+    found = set()
+    for array in keras.tree.flatten(x):
+        # A part of a mapped array, or a plain view of it, has it as its base.
+        while isinstance(array, np.ndarray):
+            if isinstance(array, np.memmap) and array.filename is not None:
+                found.add(os.path.realpath(array.filename))
+            array = array.base
+    return found

@@ -34,7 +34,7 @@ def differentiate(
     rows = Rows(x if beside is None else (x, beside), options.batch_size, replicas)
     structure = rows.structure if beside is None else rows.structure[0]
     selection = Selection.of(model, structure, rows.first, options.wrt)
-    targets = sinks(options.out, selection.nesting, rows.known)
+    targets = sinks(options.out, selection.nesting, rows.known, (x, beside))
     parts = _over(rows, Execution(model, selection, options), ways, options.verbose)
     # What can be refused is refused before this returns, also where the results are streamed.
     parts = itertools.chain([next(parts)], parts)

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import logging
 import platform
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,10 @@ import tensorflow as tf
 from keras_paragrad.distribution.workers import place_of
 from keras_paragrad.profiling.summary import RunInfo
 
+_log = logging.getLogger("keras_paragrad")
+
 FILE = "run.json"
+_ALWAYS_THERE = {"model", "optimizer", "strategy", "replicas", "started"}
 
 
 def run_info(model: keras.Model) -> RunInfo:
@@ -53,7 +57,7 @@ def run_info(model: keras.Model) -> RunInfo:
 
 
 def write_run_info(log_dir: Path, info: RunInfo) -> None:
-    """Writes `run.json`; the first worker does.
+    """Writes `run.json`; the first worker does. A file of that name that is not ours is left as it is.
 
     Args:
         log_dir: The log directory.
@@ -63,7 +67,23 @@ def write_run_info(log_dir: Path, info: RunInfo) -> None:
         OSError: It can't be written.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    (log_dir / FILE).write_text(json.dumps(asdict(info), indent=1), "utf-8")
+    path = log_dir / FILE
+    if path.exists() and not _is_ours(path):
+        _log.warning(
+            "%s is not a file of keras_paragrad, and is left as it is: a report takes what was run from its windows. "
+            "Give the callback a log_dir of its own.",
+            path,
+        )
+        return
+    path.write_text(json.dumps(asdict(info), indent=1), "utf-8")
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.keys() >= _ALWAYS_THERE
 
 
 def _named(optimizer: Any) -> str:

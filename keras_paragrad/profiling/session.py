@@ -1,5 +1,7 @@
 """One run of TensorFlow's profiler, and where its trace goes."""
 
+import contextlib
+import json
 import shutil
 import socket
 import tempfile
@@ -11,6 +13,7 @@ import tensorflow as tf
 
 PROFILES = Path("plugins", "profile")
 SUMMARY = "keras_paragrad.json"
+TRACE = ".xplane.pb"
 
 
 class Session:
@@ -70,7 +73,7 @@ class Session:
         """
         try:
             tf.profiler.experimental.stop(save=True)
-            files = sorted(self._elsewhere.rglob("*.xplane.pb"))
+            files = sorted(self._elsewhere.rglob(f"*{TRACE}"))
             if not files:
                 raise RuntimeError("the profiler has written no trace")
             return self._move(files[0])
@@ -87,7 +90,7 @@ class Session:
         folder = self._log_dir / PROFILES / name
         folder.mkdir(parents=True)
         host = socket.gethostname().partition(".")[0] or "host"
-        file.rename(folder / f"{host}.xplane.pb")
+        file.rename(folder / f"{host}{TRACE}")
         return folder
 
     def _clear(self) -> None:
@@ -97,12 +100,40 @@ class Session:
 
 
 def remove_oldest(log_dir: Path, keep: int) -> None:
-    """Removes the oldest windows, of this run and of others; traces that are not ours stay.
+    """Removes the oldest windows, of this run and of others; traces that are not ours stay, and so do files in a window
+    that neither this package nor TensorBoard has put there.
 
     Args:
         log_dir: The log directory.
         keep: How many to keep.
     """
-    own = sorted(path.parent for path in (log_dir / PROFILES).glob(f"*/{SUMMARY}"))
+    summaries = (log_dir / PROFILES).glob(f"*/{SUMMARY}")
+    own = sorted(path.parent for path in summaries if _is_ours(path, log_dir))
     for folder in own[: max(len(own) - keep, 0)]:
-        shutil.rmtree(folder, ignore_errors=True)
+        # What is left of a window that can't be removed is removed with the next.
+        with contextlib.suppress(OSError):
+            _remove(folder)
+
+
+def _is_ours(summary: Path, log_dir: Path) -> bool:
+    """Whether the summary says that the window in its folder is the one that it was written for."""
+    try:
+        found = json.loads(summary.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    folder = summary.parent
+    written_for = isinstance(found, dict) and found.get("trace") == folder.relative_to(log_dir).as_posix()
+    return written_for and not folder.is_symlink()
+
+
+def _remove(folder: Path) -> None:
+    hosts = {path.name.removesuffix(TRACE) for path in folder.glob(f"*{TRACE}")}
+    # TensorBoard keeps what it makes of a trace beside it, under the name of the host or of all.
+    prefixes = tuple(f"{host}." for host in (*hosts, "ALL_HOSTS"))
+    for path in list(folder.iterdir()):
+        if path.name == "cache_version.txt" or path.name.startswith(prefixes):
+            path.unlink()
+    # The last: without it, the rest would not be known as ours.
+    (folder / SUMMARY).unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()

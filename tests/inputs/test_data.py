@@ -126,6 +126,31 @@ def test_files_and_streams_hold_the_same(tmp_path, known):
     np.testing.assert_array_equal(np.concatenate(parts), expected)
 
 
+def test_an_array_that_is_mapped_from_the_file_before_stays_as_it_is(tmp_path):
+    model, path = build(), tmp_path / "gradients.npy"
+    first = input_gradients(model, rows(29), 0, out=path)
+    before = first.copy()
+    second = input_gradients(model, rows(2), 1, out=path)
+    np.testing.assert_array_equal(first, before)
+    assert len(second) == 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_that_are_read_from_or_named_twice_are_refused(tmp_path):
+    path = tmp_path / "rows.npy"
+    np.save(path, rows(5))
+    before = path.read_bytes()
+    (tmp_path / "link.npy").symlink_to(path)
+    mapped = np.load(path, mmap_mode="r")
+    for x in (mapped, mapped[1:], np.asarray(mapped)):
+        with pytest.raises(ValueError, match="`out` names .*rows.npy, which the rows are read from"):
+            input_gradients(build(), x, 0, out=tmp_path / "link.npy")
+    model = keras.Model(inputs := [keras.Input((2,)), keras.Input((2,))], keras.layers.Add()(inputs))
+    with pytest.raises(ValueError, match="`out` names .*g.npy twice. Name a file of its own for each result"):
+        input_gradients(model, [np.ones((3, 2))] * 2, 0, out=[tmp_path / "g.npy", f"{tmp_path}/./g.npy"])
+    assert path.read_bytes() == before
+
+
 def test_a_file_can_be_read_while_it_grows(tmp_path):
     model, path = build(), tmp_path / "gradients.npy"
 

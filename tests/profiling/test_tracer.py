@@ -14,8 +14,10 @@ import pytest
 import tensorflow as tf
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation
+from keras_paragrad.profiling.run_info import write_run_info
 from keras_paragrad.profiling.schedule import ProfileSchedule
-from keras_paragrad.profiling.summary import ProfileSummary
+from keras_paragrad.profiling.session import PROFILES, SUMMARY, remove_oldest
+from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
 from keras_paragrad.profiling.tracer import Profiler
 
 SCHEDULE = ProfileSchedule(skip_first=6, warmup=1, active=8)
@@ -174,6 +176,45 @@ def test_windows_repeat_and_the_oldest_are_removed(tmp_path):
     left = sorted(path.parent.name for path in tmp_path.rglob("*.xplane.pb"))
     assert left == [summary.trace.rpartition("/")[2] for summary in callback.summaries[-2:]]
     assert not list(tmp_path.glob(".tracing-*"))
+
+
+def a_window(log_dir, name, trace=None):
+    folder = log_dir / PROFILES / name
+    folder.mkdir(parents=True)
+    summary = {"trace": (PROFILES / (trace or name)).as_posix()}
+    files = ["host.xplane.pb", "host.op_stats.pb", "ALL_HOSTS.op_stats.pb", "cache_version.txt"]
+    for file in files:
+        (folder / file).write_text("made")
+    (folder / SUMMARY).write_text(json.dumps(summary))
+    return folder
+
+
+def test_what_is_not_ours_in_a_window_stays(tmp_path):
+    oldest, commented, newest = (a_window(tmp_path, name) for name in ("2025", "2026", "2027"))
+    copied = a_window(tmp_path, "2024_a_copy", trace="2026")
+    broken = a_window(tmp_path, "2023")
+    (broken / SUMMARY).write_text("[" * 100_000)
+    (commented / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    remove_oldest(tmp_path, 1)
+    assert not oldest.exists()
+    assert [path.name for path in commented.iterdir()] == ["notes.txt"]
+    kept = {path for path in before if oldest not in (path, *path.parents) and path.parent != commented}
+    assert set(tmp_path.rglob("*")) == kept | {commented / "notes.txt"}
+    assert copied.exists()
+    assert newest.exists()
+
+
+def test_run_json_of_somebody_else_is_left_as_it_is(tmp_path, caplog):
+    for content in ('{"model": "mine"}', "mine", "[1]"):
+        (tmp_path / "run.json").write_text(content)
+        write_run_info(tmp_path, RunInfo())
+        assert (tmp_path / "run.json").read_text() == content
+    assert caplog.text.count("run.json is not a file of keras_paragrad, and is left as it is") == 3
+    (tmp_path / "run.json").unlink()
+    for name in ("one", "other"):
+        write_run_info(tmp_path, RunInfo(model=name))
+    assert json.loads((tmp_path / "run.json").read_text())["model"] == "other"
 
 
 class Asks(keras.callbacks.Callback):

@@ -15,6 +15,8 @@ from keras_paragrad.profiling.report.window_view import MOST_DETAILED, overview,
 from keras_paragrad.profiling.summary import RunInfo
 
 NAME, COMPARED_NAME = "report.html", "comparison.html"
+# In the head of every report of ours, and of nobody else's.
+_GENERATOR = b'<meta name="generator" content="keras_paragrad">'
 
 
 def write_report(
@@ -29,7 +31,8 @@ def write_report(
 
     Args:
         log_dir: What was given to `Profiler`, `GradientTelemetry` or `Throughput`; a trace of another tool will do.
-        output: The file to write. By default `report.html` in `log_dir`, or `comparison.html` to compare.
+        output: The file to write; by default `report.html` in `log_dir`, or `comparison.html` to compare. A report that
+            is there already is replaced.
         compare: The log directory of another run, to set beside it.
 
     Returns:
@@ -37,6 +40,7 @@ def write_report(
 
     Raises:
         FileNotFoundError: A log directory does not exist, or holds nothing to report on.
+        FileExistsError: There is a file in its place that is not such a report.
         MissingExtraError: Jinja2, or for tables in Parquet pyarrow, is not installed.
 
     Example:
@@ -54,16 +58,31 @@ def write_report(
     runs = [read_run(Path(folder)) for folder in (log_dir, compare) if folder is not None]
     path = Path(output) if output is not None else Path(log_dir, NAME if compare is None else COMPARED_NAME)
     page, content = ("report.html", _report(runs[0])) if compare is None else ("comparison.html", _comparison(runs))
+    _refuse_to_replace(path)
     text = environment.get_template(page).render(content)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Under another name first: a reader, or a full disk, never leaves half a report in the place of a whole one.
     beginning = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beginning.write_text(text, encoding="utf-8")
-        beginning.replace(path)
-    finally:
-        beginning.unlink(missing_ok=True)
+    with beginning.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+            beginning.replace(path)
+        except BaseException:
+            beginning.unlink(missing_ok=True)
+            raise
     return path
+
+
+def _refuse_to_replace(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        if _GENERATOR not in file.read(1024):
+            raise FileExistsError(
+                f"{path} is not a report of keras_paragrad, and is left as it is. Write the report to another file: "
+                "write_report(log_dir, output='profile.html')."
+            )
 
 
 def _environment() -> Any:

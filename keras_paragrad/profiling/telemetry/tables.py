@@ -1,7 +1,9 @@
 """Figures in long form, a row for each: in a CSV or a Parquet file."""
 
+import contextlib
 import csv
 import io
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,16 @@ _WHEN = "\0"
 class Table:
     """A file with columns `step`, `epoch`, labels of your own and `value`.
 
-    A CSV file is whole after every `append`, a Parquet file after `close`. Values have twelve digits in CSV.
+    A CSV file is whole after every `append`. A Parquet file is there after `close`, and until then the one before it.
+    Values have twelve digits in CSV.
 
     Args:
         path: The file; its suffix, `.csv` or `.parquet`, says what it is.
         labels: The names of the columns between `epoch` and `value`.
         resume: Whether to go on with the file where it ends, if there is one.
+
+    Raises:
+        FileExistsError: There is a file in its place that has other columns.
     """
 
     def __init__(self, path: Path, labels: Sequence[str], resume: bool):
@@ -47,8 +53,7 @@ class Table:
 class _Csv:
     def __init__(self, path: Path, columns: Sequence[str], resume: bool):
         self._path = path
-        if not (resume and path.exists()):
-            path.write_text(_quoted(columns) + "\n", encoding="utf-8", newline="")
+        begin_csv(path, columns, resume)
         self._of: Sequence[tuple[str, ...]] = ()
         self._report = ""
 
@@ -74,9 +79,16 @@ class _Parquet:
         self._columns, self._pyarrow = columns, pyarrow
         kinds = [pyarrow.int64()] * 2 + [pyarrow.string()] * (len(columns) - 3) + [pyarrow.float64()]
         self._schema = pyarrow.schema(list(zip(columns, kinds, strict=True)))
-        before = parquet.read_table(path) if resume and path.exists() else None
-        self._writer = parquet.ParquetWriter(path, self._schema)
-        if before is not None:
+        before = self._before(path)
+        # Parquet can't be gone on with: whoever is killed while writing a new file leaves the one before it.
+        partial = path.with_name(f"{path.name}.partial")
+        if partial.exists():
+            with partial.open("rb") as file:
+                _check_ours(file.read(4) in (b"", b"PAR1"), partial)
+        self._writer = parquet.ParquetWriter(partial, self._schema)
+        # Also when a `fit` breaks off, and never closes it.
+        self._end = weakref.finalize(self, _finish, self._writer, partial, path)
+        if resume and before is not None:
             self._writer.write_table(before)
 
     def append(self, steps: Any, epochs: Any, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
@@ -86,7 +98,52 @@ class _Parquet:
         self._writer.write_table(self._pyarrow.table([*columns, values.ravel()], schema=self._schema))
 
     def close(self) -> None:
-        self._writer.close()
+        self._end()
+
+    def _before(self, path: Path) -> Any:
+        from pyarrow import parquet
+
+        if not path.exists():
+            return None
+        before = None
+        with contextlib.suppress(self._pyarrow.ArrowInvalid):
+            before = parquet.read_table(path)
+        _check_ours(before is not None and before.schema.equals(self._schema), path)
+        return before
+
+
+def _finish(writer: Any, partial: Path, path: Path) -> None:
+    writer.close()
+    partial.replace(path)
+
+
+def begin_csv(path: Path, columns: Sequence[str], resume: bool) -> None:
+    """Begins a CSV file with its header, or leaves one that has it as it is.
+
+    Args:
+        path: The file.
+        columns: The header.
+        resume: Whether to leave what a file of these columns has.
+
+    Raises:
+        FileExistsError: There is a file in its place that has other columns.
+    """
+    header = f"{_quoted(columns)}\n"
+    if path.exists():
+        with path.open("rb") as file:
+            found = file.read(len(header.encode()))
+        _check_ours(found in (b"", header.encode()), path)
+        if resume and found:
+            return
+    path.write_text(header, encoding="utf-8", newline="")
+
+
+def _check_ours(ours: bool, path: Path) -> None:
+    if not ours:
+        raise FileExistsError(
+            f"{path} is there already and has other columns, and is left as it is. Give the callback a log_dir of its "
+            "own"
+        )
 
 
 def _quoted(values: Sequence[str]) -> str:

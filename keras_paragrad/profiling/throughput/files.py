@@ -10,7 +10,7 @@ import numpy as np
 from keras_paragrad._keras.telemetry_counts import Trace
 from keras_paragrad.profiling.telemetry.scalars import Scalars
 from keras_paragrad.profiling.telemetry.sinks import Guarded
-from keras_paragrad.profiling.telemetry.tables import Table
+from keras_paragrad.profiling.telemetry.tables import Table, begin_csv
 
 
 class Files:
@@ -26,8 +26,7 @@ class Files:
         self._table: Any = self._guarded(lambda: Table(log_dir / "throughput.csv", ("quantity",), resume))
         self._scalars: Any = self._guarded(lambda: Scalars(log_dir, ".throughput"))
         self._retraces = log_dir / "retraces.csv"
-        if not (resume and self._retraces.exists()):
-            self._guarded(lambda: self._write("w", [("step", "function", "signature")]))
+        self._guarded(lambda: begin_csv(self._retraces, ("step", "function", "signature"), resume))
 
     def append(self, step: int, epoch: int, figures: Mapping[str, float]) -> None:
         """Writes figures by their names."""
@@ -38,7 +37,7 @@ class Files:
 
     def retraced(self, step: int, traces: Iterable[Trace]) -> None:
         """Writes graphs that were traced again."""
-        self._guarded(lambda: self._write("a", [(step, *trace) for trace in traces]))
+        self._guarded(lambda: self._write([(step, *trace) for trace in traces]))
 
     def close(self) -> None:
         """Ends the files."""
@@ -46,6 +45,6 @@ class Files:
             if file is not None:
                 Guarded(self._guarded.what)(file.close)
 
-    def _write(self, mode: str, rows: Iterable[tuple]) -> None:
-        with self._retraces.open(mode, newline="", encoding="utf-8") as lines:
+    def _write(self, rows: Iterable[tuple]) -> None:
+        with self._retraces.open("a", newline="", encoding="utf-8") as lines:
             csv.writer(lines, lineterminator="\n").writerows(rows)

@@ -288,6 +288,20 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatc
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("content", ["", "<html>of pytest</html>"], ids=["empty", "another"])
+def test_a_file_that_is_no_report_is_not_replaced(content, tmp_path, capsys):
+    make_run(tmp_path)
+    (tmp_path / "report.html").write_text(content)
+    assert main(["report", str(tmp_path)]) == 1
+    assert "report.html is not a report of keras_paragrad, and is left as it is" in capsys.readouterr().err
+    with pytest.raises(FileExistsError, match="throughput.csv is not a report"):
+        write_report(tmp_path, tmp_path / "throughput.csv")
+    assert (tmp_path / "report.html").read_text() == content
+    assert (tmp_path / "throughput.csv").read_text().startswith("step,epoch,")
+    path = write_report(tmp_path, tmp_path / "other.html")
+    assert write_report(tmp_path, path) == path
+
+
 def _no_space(*_):
     raise OSError("No space left on device")
 

@@ -12,6 +12,8 @@ from telemetry_loops import X, Y, expected, inner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
+from keras_paragrad.profiling.telemetry.tables import Table
+from keras_paragrad.profiling.throughput.files import Files
 
 QUANTITIES = ("gradient_norm", "clipped_gradient_norm", "weight_norm", "update_ratio", "nonfinite")
 
@@ -74,6 +76,45 @@ def test_another_training_begins_the_table_anew(tmp_path):
     before = csv_rows(tmp_path)
     fitted(tmp_path)
     assert csv_rows(tmp_path) == before
+
+
+NOT_OURS = b"when,what\n1,mine\n"
+
+
+@pytest.mark.parametrize("name", ["telemetry.csv", "telemetry.parquet", "telemetry.parquet.partial"])
+def test_a_file_of_somebody_else_is_left_as_it_is(name, tmp_path, caplog):
+    (tmp_path / name).write_bytes(NOT_OURS)
+    telemetry = fitted(tmp_path, fits=2, file_format=name.split(".")[1])
+    assert telemetry.last.steps[-1] == 24
+    assert (tmp_path / name).read_bytes() == NOT_OURS
+    assert f"{name} is there already and has other columns, and is left as it is" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["throughput.csv", "retraces.csv"])
+def test_a_file_of_somebody_else_is_left_as_it_is_by_throughput(name, tmp_path, caplog):
+    (tmp_path / name).write_bytes(NOT_OURS)
+    files = Files(tmp_path, resume=True)
+    files.append(1, 0, {"examples_per_second": 2.0})
+    files.retraced(1, [("train", "shapes")])
+    files.close()
+    assert (tmp_path / name).read_bytes() == NOT_OURS
+    assert f"{name} is there already and has other columns" in caplog.text
+
+
+def test_a_training_that_is_killed_leaves_the_parquet_file_before(tmp_path):
+    labels, path = ("layer",), tmp_path / "telemetry.parquet"
+    first = Table(path, labels, resume=False)
+    first.append([1], [0], [("a",)], np.array([[2.0]]))
+    first.close()
+    killed = Table(path, labels, resume=True)
+    killed.append([2], [0], [("a",)], np.array([[3.0]]))
+    killed._file._end.detach()
+    assert parquet.read_table(path)["step"].to_pylist() == [1]
+    broken_off = Table(path, labels, resume=True)
+    broken_off.append([2], [0], [("a",)], np.array([[4.0]]))
+    del broken_off
+    assert parquet.read_table(path)["value"].to_pylist() == [2.0, 4.0]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_tensorboard_has_the_layers(tmp_path):
