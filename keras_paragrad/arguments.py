@@ -127,9 +127,9 @@ def check_number(
     )
     if not inside:
         words = {"of at least": least, "above": above, "of at most": most, "below": below}
-        bounds = " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+        bounds = " and ".join(f"{word} {bound:.12g}" for word, bound in words.items() if bound is not None)
         if least is not None and most is not None:
-            bounds = f"from {least:g} to {most:g}"
+            bounds = f"from {least:.12g} to {most:.12g}"
         expected = f"a finite number {bounds}".strip() if finite else f"a number {bounds}".strip()
         raise refusal(name, value, _or_none(expected, optional), _text(example))
     return found
@@ -196,7 +196,7 @@ def check_path(
     if remote and "://" in text:
         return text
     if "://" in text:
-        raise refusal(name, value, f"{what} of this machine's file system", _text(example))
+        raise refusal(name, value, f"{what} on a local or mounted file system", _text(example))
     path = Path(text)
     if directory and _is_file(path):
         raise refusal(name, value, f"{what}, and this is a file", _text(example))

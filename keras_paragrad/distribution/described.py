@@ -1,7 +1,14 @@
 """Machines that aren't here, described: to see what would be decided on them."""
 
+import functools
+from typing import Any
+
+from keras_paragrad.arguments import check_each, check_integer, check_number, refusal
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.hardware import Device, Hardware
+
+# Of anything: a plan for more takes minutes to make, and its worker list fills the memory.
+MOST = 100_000
 
 
 def describe(
@@ -30,7 +37,7 @@ def describe(
         The description, for `make_plan`.
 
     Raises:
-        ValueError: There is less than nothing of a part, or no worker or processor.
+        ValueError: There is less than nothing of a part, no worker or processor, or more of something than anyone has.
 
     Example:
 
@@ -40,16 +47,29 @@ def describe(
     >>> make_plan(describe(gpus=8, workers=2), Options()).replicas.value
     16
     """
-    least = {"cpus": 1, "gpus": 0, "tpu_cores": 0, "workers": 1, "ps": 0, "logical_cpus": 1}
-    given = dict(zip(least, (cpus, gpus, tpu_cores, workers, ps, logical_cpus), strict=True))
-    for name, number in given.items():
-        if number < least[name]:
-            raise ValueError(f"{name} is {number}. Expected {least[name]} or more.")
-    memory = None if gpu_memory_gb is None else int(gpu_memory_gb * 2**30)
+    cpus = check_integer("cpus", cpus, most=MOST)
+    gpus = check_integer("gpus", gpus, least=0, most=MOST)
+    tpu_cores = check_integer("tpu_cores", tpu_cores, least=0, most=MOST)
+    workers = check_integer("workers", workers, most=MOST)
+    ps = check_integer("ps", ps, least=0, most=MOST)
+    logical_cpus = check_integer("logical_cpus", logical_cpus, most=MOST)
+    gigabytes = check_number("gpu_memory_gb", gpu_memory_gb, above=0, most=MOST, example=80, optional=True)
+    if compute_capability is not None:
+        compute_capability = _checked_capability(compute_capability)
+    memory = None if gigabytes is None else int(gigabytes * 2**30)
     of_gpus = tuple(Device(f"GPU:{index}", "GPU", memory, compute_capability) for index in range(gpus))
     of_tpu = tuple(Device(f"TPU:{index}", "TPU") for index in range(tpu_cores))
     processors = tuple(Device(f"CPU:{index}", "CPU") for index in range(logical_cpus))
     return Hardware(cpus, None, (*processors, *of_gpus, *of_tpu), of_gpus, of_tpu, _cluster(workers, ps))
+
+
+def _checked_capability(found: Any) -> tuple[int, int]:
+    expected = "two integers, such as (9, 0)"
+    digits = functools.partial(check_integer, least=0, most=99)
+    major_and_minor = check_each("compute_capability", found, digits, expected, example="(9, 0)")
+    if len(major_and_minor) != 2:
+        raise refusal("compute_capability", found, expected, "(9, 0)")
+    return major_and_minor[0], major_and_minor[1]
 
 
 def _cluster(workers: int, ps: int) -> Cluster | None:

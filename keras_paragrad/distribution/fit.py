@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any
 
 import keras
@@ -15,6 +15,7 @@ from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.failures import explained_failures
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset, normalize_inputs
 from keras_paragrad.distribution.explain import Explanation
+from keras_paragrad.distribution.fit_arguments import check_fit
 from keras_paragrad.distribution.hardware import Hardware, detect
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import Plan, make_plan
@@ -211,6 +212,17 @@ class DistributedFit:
             The model's `History`.
 
         """
+        callbacks = check_fit(
+            model,
+            callbacks,
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+            validation_split=validation_split,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+            validation_freq=validation_freq,
+            normalize=normalize,
+        )
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_for_validation(x, y, sample_weight, validation_split)
         if normalize:
@@ -220,13 +232,14 @@ class DistributedFit:
         if validation_data is not None:
             rows = keras.utils.unpack_x_y_sample_weight(validation_data)
             cache = data_options.get("cache", False)
-            options = {**data_options, "cache": cache if isinstance(cache, bool) else f"{cache}.validation"}
+            beside = f"{fspath(cache)}.validation" if isinstance(cache, (str, PathLike)) else cache
+            options = {**data_options, "cache": beside}
             validation_data = self._cut(rows, validation_batch_size or batch_size, validation_steps, options)
         self.prepare(model)
         arranged_callbacks = arranged(
             model,
             data,
-            callbacks or [],
+            callbacks,
             is_chief=self.is_chief,
             rate_factor=self.plan.lr_scaling.value or float(self.strategy.num_replicas_in_sync),
             warmup_steps=self.plan.warmup_steps.value,

@@ -3,10 +3,13 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
-_DEVICE = re.compile(r"(?:/?device:|/)?(CPU|GPU|TPU):([0-9]+)", re.IGNORECASE)
+from keras_paragrad.arguments import check_each, refusal, shown
+
+_DEVICE = re.compile(r"(?:/?device:|/)?(CPU|GPU|TPU):([0-9]{1,9})", re.IGNORECASE)
 _CLASSES = {
     "one_device": (tf.distribute.OneDeviceStrategy,),
     "mirrored": (tf.distribute.MirroredStrategy,),
@@ -22,17 +25,15 @@ def canonical_devices(devices: Sequence[str]) -> tuple[str, ...]:
     Raises:
         ValueError: They are no such names, there are none, one is there twice, or they are of several kinds.
     """
-    if isinstance(devices, str) or not isinstance(devices, Sequence):
-        raise ValueError(f"devices is {devices!r}. Expected a list of names, such as ['CPU:0', 'CPU:1'].")
-    names = tuple(_canonical(name) for name in devices)
+    names = check_each("devices", devices, _canonical, "names of devices", example="['CPU:0', 'CPU:1']")
     if not names:
-        raise ValueError("devices is empty. Name one or more, such as ['GPU:0'], or leave it out.")
+        raise ValueError("`devices` is empty. Name one or more, such as ['GPU:0'], or leave it out.")
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ValueError(f"devices names {', '.join(twice)} more than once. A device takes one replica.")
+        raise ValueError(f"`devices` names {shown(twice)} more than once. A device takes one replica.")
     if len({kind_of_device(name) for name in names}) > 1:
         raise ValueError(
-            f"devices is {list(devices)}, of several kinds. Name devices of one kind: replicas take equal parts, and "
+            f"`devices` is {shown(names)}, of several kinds. Name devices of one kind: replicas take equal parts, and "
             "wait for the slowest."
         )
     return names
@@ -64,8 +65,8 @@ def kind_of_strategy(strategy: tf.distribute.Strategy) -> str:
     )
 
 
-def _canonical(name: object) -> str:
+def _canonical(argument: str, name: Any) -> str:
     match = _DEVICE.fullmatch(name.strip()) if isinstance(name, str) else None
     if match is None:
-        raise ValueError(f"devices holds {name!r}. Expected names such as 'CPU:0' or 'GPU:1'.")
+        raise refusal(argument, name, "the name of a device, such as 'CPU:0' or 'GPU:1'")
     return f"{match[1].upper()}:{int(match[2])}"

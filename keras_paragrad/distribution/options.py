@@ -1,5 +1,6 @@
 """`Options`: the arguments of `DistributedFit`, checked."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -7,12 +8,15 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
+from keras_paragrad.arguments import check_choice, check_integer, check_number, check_text, refusal
 from keras_paragrad.distribution.names import canonical_devices, kind_of_strategy
 
 STRATEGIES = ("auto", "none", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server")
 COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy", "one_device")
 SHARD_POLICIES = ("auto", "data", "file", "already_sharded")
 WEIGHTINGS = ("auto", "examples", "sample_weight", "mask")
+# A year, in seconds: more does not fit into the system calls that wait.
+_LONGEST = 365 * 24 * 3600
 CHOICES = {
     "communication": COMMUNICATIONS,
     "jit": ("auto", True, False),
@@ -76,18 +80,17 @@ class Options:
     collective_timeout: float | None = None
 
     def __post_init__(self):
-        for name, choices in CHOICES.items():
-            _check_choice(name, getattr(self, name), choices)
-        _check_strategy(self.strategy)
-        _check_precision(self.precision)
-        _check_number("warmup_steps", self.warmup_steps, int, 0)
-        if self.pack_bytes is not None:
-            _check_number("pack_bytes", self.pack_bytes, int, 0)
-        _check_number("startup_timeout", self.startup_timeout, (int, float), 1)
-        if self.collective_timeout is not None:
-            _check_number("collective_timeout", self.collective_timeout, (int, float), 1)
-        if self.devices is not None:
-            object.__setattr__(self, "devices", canonical_devices(self.devices))
+        checked = {name: check_choice(name, getattr(self, name), choices) for name, choices in CHOICES.items()}
+        checked["strategy"] = _checked_strategy(self.strategy)
+        checked["precision"] = _checked_precision(self.precision)
+        checked["warmup_steps"] = check_integer("warmup_steps", self.warmup_steps, least=0)
+        checked["pack_bytes"] = check_integer("pack_bytes", self.pack_bytes, least=0, optional=True)
+        seconds = functools.partial(check_number, least=1, most=_LONGEST)
+        checked["startup_timeout"] = seconds("startup_timeout", self.startup_timeout)
+        checked["collective_timeout"] = seconds("collective_timeout", self.collective_timeout, optional=True)
+        checked["devices"] = None if self.devices is None else canonical_devices(self.devices)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         self._check_together()
 
     @property
@@ -130,35 +133,24 @@ class Options:
             )
 
 
-def _check_choice(name: str, found: Any, choices: tuple) -> None:
-    # 1 == True, and is no choice.
-    if not any(found is choice or (isinstance(found, str) and found == choice) for choice in choices):
-        listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name} is {found!r}. Expected one of {listed}.")
-
-
-def _check_strategy(found: Any) -> None:
+def _checked_strategy(found: Any) -> str | tf.distribute.Strategy:
     if isinstance(found, tf.distribute.Strategy):
         kind_of_strategy(found)
-        return
-    if not isinstance(found, str) or found not in STRATEGIES:
-        names = ", ".join(repr(name) for name in STRATEGIES)
-        raise ValueError(f"strategy is {found!r}. Expected one of {names}, or a tf.distribute.Strategy.")
-
-
-def _check_precision(found: Any) -> None:
-    if found is None or found == "auto":
-        return
+        return found
     try:
-        keras.DTypePolicy(found)
+        return check_choice("strategy", found, STRATEGIES)
+    except ValueError as error:
+        raise ValueError(f"{error} Or hand over a tf.distribute.Strategy.") from None
+
+
+def _checked_precision(found: Any) -> str | None:
+    if found is None:
+        return None
+    try:
+        name = check_text("precision", found)
+        if name != "auto":
+            keras.DTypePolicy(name)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"precision is {found!r}. Expected 'auto', None, or the name of a Keras dtype policy, such as 'float32', "
-            "'mixed_float16' or 'mixed_bfloat16'."
-        ) from None
-
-
-def _check_number(name: str, found: Any, kind: type | tuple[type, ...], least: int) -> None:
-    if isinstance(found, bool) or not isinstance(found, kind) or not least <= found < float("inf"):
-        whole = "a whole number" if kind is int else "a number"
-        raise ValueError(f"{name} is {found!r}. Expected {whole} that is {least} or more.")
+        expected = "'auto', None, or the name of a Keras dtype policy, such as 'float32' or 'mixed_bfloat16'"
+        raise refusal("precision", found, expected) from None
+    return name

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from keras_paragrad._keras import checkpoint_state as seam
+from keras_paragrad.arguments import check_each, check_flag, check_integer
 from keras_paragrad.distribution.checkpoint.agreement import common_backup
 from keras_paragrad.distribution.checkpoint.content import Content
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, Stored
@@ -16,6 +17,7 @@ from keras_paragrad.distribution.checkpoint.remembered import HISTORY, check_sto
 from keras_paragrad.distribution.checkpoint.resuming import Resumption
 from keras_paragrad.distribution.checkpoint.stopping import StopRequest, TrainingInterrupted
 from keras_paragrad.distribution.checkpoint.values import UnstorableError
+from keras_paragrad.distribution.fit_arguments import checked_callback
 from keras_paragrad.distribution.workers import agree, gather, place_of
 
 _log = logging.getLogger("keras_paragrad")
@@ -82,16 +84,12 @@ class Backup(keras.callbacks.Callback):
         delete_when_done: bool = True,
     ):
         super().__init__()
-        if every != "epoch" and not _is_count(every):
-            raise ValueError(f"Got every={every!r}. Write 'epoch', or after how many batches to back up: every=500.")
-        if check_every is not None and not _is_count(check_every):
-            raise ValueError(f"Got check_every={check_every!r}. Write a number of steps, or None for about a second.")
         self.files = BackupFiles(directory, keep)
-        self.every = every
-        self.on_sigterm = on_sigterm
-        self.check_every = check_every
-        self.callbacks = list(callbacks)
-        self.delete_when_done = delete_when_done
+        self.every = check_integer("every", every, also=("epoch",), example=500)
+        self.on_sigterm = check_flag("on_sigterm", on_sigterm)
+        self.check_every = check_integer("check_every", check_every, example=100, optional=True)
+        self.callbacks = list(check_each("callbacks", callbacks, checked_callback, "Keras callbacks"))
+        self.delete_when_done = check_flag("delete_when_done", delete_when_done)
         self._request = StopRequest()
         self._resumption: Resumption | None = None
         self._position = Position(0, 0)
@@ -254,7 +252,3 @@ class Backup(keras.callbacks.Callback):
         outcome = f"a backup is in {self.files.directory}" if saved else "no backup could be written of that"
         _log.warning("SIGTERM: training stops in %s; %s. The same command goes on from there.", self._position, outcome)
         raise TrainingInterrupted(self._position, saved)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

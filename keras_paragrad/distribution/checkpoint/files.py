@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from keras_paragrad.arguments import check_integer, check_path
 from keras_paragrad.distribution.checkpoint.manifest import (
     FORMAT,
     Position,
@@ -71,17 +72,9 @@ class BackupFiles:
     """
 
     def __init__(self, directory: str | PathLike[str], keep: int = 2):
-        if not isinstance(directory, (str, PathLike)) or not str(directory):
-            raise ValueError(f"Got the directory {directory!r} for backups. Write the path of one: Backup('backups').")
-        if "://" in str(directory):
-            raise ValueError(
-                f"Got {str(directory)!r} for backups, which are renamed into place: that needs a local or mounted file "
-                "system. Mount the bucket, or write a local path: only the chief's has to last."
-            )
-        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-            raise ValueError(f"Got keep={keep!r}. Write how many backups to keep, 1 or more: keep=2.")
-        self.directory = Path(directory)
-        self.keep = keep
+        # Backups are renamed into place, which an object store can't.
+        self.directory: Path = check_path("directory", directory, directory=True, example="backups")
+        self.keep: int = check_integer("keep", keep, example=2)
 
     def paths(self) -> list[Path]:
         """The files that have a backup's name, the newest position first."""

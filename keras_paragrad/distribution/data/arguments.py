@@ -5,9 +5,17 @@ from os import PathLike, fspath
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.arguments import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_path,
+    refusal,
+    shown,
+)
 from keras_paragrad.distribution.data.policies import check_policy
 from keras_paragrad.distribution.data.sources import is_endless
 
@@ -31,24 +39,24 @@ class Request:
     seed: int | None = None
 
     def __post_init__(self):
-        for name in ("batch_size", "steps_per_epoch"):
-            _check_count(name, getattr(self, name))
-        if self.shuffle not in (True, False, "batch"):
-            raise ValueError(f'shuffle is {self.shuffle!r}. Write True, False, or "batch".')
-        if self.batch not in ("global", "per_replica"):
-            raise ValueError(
-                f'batch is {self.batch!r}. Write "global" if a batch is what all replicas share, or "per_replica" if '
-                "each of them gets as many rows."
-            )
-        if not isinstance(self.prefetch, bool):
-            _check_count("prefetch", self.prefetch)
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
-            raise ValueError(f"seed is {self.seed!r}. Write an integer that is not negative, or None.")
+        cached = isinstance(self.cache, (str, PathLike))
+        checked = {
+            "batch_size": check_integer("batch_size", self.batch_size, example=32, optional=True),
+            "shuffle": check_choice("shuffle", self.shuffle, (True, False, "batch")),
+            "class_weight": checked_class_weight(self.class_weight),
+            "steps_per_epoch": check_integer("steps_per_epoch", self.steps_per_epoch, example=100, optional=True),
+            "batch": check_choice("batch", self.batch, ("global", "per_replica")),
+            "shard_policy": check_policy(self.shard_policy),
+            "cache": check_path("cache", self.cache) if cached else check_flag("cache", self.cache),
+            "prefetch": check_integer("prefetch", self.prefetch, also=(True, False)),
+            "seed": check_integer("seed", self.seed, least=0, optional=True),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         if self.cache and self.shuffle:
             raise ValueError(
-                "cache and shuffle are both asked for: a cache would repeat the first epoch's order. Leave one out."
+                "`cache` and `shuffle` are both asked for: a cache would repeat the first epoch's order. Leave one out."
             )
-        check_policy(self.shard_policy)
 
     def check_data(self, x: Any) -> None:
         """Refuses data that does not go together with the other arguments.
@@ -74,6 +82,15 @@ class Request:
         return "" if self.cache is True else f"{fspath(self.cache)}-worker{worker}"  # pyright: ignore
 
 
-def _check_count(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
-        raise ValueError(f"{name} is {value!r}. Write a positive integer.")
+def checked_class_weight(found: Any) -> dict[int, float] | None:
+    """The argument of that name with plain numbers: from the numbers of classes to weights."""
+    if found is None:
+        return None
+    if not isinstance(found, dict) or not found:
+        raise refusal("class_weight", found, "a dict from classes to weights, or None", "{0: 1.0, 1: 2.5}")
+    return {
+        check_integer("class_weight", label, least=0, example="{0: 1.0, 1: 2.5}"): check_number(
+            f"class_weight[{shown(label)}]", weight
+        )
+        for label, weight in found.items()
+    }

@@ -5,6 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_paragrad._keras.data import count_files, share_of_files
+from keras_paragrad.arguments import check_choice
 from keras_paragrad.distribution.data.pieces import split
 from keras_paragrad.distribution.workers import Place
 
@@ -12,19 +13,19 @@ POLICIES = ("auto", "data", "file", "already_sharded")
 AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 
 
-def check_policy(policy: str) -> None:
-    """Refuses what is no shard policy.
+def check_policy(policy: str) -> str:
+    """The policy, if it is one.
 
     Raises:
         ValueError: It isn't one; for "off" the message says what to write for what may be meant.
     """
-    if policy == "off":
+    if isinstance(policy, str) and policy.lower() == "off":
         raise ValueError(
-            'shard_policy="off" would train every worker on everything it is given. If each worker was given a part '
-            'of its own, write shard_policy="already_sharded"; if all were given the same, shard_policy="data".'
+            '`shard_policy` is "off", which would train every worker on everything it is given. If each worker was '
+            'given a part of its own, write shard_policy="already_sharded"; if all were given the same, '
+            'shard_policy="data".'
         )
-    if policy not in POLICIES:
-        raise ValueError(f"shard_policy is {policy!r}. Choose one of {', '.join(map(repr, POLICIES))}.")
+    return check_choice("shard_policy", policy, POLICIES)
 
 
 def choose_policy(policy: str, x: Any, workers: int) -> str:

@@ -411,7 +411,7 @@ def test_bfloat16_comes_back(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"every": 0}, "every=500"), ({"every": "batch"}, "every=500"), ({"check_every": 0}, "None for about a second")],
+    [({"every": 0}, "every=500"), ({"every": "batch"}, "every=500"), ({"check_every": 0}, "check_every=100")],
     ids=["never", "word", "unchecked"],
 )
 def test_arguments(options, says):

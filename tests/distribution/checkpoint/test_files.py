@@ -170,11 +170,11 @@ def test_a_full_disk_leaves_the_backups_as_they_were(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("",), "Write the path of one"),
-        ((3,), "Write the path of one"),
-        (("gs://bucket/backups",), "Mount the bucket"),
-        (("backups", 0), "1 or more"),
-        (("backups", True), "1 or more"),
+        (("",), "Write directory='backups'"),
+        ((3,), "Write directory='backups'"),
+        (("gs://bucket/backups",), "on a local or mounted file system"),
+        (("backups", 0), "keep=2"),
+        (("backups", True), "keep=2"),
     ],
     ids=["empty", "number", "remote", "none-kept", "bool"],
 )

@@ -152,7 +152,7 @@ def test_weights_of_zeros_have_no_ratio(tmp_path):
         ({"every": 0}, "every=10"),
         ({"every": 2.5}, "an integer of at least 1"),
         ({"patience": True}, "`patience`"),
-        ({"vanishing": 1}, "vanishing=1e-6"),
+        ({"vanishing": 1}, "vanishing=1e-06"),
         ({"exploding": 0.5}, "exploding=1000.0"),
         ({"file_format": "json"}, "'csv' or 'parquet'"),
     ],
