@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.arguments import check_integer, refusal
 from keras_paragrad.inputs.derivative import Derivative
 from keras_paragrad.inputs.function import RowFunction
 from keras_paragrad.inputs.options import Options
@@ -67,11 +68,21 @@ def integrated_gradients(
     Reference:
         Sundararajan, Taly and Yan, *Axiomatic Attribution for Deep Networks*, 2017, https://arxiv.org/abs/1703.01365.
     """
-    if not hasattr(steps, "__index__") or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"`steps` is {steps!r}, and must be a whole number of at least 1. Write steps=50.")
+    # The rule's points are eigenvalues of a matrix with so many rows.
+    steps = check_integer("steps", steps, most=10_000, example=50)
     options = Options(output, wrt, batch_size, jit_compile, out, stream, verbose)
-    rows = [np.asarray(row) for row in keras.tree.flatten(0.0 if baseline is None else baseline)]
+    rows = [_checked_row(row) for row in keras.tree.flatten(0.0 if baseline is None else baseline)]
     return differentiate(model, x, [_Path(rows, steps)], options)
+
+
+def _checked_row(row: Any) -> np.ndarray:
+    try:
+        found = np.asarray(row)
+    except Exception:  # whatever a tensor or an object of a user's raises
+        found = np.empty(0, object)
+    if found.dtype.kind not in "fiuV":
+        raise refusal("baseline", row, "an array like one row for each input, or one number", "0.0")
+    return found
 
 
 class _Path(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad.arguments import check_choice
 from keras_paragrad.inputs.modes import MODES, Jacobian
 from keras_paragrad.inputs.options import Options
 from keras_paragrad.inputs.run import differentiate
@@ -64,10 +65,7 @@ def input_jacobian(
     Reference:
         Griewank and Walther, *Evaluating Derivatives*, 2nd edition, SIAM 2008, chapter 3.
     """
-    if mode not in MODES:
-        *others, last = (repr(choice) for choice in MODES)
-        raise ValueError(f"`mode` is {mode!r}. Write mode= one of {', '.join(others)} or {last}.")
-    if mode == "vectorized":
+    if check_choice("mode", mode, MODES) == "vectorized":
         if jit_compile is False:
             raise ValueError(
                 "mode='vectorized' needs XLA: without it, TensorFlow's batched matrix products write past their "

@@ -1,8 +1,8 @@
 """The arguments that all derivatives with respect to inputs share, checked at the call."""
 
-import operator
 from typing import Any, NamedTuple
 
+from keras_paragrad.arguments import check_choice, check_flag, check_integer
 from keras_paragrad.inputs.outputs import checked_output
 
 
@@ -23,15 +23,13 @@ class Options(NamedTuple):
         Raises:
             ValueError: One is not. The message says what to write.
         """
-        size = self.batch_size
-        if not hasattr(size, "__index__") or isinstance(size, bool) or size < 1:
-            raise ValueError(f"`batch_size` is {size!r}, and must be a number of rows. Write batch_size=2048.")
-        if self.jit_compile not in ("auto", True, False):
-            raise ValueError(f"`jit_compile` is {self.jit_compile!r}. Write jit_compile= one of 'auto', True or False.")
-        if self.verbose not in (0, 1, 2):
-            raise ValueError(f"`verbose` is {self.verbose!r}. Write verbose=1 for a progress bar, or 0 for none.")
-        if self.stream not in (True, False):
-            raise ValueError(f"`stream` is {self.stream!r}. Write stream=True for an iterator, or False.")
-        if self.stream and self.out is not None:
+        checked = self._replace(
+            batch_size=check_integer("batch_size", self.batch_size, most=2**31 - 1, example=2048),
+            jit_compile=check_choice("jit_compile", self.jit_compile, ("auto", True, False)),
+            verbose=int(check_integer("verbose", self.verbose, least=0, most=2, also=(True, False), example=1)),
+            stream=check_flag("stream", self.stream),
+            output=checked_output(self.output),
+        )
+        if checked.stream and self.out is not None:
             raise ValueError("`stream` and `out` are both given, and the result goes one way. Leave one of them out.")
-        return self._replace(batch_size=operator.index(size), output=checked_output(self.output))
+        return checked

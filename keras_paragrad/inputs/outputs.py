@@ -1,24 +1,24 @@
 """Which output is differentiated: named, picked by its index, or a function of them all."""
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import keras
+
+from keras_paragrad.arguments import LARGEST, check_integer, refusal, shown
 
 Output = str | int | Callable[[Any], Any] | None
 
 
 def checked_output(output: Any) -> Output:
     """The `output` argument, if it is a name, an index, a function or `None`."""
-    if output is None or isinstance(output, str) or callable(output):
+    if output is None or isinstance(output, str) or (callable(output) and not isinstance(output, type)):
         return output
-    if hasattr(output, "__index__") and not isinstance(output, bool):
-        return operator.index(output)
-    raise ValueError(
-        f"`output` is {output!r}. Write the name of an output, the index of an entry on its last axis such as a class, "
-        "or a function such as output=lambda outputs: outputs[:, 0] - outputs[:, 1]."
-    )
+    try:
+        return check_integer("output", output, least=-LARGEST)
+    except ValueError:
+        expected = "the name of an output, the index of an entry on its last axis such as a class, a function, or None"
+        raise refusal("output", output, expected, "lambda outputs: outputs[:, 0] - outputs[:, 1]") from None
 
 
 def select(model: keras.Model, outputs: Any, output: Output) -> Any:
@@ -29,7 +29,7 @@ def select(model: keras.Model, outputs: Any, output: Output) -> Any:
     if isinstance(output, str):
         if output not in names:
             known = f"are {', '.join(map(repr, names))}" if names else "have no names"
-            raise ValueError(f"`output` is {output!r}, and the model's outputs {known}. {_WRITE_A_FUNCTION}")
+            raise ValueError(f"`output` is {shown(output)}, and the model's outputs {known}. {_WRITE_A_FUNCTION}")
         return keras.tree.flatten(outputs)[names.index(output)]
     leaves = keras.tree.flatten(outputs)
     if len(leaves) != 1:

@@ -7,6 +7,8 @@ from typing import Any, BinaryIO
 import keras
 import numpy as np
 
+from keras_paragrad.arguments import check_path, refusal
+
 
 class GrowingArray:
     """An array that rows are added to, without a second copy of them all at the end.
@@ -94,11 +96,12 @@ def sinks(out: Any, nesting: Any, rows: int | None, x: Any) -> list[GrowingArray
     count = len(keras.tree.flatten(nesting))
     if out is None:
         return [GrowingArray(rows) for _ in range(count)]
-    paths = keras.tree.flatten(out)
-    if len(paths) != count or not all(isinstance(path, (str, os.PathLike)) for path in paths):
+    try:
+        keras.tree.assert_same_structure(out, nesting)
+        paths = [check_path("out", path) for path in keras.tree.flatten(out)]
+    except Exception:  # whatever Keras raises for another nesting
         example = keras.tree.map_structure(lambda number: f"{number}.npy", nesting)
-        raise ValueError(f"`out` is {out!r}. Name a file for each result, nested as they are: write out={example!r}.")
-    keras.tree.assert_same_structure(out, nesting)
+        raise refusal("out", out, "a file for each result, nested as they are", repr(example)) from None
     files = [os.path.realpath(path) for path in paths]
     if inputs := set(files) & _mapped_files(x):
         raise ValueError(f"`out` names {inputs.pop()}, which the rows are read from. Name another file.")

@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.arguments import shown
+
 
 class Chunk(NamedTuple):
     """Rows that go through the model at once.
@@ -75,10 +77,13 @@ def arrays_of(nested: Any) -> list[np.ndarray]:
     for leaf in leaves:
         if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
             raise ValueError(f"`x` holds a {type(leaf).__name__}. Write .to_tensor(), or tf.sparse.to_dense() for it.")
-    arrays = [np.asarray(leaf) for leaf in leaves]
-    if not arrays or any(array.ndim == 0 for array in arrays):
+    try:
+        arrays = [np.asarray(leaf) for leaf in leaves]
+    except Exception:  # whatever an object of a user's raises
+        arrays = []
+    if not arrays or any(array.ndim == 0 or array.dtype == object for array in arrays):
         raise ValueError(
-            f"`x` holds {nested!r:.80}, which has no rows. Give it arrays of shape (rows, ...), nested as the model's "
+            f"`x` holds {shown(nested)}, which has no rows. Give it arrays of shape (rows, ...), nested as the model's "
             "inputs are, a tf.data.Dataset, or a generator of batches."
         )
     if len({len(array) for array in arrays}) > 1:

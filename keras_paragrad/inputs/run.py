@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_paragrad.arguments import check_instance
 from keras_paragrad.inputs.execution import Differentiate, Execution
 from keras_paragrad.inputs.options import Options
 from keras_paragrad.inputs.results import sinks
@@ -29,6 +30,7 @@ def differentiate(
     Returns:
         The results of all rows, nested as the inputs are, or an iterator of those of each chunk.
     """
+    check_instance("model", model, keras.Model, "a Keras model")
     options = options.checked()
     replicas = model.distribute_strategy.num_replicas_in_sync
     rows = Rows(x if beside is None else (x, beside), options.batch_size, replicas)

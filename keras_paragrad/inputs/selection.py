@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from keras_paragrad.arguments import check_integer, refusal, shown
 from keras_paragrad.inputs.refusal import integer_refusal
 
 
@@ -30,10 +31,10 @@ class Selection(NamedTuple):
         """Selects the inputs that `wrt` names: all if it is `None`, otherwise a name, a number or a list of them."""
         declared = _declared(model, structure)
         names = _names(structure, declared)
-        nesting = structure if wrt is None else keras.tree.map_structure(lambda name: _number(name, names), wrt)
+        nesting = structure if wrt is None else _numbers(wrt, names)
         chosen = keras.tree.flatten(nesting)
         if not chosen or len(set(chosen)) < len(chosen):
-            raise ValueError(f"`wrt` is {wrt!r}. Name one or more of the inputs {names}, each once.")
+            raise ValueError(f"`wrt` is {shown(wrt)}. Name one or more of the inputs {names}, each once.")
         dtypes = [_dtype(model, names, number, declared[number], leaves[number]) for number in chosen]
         return cls(structure, names, chosen, dtypes, nesting)
 
@@ -60,12 +61,22 @@ def _names(structure: Any, declared: list) -> list[str]:
     ]
 
 
+def _numbers(wrt: Any, names: list[str]) -> Any:
+    """The inputs' numbers, nested as their names are."""
+    try:
+        leaves = keras.tree.flatten(wrt)
+        return keras.tree.pack_sequence_as(wrt, [_number(name, names) for name in leaves])
+    except TypeError:  # a dict of keys that can't be sorted
+        raise refusal("wrt", wrt, f"one of the inputs {names}, or several, each once") from None
+
+
 def _number(name: Any, names: list[str]) -> int:
     if isinstance(name, str) and name in names:
         return names.index(name)
-    if isinstance(name, int) and not isinstance(name, bool) and 0 <= name < len(names):
-        return name
-    raise ValueError(f"`wrt` names {name!r}, and the model's inputs are {names}. Write one of these, or its number.")
+    try:
+        return check_integer("wrt", name, least=0, most=len(names) - 1)
+    except ValueError:
+        raise refusal("wrt", name, f"one of the inputs {names}, or its number") from None
 
 
 def _dtype(model: keras.Model, names: list[str], number: int, declared: Any, leaf: np.ndarray) -> str:

@@ -234,5 +234,5 @@ def test_arguments_are_checked_at_the_call(argument):
 def test_one_way_out(tmp_path):
     with pytest.raises(ValueError, match="Leave one of them out"):
         input_gradients(build(), rows(3), 0, stream=True, out=tmp_path / "x.npy")
-    with pytest.raises(ValueError, match="write out='0.npy'"):
+    with pytest.raises(ValueError, match="Write out='0.npy'"):
         input_gradients(build(), rows(3), 0, out=3)

@@ -160,5 +160,5 @@ def test_vectorized_is_compiled_or_refused():
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="one of 'auto', 'forward', 'reverse' or 'vectorized'"):
+    with pytest.raises(ValueError, match="must be 'auto', 'forward', 'reverse' or 'vectorized'"):
         input_jacobian(dense(2, 3), np.ones((2, 2)), "backward")

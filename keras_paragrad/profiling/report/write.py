@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_paragrad
+from keras_paragrad.arguments import check_path
 from keras_paragrad.extras import require
 from keras_paragrad.profiling.report import compare_view, series_view
 from keras_paragrad.profiling.report.figures import IN_WORDS, PARTS, figures_of
@@ -54,9 +55,13 @@ def write_report(
     >>> write_report(log_dir).name
     'report.html'
     """
+    folders = [check_path("log_dir", log_dir, example="logs")]
+    if compare is not None:
+        folders.append(check_path("compare", compare, example="other_logs"))
+    path = check_path("output", output, example="report.html", optional=True)
     environment = _environment()
-    runs = [read_run(Path(folder)) for folder in (log_dir, compare) if folder is not None]
-    path = Path(output) if output is not None else Path(log_dir, NAME if compare is None else COMPARED_NAME)
+    runs = [read_run(folder) for folder in folders]
+    path = path or folders[0] / (NAME if compare is None else COMPARED_NAME)
     page, content = ("report.html", _report(runs[0])) if compare is None else ("comparison.html", _comparison(runs))
     _refuse_to_replace(path)
     text = environment.get_template(page).render(content)
