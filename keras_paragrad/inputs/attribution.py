@@ -80,9 +80,15 @@ def _checked_row(row: Any) -> np.ndarray:
         found = np.asarray(row)
     except Exception:  # whatever a tensor or an object of a user's raises
         found = np.empty(0, object)
-    if found.dtype.kind not in "fiuV":
-        raise refusal("baseline", row, "an array like one row for each input, or one number", "0.0")
+    if found.dtype.kind not in "fiuV" or not _is_finite(found):
+        raise refusal("baseline", row, "an array like one row for each input, or one finite number", "0.0")
     return found
+
+
+def _is_finite(row: np.ndarray) -> bool:
+    """Whether there are no NaN and no numbers beyond float32, which would make every attribution NaN."""
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(row.astype("float32")).all())
 
 
 class _Path(NamedTuple):

@@ -1,11 +1,12 @@
 """Which inputs are differentiated: all of them, or those that `wrt` names. What can't be is refused."""
 
+import contextlib
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
-from keras_paragrad.arguments import check_integer, refusal, shown
+from keras_paragrad.arguments import check_choice, check_integer, refusal, shown
 from keras_paragrad.inputs.refusal import integer_refusal
 
 
@@ -71,8 +72,8 @@ def _numbers(wrt: Any, names: list[str]) -> Any:
 
 
 def _number(name: Any, names: list[str]) -> int:
-    if isinstance(name, str) and name in names:
-        return names.index(name)
+    with contextlib.suppress(ValueError):
+        return names.index(check_choice("wrt", name, names))
     try:
         return check_integer("wrt", name, least=0, most=len(names) - 1)
     except ValueError:

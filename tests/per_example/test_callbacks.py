@@ -203,15 +203,6 @@ def test_they_reach_tensorboard(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
-    [({"quantiles": (2,)}, "from 0 to 1"), ({"bins": 0}, "`bins`"), ({"largest": 1.5}, "`largest`")],
-)
-def test_arguments_of_example_gradients(arguments, says):
-    with pytest.raises(ValueError, match=says):
-        ExampleGradients(**arguments)
-
-
-@pytest.mark.parametrize(
     ("make", "more", "says"),
     [
         (inner, {}, r"keras_paragrad.wrap\(model\)"),

@@ -228,23 +228,6 @@ def test_a_disk_that_is_full(tmp_path):
     assert not list((tmp_path / "logs").glob(".tracing-*"))
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"log_dir": "gs://bucket/logs"}, "written to disks"),
-        ({"schedule": 10}, "Write ProfileSchedule"),
-        ({"report": "pdf"}, "Write 'html'"),
-        ({"on_signal": "SIGNONE"}, "no such signal"),
-        ({"keep": 0}, "at least 1"),
-        ({"operations": -1}, "at least 0"),
-    ],
-    ids=["log_dir", "schedule", "report", "on_signal", "keep", "operations"],
-)
-def test_arguments_are_checked_at_construction(options, says):
-    with pytest.raises(ValueError, match=says):
-        Profiler(**{"log_dir": "logs", **options})
-
-
 def test_a_handler_of_the_users_is_left_alone(tmp_path, caplog):
     caplog.set_level(logging.INFO, "keras_paragrad")
     mine = signal.signal(signal.SIGUSR1, lambda *_: None)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_paragrad.arguments import (
     check_choice,
     check_flag,
+    check_instance,
     check_integer,
     check_number,
     check_path,
@@ -94,3 +95,9 @@ def checked_class_weight(found: Any) -> dict[int, float] | None:
         )
         for label, weight in found.items()
     }
+
+
+def checked_strategy(found: Any) -> tf.distribute.Strategy:
+    """The argument of that name: for `None`, the strategy of the scope."""
+    given = check_instance("strategy", found, tf.distribute.Strategy, "a tf.distribute.Strategy", optional=True)
+    return tf.distribute.get_strategy() if given is None else given

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_paragrad._keras.data import OwnAdapter
+from keras_paragrad.arguments import check_instance
 from keras_paragrad.distribution.data.agreement import common_steps
 from keras_paragrad.distribution.data.arguments import Request
 from keras_paragrad.distribution.data.feed import Feed, Pieces
@@ -159,6 +160,7 @@ def distributed_dataset(
     >>> [batch.numpy().tolist() for batch in data]
     [[0, 1], [2, 3], [4]]
     """
+    check_instance("strategy", strategy, tf.distribute.Strategy, "a tf.distribute.Strategy")
     place = place_of(strategy)
 
     def ask() -> Request:

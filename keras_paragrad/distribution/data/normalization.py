@@ -5,8 +5,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad.arguments import check_function, check_instance
 from keras_paragrad.distribution.data.adapting import Select, adapt_all, only_input
+from keras_paragrad.distribution.data.arguments import checked_strategy
 from keras_paragrad.distribution.data.normalization_layers import normalization_layers, selector
+from keras_paragrad.distribution.data.policies import check_policy
 
 
 def adapt_normalization(
@@ -43,7 +46,10 @@ def adapt_normalization(
     >>> np.asarray(layer(np.array([[3.0, 10.0]]))).tolist()
     [[1.0, -1.0]]
     """
-    adapt_all([(layer, select or only_input)], data, strategy or tf.distribute.get_strategy(), shard_policy)
+    check_instance("layer", layer, keras.layers.Normalization, "a keras.layers.Normalization")
+    select = check_function("select", select, example="lambda x: x['age']", optional=True)
+    check_policy(shard_policy)
+    adapt_all([(layer, select or only_input)], data, checked_strategy(strategy), shard_policy)
 
 
 def normalize_inputs(
@@ -69,6 +75,9 @@ def normalize_inputs(
     >>> model.predict(np.array([[3.0]]), verbose=0).tolist()
     [[1.0]]
     """
+    check_instance("model", model, keras.Model, "a Keras model")
+    strategy = checked_strategy(strategy)
+    check_policy(shard_policy)
     layers = normalization_layers(model)
     if not layers:
         raise ValueError(
@@ -76,6 +85,6 @@ def normalize_inputs(
             "input: keras.layers.Normalization()(inputs)."
         )
     pairs = [(layer, selector(model, layer)) for layer in layers]
-    adapt_all(pairs, data, strategy or tf.distribute.get_strategy(), shard_policy)
+    adapt_all(pairs, data, strategy, shard_policy)
     # They hold the old numbers.
     model.train_function = model.test_function = model.predict_function = None

@@ -407,13 +407,3 @@ def test_bfloat16_comes_back(tmp_path):
     fit(model, [ExactAccumulation(), Backup(tmp_path, 3)])
     fit(straight, [ExactAccumulation()])
     np.testing.assert_array_equal(model.get_weights()[0], straight.get_weights()[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [({"every": 0}, "every=500"), ({"every": "batch"}, "every=500"), ({"check_every": 0}, "check_every=100")],
-    ids=["never", "word", "unchecked"],
-)
-def test_arguments(options, says):
-    with pytest.raises(ValueError, match=says):
-        Backup("backups", **options)

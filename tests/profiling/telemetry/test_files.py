@@ -146,23 +146,6 @@ def test_weights_of_zeros_have_no_ratio(tmp_path):
     assert ratios[1] > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"every": 0}, "every=10"),
-        ({"every": 2.5}, "an integer of at least 1"),
-        ({"patience": True}, "`patience`"),
-        ({"vanishing": 1}, "vanishing=1e-06"),
-        ({"exploding": 0.5}, "exploding=1000.0"),
-        ({"file_format": "json"}, "'csv' or 'parquet'"),
-    ],
-    ids=str,
-)
-def test_arguments(arguments, says):
-    with pytest.raises(ValueError, match=says):
-        GradientTelemetry(**arguments)
-
-
 def test_two_of_them():
     model = inner()
     model.compile("sgd", "mse")

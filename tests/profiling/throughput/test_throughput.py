@@ -208,12 +208,6 @@ def test_a_directory_that_cannot_be_written(tmp_path, caplog):
     assert figures["examples_per_second"] > 0
 
 
-@pytest.mark.parametrize("arguments", [{"interval": 0}, {"peak_flops": -1.0}, {"batch_size": 0}], ids=str)
-def test_arguments(arguments):
-    with pytest.raises(ValueError, match=f"`{next(iter(arguments))}`.*above 0"):
-        Throughput(**arguments)
-
-
 @pytest.mark.own_process(seconds=200)
 @pytest.mark.parametrize("distributed", [True, False], ids=["DistributedFit", "stock"])
 def test_two_replicas(mirrored, distributed):

@@ -1,0 +1,457 @@
+"""Every argument of everything public, with values of every kind: right ones are taken, others refused by name."""
+
+import decimal
+import fractions
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from test_arguments import Hostile, HostileText
+
+import keras_paragrad
+from keras_paragrad.distribution.checkpoint.backup import Backup
+from keras_paragrad.distribution.data import adapt_normalization, distributed_dataset, normalize_inputs
+from keras_paragrad.distribution.described import describe
+from keras_paragrad.distribution.options import Options
+from keras_paragrad.per_example import register_rule
+
+HERE = str(Path(keras_paragrad.__file__).parent)
+VALUES: dict[str, Any] = {
+    "None": None,
+    "True": True,
+    "False": False,
+    "np.True_": np.True_,
+    "0": 0,
+    "np.zeros(())": np.zeros((), "int64"),
+    "1": 1,
+    "np.int8(3)": np.int8(3),
+    "np.array(3)": np.array(3),
+    "tf.constant(3)": tf.constant(3),
+    "-1": -1,
+    "2**40": 2**40,
+    "2**63": 2**63,
+    "2**70": 2**70,
+    "-2**70": -(2**70),
+    "10**6000": 10**6000,
+    "0.5": 0.5,
+    "np.float32(0.5)": np.float32(0.5),
+    "1/2": fractions.Fraction(1, 2),
+    "decimal": decimal.Decimal("0.5"),
+    "1.5": 1.5,
+    "-0.5": -0.5,
+    "1e300": 1e300,
+    "nan": float("nan"),
+    "np.nan": np.float64("nan"),
+    "inf": float("inf"),
+    "-inf": float("-inf"),
+    "1j": 1j,
+    "'1'": "1",
+    "''": "",
+    "' '": " ",
+    "'word'": "word",
+    "'auto'": "auto",
+    "'AUTO'": "AUTO",
+    "np.str_": np.str_("word"),
+    "'a\\0b'": "a\0b",
+    "surrogate": "\ud800",
+    "long text": "x" * 100_000,
+    "gs://": "gs://bucket/x",
+    "b'auto'": b"auto",
+    "[]": [],
+    "()": (),
+    "[1]": [1],
+    "[nan]": [float("nan")],
+    "[0.5]": [0.5],
+    "['word']": ["word"],
+    "[None]": [None],
+    "nested": [[[[[]]]]],
+    "{}": {},
+    "{0: 1.0}": {0: 1.0},
+    "{'a': 1}": {"a": 1},
+    "{0: 'x'}": {0: "x"},
+    "{0: nan}": {0: float("nan")},
+    "{mixed}": {0: 1, "a": 2},
+    "set": {1, 2},
+    "range": range(2**60),
+    "iterator": iter([]),
+    "object": object(),
+    "class": int,
+    "module": np,
+    "...": ...,
+    "function": lambda *words: words,
+    "method": "word".join,
+    "array": np.ones(2),
+    "empty array": np.ones((0, 2)),
+    "strings": np.array(["a", "b"]),
+    "objects": np.array([object()]),
+    "Hostile": Hostile(),
+    "Hostile, long": Hostile("long\n" * 10**5),
+    "HostileText": HostileText("hostile"),
+    "exception": ValueError("x"),
+    "dtype": np.dtype("float32"),
+}
+
+
+def taken(*names: str) -> frozenset[str]:
+    assert not set(names) - set(VALUES), set(names) - set(VALUES)
+    return frozenset(names)
+
+
+NONE = taken("None")
+FLAG = taken("True", "False", "np.True_")
+COUNT = taken("1", "np.int8(3)", "np.array(3)", "tf.constant(3)")
+LARGE = taken("2**40")
+ZERO = taken("0", "np.zeros(())")
+HALF = taken("0.5", "np.float32(0.5)", "1/2", "decimal")
+ABOVE_0 = COUNT | LARGE | HALF | taken("1.5", "1e300", "2**63", "2**70")
+PATH = taken("'1'", "'word'", "'auto'", "'AUTO'", "np.str_", "HostileText")
+AUTO = taken("'auto'")
+TEXT = PATH | taken("'a\\0b'", "surrogate", "long text", "gs://")
+FUNCTION = taken("function", "method")
+NOTHING = taken()
+# What is checked elsewhere: data, which Keras reads, and keywords that are passed on.
+ELSEWHERE = None
+
+
+class Called(NamedTuple):
+    """Something public.
+
+    Attributes:
+        call: It.
+        kinds: For each of its arguments, the names of the `VALUES` it takes; `ELSEWHERE` is not tried.
+        base: Arguments that are always given.
+        costs: Whether a right call takes long, so that only wrong ones are made.
+    """
+
+    call: Callable[..., Any]
+    kinds: dict[str, frozenset[str] | None]
+    base: dict[str, Any] = {}
+    costs: bool = False
+
+
+def model() -> keras.Model:
+    made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    return made
+
+
+def fit(**arguments: Any) -> Any:
+    return keras_paragrad.DistributedFit("none").fit(**arguments)
+
+
+def callbacks(**arguments: Any) -> Any:
+    return keras_paragrad.DistributedFit("none").callbacks(**arguments)
+
+
+ROWS = np.ones((4, 2), "float32")
+TARGETS = np.ones((4, 1), "float32")
+DERIVATIVE = {
+    "model": NOTHING,
+    "x": ELSEWHERE,
+    "output": NONE | ZERO | FUNCTION | taken("-1"),
+    "batch_size": COUNT,
+    "wrt": NONE | ZERO,
+    "jit_compile": FLAG | AUTO,
+    "out": NONE | PATH,
+    "stream": FLAG,
+    "verbose": FLAG | ZERO | taken("1"),
+}
+BASELINE = NONE | COUNT | ZERO | LARGE | HALF - taken("1/2", "decimal")
+BASELINE |= taken("-1", "2**63", "1.5", "-0.5", "[1]", "[0.5]", "array", "{0: 1.0}", "{'a': 1}")
+OPTIONS = {
+    "strategy": AUTO,
+    "devices": NONE,
+    "communication": AUTO,
+    "jit": FLAG | AUTO,
+    "precision": AUTO | NONE,
+    "batch": NOTHING,
+    "lr_scaling": NONE,
+    # Without a scaling there is nothing to warm up to.
+    "warmup_steps": ZERO,
+    "exact": FLAG,
+    "weighting": AUTO,
+    "shard_policy": AUTO,
+    "pack_bytes": ZERO | COUNT | LARGE | NONE,
+    "startup_timeout": COUNT | taken("1.5"),
+    "collective_timeout": COUNT | taken("1.5") | NONE,
+}
+PUBLIC = {
+    "AccumulatingOptimizer": Called(
+        keras_paragrad.AccumulatingOptimizer,
+        {
+            "inner_optimizer": NOTHING,
+            "steps": COUNT | LARGE,
+            "weighting": AUTO,
+            "tail": NOTHING,
+            "accumulator_dtype": NONE,
+            "skip_nonfinite": FLAG,
+            "name": ELSEWHERE,
+        },
+        {"inner_optimizer": "sgd"},
+    ),
+    "Backup": Called(
+        Backup,
+        {
+            "directory": PATH,
+            "every": COUNT | LARGE,
+            "keep": COUNT | LARGE,
+            "on_sigterm": FLAG,
+            "check_every": COUNT | LARGE | NONE,
+            "callbacks": taken("[]", "()", "empty array"),
+            "delete_when_done": FLAG,
+        },
+        {"directory": "backups"},
+    ),
+    "DistributedFit": Called(keras_paragrad.DistributedFit, OPTIONS, {"strategy": "none"}, costs=True),
+    "DistributedFit.callbacks": Called(
+        callbacks,
+        {
+            "directory": PATH,
+            "every": COUNT | LARGE,
+            "keep": COUNT | LARGE,
+            "on_sigterm": FLAG,
+            "delete_when_done": FLAG,
+        },
+        {"directory": "backups"},
+    ),
+    "DistributedFit.fit": Called(
+        fit,
+        {
+            "model": NOTHING,
+            "x": ELSEWHERE,
+            "y": ELSEWHERE,
+            "batch_size": COUNT | LARGE | NONE,
+            "epochs": COUNT | LARGE | ZERO,
+            "verbose": ELSEWHERE,
+            "callbacks": NONE | taken("[]", "()", "empty array"),
+            "validation_split": HALF | ZERO,
+            "validation_data": ELSEWHERE,
+            "shuffle": FLAG,
+            "class_weight": NONE | taken("{0: 1.0}"),
+            "sample_weight": ELSEWHERE,
+            "initial_epoch": ZERO | COUNT | LARGE,
+            "steps_per_epoch": COUNT | LARGE | NONE,
+            "validation_steps": COUNT | LARGE | NONE,
+            "validation_batch_size": COUNT | LARGE | NONE,
+            "validation_freq": COUNT | LARGE | taken("[1]", "set", "[]", "()"),
+            "normalize": FLAG,
+            "data_options": ELSEWHERE,
+        },
+        {"model": model, "x": ROWS, "y": TARGETS},
+        costs=True,
+    ),
+    "ExactAccumulation": Called(keras_paragrad.ExactAccumulation, {}),
+    "ExampleGradients": Called(
+        keras_paragrad.ExampleGradients,
+        {
+            "layer": NONE,
+            "quantiles": taken("[]", "()", "[1]", "[0.5]", "array", "empty array"),
+            "bins": COUNT,
+            "largest": COUNT | LARGE,
+            "log_dir": PATH | NONE | taken("gs://"),
+        },
+    ),
+    "GradientNoiseScale": Called(
+        keras_paragrad.GradientNoiseScale,
+        {"source": AUTO, "decay": HALF | ZERO, "update_freq": COUNT | LARGE},
+    ),
+    "GradientTelemetry": Called(
+        keras_paragrad.GradientTelemetry,
+        {
+            "log_dir": PATH | NONE,
+            "every": COUNT | LARGE,
+            "file_format": NOTHING,
+            "vanishing": HALF | ZERO,
+            "exploding": ABOVE_0 - HALF - taken("1") | taken("inf"),
+            "patience": COUNT | LARGE,
+        },
+    ),
+    "Options": Called(Options, OPTIONS),
+    "PerExampleGradients": Called(
+        keras_paragrad.PerExampleGradients,
+        {
+            "layer": NOTHING,
+            "quantity": NOTHING,
+            "clip_norm": ABOVE_0 | NONE,
+            "transform": FUNCTION | NONE,
+            "capacity": COUNT | NONE,
+            "loss_reduction": NONE,
+            "kwargs": ELSEWHERE,
+        },
+        {"layer": lambda: keras.layers.Dense(1)},
+    ),
+    "ProfileSchedule": Called(
+        keras_paragrad.ProfileSchedule,
+        {
+            "skip_first": ZERO | COUNT | LARGE,
+            "wait": ZERO | COUNT | LARGE,
+            "warmup": ZERO | COUNT | LARGE,
+            "active": COUNT,
+            "repeat": COUNT | LARGE | NONE,
+        },
+    ),
+    "Profiler": Called(
+        keras_paragrad.Profiler,
+        {
+            "log_dir": PATH,
+            "schedule": NONE,
+            "summary": FLAG,
+            "report": NONE | taken("False"),
+            "on_signal": NONE,
+            "keep": COUNT | LARGE,
+            "operations": ZERO | COUNT | LARGE,
+        },
+        {"log_dir": "logs"},
+    ),
+    "Throughput": Called(
+        keras_paragrad.Throughput,
+        {
+            "log_dir": PATH | NONE,
+            "interval": ABOVE_0,
+            "peak_flops": ABOVE_0 | NONE,
+            "flops": FLAG | NONE,
+            "batch_size": COUNT | LARGE | NONE,
+        },
+    ),
+    "adapt_normalization": Called(
+        adapt_normalization,
+        {"layer": NOTHING, "data": ELSEWHERE, "strategy": NONE, "select": NONE | FUNCTION, "shard_policy": AUTO},
+        {"layer": keras.layers.Normalization, "data": ROWS},
+        costs=True,
+    ),
+    "describe": Called(
+        describe,
+        {
+            "cpus": COUNT,
+            "gpus": ZERO | COUNT,
+            "gpu_memory_gb": ABOVE_0 - LARGE - taken("1e300", "2**63", "2**70") | NONE,
+            "compute_capability": NONE | taken("set"),
+            "tpu_cores": ZERO | COUNT,
+            "workers": COUNT,
+            "ps": ZERO | COUNT,
+            "logical_cpus": COUNT,
+        },
+    ),
+    "distributed_dataset": Called(
+        distributed_dataset,
+        {
+            "strategy": NOTHING,
+            "x": ELSEWHERE,
+            "y": ELSEWHERE,
+            "sample_weight": ELSEWHERE,
+            "batch_size": COUNT | LARGE | NONE,
+            "shuffle": FLAG,
+            "class_weight": NONE | taken("{0: 1.0}"),
+            "steps_per_epoch": COUNT | LARGE | NONE,
+            "batch": NOTHING,
+            "shard_policy": AUTO,
+            "cache": FLAG | PATH,
+            "prefetch": FLAG | COUNT | LARGE,
+            "seed": ZERO | COUNT | LARGE | NONE,
+        },
+        {"strategy": tf.distribute.get_strategy(), "x": ROWS, "y": TARGETS},
+        costs=True,
+    ),
+    "hessian_vector_product": Called(
+        keras_paragrad.hessian_vector_product,
+        {**DERIVATIVE, "vector": ELSEWHERE},
+        {"model": model, "x": ROWS, "vector": ROWS},
+        costs=True,
+    ),
+    "input_gradients": Called(keras_paragrad.input_gradients, DERIVATIVE, {"model": model, "x": ROWS}, costs=True),
+    "input_jacobian": Called(
+        keras_paragrad.input_jacobian, {**DERIVATIVE, "mode": AUTO}, {"model": model, "x": ROWS}, costs=True
+    ),
+    "integrated_gradients": Called(
+        keras_paragrad.integrated_gradients,
+        {**DERIVATIVE, "steps": COUNT, "baseline": BASELINE},
+        {"model": model, "x": ROWS},
+        costs=True,
+    ),
+    "microbatch": Called(
+        keras_paragrad.microbatch, {"model": NOTHING, "size": COUNT, "weighting": AUTO}, {"model": model, "size": 4}
+    ),
+    "normalize_inputs": Called(
+        normalize_inputs,
+        {"model": NOTHING, "data": ELSEWHERE, "strategy": NONE, "shard_policy": AUTO},
+        {"model": lambda: keras.Sequential([keras.Input((2,)), keras.layers.Normalization()]), "data": ROWS},
+        costs=True,
+    ),
+    "register_rule": Called(lambda layers: register_rule(layers), {"layers": NOTHING}),
+    "wrap": Called(keras_paragrad.wrap, {"model": NOTHING, "options": ELSEWHERE}, {"model": model}),
+    "write_report": Called(
+        keras_paragrad.write_report,
+        {"log_dir": PATH, "output": PATH | NONE, "compare": PATH | NONE},
+        {"log_dir": "missing"},
+        costs=True,
+    ),
+    **{
+        name: Called(
+            getattr(keras_paragrad, name),
+            {
+                "model": NOTHING,
+                "x": ELSEWHERE,
+                "y": ELSEWHERE,
+                "loss": FUNCTION,
+                "sample_weight": ELSEWHERE,
+                "batch_size": COUNT | LARGE | NONE,
+                "training": FLAG,
+                "jit_compile": FLAG,
+            },
+            {"model": model, "x": ROWS, "y": TARGETS, "loss": "mse"},
+            costs=True,
+        )
+        for name in ("per_example_gradients", "per_example_norms")
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_value_for_every_argument(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    called = PUBLIC[name]
+    failures = []
+    base = {key: value() if callable(value) else value for key, value in called.base.items()}
+    for argument, right in called.kinds.items():
+        for label, value in VALUES.items() if right is not None else ():
+            if label in right and called.costs:
+                continue
+            verdict = said_of(called.call, {**base, argument: value}, argument)
+            if (verdict is None) != (label in right):
+                failures.append(f"{argument}={label}: {verdict or 'taken'}")
+            elif verdict and verdict != "refused":
+                failures.append(f"{argument}={label}: {verdict}")
+    assert not failures, "\n".join(failures)
+
+
+def said_of(call: Callable[..., Any], arguments: dict[str, Any], argument: str) -> str | None:
+    """`None` if the arguments are taken, "refused" if one is in the right way, else what was wrong with that."""
+    try:
+        call(**arguments)
+    except (ValueError, TypeError) as error:
+        at = error.__traceback__
+        while at and at.tb_next:
+            at = at.tb_next
+        where = at.tb_frame.f_code.co_filename if at else ""
+        text = str(error)
+        if not where.startswith(HERE):
+            return f"not of ours: {type(error).__name__} from {where}: {text[:200]}"
+        if not (f"`{argument}" in text or text.startswith(f"{argument}=")) or len(text) > 1000:
+            return f"says {text[:300]}"
+        return "refused"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
+def test_nothing_public_is_left_out():
+    assert set(keras_paragrad.__all__) <= set(PUBLIC)
+    for name, called in PUBLIC.items():
+        function = getattr(keras_paragrad.DistributedFit, name.partition(".")[2], called.call)
+        parameters = [parameter for parameter in inspect.signature(function).parameters if parameter != "self"]
+        assert set(parameters) == set(called.kinds), name
