@@ -18,15 +18,14 @@ class Replacement:
         """Replaces what is to be replaced."""
         raise NotImplementedError
 
-    def replace(self, owner: Any, name: str, method: Callable) -> None:
-        """Replaces a method of one object until the last replica has left."""
-        before = owner.__dict__.get(name)
-        owner.__dict__[name] = method
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replaces a method or an attribute of one object until the last replica has left."""
+        before = {name: owner.__dict__[name]} if name in owner.__dict__ else {}
+        owner.__dict__[name] = value
 
         def put_back():
             del owner.__dict__[name]
-            if before is not None:
-                owner.__dict__[name] = before
+            owner.__dict__.update(before)
 
         self._replaced.callback(put_back)
 

@@ -70,6 +70,8 @@ HOOKS = (
     Hook("keras.src.trainers.data_adapters.generator_data_adapter", "GeneratorDataAdapter"),
     Hook("keras.src.trainers.data_adapters.py_dataset_adapter", "PyDatasetAdapter._standardize_batch"),
     Hook("keras.src.layers.layer", "Layer._get_own_losses"),
+    Hook("keras.src.layers.layer", "Layer.losses"),
+    Hook("keras.src.layers.layer", "Layer.metrics"),
     Hook("keras.src.layers.layer", "Layer._flatten_layers", ("include_self",)),
     Hook("tensorflow.python.distribute.distribute_lib", "StrategyExtendedV1.call_for_each_replica", ("fn", "args")),
     Hook(

@@ -4,22 +4,37 @@ from typing import Any
 
 import keras
 
+from keras_paragrad._keras.own_methods import IN_THE_WAY, lend, lent, overrides, preprocesses
 from keras_paragrad.arguments import check_instance
+from keras_paragrad.per_example.reads import LossReads
 from keras_paragrad.per_example.wrapper import PerExampleGradients
+
+_ON_DATA = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
 class PerExampleModel(keras.Model):
     """What `wrap` returns: a model within a `PerExampleGradients` layer.
 
+    Where the model within has a `compute_loss`, `compute_metrics`, `test_step` or `predict_step` of its own, they run,
+    on that model, with what this one was compiled with.
+
     Args:
         per_example: The layer.
         **kwargs: Keras's own for models.
+
+    Raises:
+        ValueError: The model within trains in a way of its own.
     """
 
     def __init__(self, per_example: PerExampleGradients, **kwargs: Any):
-        super().__init__(**kwargs)
+        # Inputs are cast by the model within, if it casts them, and its policy decides on the loss scale.
+        super().__init__(**{"dtype": per_example.layer.dtype_policy, "autocast": False, **kwargs})
         self.per_example = per_example
+        within = per_example.layer
+        if isinstance(within, keras.Model):
+            _check_methods(within)
+            lend(self, within, lambda: LossReads(within.trainable_variables, type(within).__name__))
 
     def build(self, input_shape: Any = None) -> None:
         self.per_example.build(input_shape)
@@ -28,6 +43,19 @@ class PerExampleModel(keras.Model):
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         masked = {} if mask is None else {"mask": mask}
         return self.per_example(inputs, training=training, **masked)
+
+    @property
+    def output_names(self) -> list[str]:
+        """What losses and metrics of several outputs are named by."""
+        return self.per_example.layer.output_names
+
+    @property
+    def metrics(self) -> list[keras.Metric]:
+        within: Any = self.per_example.layer
+        if not (isinstance(within, keras.Model) and overrides(within, "metrics")):
+            return super().metrics
+        with lent(within, self):
+            return within.metrics
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "per_example": keras.saving.serialize_keras_object(self.per_example)}
@@ -42,6 +70,10 @@ class PerExampleModel(keras.Model):
 def wrap(model: keras.Model, **options: Any) -> PerExampleModel:
     """A model that shares another's weights and leaves the gradients of single examples behind when it is trained.
 
+    Whether `model` was compiled or trained before makes no difference, and none of it is taken over: compile what is
+    returned. A `compute_loss`, `compute_metrics`, `test_step` or `predict_step` of the model's own is used; with the
+    first, `loss_reduction=` has to say what it does over the examples.
+
     Args:
         model: A Sequential, Functional or subclassed model.
         **options: Those of `PerExampleGradients`.
@@ -50,7 +82,8 @@ def wrap(model: keras.Model, **options: Any) -> PerExampleModel:
         A model to compile and fit; its `PerExampleGradients` layer is `per_example`. What it learns, `model` knows.
 
     Raises:
-        ValueError: See `PerExampleGradients`.
+        ValueError: See `PerExampleGradients`; or the model has a `train_step`, `fit` or other method of its own that
+            would not run. The message says what to do instead.
 
     Example:
 
@@ -68,3 +101,33 @@ def wrap(model: keras.Model, **options: Any) -> PerExampleModel:
     if model.built and getattr(model, "input_shape", None) is not None:
         wrapped.build(model.input_shape)
     return wrapped
+
+
+def _check_methods(model: keras.Model) -> None:
+    """Refuses a model with methods of its own that would not run.
+
+    Raises:
+        ValueError: It has a `train_step` or other method that says how to train, or a component was attached to it.
+    """
+    name = type(model).__name__
+    for method in IN_THE_WAY:
+        if not overrides(model, method) or (method in _ON_DATA and not preprocesses(model)):
+            continue
+        if method == "train_step":
+            advice = (
+                "Move what it does to the loss into compute_loss, which is used; or keep train_step, and put "
+                "PerExampleGradients(layer, loss_reduction='sum_over_batch_size') in the place of the layer in the "
+                "model whose gradients you want."
+            )
+        elif method in _ON_DATA:
+            advice = (
+                "Of a KerasHub task, set preprocessor=None and give fit what `task.preprocessor(x, y)` returns. Of "
+                "another model, do before fit what this method does, and train "
+                "keras.Sequential([PerExampleGradients(model)]), which takes the model as a layer."
+            )
+        else:
+            advice = (
+                "If microbatch or DistributedFit put it there, undo that, and attach them to what wrap returns. If it "
+                "is yours, train keras.Sequential([PerExampleGradients(model)]), which takes the model as a layer."
+            )
+        raise ValueError(f"{name} has a {method} of its own, which a wrapped model would not run. {advice}")

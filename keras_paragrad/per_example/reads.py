@@ -69,6 +69,29 @@ class WeightReads(keras.StatelessScope):
         assign_now(*update)
 
 
+class LossReads(WeightReads):
+    """Within it, a loss is computed, and trainable weights may not be read at all.
+
+    Args:
+        variables: The weights to watch over.
+        owner: Whose `compute_loss` it is, for the error.
+    """
+
+    def __init__(self, variables: Sequence[keras.Variable], owner: str):
+        super().__init__(variables, detached=False)
+        self.owner = owner
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """What a weight is read as; `None` for its own value."""
+        if id(variable) in self.watched:
+            raise ValueError(
+                f"The compute_loss of {self.owner} reads the weight {variable.path!r}, and the examples' gradients "
+                "would lack what it does there. Do in call() what needs weights, return its result beside the "
+                "predictions, and use it in compute_loss."
+            )
+        return super().get_current_value(variable)
+
+
 class Weights(keras.StatelessScope):
     """Within it, weights have the values given, nothing is assigned, and no loss is added.
 

@@ -45,7 +45,8 @@ class Divisor:
         """
         for term in self.terms:
             check_loss(term)
-        divisors = {_kind(term): _divisor(term, batch) for term in self.terms}
+        # What a method of the model's own makes of them can't be seen.
+        divisors = {} if self._is_own else {_kind(term): _divisor(term, batch) for term in self.terms}
         if len(divisors) > 1:
             raise ValueError(
                 "The losses of this model's outputs are reduced in different ways "
@@ -61,9 +62,13 @@ class Divisor:
         # No share at all is that of a replica without examples.
         return tf.math.divide_no_nan(divisor * replicas, share * self._loss_scale())
 
+    @property
+    def _is_own(self) -> bool:
+        """Whether the model computes its loss in a way of its own."""
+        return self.model is not None and (has_own_compute_loss(self.model) or has_own_train_step(self.model))
+
     def _stated(self, batch: tf.Tensor) -> dict[tuple, tf.Tensor]:
-        own = self.model is not None and (has_own_compute_loss(self.model) or has_own_train_step(self.model))
-        if self.reduction is None and own:
+        if self.reduction is None and self._is_own:
             raise ValueError(
                 f"{type(self.model).__name__} computes its loss in a way of its own, and whether that is a mean or a "
                 "sum over the examples can't be seen. Write "

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.layers import may_be_differentiated
 from keras_paragrad._keras.model import all_layers
+from keras_paragrad._keras.own_methods import metrics_of_its_own, uncompile
 from keras_paragrad._keras.replicas import replica_index
 from keras_paragrad.arguments import check_choice, check_function, check_instance, check_integer, check_number
 from keras_paragrad.per_example.results import StepResults, capacity_for, check_room
@@ -150,6 +151,11 @@ class PerExampleGradients(keras.layers.Wrapper):
     def second_moment(self) -> list[np.ndarray]:
         return [total.numpy() for total in self._kept("second_moment")]
 
+    @property
+    def metrics(self) -> list[keras.Metric]:
+        # A model within is not the one that is trained, even if it was compiled once.
+        return metrics_of_its_own(self.layer)
+
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
         return self.layer.compute_mask(inputs, previous_mask)
 
@@ -167,7 +173,10 @@ class PerExampleGradients(keras.layers.Wrapper):
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "PerExampleGradients":
         config = dict(config)
         config["transform"] = keras.saving.deserialize_keras_object(config["transform"], custom_objects)
-        return super().from_config(config, custom_objects)
+        made = super().from_config(config, custom_objects)
+        # It is not trained itself: an optimizer of its own would only look for its state in the file.
+        uncompile(made.layer)
+        return made
 
     @property
     def reweighs(self) -> bool:
