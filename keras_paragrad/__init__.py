@@ -1,24 +1,31 @@
 """Exact, fast parallel gradients for `model.fit`: plugins for Keras 3 on TensorFlow."""
 
-import keras_paragrad._keras  # noqa: F401  (checks the installed Keras and TensorFlow before anything else)
-from keras_paragrad.accumulation.callback import ExactAccumulation
-from keras_paragrad.accumulation.microbatch import microbatch
-from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
-from keras_paragrad.distribution.fit import DistributedFit
-from keras_paragrad.inputs.attribution import integrated_gradients
-from keras_paragrad.inputs.gradients import input_gradients
-from keras_paragrad.inputs.jacobian import input_jacobian
-from keras_paragrad.inputs.second_order import hessian_vector_product
-from keras_paragrad.per_example.example_gradients import ExampleGradients
-from keras_paragrad.per_example.functional import per_example_gradients, per_example_norms
-from keras_paragrad.per_example.model import wrap
-from keras_paragrad.per_example.noise_scale import GradientNoiseScale
-from keras_paragrad.per_example.wrapper import PerExampleGradients
-from keras_paragrad.profiling.report import write_report
-from keras_paragrad.profiling.schedule import ProfileSchedule
-from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
-from keras_paragrad.profiling.throughput.callback import Throughput
-from keras_paragrad.profiling.tracer import Profiler
+from typing import TYPE_CHECKING
+
+from keras_paragrad.command_line import is_command
+
+# Importing the components takes Keras and TensorFlow, seconds that a command has no use for. Everybody else gets them
+# at once: Keras finds the classes that a saved model names only after they were imported.
+if TYPE_CHECKING or not is_command():
+    import keras_paragrad._keras  # noqa: F401  (checks the installed Keras and TensorFlow before anything else)
+    from keras_paragrad.accumulation.callback import ExactAccumulation
+    from keras_paragrad.accumulation.microbatch import microbatch
+    from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
+    from keras_paragrad.distribution.fit import DistributedFit
+    from keras_paragrad.inputs.attribution import integrated_gradients
+    from keras_paragrad.inputs.gradients import input_gradients
+    from keras_paragrad.inputs.jacobian import input_jacobian
+    from keras_paragrad.inputs.second_order import hessian_vector_product
+    from keras_paragrad.per_example.example_gradients import ExampleGradients
+    from keras_paragrad.per_example.functional import per_example_gradients, per_example_norms
+    from keras_paragrad.per_example.model import wrap
+    from keras_paragrad.per_example.noise_scale import GradientNoiseScale
+    from keras_paragrad.per_example.wrapper import PerExampleGradients
+    from keras_paragrad.profiling.report import write_report
+    from keras_paragrad.profiling.schedule import ProfileSchedule
+    from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
+    from keras_paragrad.profiling.throughput.callback import Throughput
+    from keras_paragrad.profiling.tracer import Profiler
 
 __all__ = [
     "AccumulatingOptimizer",

@@ -12,8 +12,7 @@ from keras_paragrad._keras.step import Gradient
 from keras_paragrad._keras.trainer import StepBuilder
 from keras_paragrad._keras.weights import Measure, warn_of_batch_statistics
 from keras_paragrad.arguments import check_choice, check_instance, check_integer
-
-WEIGHTINGS = ("auto", "examples", "sample_weight", "mask")
+from keras_paragrad.distribution.choices import WEIGHTINGS
 
 
 class microbatch:  # noqa: N801  (used as a function and as a context, like contextlib's own)

@@ -1,23 +1,15 @@
 """Print versions, what was found here and the plan for it, and try a collective."""
 
 import argparse
-import platform
 
-import keras
-import tensorflow as tf
-
-import keras_paragrad
-from keras_paragrad.distribution.explain import Explanation, show
-from keras_paragrad.distribution.hardware import Device, Hardware, detect
-from keras_paragrad.distribution.options import Options
-from keras_paragrad.distribution.plan import make_plan
-from keras_paragrad.distribution.probe import probed_devices, run_probe
+from keras_paragrad.command_line import number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what `doctor` takes."""
+    seconds = number(above=0, most=24 * 3600)
     parser.add_argument(
-        "--seconds", type=_positive, default=120.0, metavar="S", help="how long the collective may take (default: 120)"
+        "--seconds", type=seconds, default=120.0, metavar="S", help="how long the collective may take (default: 120)"
     )
 
 
@@ -30,74 +22,6 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         0 if all is well; 1 if the environment is malformed, nothing can be planned for it, or the collective failed.
     """
-    _print_pairs("Versions", _versions())
-    try:
-        hardware = detect()
-    except ValueError as error:
-        print(f"\nThe environment describes a cluster, wrongly: {error}")
-        return 1
-    _print_pairs("Found", _findings(hardware))
-    return max(_plan(hardware), _probe(hardware, arguments.seconds))
+    from keras_paragrad.distribution.diagnosis import diagnose
 
-
-def _versions() -> list[tuple[str, str]]:
-    return [
-        ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        ("tensorflow", tf.__version__),
-        ("keras", f"{keras.__version__}, on {keras.backend.backend()}"),
-        ("keras_paragrad", keras_paragrad.__version__),
-    ]
-
-
-def _findings(hardware: Hardware) -> list[tuple[str, str]]:
-    rows = [
-        ("processors", str(hardware.cpu_count)),
-        ("memory", _gibibytes(hardware.memory_bytes)),
-        ("logical devices", ", ".join(device.name for device in hardware.devices)),
-        ("GPUs", "; ".join(_in_words(gpu) for gpu in hardware.gpus) or "none"),
-        ("TPUs", "; ".join(_in_words(tpu) for tpu in hardware.tpus) or "none"),
-    ]
-    cluster = hardware.cluster
-    if cluster is None:
-        return [*rows, ("cluster", "none: no TF_CONFIG, SageMaker, Kubernetes or Slurm variables")]
-    tasks = "; ".join(f"{job} {', '.join(hosts)}" for job, hosts in cluster.jobs.items())
-    return [*rows, ("cluster", f"by {cluster.source}: {tasks}"), ("this task", f"{cluster.job} {cluster.index}")]
-
-
-def _in_words(device: Device) -> str:
-    capability = device.compute_capability
-    parts = [f"{device.name} {device.description}".strip(), _gibibytes(device.memory_bytes)]
-    return ", ".join([*parts, f"compute capability {capability[0]}.{capability[1]}"] if capability else parts)
-
-
-def _gibibytes(count: int | None) -> str:
-    return "memory unknown" if count is None else f"{count / 2**30:.1f} GiB"
-
-
-def _plan(hardware: Hardware) -> int:
-    try:
-        plan = make_plan(hardware, Options())
-    except ValueError as error:
-        print(f"\nDistributedFit() would refuse: {error}")
-        return 1
-    show(Explanation(plan, hardware))
-    return 0
-
-
-def _probe(hardware: Hardware, seconds: float) -> int:
-    probe = run_probe(probed_devices(hardware), seconds)
-    print(f"An all-reduce over {', '.join(probe.devices)} {probe.says}.")
-    return 0 if probe.works else 1
-
-
-def _print_pairs(title: str, pairs: list[tuple[str, str]]) -> None:
-    print(title)
-    for name, value in pairs:
-        print(f"  {name.ljust(max(len(name) for name, _ in pairs))}  {value}")
-
-
-def _positive(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
-    return seconds
+    return diagnose(arguments.seconds)

@@ -2,14 +2,25 @@
 
 import argparse
 import json
+import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from keras_paragrad.distribution.described import describe
-from keras_paragrad.distribution.explain import Explanation, show
-from keras_paragrad.distribution.hardware import Hardware, detect
-from keras_paragrad.distribution.options import COMMUNICATIONS, SHARD_POLICIES, STRATEGIES, Options
-from keras_paragrad.distribution.plan import make_plan
+from keras_paragrad.arguments import LARGEST, shown
+from keras_paragrad.command_line import integer, number
+from keras_paragrad.distribution.choices import (
+    BATCHES,
+    COMMUNICATIONS,
+    LONGEST_WAIT,
+    LR_SCALINGS,
+    MOST_DESCRIBED,
+    SHARD_POLICIES,
+    STRATEGIES,
+)
+
+if TYPE_CHECKING:
+    from keras_paragrad.distribution.hardware import Hardware
+    from keras_paragrad.distribution.options import Options
 
 JIT: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
 
@@ -18,14 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what `explain` takes: a machine, and the arguments of `DistributedFit`."""
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     machine = parser.add_argument_group("a machine that isn't this one")
-    machine.add_argument("--cpus", type=int, metavar="N", help="processors")
-    machine.add_argument("--logical-cpus", type=int, metavar="N", help="logical devices made of them")
-    machine.add_argument("--gpus", type=int, metavar="N", help="GPUs of each worker")
-    machine.add_argument("--gpu-memory-gb", type=float, metavar="GB", help="memory of each GPU, in GiB")
+    some, none = integer(1, MOST_DESCRIBED), integer(0, MOST_DESCRIBED)
+    machine.add_argument("--cpus", type=some, metavar="N", help="processors")
+    machine.add_argument("--logical-cpus", type=some, metavar="N", help="logical devices made of them")
+    machine.add_argument("--gpus", type=none, metavar="N", help="GPUs of each worker")
+    gigabytes = number(above=0, most=MOST_DESCRIBED)
+    machine.add_argument("--gpu-memory-gb", type=gigabytes, metavar="GB", help="memory of each GPU, in GiB")
     machine.add_argument("--compute-capability", type=_capability, metavar="X.Y", help="of each GPU, such as 9.0")
-    machine.add_argument("--tpu", dest="tpu_cores", type=int, const=8, nargs="?", metavar="N", help="a TPU of N cores")
-    machine.add_argument("--workers", type=int, metavar="N", help="worker processes, each on such a machine")
-    machine.add_argument("--ps", type=int, metavar="N", help="parameter servers; a chief comes with them")
+    machine.add_argument("--tpu", dest="tpu_cores", type=none, const=8, nargs="?", metavar="N", help="a TPU of N cores")
+    machine.add_argument("--workers", type=some, metavar="N", help="worker processes, each on such a machine")
+    machine.add_argument("--ps", type=none, metavar="N", help="parameter servers; a chief comes with them")
     _add_options(parser.add_argument_group("arguments of DistributedFit"))
 
 
@@ -38,6 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         0, or 2 if the arguments are wrong, or contradict the machine.
     """
+    import keras_paragrad._keras  # noqa: F401  (checks the installed Keras and TensorFlow)
+    from keras_paragrad.distribution.explain import Explanation, show
+    from keras_paragrad.distribution.plan import make_plan
+
     try:
         hardware = _machine(arguments)
         plan = make_plan(hardware, _options(arguments))
@@ -57,23 +74,29 @@ def _add_options(group: Any) -> None:
     group.add_argument("--communication", choices=COMMUNICATIONS, default="auto")
     group.add_argument("--jit", choices=JIT, default="auto")
     group.add_argument("--precision", default="auto", metavar="POLICY")
-    group.add_argument("--batch", choices=("global", "per_replica"), default="global")
-    group.add_argument("--lr-scaling", choices=("linear", "sqrt"))
-    group.add_argument("--warmup-steps", type=int, default=0, metavar="N")
+    group.add_argument("--batch", choices=BATCHES, default="global")
+    group.add_argument("--lr-scaling", choices=LR_SCALINGS[1:])
+    group.add_argument("--warmup-steps", type=integer(0, LARGEST), default=0, metavar="N")
     group.add_argument("--inexact", action="store_true", help="exact=False")
     group.add_argument("--shard-policy", choices=SHARD_POLICIES, default="auto")
-    group.add_argument("--pack-bytes", type=int, metavar="BYTES")
-    group.add_argument("--collective-timeout", type=float, metavar="SECONDS")
+    group.add_argument("--pack-bytes", type=integer(0, LARGEST), metavar="BYTES")
+    seconds = number(least=1, most=LONGEST_WAIT)
+    group.add_argument("--collective-timeout", type=seconds, metavar="SECONDS")
 
 
-def _machine(arguments: argparse.Namespace) -> Hardware:
+def _machine(arguments: argparse.Namespace) -> "Hardware":
     """The described machine; this one if none is described."""
+    from keras_paragrad.distribution.described import describe
+    from keras_paragrad.distribution.hardware import detect
+
     names = ("cpus", "logical_cpus", "gpus", "gpu_memory_gb", "compute_capability", "tpu_cores", "workers", "ps")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     return describe(**given) if given else detect()
 
 
-def _options(arguments: argparse.Namespace) -> Options:
+def _options(arguments: argparse.Namespace) -> "Options":
+    from keras_paragrad.distribution.options import Options
+
     same = ("strategy", "devices", "communication", "precision", "batch", "lr_scaling", "warmup_steps", "shard_policy")
     given = {name: getattr(arguments, name) for name in (*same, "pack_bytes", "collective_timeout")}
     return Options(jit=JIT[arguments.jit], exact=not arguments.inexact, **given)
@@ -81,6 +104,6 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 def _capability(text: str) -> tuple[int, int]:
     major, _, minor = text.partition(".")
-    if not (major.isdecimal() and (minor or "0").isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text} is no compute capability; expected one such as 9.0")
+    if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,2})?", text):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no compute capability; expected one such as 9.0")
     return int(major), int(minor or 0)

@@ -1,17 +1,20 @@
 """Start a training script as several workers on this machine, or as this task of a Slurm or Kubernetes job."""
 
 import argparse
-import math
 import os
 import sys
-from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from keras_paragrad.command_line import integer, number
 from keras_paragrad.distribution.cluster import Cluster, find_cluster
 from keras_paragrad.distribution.launch.launcher import launch
 from keras_paragrad.distribution.launch.tasks import Layout
 
+# Of processes on one machine, and of GPUs for each.
+_MOST = 1024
+# A day, in seconds.
+_LONGEST_GRACE = 24 * 3600
 _USAGE = """%(prog)s --workers N [options] script.py [arguments]
        %(prog)s --workers N [options] -m module [arguments]
        %(prog)s script.py [arguments]          within srun, or in a pod of an Indexed Job"""
@@ -20,21 +23,23 @@ _USAGE = """%(prog)s --workers N [options] script.py [arguments]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what `launch` takes: its own options, and then a script's or a module's words."""
     parser.usage = _USAGE
+    some, none = integer(1, _MOST), integer(0, _MOST)
     here = parser.add_argument_group("on this machine")
-    here.add_argument("--workers", type=_whole(1), metavar="N", help="worker processes")
-    here.add_argument("--ps", type=_whole(0), default=0, metavar="N", help="parameter servers; a chief comes with them")
+    here.add_argument("--workers", type=some, metavar="N", help="worker processes")
+    here.add_argument("--ps", type=none, default=0, metavar="N", help="parameter servers; a chief comes with them")
     here.add_argument(
-        "--devices-per-worker", type=_whole(1), metavar="N", help="GPUs that each worker sees (default: all of them)"
+        "--devices-per-worker", type=some, metavar="N", help="GPUs that each worker sees (default: all of them)"
+    )
+    port, restarts = integer(1024, 65535), integer(0, 10**6)
+    here.add_argument(
+        "--port-base", type=port, metavar="PORT", help="take the first free ports from here up (default: any)"
     )
     here.add_argument(
-        "--port-base", type=_whole(1024), metavar="PORT", help="take the first free ports from here up (default: any)"
-    )
-    here.add_argument(
-        "--max-restarts", type=_whole(0), default=0, metavar="N", help="start all again after a failure (default: 0)"
+        "--max-restarts", type=restarts, default=0, metavar="N", help="start all again after a failure (default: 0)"
     )
     here.add_argument(
         "--grace-seconds",
-        type=_seconds,
+        type=number(least=0, most=_LONGEST_GRACE),
         default=30.0,
         metavar="S",
         help="time between SIGTERM and SIGKILL (default: 30)",
@@ -116,24 +121,3 @@ def _become(command: list[str], cluster: Cluster, max_restarts: int) -> int:
     )
     environment = {**os.environ, "TF_CONFIG": cluster.to_tf_config()}
     os.execve(command[0], command, environment)
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    """Reads a whole number of at least so much."""
-
-    def read(word: str) -> int:
-        if not word.isdecimal() or int(word) < least:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {least} up, got {word!r}")
-        return int(word)
-
-    return read
-
-
-def _seconds(word: str) -> float:
-    try:
-        seconds = float(word)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"expected seconds, 0 or more, got {word!r}")
-    return seconds

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from keras_paragrad.profiling.report import write_report
+from keras_paragrad.extras import MissingExtraError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,10 +25,12 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         0; or 1 if there is nothing to report on, or the file can't be written.
     """
+    from keras_paragrad.profiling.report import write_report
+
     log_dir, other = arguments.compare or (arguments.log_dir, None)
     try:
         path = write_report(log_dir, arguments.output, other)
-    except (OSError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, MissingExtraError) as error:
         print(error, file=sys.stderr)
         return 1
     print(path)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from keras_paragrad.arguments import shown
 from keras_paragrad.distribution.clusters.kubernetes import read_kubernetes
 from keras_paragrad.distribution.clusters.sagemaker import read_sagemaker
 from keras_paragrad.distribution.clusters.slurm import read_slurm
@@ -52,25 +53,27 @@ class Cluster:
         unknown = [job for job in self.jobs if job not in JOBS]
         if unknown:
             hint = " A `master` is called `chief` in TensorFlow 2." if "master" in unknown else ""
-            self._refuse(f"the jobs {unknown}. Jobs are {', '.join(JOBS)}.{hint}")
+            self._refuse(f"the jobs {shown(unknown)}. Jobs are {', '.join(JOBS)}.{hint}")
         if len(self.jobs.get("chief", ())) > 1:
             self._refuse(f"{len(self.jobs['chief'])} chiefs. Keep one, and make the others workers.")
         self._check_addresses()
         tasks = len(self.jobs.get(self.job, ()))
         if not tasks:
-            self._refuse(f"no task for this process: it is a {self.job!r}, and the jobs are {list(self.jobs)}.")
+            self._refuse(f"no task for this process: it is a {shown(self.job)}, and the jobs are {list(self.jobs)}.")
         if not 0 <= self.index < tasks:
-            self._refuse(f"no {self.job} {self.index}: there are {tasks}, counted from 0. Correct this task's index.")
+            self._refuse(
+                f"no {self.job} {shown(self.index)}: there are {tasks}, counted from 0. Correct this task's index."
+            )
 
     def _check_addresses(self) -> None:
         addresses = [address for hosts in self.jobs.values() for address in hosts]
         for address in addresses:
             match = _ADDRESS.fullmatch(address)
             if match is None or not 0 < int(match[2]) < 65536:
-                self._refuse(f"the address {address!r}. Expected a host and a port from 1 to 65535: 'host0:2222'.")
+                self._refuse(f"the address {shown(address)}. Expected a host and a port from 1 to 65535: 'host0:2222'.")
         twice = [address for address, count in Counter(addresses).items() if count > 1]
         if twice:
-            self._refuse(f"{twice} more than once. Give every task an address of its own.")
+            self._refuse(f"{shown(twice)} more than once. Give every task an address of its own.")
 
     def _refuse(self, found: str) -> None:
         raise ValueError(f"The cluster from {self.source} has {found}")

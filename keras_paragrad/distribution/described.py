@@ -4,11 +4,9 @@ import functools
 from typing import Any
 
 from keras_paragrad.arguments import check_each, check_integer, check_number, refusal
+from keras_paragrad.distribution.choices import MOST_DESCRIBED as MOST
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.hardware import Device, Hardware
-
-# Of anything: a plan for more takes minutes to make, and its worker list fills the memory.
-MOST = 100_000
 
 
 def describe(

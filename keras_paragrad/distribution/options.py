@@ -9,19 +9,22 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice, check_integer, check_number, check_text, refusal
+from keras_paragrad.distribution.choices import (
+    BATCHES,
+    COMMUNICATIONS,
+    LONGEST_WAIT,
+    LR_SCALINGS,
+    SHARD_POLICIES,
+    STRATEGIES,
+    WEIGHTINGS,
+)
 from keras_paragrad.distribution.names import canonical_devices, kind_of_strategy
 
-STRATEGIES = ("auto", "none", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server")
-COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy", "one_device")
-SHARD_POLICIES = ("auto", "data", "file", "already_sharded")
-WEIGHTINGS = ("auto", "examples", "sample_weight", "mask")
-# A year, in seconds: more does not fit into the system calls that wait.
-_LONGEST = 365 * 24 * 3600
 CHOICES = {
     "communication": COMMUNICATIONS,
     "jit": ("auto", True, False),
-    "batch": ("global", "per_replica"),
-    "lr_scaling": (None, "linear", "sqrt"),
+    "batch": BATCHES,
+    "lr_scaling": LR_SCALINGS,
     "exact": (True, False),
     "weighting": WEIGHTINGS,
     "shard_policy": SHARD_POLICIES,
@@ -85,7 +88,7 @@ class Options:
         checked["precision"] = _checked_precision(self.precision)
         checked["warmup_steps"] = check_integer("warmup_steps", self.warmup_steps, least=0)
         checked["pack_bytes"] = check_integer("pack_bytes", self.pack_bytes, least=0, optional=True)
-        seconds = functools.partial(check_number, least=1, most=_LONGEST)
+        seconds = functools.partial(check_number, least=1, most=LONGEST_WAIT)
         checked["startup_timeout"] = seconds("startup_timeout", self.startup_timeout)
         checked["collective_timeout"] = seconds("collective_timeout", self.collective_timeout, optional=True)
         checked["devices"] = None if self.devices is None else canonical_devices(self.devices)

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.distribution.workers import place_of
+from keras_paragrad.plain_json import read_json
 from keras_paragrad.profiling.summary import RunInfo
 
 _log = logging.getLogger("keras_paragrad")
@@ -80,7 +81,7 @@ def write_run_info(log_dir: Path, info: RunInfo) -> None:
 
 def _is_ours(path: Path) -> bool:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = read_json(path.read_text("utf-8"))
     except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and found.keys() >= _ALWAYS_THERE

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import hypothesis.strategies as st
 import pytest
@@ -170,7 +171,7 @@ def test_slurm_with_as_many_tasks_on_every_node():
         pytest.param({"SLURM_STEP_NODELIST": "node[1-"}, "not a list of nodes", id="open-bracket"),
         pytest.param({"SLURM_STEP_NODELIST": "node[3-1]"}, "not a list of numbers", id="range-backwards"),
         pytest.param({"SLURM_STEP_NODELIST": ""}, "not a list of nodes", id="no-nodes"),
-        pytest.param({"SLURM_STEP_TASKS_PER_NODE": "2x3"}, "not a number of tasks", id="tasks"),
+        pytest.param({"SLURM_STEP_TASKS_PER_NODE": "2x3"}, "no number of tasks", id="tasks"),
         pytest.param({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "6 tasks on 3 nodes.*says 5", id="too-many-tasks"),
         pytest.param({"SLURM_STEP_TASKS_PER_NODE": "3,2"}, "5 tasks on 2 nodes", id="too-few-nodes"),
         pytest.param({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS is 'many'", id="tasks-no-number"),
@@ -324,3 +325,38 @@ def test_tf_config_goes_first():
     assert found(everything).source == order[1]
     assert found({**SLURM, **PODS}).source == order[2]
     assert found(SLURM).source == order[3]
+
+
+DEEP, LONG = "[" * 100_000, "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"TF_CONFIG": DEEP}, "TF_CONFIG is not JSON: it is nested too deeply"),
+        ({"TF_CONFIG": '{"a":' * 100_000}, "nested too deeply"),
+        ({"TF_CONFIG": '{"task": ' + LONG + "}"}, "too many digits"),
+        (tf_config({"worker": ["a:1"]}, index=LONG), "task.index"),
+        (tf_config({"worker": ["a:" + LONG]}), "address"),
+        ({**INSTANCES, "SM_HOSTS": DEEP}, "SM_HOSTS"),
+        ({**INSTANCES, "SM_HOSTS": LONG}, "SM_HOSTS"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n[1-99999999]"}, "stands for 99999999 and more"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n[1-9999]m[1-9999]"}, "stands for 99980001"),
+        ({**SLURM, "SLURM_STEP_NODELIST": ",".join(["n[1-9999]"] * 99)}, "stands for 19998"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n[1]" * 20_000}, "address|tasks"),
+        ({**SLURM, "SLURM_STEP_NODELIST": f"n[1-{LONG}]"}, "not a list of numbers"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x999999999)"}, "stands for 999999999"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": LONG}, "SLURM_STEP_NUM_TASKS"),
+        ({**SLURM, "SLURM_STEP_RESV_PORTS": "1-999999999"}, "stands for 999999999"),
+        ({**SLURM, "KERAS_PARAGRAD_PORT": LONG}, "KERAS_PARAGRAD_PORT"),
+        ({**PODS, "KERAS_PARAGRAD_WORKERS": "999999999"}, "KERAS_PARAGRAD_WORKERS"),
+        ({**PODS, "HOSTNAME": f"digits-{LONG}"}, "HOSTNAME"),
+    ],
+    ids=range(18),
+)
+def test_what_would_take_for_ever_is_refused_at_once(environment, says):
+    began = time.process_time()
+    with pytest.raises(ValueError, match=says) as refused:
+        find_cluster(environment)
+    assert time.process_time() - began < 1
+    assert len(str(refused.value)) < 1500

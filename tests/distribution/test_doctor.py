@@ -1,6 +1,5 @@
 """`doctor` says what is here, and its exit status says whether a collective works."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -8,7 +7,7 @@ import sys
 
 import pytest
 
-from keras_paragrad.commands import doctor
+from keras_paragrad.distribution import diagnosis
 from keras_paragrad.distribution.described import describe
 from keras_paragrad.distribution.probe import Probe, judge, probed_devices, run_probe
 
@@ -77,13 +76,13 @@ SERVERS = {"cluster": {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1"]}, "tas
 )
 def test_the_status(monkeypatch, capsys, tf_config, works, status, says):
     monkeypatch.setenv("TF_CONFIG", tf_config)
-    monkeypatch.setattr(doctor, "run_probe", lambda devices, seconds: Probe(works, devices, "was tried"))
-    assert doctor.run(argparse.Namespace(seconds=1.0)) == status
+    monkeypatch.setattr(diagnosis, "run_probe", lambda devices, seconds: Probe(works, devices, "was tried"))
+    assert diagnosis.diagnose(1.0) == status
     assert says in capsys.readouterr().out
 
 
 def test_a_machine_with_gpus_in_words():
-    found = dict(doctor._findings(describe(gpus=2, gpu_memory_gb=80, compute_capability=(9, 0), workers=2)))
+    found = dict(diagnosis._findings(describe(gpus=2, gpu_memory_gb=80, compute_capability=(9, 0), workers=2)))
     assert found["GPUs"] == "GPU:0, 80.0 GiB, compute capability 9.0; GPU:1, 80.0 GiB, compute capability 9.0"
     assert found["cluster"] == "by a description: worker worker0:2222, worker1:2222"
     assert found["this task"] == "worker 0"

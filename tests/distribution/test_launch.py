@@ -12,16 +12,12 @@ from pathlib import Path
 
 import pytest
 
-import keras_paragrad
-
 # The launcher as it is, in a package whose own import, of TensorFlow, is left out: it takes seconds. With SIGINT as at
 # a terminal: a shell has it ignored where the tests run in the background.
-START = f"""
-import signal, sys, types
+START = """
+import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-package = types.ModuleType("keras_paragrad")
-package.__path__ = {list(keras_paragrad.__path__)!r}
-sys.modules["keras_paragrad"] = package
+sys.argv[0] = "keras-paragrad"
 from keras_paragrad.__main__ import main
 """
 # What every script begins with. A worker says who it is by a file, for its output is what is tested.

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.distribution.checkpoint.values import decode, dtype_name, encode
+from keras_paragrad.plain_json import read_json
 
 DESCRIPTION = "description"
 
@@ -53,7 +54,12 @@ class Content(NamedTuple):
     def from_bytes(cls, packed: bytes) -> "Content":
         """Reads what `to_bytes` wrote."""
         with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
-            described = json.loads(archive[DESCRIPTION].tobytes())
+            try:
+                described = read_json(archive[DESCRIPTION].tobytes())
+            except ValueError as error:
+                raise ValueError(
+                    f"The backup holds no description that this package wrote: {error}. Give another directory."
+                ) from None
             arrays = [_of_dtype(archive[str(index)], name) for index, name in enumerate(described["dtypes"])]
         remaining = iter(arrays)
         values = {name: [next(remaining) for _ in variables] for name, variables in described["names"].items()}

@@ -1,9 +1,14 @@
 """What a reader of the environment hands on, and the numbers in it."""
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from keras_paragrad.arguments import shown
+
 DEFAULT_PORT = 2222
+# More would take minutes to write down, and no cluster that trains together has so many.
+MOST_TASKS = 10_000
 
 
 class Found(NamedTuple):
@@ -14,19 +19,22 @@ class Found(NamedTuple):
     task: int
 
 
-def whole_number(environment: Mapping[str, str], name: str, least: int = 0) -> int:
+def whole_number(environment: Mapping[str, str], name: str, least: int = 0, most: int = 10**18) -> int:
     """The number in an environment variable.
 
     Raises:
-        ValueError: It is not set, is no number, or is less than `least`.
+        ValueError: It is not set, is no number, or is less than `least` or more than `most`.
     """
     text = environment.get(name, "").strip()
-    if not (text.isascii() and text.isdecimal()) or int(text) < least:
-        said = f"is {text!r}" if name in environment else "is not set"
-        raise ValueError(f"{name} {said}. Expected a whole number that is {least} or more.")
+    if not re.fullmatch(r"[0-9]{1,19}", text) or not least <= int(text) <= most:
+        said = f"is {shown(text)}" if name in environment else "is not set"
+        bounds = f"from {least} to {most}" if most < 10**18 else f"that is {least} or more"
+        raise ValueError(f"{name} {said}. Expected a whole number {bounds}.")
     return int(text)
 
 
 def port_of(environment: Mapping[str, str], default: int) -> int:
     """`KERAS_PARAGRAD_PORT`, or a default where it is not set."""
-    return whole_number(environment, "KERAS_PARAGRAD_PORT", 1) if "KERAS_PARAGRAD_PORT" in environment else default
+    return (
+        whole_number(environment, "KERAS_PARAGRAD_PORT", 1, 65535) if "KERAS_PARAGRAD_PORT" in environment else default
+    )

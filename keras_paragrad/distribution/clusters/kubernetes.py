@@ -3,9 +3,10 @@
 import re
 from collections.abc import Mapping
 
-from keras_paragrad.distribution.clusters.found import DEFAULT_PORT, Found, port_of, whole_number
+from keras_paragrad.arguments import shown
+from keras_paragrad.distribution.clusters.found import DEFAULT_PORT, MOST_TASKS, Found, port_of, whole_number
 
-_HOSTNAME = re.compile(r"(.+)-(\d+)", re.ASCII)
+_HOSTNAME = re.compile(r"(.+)-(\d{1,9})", re.ASCII)
 
 
 def read_kubernetes(environment: Mapping[str, str]) -> Found | None:
@@ -22,7 +23,7 @@ def read_kubernetes(environment: Mapping[str, str]) -> Found | None:
     """
     if "KERAS_PARAGRAD_WORKERS" not in environment:
         return None
-    workers = whole_number(environment, "KERAS_PARAGRAD_WORKERS", 1)
+    workers = whole_number(environment, "KERAS_PARAGRAD_WORKERS", 1, MOST_TASKS)
     name, ordinal = _name_and_ordinal(environment)
     index = whole_number(environment, "JOB_COMPLETION_INDEX") if "JOB_COMPLETION_INDEX" in environment else ordinal
     service = environment.get("KERAS_PARAGRAD_SERVICE", "").strip().strip(".")
@@ -41,7 +42,7 @@ def _name_and_ordinal(environment: Mapping[str, str]) -> tuple[str, int]:
     match = _HOSTNAME.fullmatch(host)
     if match is None:
         raise ValueError(
-            f"KERAS_PARAGRAD_WORKERS is set, but HOSTNAME is {host!r}, which does not end in a pod's number, as "
+            f"KERAS_PARAGRAD_WORKERS is set, but HOSTNAME is {shown(host)}, which does not end in a pod's number, as "
             "'train-0' does. Run the pods in a Job with `completionMode: Indexed` or in a StatefulSet; elsewhere, "
             "describe the cluster in TF_CONFIG."
         )

@@ -1,11 +1,19 @@
 """Slurm's short forms of lists: nodes, ports, and tasks on each node."""
 
+import itertools
+import math
 import re
+
+from keras_paragrad.arguments import shown
+from keras_paragrad.distribution.clusters.found import MOST_TASKS
+
+# Ports are numbers, too.
+MOST_NUMBERS = 65536
 
 _PART = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _GROUP = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
-_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
+_TASKS = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 
 
 def expand_nodes(text: str) -> list[str]:
@@ -28,8 +36,12 @@ def expand_nodes(text: str) -> list[str]:
     """
     parts = _PART.findall(text)
     if not parts or ",".join(parts) != text:
-        raise ValueError(f"{text!r} is not a list of nodes. Expected a form such as 'node[01-03,07],gpu-a[1-2]'.")
-    return [node for part in parts for node in _expand_part(part)]
+        raise ValueError(f"{shown(text)} is not a list of nodes. Expected a form such as 'node[01-03,07],gpu-a[1-2]'.")
+    nodes: list[str] = []
+    for part in parts:
+        nodes += _expand_part(part, text)
+        _check_count(len(nodes), text)
+    return nodes
 
 
 def expand_tasks(text: str) -> list[int]:
@@ -48,7 +60,8 @@ def expand_tasks(text: str) -> list[int]:
     for part in text.split(","):
         match = _TASKS.fullmatch(part.strip())
         if match is None:
-            raise ValueError(f"{text!r} is not a number of tasks for each node. Expected a form such as '2(x3),1'.")
+            raise ValueError(f"{shown(text)} is no number of tasks for each node. Expected a form such as '2(x3),1'.")
+        _check_count(len(counts) + int(match[2] or 1), text)
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -69,17 +82,21 @@ def expand_numbers(text: str) -> list[str]:
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f"{text!r} is not a list of numbers. Expected a form such as '01-03,07'.")
+            raise ValueError(f"{shown(text)} is not a list of numbers. Expected a form such as '01-03,07'.")
         first, last = match[1], match[2] or match[1]
+        _check_count(len(numbers) + int(last) - int(first) + 1, text, MOST_NUMBERS)
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
 
 
-def _expand_part(part: str) -> list[str]:
-    """Expands the first brackets, and then those after them: `rack[1-2]node[1-2]` has two."""
-    group = _GROUP.search(part)
-    if group is None:
-        return [part]
-    tails = _expand_part(part[group.end() :]) if part[group.end() :] else [""]
-    head = part[: group.start()]
-    return [f"{head}{number}{tail}" for number in expand_numbers(group[1]) for tail in tails]
+def _expand_part(part: str, text: str) -> list[str]:
+    """Expands the brackets of a part, the last the fastest: `rack[1-2]node[1-2]` has two."""
+    # Every other piece was in brackets.
+    choices = [expand_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(_GROUP.split(part))]
+    _check_count(math.prod(map(len, choices)), text)
+    return ["".join(pieces) for pieces in itertools.product(*choices)]
+
+
+def _check_count(count: int, text: str, most: int = MOST_TASKS) -> None:
+    if count > most:
+        raise ValueError(f"{shown(text)} stands for {count} and more. At most {most} are taken; correct it.")

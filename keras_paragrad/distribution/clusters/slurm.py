@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from keras_paragrad.distribution.clusters.found import Found, port_of, whole_number
+from keras_paragrad.arguments import shown
+from keras_paragrad.distribution.clusters.found import MOST_TASKS, Found, port_of, whole_number
 from keras_paragrad.distribution.clusters.nodelist import expand_nodes, expand_numbers, expand_tasks
 
 FIRST_PORT, PORTS_A_JOB, JOBS = 15000, 16, 900
@@ -28,7 +29,7 @@ def read_slurm(environment: Mapping[str, str]) -> Found | None:
 
 def _tasks_on_nodes(environment: Mapping[str, str], nodes: int) -> list[int]:
     total = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    expected = whole_number(environment, total, 1)
+    expected = whole_number(environment, total, 1, MOST_TASKS)
     if "SLURM_STEP_TASKS_PER_NODE" not in environment and expected % nodes:
         raise ValueError(
             f"SLURM_STEP_TASKS_PER_NODE is not set, and {expected} tasks ({total}) are not spread evenly over {nodes} "
@@ -38,9 +39,9 @@ def _tasks_on_nodes(environment: Mapping[str, str], nodes: int) -> list[int]:
     tasks = expand_tasks(text)
     if len(tasks) != nodes or sum(tasks) != expected:
         raise ValueError(
-            f"SLURM_STEP_TASKS_PER_NODE={text} is {sum(tasks)} tasks on {len(tasks)} nodes, but SLURM_STEP_NODELIST="
-            f"{environment['SLURM_STEP_NODELIST']} names {nodes} nodes and {total} says {expected} tasks. "
-            "Start the step with srun, and leave its variables as they are."
+            f"SLURM_STEP_TASKS_PER_NODE={text:.200} is {sum(tasks)} tasks on {len(tasks)} nodes, but "
+            f"SLURM_STEP_NODELIST={environment['SLURM_STEP_NODELIST']:.200} names {nodes} nodes and {total} says "
+            f"{expected} tasks. Start the step with srun, and leave its variables as they are."
         )
     return tasks
 
@@ -52,8 +53,8 @@ def _index(environment: Mapping[str, str], tasks: list[int]) -> int:
     node, place = whole_number(environment, "SLURM_NODEID"), whole_number(environment, "SLURM_LOCALID")
     if node >= len(tasks) or place >= tasks[node]:
         raise ValueError(
-            f"SLURM_NODEID={node} and SLURM_LOCALID={place} name a task that a step with {tasks} tasks on its nodes "
-            "does not have. Start the step with srun, and leave its variables as they are."
+            f"SLURM_NODEID={node} and SLURM_LOCALID={place} name a task that a step with {shown(tasks)} tasks on its "
+            "nodes does not have. Start the step with srun, and leave its variables as they are."
         )
     return sum(tasks[:node]) + place
 
@@ -67,7 +68,7 @@ def _ports(environment: Mapping[str, str], needed: int) -> list[int]:
     ports = [int(port) for port in expand_numbers(reserved)]
     if len(ports) < needed:
         raise ValueError(
-            f"SLURM_STEP_RESV_PORTS={reserved} has {len(ports)} ports for {needed} tasks on one node. "
+            f"SLURM_STEP_RESV_PORTS={reserved:.200} has {len(ports)} ports for {needed} tasks on one node. "
             f"Start the step with srun --resv-ports={needed}, or set KERAS_PARAGRAD_PORT to the first of free ones."
         )
     return ports

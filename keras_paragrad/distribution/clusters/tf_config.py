@@ -1,10 +1,12 @@
 """The cluster that `TF_CONFIG` describes, in TensorFlow's own format."""
 
-import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from keras_paragrad.arguments import shown
 from keras_paragrad.distribution.clusters.found import Found
+from keras_paragrad.plain_json import read_json
 
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 
@@ -21,9 +23,9 @@ def read_tf_config(environment: Mapping[str, str]) -> Found | None:
     if not text:
         return None
     try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"TF_CONFIG is not JSON: {error}. It is {text!r:.200}. Expected {EXAMPLE}.") from None
+        config = read_json(text)
+    except ValueError as error:
+        raise ValueError(f"TF_CONFIG is not JSON: {error}. It is {shown(text)}. Expected {EXAMPLE}.") from None
     _expect(config, dict, "TF_CONFIG")
     cluster = _expect(config.get("cluster", {}), dict, "`cluster`")
     if not cluster:
@@ -35,7 +37,7 @@ def read_tf_config(environment: Mapping[str, str]) -> Found | None:
 
 def _expect(found: Any, kind: type, part: str) -> Any:
     if not isinstance(found, kind):
-        raise ValueError(f"In TF_CONFIG, {part} is {found!r:.200}. Expected {EXAMPLE}.")
+        raise ValueError(f"In TF_CONFIG, {part} is {shown(found)}. Expected {EXAMPLE}.")
     return found
 
 
@@ -46,7 +48,7 @@ def _addresses(name: str, hosts: Any) -> tuple[str, ...]:
 
 def _index(index: Any) -> int:
     """The index of the task, which some launchers write as a string."""
-    if isinstance(index, str) and index.isascii() and index.isdecimal():
+    if isinstance(index, str) and re.fullmatch(r"[0-9]{1,9}", index):
         return int(index)
     if isinstance(index, bool):
         index = None

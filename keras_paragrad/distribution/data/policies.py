@@ -6,10 +6,10 @@ import tensorflow as tf
 
 from keras_paragrad._keras.data import count_files, share_of_files
 from keras_paragrad.arguments import check_choice
+from keras_paragrad.distribution.choices import SHARD_POLICIES
 from keras_paragrad.distribution.data.pieces import split
 from keras_paragrad.distribution.workers import Place
 
-POLICIES = ("auto", "data", "file", "already_sharded")
 AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 
 
@@ -25,7 +25,7 @@ def check_policy(policy: str) -> str:
             'given a part of its own, write shard_policy="already_sharded"; if all were given the same, '
             'shard_policy="data".'
         )
-    return check_choice("shard_policy", policy, POLICIES)
+    return check_choice("shard_policy", policy, SHARD_POLICIES)
 
 
 def choose_policy(policy: str, x: Any, workers: int) -> str:

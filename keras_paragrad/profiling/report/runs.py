@@ -1,9 +1,9 @@
 """What a log directory holds: the windows that were traced, and what was written down step by step."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from keras_paragrad.plain_json import read_json
 from keras_paragrad.profiling.report.records import Retrace, Series, read_retraces, read_series, worth_showing
 from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
 
@@ -128,7 +128,7 @@ def _own_summaries(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
     found: dict[str, ProfileSummary] = {}
     for path in sorted(trace.glob(SUMMARIES), reverse=True):
         try:
-            found[path.name] = ProfileSummary.from_dict(json.loads(path.read_text("utf-8")))
+            found[path.name] = ProfileSummary.from_dict(read_json(path.read_text("utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as error:
             notes.append(f"{path.name} in {trace.name} can't be read ({type(error).__name__}: {error}).")
     return found
@@ -159,7 +159,7 @@ def _series(folder: Path, name: str, notes: list[str]) -> tuple[Series, ...]:
 def _run_info(folder: Path, windows: tuple[Window, ...]) -> RunInfo:
     """From `run.json`, or else from the newest window."""
     try:
-        found = json.loads((folder / "run.json").read_text("utf-8"))
+        found = read_json((folder / "run.json").read_text("utf-8"))
         return RunInfo(**{**found, "devices": tuple(found["devices"])})
     except (OSError, ValueError, KeyError, TypeError):
         return windows[-1].summary.run if windows else RunInfo()

@@ -1,8 +1,8 @@
 """What a profile says of collectives, where there is one."""
 
-import json
 from pathlib import Path
 
+from keras_paragrad.plain_json import read_json
 from keras_paragrad.profiling.summary import ProfileSummary
 
 
@@ -12,7 +12,7 @@ def collective_share(log_dir: Path) -> float | None:
     if not summaries:
         return None
     try:
-        steps = ProfileSummary.from_dict(json.loads(summaries[-1].read_text(encoding="utf-8"))).steps
+        steps = ProfileSummary.from_dict(read_json(summaries[-1].read_text(encoding="utf-8"))).steps
     except (OSError, ValueError, KeyError, TypeError):
         return None
     duration = sum(step.duration for step in steps)

@@ -1,0 +1,92 @@
+"""What the commands share: knowing that one was started, a parser that suggests, and how words become numbers."""
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import PurePath
+from typing import Any, NoReturn
+
+from keras_paragrad.arguments import check_integer, check_number, shown
+
+PROGRAM = "keras-paragrad"
+_UNKNOWN = "unrecognized arguments: "
+_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
+# No number that is meant has more digits, and Python takes long to read one that has.
+_LONGEST_NUMBER = 40
+
+
+def is_command() -> bool:
+    """Whether Python was started for a command: `keras-paragrad`, or `python -m keras_paragrad`."""
+    script = getattr(sys, "argv", None) or [""]
+    if script[0] == "-m":
+        # While Python looks for the module, which may also be one that imports this package.
+        module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
+        return module == ["keras_paragrad"]
+    return PurePath(script[0]).stem in (PROGRAM, f"{PROGRAM}-script")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of Python's that takes no abbreviations, and asks whether a word that is close was meant."""
+
+    def __init__(self, *words: Any, **options: Any):
+        super().__init__(*words, **{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2, after the usage and the message on stderr."""
+        choice = _CHOICE.search(message)
+        if choice:
+            message += did_you_mean(choice[1], re.split(r"[\s,']+", choice[2]))
+        super().error(message if len(message) < 2000 else f"{message[:2000]}...")
+
+    def refuse_unknown(self, words: list[str]) -> None:
+        """Ends the process with an error if any words are left that the parser does not know."""
+        if words:
+            options = [option for action in self._actions for option in action.option_strings]
+            unknown = words[0].partition("=")[0]
+            self.error(f"{_UNKNOWN}{shown(' '.join(words))[1:-1]}{did_you_mean(unknown, options)}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question that names the closest of the known words, or nothing.
+
+    Example:
+
+    >>> from keras_paragrad.command_line import did_you_mean
+    >>> did_you_mean("--worker", ["--workers", "--ps"])
+    '. Did you mean `--workers`?'
+    """
+    close = difflib.get_close_matches(word[:100], [each for each in known if each], 1)
+    return f". Did you mean `{close[0]}`?" if close else ""
+
+
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """For `add_argument(type=...)`: reads an integer within bounds."""
+
+    def read(word: str) -> int:
+        found = int(word) if re.fullmatch(rf"[+-]?[0-9]{{1,{_LONGEST_NUMBER}}}", word) else None
+        return _checked(word, lambda: check_integer("it", found, least=least, most=most))
+
+    return read
+
+
+def number(**bounds: Any) -> Callable[[str], float]:
+    """For `add_argument(type=...)`: reads a finite number within the bounds of `check_number`."""
+
+    def read(word: str) -> float:
+        try:
+            found = float(word) if len(word) <= _LONGEST_NUMBER else None
+        except ValueError:
+            found = None
+        return _checked(word, lambda: check_number("it", found, **bounds))
+
+    return read
+
+
+def _checked(word: str, check: Callable[[], Any]) -> Any:
+    try:
+        return check()
+    except ValueError as error:
+        expected = str(error).partition("must be ")[2].rstrip(".")
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {shown(word)}") from None

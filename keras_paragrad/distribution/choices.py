@@ -1,0 +1,12 @@
+"""The words that `DistributedFit` and its commands take; without TensorFlow, for the commands' help."""
+
+STRATEGIES = ("auto", "none", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server")
+COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy", "one_device")
+BATCHES = ("global", "per_replica")
+LR_SCALINGS = (None, "linear", "sqrt")
+SHARD_POLICIES = ("auto", "data", "file", "already_sharded")
+WEIGHTINGS = ("auto", "examples", "sample_weight", "mask")
+# A year, in seconds: more does not fit into the system calls that wait.
+LONGEST_WAIT = 365 * 24 * 3600
+# Of anything in a described machine or cluster: a plan for more takes minutes to make, and fills the memory.
+MOST_DESCRIBED = 10_000
