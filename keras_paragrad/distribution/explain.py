@@ -8,15 +8,15 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_paragrad.distribution.decisions.decision import Decision
-from keras_paragrad.distribution.decisions.strategy import found_in_words
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.plan import Plan
+from keras_paragrad.distribution.plan_summary import summary_lines
 
 WIDTH = 118
 
 
 class Explanation:
-    """A plan as a table, with what was found above it: for `print`, and for a rich console.
+    """A plan as a table, below its summary and the command that starts it: for `print`, and for a rich console.
 
     Args:
         plan: What was decided.
@@ -38,7 +38,8 @@ class Explanation:
         self.hardware = hardware
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(f"Found: {found_in_words(self.hardware)}")
+        for line in summary_lines(self.plan, self.hardware):
+            yield Text(line, overflow="fold")
         table = Table(show_lines=True)
         for header, share in (("Decision", None), ("Value", None), ("Why", 3), ("To change it", 2)):
             table.add_column(header, ratio=share, overflow="fold")

@@ -37,6 +37,37 @@ def test_all_of_the_plan_is_in_it(explanation):
     assert text.startswith("Found: 1 CPU, 4 GPU in this process")
 
 
+@pytest.mark.parametrize(
+    ("machine", "options", "plan", "step", "command"),
+    [
+        ({"cpus": 8}, {}, "no strategy, 1 replica on CPU:0", "not compiled by XLA, float32, exact", "python train.py"),
+        (
+            {"gpus": 4, "compute_capability": (9, 0), "workers": 2},
+            {"batch": "per_replica", "precision": "mixed_bfloat16"},
+            "multi_worker, 8 replicas on GPU:0 to GPU:3 of each of 2 workers, all-reduce by nccl",
+            "compiled by XLA on each replica, mixed_bfloat16, a batch for each replica, exact",
+            "keras-paragrad launch --workers 2 train.py (in a job's tasks without --workers 2)",
+        ),
+        (
+            {"workers": 2, "ps": 1},
+            {"exact": False},
+            "parameter_server, ",
+            "not compiled by XLA, float32",
+            "keras-paragrad launch --workers 2 --ps 1 train.py (in a job's tasks without --workers 2 --ps 1)",
+        ),
+        ({"tpu_cores": 8}, {}, "tpu, ", "compiled by XLA", "python train.py"),
+    ],
+    ids=["CPU", "workers", "servers", "TPU"],
+)
+def test_it_begins_with_a_summary_and_the_command(machine, options, plan, step, command):
+    hardware = describe(**machine)
+    lines = str(Explanation(make_plan(hardware, Options(**options)), hardware)).splitlines()
+    heads = [line.partition(": ")[0] for line in lines[:4]]
+    assert heads == ["Found", "Plan", "Step", "To start it"]
+    for line, start in zip(lines[1:4], (plan, step, command), strict=True):
+        assert line.partition(": ")[2].startswith(start)
+
+
 @pytest.mark.parametrize("columns", ["20", "300"])
 def test_the_text_is_the_same_everywhere(explanation, columns, monkeypatch):
     before = str(explanation)

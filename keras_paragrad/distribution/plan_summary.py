@@ -1,0 +1,65 @@
+"""A plan in three lines, and the command that starts it."""
+
+from keras_paragrad.distribution.cluster import Cluster
+from keras_paragrad.distribution.decisions.strategy import found_in_words
+from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.plan import Plan
+
+_JIT = {
+    "none": "not compiled by XLA",
+    "whole_step": "compiled by XLA",
+    "per_replica": "compiled by XLA on each replica",
+}
+_BATCH = {"global": "each batch divided among the replicas", "per_replica": "a batch for each replica"}
+
+
+def summary_lines(plan: Plan, hardware: Hardware) -> list[str]:
+    """What was found, how training runs there, how a step is taken, and what to type.
+
+    Example:
+
+    >>> from keras_paragrad.distribution.described import describe
+    >>> from keras_paragrad.distribution.options import Options
+    >>> from keras_paragrad.distribution.plan import make_plan
+    >>> machine = describe(gpus=4, compute_capability=(9, 0))
+    >>> print("\\n".join(summary_lines(make_plan(machine, Options()), machine)))
+    Found: 1 CPU, 4 GPU in this process; no cluster
+    Plan: mirrored, 4 replicas on GPU:0 to GPU:3, all-reduce by nccl
+    Step: compiled by XLA on each replica, float32, each batch divided among the replicas, exact
+    To start it: python train.py
+    """
+    return [f"Found: {found_in_words(hardware)}", _plan(plan), _step(plan), f"To start it: {_command(plan, hardware)}"]
+
+
+def _plan(plan: Plan) -> str:
+    devices, replicas = plan.devices.value, plan.replicas.value
+    where = "" if not devices else f" on {devices[0]}" if len(devices) == 1 else f" on {devices[0]} to {devices[-1]}"
+    if devices and replicas and replicas > len(devices):
+        where += f" of each of {replicas // len(devices)} workers"
+    counted = "replicas" if replicas is None else f"{replicas} replica{'s' if replicas > 1 else ''}"
+    by = "" if plan.communication.value in ("none", "given") else f", all-reduce by {plan.communication.value}"
+    strategy = plan.strategy.value if plan.strategy.value != "none" else "no strategy"
+    return f"Plan: {strategy}, {counted}{where}{by}"
+
+
+def _step(plan: Plan) -> str:
+    batch = "" if plan.replicas.value == 1 else f", {_BATCH[plan.batch.value]}"
+    exact = "exact" if plan.exact.value else "not exact"
+    return f"Step: {_JIT[plan.jit.value]}, {plan.precision.value}{batch}, {exact}"
+
+
+def _command(plan: Plan, hardware: Hardware) -> str:
+    cluster = hardware.cluster
+    if cluster is None or plan.strategy.value not in ("multi_worker", "parameter_server"):
+        return "python train.py"
+    if cluster.source == "Slurm":
+        return "srun keras-paragrad launch train.py"
+    if cluster.source == "a description":
+        numbers = _processes(cluster)
+        return f"keras-paragrad launch {numbers} train.py (in a job's tasks without {numbers})"
+    return "keras-paragrad launch train.py, in each task"
+
+
+def _processes(cluster: Cluster) -> str:
+    servers = len(cluster.jobs.get("ps", ()))
+    return f"--workers {len(cluster.jobs['worker'])}" + (f" --ps {servers}" if servers else "")
