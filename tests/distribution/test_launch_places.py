@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -211,11 +212,43 @@ def test_the_batch_file_starts_a_step_again(tmp_path, failures, status):
     finished = subprocess.run(
         ["bash", str(CLUSTER / "slurm.sbatch")],
         cwd=tmp_path,
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "8"},
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_ID": "7"},
         stderr=subprocess.DEVNULL,
         timeout=30,
         check=False,
     )
     assert finished.returncode == status
     steps = (tmp_path / "steps").read_text().splitlines()
-    assert steps == ["python -m keras_paragrad launch train.py"] * min(failures + 1, 3)
+    assert steps == ["python -m keras_paragrad launch train.py --backups backups/7"] * min(failures + 1, 3)
+
+
+def test_what_the_files_start_is_there_and_takes_their_words():
+    """The script beside them, by the words after `launch`; and GPUs are asked for where there may be some."""
+    batch, manifest = ((CLUSTER / name).read_text() for name in ("slurm.sbatch", "kubernetes.yaml"))
+    assert re.search(r"^#SBATCH --gpus-per-node=\d", batch, re.MULTILINE)
+    started = [batch.partition("launch ")[2].split()[:2], re.findall(r'"launch", "(.*?)", "(.*?)"', manifest)[0]]
+    for script, option in started:
+        assert f'add_argument("{option}"' in (CLUSTER / script).read_text()
+
+
+@pytest.mark.own_process(seconds=200)
+def test_the_example_backs_up_and_goes_on(tmp_path):
+    script = [sys.executable, "-P", str(CLUSTER / "train.py"), "--backups", str(tmp_path / "backups")]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([*script, "--epochs", "9999"], **streams) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not list(tmp_path.glob("backups/*.backup")):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.2)
+            process.terminate()
+            said = process.communicate(timeout=60)[0]
+        finally:
+            process.kill()
+    assert process.returncode == 143, said
+    (backup, *_) = sorted(tmp_path.glob("backups/*.backup"), reverse=True)
+    epoch = int(backup.name.split("-")[1])
+    done = subprocess.run([*script, "--epochs", str(epoch + 2)], **streams, timeout=120, check=True)
+    assert f"Epoch {epoch + 2}/{epoch + 2}" in done.stdout
+    assert not epoch or "Epoch 1/" not in done.stdout
+    assert not list(tmp_path.glob("backups/*.backup"))
