@@ -1,6 +1,7 @@
 """What is tested is the installed wheel."""
 
 import importlib.metadata
+import re
 from pathlib import Path
 
 import keras_paragrad
@@ -24,3 +25,15 @@ def test_the_wheel_brings_nothing_but_the_package():
 def test_what_is_public_is_there():
     for name in keras_paragrad.__all__:
         assert getattr(keras_paragrad, name).__doc__
+
+
+def test_the_page_on_a_package_index_has_no_links_that_lead_nowhere():
+    page = DISTRIBUTION.metadata.get_payload()
+    assert "`docs/accumulation.md`" in page
+    assert not [link for link in re.findall(r"\]\(([^)]+)\)", page) if not link.startswith("https://")]
+
+
+def test_the_console_script():
+    (script,) = (entry for entry in DISTRIBUTION.entry_points if entry.group == "console_scripts")
+    assert script.name == "keras-paragrad"
+    assert callable(script.load())
