@@ -4,7 +4,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("exactness", "accumulation", "memory", "per_example", "input_gradients", "distribution", "profiling")
+BENCHMARKS = (
+    "exactness",
+    "accumulation",
+    "memory",
+    "per_example",
+    "input_gradients",
+    "distribution",
+    "profiling",
+    "leaks",
+)
 
 if __name__ == "__main__":
     for name in BENCHMARKS:

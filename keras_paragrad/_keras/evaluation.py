@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.execution import compile_steps
 from keras_paragrad._keras.forward import compiled_apart
+from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad._keras.logs import means_of_all, results_of_all
 from keras_paragrad._keras.model import has_own_predict_step, has_own_test_step
 from keras_paragrad._keras.presence import Presence
@@ -55,7 +56,7 @@ def predict_function(model: keras.Model, spread: Spread) -> Callable[[list], Any
         return keras.tree.map_structure(lambda output: strategy.gather(output, axis=0), outputs)
 
     if not model.run_eagerly:
-        predicted = tf.function(predicted, reduce_retracing=True, autograph=False)
+        predicted = tf.function(releasing(predicted), reduce_retracing=True, autograph=False)
 
     def predict(batches: list) -> Any:
         outputs = [predicted(batch) for batch in batches]

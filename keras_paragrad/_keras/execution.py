@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
 
+from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad._keras.replicas import of_first_replica
 from keras_paragrad._keras.stages import Spread
 
@@ -87,7 +88,7 @@ def _compile_step(model: keras.Model, step: Step, spread: Spread | None) -> Step
     if not model.run_eagerly:
         # Not inlined, so that nothing in it, such as a counter, runs ahead of a batch that turns out not to exist.
         one_step = tf.function(
-            one_step,
+            releasing(one_step),
             reduce_retracing=True,
             # XLA can't compile what several devices meet in.
             jit_compile=model.jit_compile and (spread is None or strategy.num_replicas_in_sync == 1),

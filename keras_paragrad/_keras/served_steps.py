@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.apply import parts
+from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad._keras.metric_states import Tally
 
 
@@ -34,7 +35,8 @@ def prediction_step(model: Any) -> Callable[[Any], Any]:
 
 def _compiled(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     strategy = model.distribute_strategy
-    return tf.function(lambda data: strategy.run(step, args=(data,)), reduce_retracing=True, autograph=False)
+    run = releasing(lambda data: strategy.run(step, args=(data,)))
+    return tf.function(run, reduce_retracing=True, autograph=False)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.gradient_functions import releasing
+
 _DEPTH = 8
 
 
@@ -115,4 +117,4 @@ def gradient_graph(model: Any, spec: Any, examples: int) -> tf.Graph:
         return [each for each in tape.gradient(loss, model.trainable_variables) if each is not None]
 
     sized = [tf.TensorSpec([examples, *leaf.shape[1:]], leaf.dtype) for leaf in tf.nest.flatten(spec)]
-    return tf.function(gradients, autograph=False).get_concrete_function(*sized).graph
+    return tf.function(releasing(gradients), autograph=False).get_concrete_function(*sized).graph

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.apply import apply_everywhere
 from keras_paragrad._keras.forward import Weight
+from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.replicas import coordinate, first_replica, replica_count, replica_index, run_if
 from keras_paragrad.accumulation.arguments import (
@@ -239,7 +240,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     @functools.cached_property
     def _compiled_update(self):
-        return tf.function(lambda: self._strategy.run(self.end_micro_batch, args=(True,)), autograph=False)
+        return tf.function(releasing(lambda: self._strategy.run(self.end_micro_batch, args=(True,))), autograph=False)
 
     @functools.cached_property
     def _compiled_clear(self):

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad.inputs.derivative import Derivative
 from keras_paragrad.inputs.function import RowFunction
 from keras_paragrad.inputs.options import Options
@@ -79,7 +80,7 @@ class Execution:
                 else derivative(*arguments)
             )
 
-        function = tf.function(lambda *arguments: self.strategy.run(replica, args=arguments), autograph=False)
+        function = tf.function(releasing(lambda *parts: self.strategy.run(replica, args=parts)), autograph=False)
         # Concrete, so that another shape is an error and not another function.
         return function.get_concrete_function(leaves, tf.constant(True))
 

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad._keras.losses import LossTerm
 from keras_paragrad.arguments import check_flag, check_instance, check_integer, refusal
 from keras_paragrad.per_example.arguments import check_rows
@@ -178,6 +179,7 @@ def _compile(quantity: Quantity, reference: Any, loss: Any, training: bool, jit_
     losses = [_as_loss(each) for each in keras.tree.flatten(loss)]
 
     @tf.function(jit_compile=jit_compile, reduce_retracing=True, autograph=False)
+    @releasing
     def compiled(x, y, sample_weight):
         model, anchor = reference(), tf.zeros([])
         with tf.GradientTape(watch_accessed_variables=False) as tape:

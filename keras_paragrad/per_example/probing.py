@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad._keras.layers import called_for_training
 from keras_paragrad.per_example.capture import Capture
 from keras_paragrad.per_example.units import Unit, holders_of, units_of
@@ -84,7 +85,7 @@ def _called_on_placeholders(
 
     specifications = [tf.TensorSpec([size, *flat[place].shape[1:]], flat[place].dtype) for place in places]
     try:
-        tf.function(call, autograph=False).get_concrete_function(*specifications)
+        tf.function(releasing(call), autograph=False).get_concrete_function(*specifications)
     except Exception:
         # Whatever it was, the call itself will run into it, unless it comes of the size.
         return captures[0], False

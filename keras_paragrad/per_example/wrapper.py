@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad._keras.gradient_functions import keep_with_graphs_of
 from keras_paragrad._keras.layers import may_be_differentiated
 from keras_paragrad._keras.model import all_layers
 from keras_paragrad._keras.own_methods import metrics_of_its_own, uncompile
@@ -118,6 +119,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         # Past Keras's attribute tracking: what a step leaves behind is no state of the model, and not saved.
         steps_of_a_replica = functools.partial(collections.deque, maxlen=_UNFINISHED)
         self.__dict__.update(_results=None, _steps=collections.defaultdict(steps_of_a_replica))
+        self.__dict__["_note_graph"] = keep_with_graphs_of(self)
 
     def build(self, input_shape: Any = None) -> None:
         super().build(input_shape)
@@ -128,6 +130,8 @@ class PerExampleGradients(keras.layers.Wrapper):
         if not may_be_differentiated():
             return self.layer(inputs, *args, **kwargs)
         check_room(self.kept, self.capacity)
+        if not tf.executing_eagerly():
+            self._note_graph()
         step = Step(self.layer, self._finish, self.reweighs, self.loss_reduction)
         self._steps[replica_index()].append(step)
         outputs = step(inputs, *args, **kwargs)
