@@ -163,7 +163,7 @@ def test_described_machines():
     assert machine.gpus[1] == Device("GPU:1", "GPU", 80 * 2**30, (9, 0))
     assert {job: len(hosts) for job, hosts in machine.cluster.jobs.items()} == {"chief": 1, "worker": 3, "ps": 1}
     assert describe() == Hardware(1)
-    with pytest.raises(ValueError, match="gpus is -1"):
+    with pytest.raises(ValueError, match="`gpus` is -1"):
         describe(gpus=-1)
-    with pytest.raises(ValueError, match="workers is 0"):
+    with pytest.raises(ValueError, match="`workers` is 0"):
         describe(workers=0)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.served import ServedModel
 from keras_paragrad._keras.validation import split_for_validation
+from keras_paragrad.arguments import check_integer
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs, distributed_dataset
 from keras_paragrad.distribution.servers.ahead import PredictedAhead
 from keras_paragrad.distribution.servers.dispatch import Dispatcher
@@ -69,8 +70,7 @@ class ServerPreparation:
         in_flight: int | None = None,
     ):
         check_model(model)
-        if in_flight is not None and (isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1):
-            raise ValueError(f"in_flight is {in_flight!r}. Expected a whole number that is 1 or more.")
+        in_flight = check_integer("in_flight", in_flight, example=4, optional=True)
         self.model: Any = model
         coordinator = coordinator or tf.distribute.coordinator.ClusterCoordinator(self.model.distribute_strategy)
         self._dispatcher = Dispatcher(coordinator, count_workers(), in_flight)

@@ -5,12 +5,16 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_paragrad.arguments import check_integer
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.launch.tasks import HOST, free_ports
 
 JOBS = ("chief", "worker", "ps")
 # TensorFlow's servers of one process end with it; they must not be collected before.
 _RUNNING: list[Any] = []
+
+# Each is a server with threads of its own.
+_MOST = 64
 
 
 def make_parameter_server_strategy(cluster: Cluster) -> tf.distribute.ParameterServerStrategy:
@@ -58,9 +62,8 @@ def in_process_cluster(workers: int = 2, servers: int = 1) -> Cluster:
     >>> {job: len(addresses) for job, addresses in cluster.jobs.items()}
     {'chief': 1, 'worker': 2, 'ps': 1}
     """
-    for name, count in (("workers", workers), ("servers", servers)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} is {count!r}. Expected a whole number that is 1 or more.")
+    workers = check_integer("workers", workers, most=_MOST, example=2)
+    servers = check_integer("servers", servers, most=_MOST, example=1)
     addresses = [f"{HOST}:{port}" for port in free_ports(1 + workers + servers)]
     jobs = {
         "chief": tuple(addresses[:1]),

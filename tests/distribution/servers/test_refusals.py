@@ -46,7 +46,7 @@ def test_models_that_are_refused(strategy):
             servers.prepare_for_servers(model)
         assert "fit" not in model.__dict__, name
     model = build(strategy)
-    with pytest.raises(ValueError, match="in_flight is 0"):
+    with pytest.raises(ValueError, match="`in_flight` is 0"):
         servers.prepare_for_servers(model, in_flight=0)
     servers.prepare_for_servers(model)
     with strategy.scope():
@@ -135,5 +135,5 @@ def test_only_the_chief_trains_and_only_the_others_serve():
 
 @pytest.mark.parametrize(("workers", "count"), [(0, 1), (1, 0), (True, 1), (1, 2.0)])
 def test_numbers_of_tasks_are_checked(workers, count):
-    with pytest.raises(ValueError, match="Expected a whole number that is 1 or more"):
+    with pytest.raises(ValueError, match="and must be an integer from 1 to 64"):
         servers.in_process_cluster(workers, count)
