@@ -15,7 +15,7 @@ def training_variables(model: keras.Model) -> dict[str, list[keras.Variable]]:
     sections = {
         "model": model.variables,
         "optimizer": [variable for optimizer in optimizers for variable in _variables_of(optimizer)],
-        "metrics": model.metrics_variables,
+        "metrics": [*model.metrics_variables, *_loss_window(model)],
     }
     seen: set[int] = set()
     return {name: [each for each in variables if _is_new(each, seen)] for name, variables in sections.items()}
@@ -71,6 +71,13 @@ def _with_inner(optimizer: Any) -> list[Any]:
 def _variables_of(optimizer: Any) -> list[keras.Variable]:
     saved = [part for part in vars(optimizer).values() if isinstance(part, SavedVariables)]
     return [*optimizer.variables, *(variable for part in saved for variable in part.variables.values())]
+
+
+def _loss_window(model: keras.Model) -> list[keras.Variable]:
+    builder = StepBuilder.of(model)
+    if not builder.apply or builder.loss_window is None:
+        return []
+    return list(builder.loss_window.variables.values())
 
 
 def _is_new(variable: keras.Variable, seen: set[int]) -> bool:

@@ -11,11 +11,14 @@ from keras_paragrad._keras.execution import compile_steps
 from keras_paragrad._keras.forward import compiled_apart
 from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad._keras.logs import means_of_all, results_of_all
+from keras_paragrad._keras.loss_scale import not_divided_by_replicas
+from keras_paragrad._keras.loss_sums import LossSums, loss_sums
+from keras_paragrad._keras.loss_tracking import TrackedLosses
+from keras_paragrad._keras.losses import recorded_terms
 from keras_paragrad._keras.model import has_own_predict_step, has_own_test_step
-from keras_paragrad._keras.presence import Presence
+from keras_paragrad._keras.presence import Presence, rows_of
 from keras_paragrad._keras.replicas import replica_count
 from keras_paragrad._keras.stages import Spread
-from keras_paragrad._keras.step import track_loss
 
 
 def test_function(model: keras.Model, spread: Spread) -> Callable[[Any], dict]:
@@ -26,15 +29,10 @@ def test_function(model: keras.Model, spread: Spread) -> Callable[[Any], dict]:
             return means_of_all(model.test_step(data))
         presence = Presence.of(data)
         filled = presence.filled(data)
-        y_pred, loss = _apart(_evaluated, spread)(model, filled)
+        y_pred, sums = _evaluated(model, filled, spread)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(filled)
-
-        def count():
-            track_loss(model, loss, presence.rows)
-            model.compute_metrics(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
-
-        presence.run(count)
-        return results_of_all(model)
+        presence.run(lambda: model.compute_metrics(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight))
+        return results_of_all(model, TrackedLosses(model, sums.only_if(presence.some)))
 
     return compile_steps(model, [step], spread=spread)
 
@@ -71,10 +69,26 @@ def _apart(function: Callable[[Any, Any], Any], spread: Spread) -> Callable[[Any
     return lambda model, data: compiled_apart(functools.partial(function, model), data)
 
 
-def _evaluated(model: Any, data: Any) -> tuple[Any, tf.Tensor]:
+def _evaluated(model: Any, data: Any, spread: Spread) -> tuple[Any, LossSums]:
+    forms = []
+
+    def evaluated(model: Any, data: Any) -> tuple[Any, tf.Tensor]:
+        y_pred, sums = _losses_of(model, data, spread)
+        forms.append(sums.form)
+        return y_pred, sums.vector
+
+    y_pred, vector = _apart(evaluated, spread)(model, data)
+    return y_pred, LossSums(vector, forms[-1])
+
+
+def _losses_of(model: Any, data: Any, spread: Spread) -> tuple[Any, LossSums]:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred = _called(model, x)
-    return y_pred, model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
+    arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+    with recorded_terms(model, untracked=True) as terms, not_divided_by_replicas():
+        loss = model._compute_loss(**arguments, training=False)
+    weight = spread.weigh.in_evaluation(model, arguments) if spread.weigh else None
+    return y_pred, loss_sums(model, loss, terms, rows_of(x), weight)
 
 
 def _predicted(model: Any, data: Any) -> Any:

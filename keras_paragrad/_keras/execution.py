@@ -11,6 +11,7 @@ from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad._keras.replicas import of_first_replica
 from keras_paragrad._keras.stages import Spread
+from keras_paragrad._keras.whole_batches import divided
 
 Step = Callable[[Any], dict]
 # From an iterator, and whether each batch ends with an update, to the last batch's logs; `None` if there was no batch.
@@ -41,7 +42,7 @@ def compile_steps(
         A function for `model.train_function`.
     """
     compiled = [_compile_step(model, step, spread) for step in steps]
-    by_host = _by_host(model, compiled)
+    by_host = _by_host(model, compiled, cuts=spread is not None)
     run = _in_graph(model, compiled) if model.distribute_strategy.num_replicas_in_sync == 1 else by_host
 
     def train_function(iterator: Any) -> dict:
@@ -135,8 +136,14 @@ def _in_graph(model: keras.Model, steps: Sequence[Step]) -> Execute:
     return execute
 
 
-def _by_host(model: keras.Model, steps: Sequence[Step]) -> Execute:
+def _by_host(model: keras.Model, steps: Sequence[Step], *, cuts: bool) -> Execute:
     """Takes one batch after the other: TensorFlow can't run a branch in which several devices meet."""
+    strategy = model.distribute_strategy
+
+    def take_next(iterator: Any) -> Any:
+        # From `train_on_batch` and `test_on_batch`, which know nothing of replicas.
+        batch = next(iterator)
+        return divided(strategy, batch) if cuts and strategy.num_replicas_in_sync > 1 else batch
 
     def take_one(step: Step) -> Callable[[Any], dict]:
         def take(iterator: Any) -> dict:
@@ -150,7 +157,7 @@ def _by_host(model: keras.Model, steps: Sequence[Step]) -> Execute:
         logs = None
         for update in updates:
             try:
-                logs = takes[update](iterator) if hasattr(iterator, "get_next") else steps[update](next(iterator))
+                logs = takes[update](iterator) if hasattr(iterator, "get_next") else steps[update](take_next(iterator))
             except (StopIteration, tf.errors.OutOfRangeError):
                 break
         return logs

@@ -8,8 +8,11 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.layers import mask_of, with_mask
+from keras_paragrad._keras.loss_scale import not_divided_by_replicas
+from keras_paragrad._keras.loss_sums import LossSums, loss_sums
 from keras_paragrad._keras.losses import LossTerm, recorded_terms
-from keras_paragrad._keras.replicas import replica_index
+from keras_paragrad._keras.presence import rows_of
+from keras_paragrad._keras.replicas import replica_count, replica_index
 
 _SHARES = "_keras_paragrad_shares"
 
@@ -21,10 +24,12 @@ class Weight(NamedTuple):
         value: What the loss was divided by, a float32 scalar: the gradient of two micro-batches together is the
             average of their gradients, weighted by it.
         summed: Whether the loss was not divided at all, so that the gradients of two micro-batches add up.
+        stated: The `weighting` that the user asked for, or `None` if the compiled losses tell.
     """
 
     value: tf.Tensor
     summed: bool = False
+    stated: str | None = None
 
 
 # From a model, the arguments its `compute_loss` was called with, and the loss terms it called, to the weight.
@@ -41,57 +46,74 @@ class Passed(NamedTuple):
         loss: The loss as the model computed it.
         y_pred: The model's outputs.
         weight: What the gradient counts for, or `None` if nobody asked.
+        sums: What the losses are made of, or `None` if Keras keeps track of them.
     """
 
     gradients: list[Any]
     loss: tf.Tensor
     y_pred: Any
     weight: Weight | None
+    sums: LossSums | None
 
 
-def pass_through(model: keras.Model, data: Any, weigh: Weigh | None = None, share: Share | None = None) -> Passed:
+def pass_through(
+    model: keras.Model, data: Any, weigh: Weigh | None = None, share: Share | None = None, *, sums: bool = False
+) -> Passed:
     """Does what Keras's `train_step` does from the inputs to the gradients.
 
     Args:
         model: A compiled model.
         data: A batch, as `train_step` takes it.
-        weigh: Measures what the gradient counts for.
+        weigh: Measures what the gradient counts for. On replicas, that of a mean is then divided by their number.
         share: What the loss is multiplied with, by its weight.
+        sums: Whether to tell what the losses are made of, instead of leaving outputs' losses to Keras's trackers.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape:
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
         arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-        with recorded_terms(model) as terms:
+        with (
+            recorded_terms(model, untracked=sums) as terms,
+            not_divided_by_replicas() if weigh else contextlib.nullcontext(),
+        ):
             loss = model._compute_loss(**arguments, training=True)
         with tape.stop_recording():
             weight = weigh(model, arguments, terms) if weigh else None
+            found = loss_sums(model, loss, terms, rows_of(x), weight, divided=weigh is None) if sums else None
             factor = share(weight) if weight is not None and share else None
         shared = loss if factor is None else loss * tf.cast(factor, loss.dtype)
+        if weight is not None and not weight.summed and replica_count() > 1:
+            shared *= tf.cast(1 / replica_count(), shared.dtype)
         scaled = model.optimizer.scale_loss(shared)
     with _shared(model, factor):
         gradients = tape.gradient(scaled, model.trainable_weights)
-    return Passed(gradients, loss, y_pred, weight)
+    return Passed(gradients, loss, y_pred, weight, found)
 
 
-def compiled_pass(model: keras.Model, data: Any, weigh: Weigh | None = None, share: Share | None = None) -> Passed:
+def compiled_pass(
+    model: keras.Model, data: Any, weigh: Weigh | None = None, share: Share | None = None, *, sums: bool = False
+) -> Passed:
     """`pass_through`, compiled by XLA apart from everything else in the step.
 
     On several replicas no more than this can be compiled: XLA knows one device. What it is given and gives back is the
     same, but for the share, which comes from other replicas and is multiplied with the gradients.
     """
-    is_summed = []
+    traced = []
 
     def parts(data):
-        gradients, loss, y_pred, weight = pass_through(model, data, weigh)
-        is_summed.append(weight is not None and weight.summed)
-        return gradients, loss, y_pred, None if weight is None else weight.value
+        passed = pass_through(model, data, weigh, sums=sums)
+        traced.append(passed)
+        value = None if passed.weight is None else passed.weight.value
+        return passed.gradients, passed.loss, passed.y_pred, value, passed.sums.vector if passed.sums else None
 
-    gradients, loss, y_pred, value = compiled_apart(parts, data)
-    weight = None if value is None else Weight(value, is_summed[-1])
+    gradients, loss, y_pred, value, vector = compiled_apart(parts, data)
+    # What is no tensor is as it was when the step was traced.
+    weight, found = traced[-1].weight, traced[-1].sums
+    weight = weight and weight._replace(value=value)
+    found = found and found._replace(vector=vector)
     if weight is not None and share:
         gradients = [scaled_gradient(gradient, share(weight)) for gradient in gradients]
-    return Passed(gradients, loss, y_pred, weight)
+    return Passed(gradients, loss, y_pred, weight, found)
 
 
 def compiled_apart(function: Callable[[Any], Any], data: Any) -> Any:

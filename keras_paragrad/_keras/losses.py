@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -24,6 +24,7 @@ class LossTerm:
     y_true: Any
     y_pred: Any
     sample_weight: Any
+    result: Any = None
 
     @property
     def reduces_itself(self) -> bool:
@@ -53,11 +54,15 @@ class LossTerm:
         """The mask that the model's output carries, or `None`."""
         return get_keras_mask(self.y_pred)
 
+    @property
+    def masks(self) -> list[Any]:
+        """The masks that the model's output and the loss's values carry: the output's, the values', both or none."""
+        return [mask for mask in (self.prediction_mask, get_keras_mask(self.values)) if mask is not None]
+
     @functools.cached_property
     def mask(self) -> Any:
         """Which of the values count, or `None` where all do."""
-        masks = [mask for mask in (self.prediction_mask, get_keras_mask(self.values)) if mask is not None]
-        return functools.reduce(tf.logical_and, masks) if masks else None
+        return functools.reduce(tf.logical_and, self.masks) if self.masks else None
 
     @property
     def weights(self) -> Any:
@@ -79,6 +84,7 @@ def is_summed(model: keras.Model) -> bool:
 class _Listener(NamedTuple):
     replica: int
     terms: list[LossTerm]
+    untracked: bool
 
 
 class _Recording:
@@ -88,21 +94,26 @@ class _Recording:
         self.loss, self.listeners = loss, listeners
 
     def __call__(self, y_true, y_pred, sample_weight=None):
-        here = replica_index()
-        for replica, terms in self.listeners:
-            if replica == here:
-                terms.append(LossTerm(self.loss, y_true, y_pred, sample_weight))
-        return self.loss(y_true, y_pred, sample_weight)
+        result = self.loss(y_true, y_pred, sample_weight)
+        for listener in _listeners_here(self.listeners):
+            listener.terms.append(LossTerm(self.loss, y_true, y_pred, sample_weight, result))
+        return result
+
+
+def _listeners_here(listeners: list[_Listener]) -> list[_Listener]:
+    here = replica_index()
+    return [listener for listener in listeners if listener.replica == here]
 
 
 @contextlib.contextmanager
-def recorded_terms(model: keras.Model) -> Iterator[list[LossTerm]]:
+def recorded_terms(model: keras.Model, *, untracked: bool = False) -> Iterator[list[LossTerm]]:
     """Within it, `model.compute_loss` fills the yielded list with the terms of the compiled loss.
 
     Several may be open at a time, and close in any order.
 
     Args:
         model: A compiled model. It is left as it was found.
+        untracked: Whether to keep Keras's trackers of outputs' losses from counting what is computed.
     """
     terms: list[LossTerm] = []
     compiled = model._compile_loss
@@ -113,7 +124,7 @@ def recorded_terms(model: keras.Model) -> Iterator[list[LossTerm]]:
     if not listeners:
         _listen(compiled, listeners)
     # Replicas may meet while the terms are recorded, and each takes note of its own.
-    listeners.append(_Listener(replica_index(), terms))
+    listeners.append(_Listener(replica_index(), terms, untracked))
     try:
         yield terms
     finally:
@@ -127,6 +138,8 @@ def _listen(compiled: Any, listeners: list[_Listener]) -> None:
 
     def record():
         compiled._flat_losses = [flat._replace(loss=_Recording(flat.loss, listeners)) for flat in compiled._flat_losses]
+        for tracker in compiled.metrics:
+            tracker.__dict__["update_state"] = _unless_untracked(tracker.update_state, listeners)
 
     def build_and_record(y_true, y_pred):
         build(y_true, y_pred)
@@ -138,8 +151,19 @@ def _listen(compiled: Any, listeners: list[_Listener]) -> None:
     compiled.__dict__["build"] = build_and_record
 
 
+def _unless_untracked(update_state: Callable[..., Any], listeners: list[_Listener]) -> Callable[..., Any]:
+    def update(*arguments, **keywords):
+        if not any(listener.untracked for listener in _listeners_here(listeners)):
+            return update_state(*arguments, **keywords)
+        return None
+
+    return update
+
+
 def _stop_listening(compiled: Any) -> None:
     del compiled.__dict__["build"], compiled.__dict__[_LISTENERS]
+    for tracker in compiled.metrics:
+        tracker.__dict__.pop("update_state", None)
     if compiled._flat_losses:
         compiled._flat_losses = [
             flat._replace(loss=flat.loss.loss) if isinstance(flat.loss, _Recording) else flat

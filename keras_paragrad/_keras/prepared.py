@@ -1,5 +1,6 @@
 """Methods of one model, in place of those of its class."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ from keras_paragrad._keras.evaluation import predict_function, test_function
 from keras_paragrad._keras.stages import Spread
 from keras_paragrad._keras.symbolic import build_from
 from keras_paragrad._keras.trainer import StepBuilder
+from keras_paragrad._keras.whole_batches import predict_on_batch
 
-_METHODS = ("_maybe_symbolic_build", "make_test_function", "make_predict_function")
+_METHODS = ("_maybe_symbolic_build", "make_test_function", "make_predict_function", "predict_on_batch")
 
 
 def spread_over_replicas(model: keras.Model, spread: Spread) -> None:
@@ -25,6 +27,7 @@ def spread_over_replicas(model: keras.Model, spread: Spread) -> None:
     own = model.__dict__
     own["_maybe_symbolic_build"] = lambda iterator=None, data_batch=None: build_from(model, iterator, data_batch)
     own["make_test_function"] = _maker(model, "test_function", lambda: test_function(model, spread))
+    own["predict_on_batch"] = functools.partial(predict_on_batch, model)
     own["make_predict_function"] = _maker(model, "predict_function", lambda: predict_function(model, spread))
     _forget_functions(model)
 

@@ -48,16 +48,29 @@ def coordinate(body: Callable[..., None], *per_replica: Any) -> None:
 
 
 def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums each tensor over the replicas: all in one collective, unless other ways are faster on CPUs."""
+    """Sums each tensor over the replicas: one collective for each dtype, unless other ways are faster on CPUs."""
     if replica_count() == 1:
         return list(tensors)
+    # Not every collective knows integers. A float64 holds counts up to 2**53.
+    carried = [tf.cast(each, "float64") if each.dtype.is_integer else each for each in tensors]
+    return [
+        tf.cast(total, each.dtype) if each.dtype.is_integer else total
+        for total, each in zip(_summed(carried), tensors, strict=True)
+    ]
+
+
+def _summed(tensors: Sequence[Any]) -> list[Any]:
     on_cpus = _adds_up_on_cpus()
     if on_cpus and _are_local() and sum(map(_bytes_of, tensors)) <= SMALL:
         return tf.distribute.get_replica_context().merge_call(_added, args=(list(tensors),))
     apart = [place for place, tensor in enumerate(tensors) if LARGE <= _bytes_of(tensor) < math.inf] if on_cpus else []
-    together = [place for place in range(len(tensors)) if place not in apart]
+    together: dict[tf.DType, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if place not in apart:
+            # Several workers' collective joins tensors into packs, and can't join dtypes.
+            together.setdefault(tensor.dtype, []).append(place)
     # Large ones backward, as gradients come.
-    collectives = [*([place] for place in reversed(apart)), *([together] if together else [])]
+    collectives = [*([place] for place in reversed(apart)), *together.values()]
     context: Any = tf.distribute.get_replica_context()
     sums = {}
     for places in collectives:

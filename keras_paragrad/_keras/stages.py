@@ -8,6 +8,7 @@ import keras
 
 from keras_paragrad._keras.forward import Weigh
 from keras_paragrad._keras.step import Gradient
+from keras_paragrad._keras.weights import Measure
 
 
 class Spread(NamedTuple):
@@ -18,7 +19,7 @@ class Spread(NamedTuple):
         by_xla: Whether XLA compiles each replica's forward and backward pass.
     """
 
-    weigh: Weigh | None = None
+    weigh: Measure | None = None
     by_xla: bool = False
 
 

@@ -9,6 +9,7 @@ from keras.src.losses.loss import unscale_loss_for_distribution
 
 from keras_paragrad._keras.apply import apply_everywhere, unscaled
 from keras_paragrad._keras.forward import Share, Weigh, Weight, compiled_pass, pass_through, scaled_gradient
+from keras_paragrad._keras.loss_sums import LossSums
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.presence import Presence, rows_of
 from keras_paragrad._keras.replicas import coordinate, replica_count, sum_over_replicas
@@ -19,15 +20,22 @@ class Gradient(NamedTuple):
 
     Attributes:
         gradients: A gradient for each of the model's `trainable_weights`, or `None` where there is none.
-        loss: The loss as the model computed it.
+        loss: The loss as the model computed it, or `None` if there are only the `sums` of several.
         rows: How many examples it was computed on.
         weight: What the gradient counts for, or `None` if nobody asked.
+        sums: What the losses that are shown are made of, or `None` if they are left to Keras.
     """
 
     gradients: list[Any]
-    loss: tf.Tensor
+    loss: tf.Tensor | None
     rows: tf.Tensor
     weight: Weight | None
+    sums: LossSums | None = None
+
+    def of_all(self, gradients: list[Any], rows: tf.Tensor, divisor: tf.Tensor, losses: tf.Tensor) -> "Gradient":
+        """That of a batch of which this is one slice, given the sums over all slices of weights and of losses."""
+        weight = self.weight and self.weight._replace(value=divisor)
+        return Gradient(gradients, None, rows, weight, self.sums and self.sums._replace(vector=losses))
 
 
 class Sharing:
@@ -39,26 +47,22 @@ class Sharing:
 
     def __init__(self, presence: Presence):
         self.presence = presence
-        self._known: tuple[tf.Tensor, tf.Tensor] | None = None
+        self._known: tf.Tensor | None = None
 
     def __call__(self, weight: Weight) -> tf.Tensor:
         """What to multiply this replica's loss with, so that the replicas' gradients add up to that of the batch."""
-        return self._share_and_rows(weight)[0]
-
-    def counts(self, weight: Weight) -> tf.Tensor:
-        """What this replica's loss counts for in the mean that `fit` shows, in examples."""
-        share, rows = self._share_and_rows(weight)
-        return rows * share / replica_count()
-
-    def _share_and_rows(self, weight: Weight) -> tuple[tf.Tensor, tf.Tensor]:
         if self._known is None:
-            one = tf.constant(1.0)
-            value = one if weight.summed else self.presence.weight(tf.cast(weight.value, "float32"))
-            (totals,) = sum_over_replicas([tf.stack([value, tf.cast(self.presence.rows, "float32")])])
-            # Keras has divided the loss by the number of replicas, unless it is a sum.
-            share = one if weight.summed else tf.where(totals[0] > 0, value * replica_count() / totals[0], one)
-            self._known = share, totals[1]
+            self._known = self._share(weight)
         return self._known
+
+    def _share(self, weight: Weight) -> tf.Tensor:
+        one = tf.constant(1.0)
+        if weight.summed:
+            return one
+        value = self.presence.weight(tf.cast(weight.value, "float32"))
+        (total,) = sum_over_replicas([value])
+        # The loss is divided by the number of replicas already.
+        return tf.where(total > 0, value * replica_count() / total, one)
 
 
 def gradient_of(
@@ -69,6 +73,7 @@ def gradient_of(
     share: Share | None = None,
     presence: Presence | None = None,
     by_xla: bool = False,
+    sums: bool = False,
 ) -> Gradient:
     """Does what Keras's `train_step` does up to the optimizer: forward, loss, backward, metrics.
 
@@ -79,16 +84,18 @@ def gradient_of(
         share: What the loss is multiplied with, by its weight.
         presence: Whether there are examples in the batch; there are, if `None`.
         by_xla: Whether XLA compiles the forward and backward pass, and nothing else.
+        sums: Whether to tell what the losses are made of, instead of leaving outputs' losses to Keras's trackers.
 
     Returns:
         The `Gradient`; the loss has not been tracked yet.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     presence = presence or Presence(rows_of(x))
-    passed = (compiled_pass if by_xla else pass_through)(model, data, weigh, share)
+    passed = (compiled_pass if by_xla else pass_through)(model, data, weigh, share, sums=sums)
     presence.run(lambda: model.compute_metrics(x=x, y=y, y_pred=passed.y_pred, sample_weight=sample_weight))
     weight = passed.weight and passed.weight._replace(value=presence.weight(passed.weight.value))
-    return Gradient(presence.gradients(passed.gradients), passed.loss, rows_of(x), weight)
+    found = passed.sums and passed.sums.only_if(presence.some)
+    return Gradient(presence.gradients(passed.gradients), passed.loss, rows_of(x), weight, found)
 
 
 def shared(gradient: Gradient, share: Share) -> Gradient:
@@ -99,15 +106,9 @@ def shared(gradient: Gradient, share: Share) -> Gradient:
     return gradient._replace(gradients=[scaled_gradient(each, factor) for each in gradient.gradients])
 
 
-def track_loss(model: keras.Model, loss: tf.Tensor, counts: tf.Tensor) -> None:
-    """Adds a batch's loss to the mean that `fit` shows as `loss`.
-
-    Args:
-        model: The model that computed it.
-        loss: As the model computed it.
-        counts: What it counts for: how many examples, or a replica's share of those that all of them have.
-    """
-    model._loss_tracker.update_state(unscale_loss_for_distribution(loss), sample_weight=counts)
+def track_loss(model: keras.Model, loss: tf.Tensor, rows: tf.Tensor) -> None:
+    """Adds a batch's loss, as the model computed it, to the mean that `fit` shows as `loss`; as Keras does."""
+    model._loss_tracker.update_state(unscale_loss_for_distribution(loss), sample_weight=rows)
 
 
 def apply_gradient(

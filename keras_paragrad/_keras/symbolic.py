@@ -4,6 +4,9 @@ from typing import Any
 
 import keras
 
+from keras_paragrad._keras.losses import recorded_terms
+from keras_paragrad._keras.model import has_own_compute_loss
+
 
 def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
     """Builds what Keras's `_maybe_symbolic_build` builds, from one replica's part of a batch.
@@ -29,6 +32,26 @@ def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None
 
     with strategy.scope():
         model._symbolic_build(data_batch=keras.tree.map_structure(of_any_size, data_batch))
+
+
+def losses_built(model: Any) -> bool:
+    """Whether a model's compiled losses are there, if it has any."""
+    return model._compile_loss is None or model._compile_loss.built
+
+
+def build_losses(model: Any, data: Any) -> None:
+    """Builds the compiled losses, within a step, from a part of a batch; does nothing if they are built.
+
+    Under a strategy Keras has built them before.
+    """
+    if losses_built(model):
+        return
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    with recorded_terms(model, untracked=True):
+        if has_own_compute_loss(model):
+            model._compute_loss(x=x, y=y, y_pred=model(x), sample_weight=sample_weight, training=False)
+        else:
+            model._compile_loss(y, model(x), sample_weight)
 
 
 def _all_built(model: Any) -> bool:

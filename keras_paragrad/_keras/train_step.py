@@ -4,11 +4,10 @@ import contextlib
 import functools
 from typing import Any, NamedTuple
 
-import tensorflow as tf
-
 from keras_paragrad._keras.apply import unscaled
 from keras_paragrad._keras.forward import Share, Weigh
 from keras_paragrad._keras.logs import SharedResults, means_of_all
+from keras_paragrad._keras.loss_tracking import LossWindow, TrackedLosses
 from keras_paragrad._keras.observe import show_before_sum
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.presence import Presence
@@ -23,6 +22,8 @@ class TrainStep(NamedTuple):
     Attributes:
         model: A compiled model.
         split, weigh, apply, spread: Stages; see `keras_paragrad._keras.trainer.StepBuilder`.
+        window: The losses of the micro-batches since the last update, with an `apply` stage.
+        update: Whether the step ends with an update, with an `apply` stage.
     """
 
     model: Any
@@ -30,6 +31,8 @@ class TrainStep(NamedTuple):
     weigh: Weigh | None
     apply: Apply | None
     spread: Spread | None
+    window: LossWindow | None
+    update: bool
 
     def in_its_own_way(self, data: Any) -> dict:
         """Takes the step as the model's own `train_step` does, and returns its logs."""
@@ -47,11 +50,16 @@ class TrainStep(NamedTuple):
         sharing = Sharing(presence) if replica_count() > 1 else None
         # An accumulating optimizer weighs the replicas itself, once for the whole window.
         gradient = self._gradient(presence.filled(data), presence, None if self._accumulates else sharing)
-        counts = self._counts(gradient, presence, sharing)
-        presence.run(lambda: track_loss(self.model, gradient.loss, counts))
+        losses = None
+        if gradient.sums is not None:
+            losses = TrackedLosses(self.model, gradient.sums, self.window, ends=self.update)
+        elif (loss := gradient.loss) is not None:
+            presence.run(lambda: track_loss(self.model, loss, presence.rows))
         if sharing and gradient.weight is not None and not self._accumulates:
             show_before_sum(self.model, gradient.gradients, sharing(gradient.weight))
-        shown = SharedResults(self.model) if self.spread and sharing else None
+        shown = SharedResults(self.model, losses) if self.spread and sharing else None
+        if losses and shown is None:
+            losses.track()
         with self._gathering(gradient):
             whole = gradient.weight is not None
             sums = apply_gradient(self.model, gradient.gradients, whole=whole, beside=shown.parts if shown else ())
@@ -62,13 +70,6 @@ class TrainStep(NamedTuple):
     @property
     def _accumulates(self) -> bool:
         return isinstance(unscaled(self.model.optimizer), WrappingOptimizer)
-
-    def _counts(self, gradient: Gradient, presence: Presence, sharing: Sharing | None) -> tf.Tensor:
-        # It takes a collective to know, and a window that is only added to does without one.
-        unknown = self._accumulates and not self.spread
-        if sharing is None or gradient.weight is None or unknown:
-            return presence.rows
-        return sharing.counts(gradient.weight)
 
     def _gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
         if self.apply:
@@ -82,7 +83,9 @@ class TrainStep(NamedTuple):
         stages = [stage.weigh for stage in (self.split, self.spread) if stage]
         weigh = next((weigh for weigh in (self.weigh, *stages) if weigh), None)
         by_xla = bool(self.spread and self.spread.by_xla and replica_count() > 1)
-        of_part = functools.partial(gradient_of, self.model, weigh=weigh, presence=presence, by_xla=by_xla)
+        # Keras's trackers know nothing of a batch of which there are parts.
+        parts = bool(self.split or self.apply or (self.spread and replica_count() > 1))
+        of_part = functools.partial(gradient_of, self.model, weigh=weigh, presence=presence, by_xla=by_xla, sums=parts)
         if self.split is None:
             return of_part(data, share=share)
         gradient = self.split(self.model, of_part, data)

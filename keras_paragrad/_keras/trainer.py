@@ -4,19 +4,23 @@ A step has six stages: *take* batches from the iterator, *split* a batch into sl
 the gradients, *apply* them, *log*. Keras's own way is what an unfilled stage does.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_paragrad._keras.execution import compile_steps
 from keras_paragrad._keras.forward import Weigh
+from keras_paragrad._keras.loss_tracking import LossWindow
 from keras_paragrad._keras.model import has_own_train_step
 from keras_paragrad._keras.observe import Observe, observed
 from keras_paragrad._keras.presence import Presence
 from keras_paragrad._keras.replicas import replica_count
 from keras_paragrad._keras.stages import Apply, Split, Spread
+from keras_paragrad._keras.symbolic import build_losses, losses_built
 from keras_paragrad._keras.telemetry_execution import LATEST, LookAhead, Telemetry, pick_watched
 from keras_paragrad._keras.telemetry_watch import updates_each_batch, watched
 from keras_paragrad._keras.train_step import TrainStep
@@ -32,6 +36,7 @@ class StepBuilder:
         observe: Sees the gradients on their way to them, or `None`.
         telemetry: Looks at some updates of the weights, or `None`.
         spread: How batches are spread over replicas, or `None` for Keras's way.
+        loss_window: The losses of the micro-batches since the last update, once an `apply` stage has run.
     """
 
     def __init__(self, model: keras.Model):
@@ -42,6 +47,7 @@ class StepBuilder:
         self.observe: Observe | None = None
         self.telemetry: Telemetry | None = None
         self.spread: Spread | None = None
+        self.loss_window: LossWindow | None = None
         self._pass_over = 0
         self._built: dict[Any, Callable] = {}
         self._built_for: Any = None
@@ -75,7 +81,9 @@ class StepBuilder:
         # `compile` makes a new configuration, and a train function is only good for the one it was traced with.
         configuration, key = self.model._compile_config, self._stages
         if self._built_for is not configuration:
-            self._built_for, self._built = configuration, {}
+            self._built_for, self._built, self.loss_window = configuration, {}, None
+        if self.apply and losses_built(self.model):
+            self._make_loss_window()
         if key not in self._built:
             self._built[key] = self._picked(self.telemetry) if self.telemetry else self._compiled(self.apply)
         self.model.train_function = self._built[key]
@@ -87,6 +95,20 @@ class StepBuilder:
         ahead = LookAhead(self.apply) if self.apply else None
         functions = self._compiled(ahead), self._compiled(ahead, telemetry)
         return pick_watched(*functions, telemetry, ahead, self._next_batches, updates_each_batch(self.model.optimizer))
+
+    def _make_loss_window(self) -> None:
+        if self.loss_window is None:
+            strategy = self.model.distribute_strategy
+            inside = tf.distribute.has_strategy() or strategy is tf.distribute.get_strategy()
+            with tf.init_scope(), contextlib.nullcontext() if inside else strategy.scope():
+                self.loss_window = LossWindow(self.model)
+
+    def _window_of(self, data: Any) -> LossWindow | None:
+        if not self.apply or has_own_train_step(self.model):
+            return None
+        build_losses(self.model, data)
+        self._make_loss_window()
+        return self.loss_window
 
     def _next_batches(self) -> int:
         return 0 if self._pass_over else self.model.steps_per_execution
@@ -109,7 +131,8 @@ class StepBuilder:
         return [functools.partial(self._step, update=update, telemetry=telemetry) for update in choices]
 
     def _step(self, data: Any, update: bool, telemetry: Telemetry | None) -> dict:
-        step = TrainStep(self.model, self.split, self.weigh, self.apply, self.spread)
+        window = self._window_of(data)
+        step = TrainStep(self.model, self.split, self.weigh, self.apply, self.spread, window, update)
         presence = Presence.of(data)
         with observed(self.model, self.observe, presence.rows), watched(self.model, telemetry):
             logs = step.in_its_own_way(data) if has_own_train_step(self.model) else step(data, presence)

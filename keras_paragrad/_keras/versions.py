@@ -34,6 +34,7 @@ HOOKS = (
     Hook("keras.src.saving.keras_saveable", "KerasSaveable._obj_type"),
     Hook("keras.src.utils.tracking", "DotNotTrackScope"),
     Hook("keras.src.utils.tracking", "no_automatic_dependency_tracking"),
+    Hook("keras.src.losses.loss", "scale_loss_for_distribution", ("value",)),
     Hook("keras.src.losses.loss", "unscale_loss_for_distribution", ("value",)),
     Hook("keras.src.backend.common.masking", "get_keras_mask", ("x",)),
     Hook("keras.src.backend.common.masking", "set_keras_mask", ("x", "mask")),

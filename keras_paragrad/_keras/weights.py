@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.divisors import SUM, UnknownDivisorError, divisor_of
 from keras_paragrad._keras.forward import Weight
 from keras_paragrad._keras.losses import LossTerm
 from keras_paragrad._keras.model import all_layers, has_added_losses, has_own_compute_loss, has_own_train_step
@@ -58,7 +59,34 @@ class Measure:
 
     def __call__(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight:
         """The weight of the micro-batch whose loss was just computed; see `keras_paragrad._keras.step.Weigh`."""
-        return _STATED[self.weighting](arguments) if self.weighting in _STATED else _of_terms(model, terms, self._say)
+        stated = self.stated(arguments)
+        if stated is not None:
+            return stated
+        self._check_added_losses(model)
+        return _of_terms(model, terms, self._say)
+
+    def stated(self, arguments: dict[str, Any]) -> Weight | None:
+        """The weight of a micro-batch as the user has said it, by the arguments of `compute_loss`; `None` if "auto"."""
+        if self.weighting not in _STATED:
+            return None
+        return _STATED[self.weighting](arguments)._replace(stated=self.weighting)
+
+    def in_evaluation(self, model: keras.Model, arguments: dict[str, Any]) -> Weight | None:
+        """The weight of a part of a batch that is evaluated, whose outputs may have losses that divide differently.
+
+        Raises:
+            ValueError: It can't be known what the total divides by.
+        """
+        if self.weighting == "auto":
+            self._check_added_losses(model)
+        return self.stated(arguments)
+
+    def _check_added_losses(self, model: keras.Model) -> None:
+        if has_added_losses(model):
+            raise ValueError(
+                "A layer adds a loss by add_loss() or an activity regularizer, and whether that is a sum or a mean "
+                f"over the examples can't be seen. {self._say}"
+            )
 
     @property
     def _say(self) -> str:
@@ -102,11 +130,6 @@ _STATED: dict[str, Callable[[dict[str, Any]], Weight]] = {
 
 
 def _of_terms(model: keras.Model, terms: list[LossTerm], say: str) -> Weight:
-    if has_added_losses(model):
-        raise ValueError(
-            "A layer adds a loss by add_loss() or an activity regularizer, and whether that is a sum or a mean over "
-            f"the examples can't be seen. {say}"
-        )
     if not terms:
         raise ValueError("The model was compiled without a loss. Write model.compile(optimizer, loss=...).")
     divisors = [_divisor(term, say) for term in terms]
@@ -118,34 +141,19 @@ def _of_terms(model: keras.Model, terms: list[LossTerm], say: str) -> Weight:
             "with the same sample weights and mask."
         )
     kind, value = divisors[0]
-    if kind == ("sum",) and any(variable.regularizer for variable in model.trainable_variables):
+    if kind == SUM and any(variable.regularizer for variable in model.trainable_variables):
         raise ValueError(
             "The loss is summed and not averaged, so a weight regularizer would count once for every micro-batch. "
             "Write reduction='sum_over_batch_size' for the loss, or use the optimizer's weight_decay."
         )
-    return Weight(value, summed=kind == ("sum",))
+    return Weight(value, summed=kind == SUM)
 
 
 def _divisor(term: LossTerm, say: str) -> tuple[tuple, tf.Tensor]:
-    """What one loss is divided by, and a key that two terms share if their divisors are proportional."""
-    if term.reduces_itself:
-        raise ValueError(f"{term.loss.name} has a __call__ of its own, and what that divides by can't be seen. {say}")
-    reduction = term.loss.reduction
-    if reduction in ("sum", "none", None):
-        return ("sum",), tf.constant(1.0)
-    values = term.values
-    if values.shape.rank == 0:
-        raise ValueError(
-            f"The loss {term.loss.name!r} returns one number for the whole batch, and what that is divided by can't be "
-            f"seen. Let it return a value for each example. {say}"
-        )
-    size = tf.cast(tf.size(values), "float32")
-    if reduction == "mean_with_sample_weight" and term.weights is not None:
-        return ("weights", id(term.sample_weight), id(term.prediction_mask)), _sum(term.weights)
-    if term.mask is not None:
-        return ("mask", id(term.prediction_mask)), size * tf.reduce_mean(tf.cast(term.mask, "float32"))
-    inner = values.shape[1:]
-    return ("size",) if inner.is_fully_defined() else ("size", id(values)), size
+    try:
+        return divisor_of(term)
+    except UnknownDivisorError as error:
+        raise ValueError(f"{error} {say}") from None
 
 
 def _described(divisors: list[tuple[tuple, tf.Tensor]]) -> str:

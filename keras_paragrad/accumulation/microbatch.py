@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.forward import Weight
+from keras_paragrad._keras.loss_sums import zero_sums
 from keras_paragrad._keras.presence import rows_of
 from keras_paragrad._keras.step import Gradient
+from keras_paragrad._keras.symbolic import build_losses
 from keras_paragrad._keras.trainer import StepBuilder
 from keras_paragrad._keras.weights import Measure, warn_of_batch_statistics
 from keras_paragrad.arguments import check_choice, check_instance, check_integer
@@ -71,8 +72,8 @@ class _Sum(NamedTuple):
     """What the slices of a batch have added up to."""
 
     gradients: list[tf.Tensor]
-    loss: tf.Tensor
     divisor: tf.Tensor
+    losses: tf.Tensor
 
 
 class Slices(NamedTuple):
@@ -94,6 +95,7 @@ class Slices(NamedTuple):
             return gradient_of_slice(data)
         if not model.built:
             model(_rows(data, tf.range(1))[0])
+        build_losses(model, _rows(data, tf.range(1)))
         adder = _Adder(model, gradient_of_slice)
 
         def add_slice(index, total):
@@ -121,27 +123,27 @@ class _Adder:
     """Adds up the gradients of slices, and learns while they are traced what they are made of."""
 
     def __init__(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient]):
+        self.model: Any = model
         self.variables = model.trainable_weights
         self.gradient_of_slice = gradient_of_slice
         self.present: set[int] = set()
-        self.summed = False
+        self.last: Any = None
 
     def zero(self) -> _Sum:
         gradients = [tf.zeros(v.shape, "float64" if v.dtype == "float64" else "float32") for v in self.variables]
-        return _Sum(gradients, tf.constant(0.0), tf.constant(0.0))
+        return _Sum(gradients, tf.constant(0.0), zero_sums(self.model))
 
     def add(self, total: _Sum, data: Any) -> _Sum:
-        part = self.gradient_of_slice(data)
-        if part.loss.shape.rank != 0:
-            raise ValueError("The loss is not reduced to a number. Compile with a loss whose reduction is not None.")
+        part = self.last = self.gradient_of_slice(data)
         assert part.weight is not None, "the split stage weighs every slice"
-        value, self.summed = part.weight
+        assert part.sums is not None, "losses of slices are not left to Keras"
+        value = part.weight.value
         gradients = list(total.gradients)
         for index, gradient in enumerate(part.gradients):
             if gradient is not None:
                 self.present.add(index)
                 gradients[index] = self._added(index, gradients[index], gradient, value)
-        return _Sum(gradients, total.loss + value * tf.cast(part.loss, "float32"), total.divisor + value)
+        return _Sum(gradients, total.divisor + value, total.losses + part.sums.vector)
 
     def _added(self, index: int, total: tf.Tensor, gradient: Any, value: tf.Tensor) -> tf.Tensor:
         if getattr(self.variables[index], "overwrite_with_gradient", False):
@@ -153,7 +155,7 @@ class _Adder:
         return total + value * tf.cast(gradient, total.dtype)
 
     def gradient(self, total: _Sum, rows: Any) -> Gradient:
-        divisor = tf.constant(1.0) if self.summed else total.divisor
+        divisor = tf.constant(1.0) if self.last.weight.summed else total.divisor
         factor = tf.math.reciprocal_no_nan(divisor)
 
         def mean(index: int, variable: keras.Variable):
@@ -165,7 +167,7 @@ class _Adder:
             return tf.cast(gradient, variable.dtype)
 
         gradients = [mean(index, variable) for index, variable in enumerate(self.variables)]
-        return Gradient(gradients, total.loss * factor, tf.convert_to_tensor(rows), Weight(divisor, self.summed))
+        return self.last.of_all(gradients, tf.convert_to_tensor(rows), divisor, total.losses)
 
 
 def _rows(data: Any, indices: tf.Tensor) -> Any:

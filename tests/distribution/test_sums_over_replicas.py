@@ -78,3 +78,23 @@ def test_small_tensors_of_one_process_need_no_collective(mirrored, size, expecte
         np.testing.assert_array_equal(local[0], np.full(size, 3))
         assert local[1] == 1
     assert collectives_in(step) == expected
+
+
+@own_process
+def test_dtypes_do_not_meet_in_one_pack_and_integers_are_exact():
+    strategy = packed_by(0)
+    large = 2**40 + 1
+
+    def on_replica():
+        index = tf.distribute.get_replica_context().replica_id_in_sync_group
+        dtypes = ("float32", "int64", "float64", "int32", "float32", "float16")
+        many = [tf.cast(tf.fill((40,), index + 1), dtype) for dtype in dtypes]
+        return sum_over_replicas([*many, tf.constant(large, "int64")])
+
+    step = tf.function(lambda: strategy.run(on_replica), autograph=False)
+    *many, one = (strategy.experimental_local_results(each)[0] for each in step())
+    for total, dtype in zip(many, ("float32", "int64", "float64", "int32", "float32", "float16"), strict=True):
+        assert total.dtype == dtype
+        np.testing.assert_array_equal(total, np.full(40, 3))
+    assert one == 2 * large
+    assert collectives_in(step) == 3

@@ -1,0 +1,107 @@
+"""The losses that `fit` and `evaluate` show are those of one device, whatever they are divided by."""
+
+import keras
+import pytest
+from histories import BATCHES, CASES, MICRO_BATCHES, MicroBatches, assert_same, shown_by
+
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
+from keras_paragrad.distribution.data import distributed_dataset
+
+TWO_REPLICAS = ["CPU:0", "CPU:1"]
+ON_REPLICAS = ("ignore_class", "sum", "not reduced", "two of different kinds", "one number", "compute_loss")
+TRAINED = {name: case for name, case in CASES.items() if case.trains}
+
+
+def accumulating(case):
+    return AccumulatingOptimizer(case.model().optimizer, 3, weighting=case.weighting)
+
+
+def in_windows(case, **mode):
+    model = case.model(accumulating(case), **mode)
+    return shown_by(case, model, MicroBatches(case.columns, MICRO_BATCHES), callbacks=[ExactAccumulation()])
+
+
+def in_slices(case, **mode):
+    model = case.model(**mode)
+    with microbatch(model, 3, weighting=case.weighting):
+        return shown_by(case, model, MicroBatches(case.columns, BATCHES))
+
+
+def on_replicas(case, sizes=BATCHES, optimizer=lambda case: None, callbacks=(), **mode):
+    dist = DistributedFit(devices=TWO_REPLICAS, weighting=case.weighting, jit=mode.get("jit_compile", False))
+    with dist.scope():
+        model = case.model(optimizer(case), **mode)
+    dist.prepare(model)
+    data, checked = (dist.dataset(MicroBatches(case.columns, each)) for each in (sizes, BATCHES))
+    return shown_by(case, model, data, checked, callbacks=list(callbacks))
+
+
+def check_all(cases, shown, **mode):
+    for name, case in cases.items():
+        try:
+            assert_same(shown(case, **mode), case.expected(**mode))
+        except AssertionError as error:
+            raise AssertionError(f"{name} {mode}: {error}") from error
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_in_slices_and_in_windows(name):
+    # Keras's trackers of outputs' losses count otherwise where batches have no static size; the rest is traced in vain.
+    mode = {} if name in ("mask", "two outputs", "two not reduced") else {"run_eagerly": True}
+    expected = TRAINED[name].expected(**mode)
+    assert_same(in_slices(TRAINED[name], **mode), expected)
+    assert_same(in_windows(TRAINED[name], **mode), expected)
+
+
+@pytest.mark.own_process
+def test_on_replicas():
+    """With a replica that gets nothing of the last batch, and losses that Keras does not divide by the replicas."""
+    check_all({name: CASES[name] for name in ON_REPLICAS}, on_replicas, run_eagerly=True)
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("mode", [{}, {"jit_compile": True}], ids=["graph", "XLA"])
+def test_on_replicas_in_a_graph(mode):
+    check_all({name: CASES[name] for name in ("mask", "two outputs")}, on_replicas, **mode)
+
+
+@pytest.mark.own_process
+def test_in_windows_on_replicas():
+    def in_windows_on_replicas(case, **mode):
+        return on_replicas(case, MICRO_BATCHES, accumulating, [ExactAccumulation()], **mode)
+
+    check_all({name: CASES[name] for name in ("two outputs", "sum of masked")}, in_windows_on_replicas)
+
+
+@pytest.mark.own_process
+def test_in_windows_under_a_bare_strategy(mirrored):
+    def under_the_strategy(case):
+        with mirrored.scope():
+            model = case.model(accumulating(case))
+        data = distributed_dataset(mirrored, MicroBatches(case.columns, MICRO_BATCHES))
+        return model.fit(data, epochs=2, verbose=0, callbacks=[ExactAccumulation()]).history
+
+    for name in ("mask", "two outputs"):
+        expected = CASES[name].expected()
+        shown = {key: values for key, values in expected.items() if not key.startswith("val_")}
+        assert_same(under_the_strategy(CASES[name]), shown)
+
+
+@pytest.mark.own_process
+def test_evaluating_losses_that_layers_add_needs_to_be_told_what_they_divide_by():
+    dist = DistributedFit(devices=TWO_REPLICAS, jit=False)
+    with dist.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, activity_regularizer="l2")])
+        model.compile("sgd", "mse", run_eagerly=True)
+    dist.prepare(model)
+    case = CASES["sum"]
+    with pytest.raises(ValueError, match="activity regularizer"):
+        model.evaluate(dist.dataset(MicroBatches(case.columns, BATCHES)), verbose=0)
+
+
+@pytest.mark.parametrize("name", ["two of different kinds", "two ignored classes", "two weighted"])
+def test_outputs_that_are_divided_by_different_things_are_not_trained_in_parts(name):
+    case = CASES[name]
+    model = case.model(run_eagerly=True)
+    with microbatch(model, 3), pytest.raises(ValueError, match="divided by different things"):
+        model.fit(MicroBatches(case.columns, BATCHES), verbose=0)
