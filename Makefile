@@ -9,7 +9,7 @@ SOURCES := pyproject.toml README.md LICENSE $(shell find keras_paragrad -name __
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
-.PHONY: demo test bench bench-peers exactness clean
+.PHONY: demo test test-all bench bench-peers exactness clean
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
@@ -20,6 +20,10 @@ test: .venv/.wheel
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -P -m pytest -n 2 --dist worksteal --durations 25
 	$(BIN)/python -P -m pytest --doctest-modules --pyargs keras_paragrad
+
+# The tests that take too long for every change as well: each model of others in each way to train it.
+test-all: test
+	$(BIN)/python -P -m pytest -n 2 --dist worksteal --durations 25 -m long
 
 bench: .venv/.wheel
 	$(BIN)/python benchmarks/run.py

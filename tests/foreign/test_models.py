@@ -1,0 +1,96 @@
+"""Each model of others, trained by each component that claims it, ends where plain Keras ends on whole batches."""
+
+import numpy as np
+import pytest
+from foreign_models import APPLICATIONS, EXAMPLES, FOREIGN, TASKS
+from foreign_ways import (
+    accumulating,
+    error,
+    in_slices,
+    norms,
+    norms_one_by_one,
+    on_replicas,
+    reference,
+    watched,
+    wrapped,
+)
+
+# What `make test` takes of all pairs: what compiles in seconds.
+SHORT = {
+    "MobileNetV3Small": ("accumulating",),
+    "EfficientNetV2B0": (),
+    "ResNet50V2": ("in_slices",),
+    "ConvNeXtTiny": (),
+    "DenseNet121": (),
+    "BertTextClassifier": ("accumulating", "wrapped"),
+    "GPT2CausalLM": ("in_slices", "wrapped"),
+    "LlamaCausalLM": ("norms",),
+    "ViTImageClassifier": ("accumulating",),
+    "mnist_convnet": ("accumulating", "watched"),
+    "text_transformer": ("in_slices", "norms"),
+    "bidirectional_lstm": ("accumulating",),
+    "vision_transformer": ("wrapped",),
+    "segmentation": ("in_slices", "norms"),
+    "sequence_to_sequence": ("accumulating", "watched"),
+}
+# Rounding in float32, which plain Keras has too between a batch and its parts.
+TOLERANCE = 1e-6
+
+
+def models(way):
+    """All of them; those that `make test` leaves out are marked."""
+    return [pytest.param(name, marks=() if way in SHORT[name] else pytest.mark.long) for name in FOREIGN]
+
+
+@pytest.mark.parametrize("name", models("accumulating"))
+def test_accumulation(name):
+    assert error(accumulating(name), reference(name).trained) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", models("in_slices"))
+def test_slices(name):
+    assert error(in_slices(name), reference(name).trained) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", models("norms"))
+def test_norms(name):
+    start = reference(name).start
+    wanted = norms_one_by_one(name, start)
+    assert np.abs(norms(name, start) - wanted).max() < TOLERANCE * wanted.max()
+
+
+@pytest.mark.parametrize("name", models("wrapped"))
+def test_wrapped(name):
+    trained, shown = wrapped(name)
+    assert error(trained, reference(name).trained) < TOLERANCE
+    wanted = norms_one_by_one(name, reference(name).middle)
+    assert np.abs(shown - wanted).max() < TOLERANCE * wanted.max()
+
+
+@pytest.mark.parametrize("name", models("watched"))
+def test_watched(name, tmp_path):
+    # Reading the trace of a large model takes xprof many seconds.
+    profiles = name not in APPLICATIONS
+    trained, telemetry = watched(name, tmp_path, profiles)
+    wanted = reference(name).trained
+    assert error(trained, wanted) < TOLERANCE
+    np.testing.assert_allclose(telemetry.last.model.gradient_norm, wanted.gradients, rtol=TOLERANCE)
+    written = {path.name for path in tmp_path.rglob("*")}
+    assert {"telemetry.csv", "throughput.csv"} <= written
+    assert ("keras_paragrad.json" in written) == profiles
+
+
+@pytest.mark.long
+@pytest.mark.own_process(seconds=900)
+@pytest.mark.parametrize("name", FOREIGN)
+def test_replicas(mirrored, name):
+    assert error(on_replicas(name, mirrored), reference(name).trained) < TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*TASKS, *EXAMPLES])
+def test_compiled_by_xla(name):
+    wanted = reference(name).trained
+    for way in (accumulating, in_slices, lambda name, **options: wrapped(name, **options)[0]):
+        # XLA orders its sums in another way than the operations of the reference.
+        assert error(way(name, jit_compile=True), wanted) < 3 * TOLERANCE
