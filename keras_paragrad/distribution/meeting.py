@@ -2,103 +2,126 @@
 
 import json
 import logging
+import os
+import selectors
 import socket
 import time
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from keras_paragrad.distribution.callers import Caller, Callers
 from keras_paragrad.distribution.cluster import Cluster
+from keras_paragrad.distribution.listening import host_of, listen_at, port_of
+from keras_paragrad.distribution.sealed import LONGEST, Seal
 
 _log = logging.getLogger("keras_paragrad")
 _PAUSE = 0.2
 _SAY_AFTER = 5.0
-_LONGEST_MESSAGE = 65536
+_LONGEST_DESCRIPTION = 8192
+_LONGEST_REASON = 2000
 
 
-def meet(cluster: Cluster, seconds: float, facts: Mapping[str, Any]) -> None:
+def meet(
+    cluster: Cluster, seconds: float, facts: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> None:
     """Waits until all workers are there and say the same of themselves; all of them call this.
 
     The first worker listens at its own address, which TensorFlow listens at afterwards, and tells the others the
-    outcome.
+    outcome. What comes there and is not of this run is turned away, and waiting goes on.
 
     Args:
         cluster: The cluster.
         seconds: For how long to wait.
         facts: By name, what must be the same everywhere, such as versions; data that JSON can hold.
+        environment: Where `KERAS_PARAGRAD_TOKEN` is, which the launcher sets; `os.environ`, unless given. Without it, a
+            run is known by the cluster's description.
 
     Raises:
         ConnectionError: On every worker that is there: some are not, or not to be reached. The message names them.
         ValueError: On every worker: they say different things. The message gives them.
     """
     until = time.monotonic() + seconds
-    facts = {"cluster": {job: list(hosts) for job, hosts in cluster.jobs.items()}, **facts}
+    seal = Seal.of(cluster, os.environ if environment is None else environment)
+    facts = {"cluster": _description(cluster), **facts}
     address = _addresses(cluster)[0]
-    verdict = _Leader(cluster, address, facts).verdict(until) if cluster.is_chief else _ask(cluster, facts, until)
+    verdict = _lead(cluster, seal, facts, until) if cluster.is_chief else _ask(cluster, seal, facts, until)
+    if "failed" in verdict:
+        raise ConnectionError(f"The first worker, at {address}, gave up: {verdict['failed']}")
     if "missing" in verdict:
         raise ConnectionError(
             f"{verdict['missing']} did not come to the first worker at {address} within {seconds:.0f} s. Start all "
             f"workers, correct the addresses in {cluster.source}, or wait longer: DistributedFit(startup_timeout=600)."
+            f"{verdict.get('besides', '')}"
         )
     if "differs" in verdict:
         raise ValueError(f"The workers do not belong together: {verdict['differs']}. Start all of them alike.")
 
 
-class _Leader:
-    """The first worker, until all others have come."""
-
-    def __init__(self, cluster: Cluster, address: str, facts: Mapping[str, Any]):
-        self.cluster, self.address = cluster, address
-        self.said: dict[int, Mapping[str, Any]] = {0: facts}
-
-    def verdict(self, until: float) -> dict[str, str]:
-        """What has become of the meeting, told to all who came."""
-        came: list[socket.socket] = []
-        with socket.create_server(("", _port(self.address)), backlog=128) as server:
-            while len(self.said) < self.cluster.worker_count and (left := until - time.monotonic()) > 0:
-                server.settimeout(min(left, 1.0))
-                try:
-                    came.append(server.accept()[0])
-                except TimeoutError:
-                    continue
-                self._listen(came[-1])
-        verdict = self._judge()
-        for connection in came:
-            _tell(connection, verdict)
-        return verdict
-
-    def _listen(self, connection: socket.socket) -> None:
-        connection.settimeout(2)
-        message = _receive(connection)
-        if message and 0 < message.get("rank", 0) < self.cluster.worker_count:
-            self.said[message["rank"]] = message["facts"]
-
-    def _judge(self) -> dict[str, str]:
-        addresses = _addresses(self.cluster)
-        missing = [f"worker {rank} ({addresses[rank]})" for rank in range(len(addresses)) if rank not in self.said]
-        if missing:
-            return {"missing": ", ".join(missing)}
-        for name, own in self.said[0].items():
-            others = [rank for rank, facts in self.said.items() if facts.get(name) != own]
-            if others:
-                found = self.said[others[0]].get(name)
-                return {"differs": f"worker 0 has {name} {own}, and worker {others[0]} {found}"}
-        return {}
+def _lead(cluster: Cluster, seal: Seal, facts: Mapping[str, Any], until: float) -> dict[str, str]:
+    """Waits for the others, and tells all who came what has become of it."""
+    addresses = _addresses(cluster)
+    servers = listen_at(addresses[0], addresses[1:], until)
+    with selectors.DefaultSelector() as selector, Callers(selector, servers, seal, cluster.worker_count) as callers:
+        verdict = {"failed": "it was ended while it waited for the others."}
+        try:
+            while len(callers.came) + 1 < cluster.worker_count and (left := until - time.monotonic()) > 0:
+                callers.wait(min(left, 1.0))
+            verdict = _judge(addresses, facts, callers)
+        except Exception as error:
+            verdict = {"failed": f"{type(error).__name__}: {error}"[:_LONGEST_REASON]}
+            raise
+        finally:
+            callers.stop_listening()
+            for caller in callers.came.values():
+                _tell(caller, seal, verdict)
+    return verdict
 
 
-def _ask(cluster: Cluster, facts: Mapping[str, Any], until: float) -> dict[str, str]:
+def _judge(addresses: list[str], facts: Mapping[str, Any], callers: Callers) -> dict[str, str]:
+    said = {0: facts, **{rank: caller.message["facts"] for rank, caller in sorted(callers.came.items())}}
+    missing = [f"worker {rank} ({addresses[rank]})" for rank in range(len(addresses)) if rank not in said]
+    if missing:
+        listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        return {"missing": listed, "besides": callers.in_words()}
+    for name, own in facts.items():
+        others = [rank for rank in said if said[rank].get(name) != own]
+        if others:
+            found = str(said[others[0]].get(name))[:_LONGEST_REASON]
+            return {"differs": f"worker 0 has {name} {str(own)[:_LONGEST_REASON]}, and worker {others[0]} {found}"}
+    return {}
+
+
+def _tell(caller: Caller, seal: Seal, verdict: Mapping[str, str]) -> None:
+    connection = caller.connection
+    try:
+        connection.settimeout(5)
+        connection.sendall(seal.closed(verdict))
+        # Until the other side has closed, so that the port is free for TensorFlow at once.
+        connection.recv(1)
+    except OSError as failure:
+        _log.warning("A worker left before all had met: %s", failure)
+
+
+def _ask(cluster: Cluster, seal: Seal, facts: Mapping[str, Any], until: float) -> dict[str, str]:
     """Goes to the first worker, and comes back with its verdict."""
     address = _addresses(cluster)[0]
+    question = seal.closed({"rank": cluster.rank, "facts": facts})
     began, said = time.monotonic(), False
     failure: object = "no answer"
     while (left := until - time.monotonic()) > 0:
         try:
-            with socket.create_connection((_host(address), _port(address)), timeout=min(left, 5.0)) as connection:
+            with socket.create_connection((host_of(address), port_of(address)), timeout=min(left, 5.0)) as connection:
+                connection.sendall(question)
                 # The first worker waits for all others, and is a little late in saying that they have not come.
-                connection.settimeout(left + 5)
-                connection.sendall(json.dumps({"rank": cluster.rank, "facts": facts}).encode() + b"\n")
-                verdict = _receive(connection)
+                answer = _line(connection, until + 5)
+            verdict = seal.opened(answer) if answer else None
             if verdict is not None:
-                return verdict
+                return {str(name): str(reason) for name, reason in verdict.items()}
+            failure = (
+                "what listens there is of another run, or was given another description of the cluster or another "
+                "KERAS_PARAGRAD_TOKEN"
+            )
         except OSError as error:
             failure = error
         if not said and time.monotonic() - began > _SAY_AFTER:
@@ -108,34 +131,26 @@ def _ask(cluster: Cluster, facts: Mapping[str, Any], until: float) -> dict[str, 
     return {"missing": f"worker 0 (worker {cluster.rank} could not reach it: {failure})"}
 
 
-def _tell(connection: socket.socket, verdict: dict[str, str]) -> None:
-    with connection:
-        try:
-            connection.sendall(json.dumps(verdict).encode() + b"\n")
-            # Until the other side has closed, so that the port is free for TensorFlow at once.
-            connection.recv(1)
-        except OSError as failure:
-            _log.warning("A worker left before all had met: %s", failure)
+def _line(connection: socket.socket, until: float) -> bytes:
+    """A line, or what there is of it when the other side closes or has sent too much."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) <= LONGEST:
+        connection.settimeout(max(until - time.monotonic(), 0.01))
+        piece = connection.recv(4096)
+        if not piece:
+            break
+        line += piece
+    return line
 
 
-def _receive(connection: socket.socket) -> dict[str, Any] | None:
-    """A line of JSON, or `None` if there is none."""
-    with connection.makefile("rb") as lines:
-        try:
-            message = json.loads(lines.readline(_LONGEST_MESSAGE))
-        except (OSError, ValueError):
-            return None
-    return message if isinstance(message, dict) else None
+def _description(cluster: Cluster) -> Any:
+    """The cluster's addresses, or a checksum where they are many."""
+    text = json.dumps(cluster.jobs, sort_keys=True)
+    if len(text) <= _LONGEST_DESCRIPTION:
+        return {job: list(hosts) for job, hosts in cluster.jobs.items()}
+    return f"of {cluster.worker_count} workers, checksum {zlib.crc32(text.encode()):08x}"
 
 
 def _addresses(cluster: Cluster) -> list[str]:
     """The workers' addresses by rank."""
     return [*cluster.jobs.get("chief", ()), *cluster.jobs.get("worker", ())]
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")
-
-
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2])

@@ -2,11 +2,14 @@
 
 import contextlib
 import json
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 HOST = "127.0.0.1"
+# What the processes of a run know each other by.
+TOKEN = "KERAS_PARAGRAD_TOKEN"  # noqa: S105 - the name of the variable
 _PORTS = range(1024, 65536)
 
 
@@ -69,7 +72,7 @@ class Layout:
         for (job, _), port in zip(members, free_ports(len(members), self.first_port), strict=True):
             addresses.setdefault(job, []).append(f"{HOST}:{port}")
         # Python keeps what it prints to a pipe until there are kilobytes of it, and loses it if it is killed.
-        common = {"PYTHONUNBUFFERED": "1", **environment}
+        common = {"PYTHONUNBUFFERED": "1", **environment, TOKEN: secrets.token_hex(16)}
         tasks = []
         for job, index in members:
             config = json.dumps({"cluster": addresses, "task": {"type": job, "index": index}})

@@ -1,0 +1,159 @@
+"""Those who come to the first worker: the other workers, and others who are turned away."""
+
+import contextlib
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keras_paragrad.distribution.sealed import LONGEST, Seal
+
+_log = logging.getLogger("keras_paragrad")
+# Seconds that a caller has to say who it is.
+_PATIENCE = 10.0
+# Callers beyond the workers that are listened to at once; the oldest goes first.
+_SPARE = 64
+
+
+@dataclass
+class Caller:
+    """A connection and what has been said on it.
+
+    Attributes:
+        connection: The connection.
+        host: Where it comes from.
+        since: By `time.monotonic()`, when it came.
+        heard: What it has sent.
+        message: What that says, once it is known to be of this run.
+    """
+
+    connection: socket.socket
+    host: str
+    since: float = field(default_factory=time.monotonic)
+    heard: bytes = b""
+    message: dict[str, Any] = field(default_factory=dict)
+
+
+class Callers:
+    """Listens to all callers at once, so that none of them keeps the others waiting.
+
+    Args:
+        selector: Waits for several sockets at once.
+        servers: The sockets that listen; they are closed with this.
+        seal: What the messages of this run are known by.
+        workers: How many workers there are, with the first.
+
+    Attributes:
+        came: The workers that are here, by rank.
+    """
+
+    def __init__(
+        self, selector: selectors.BaseSelector, servers: Sequence[socket.socket], seal: Seal, workers: int
+    ) -> None:
+        self.came: dict[int, Caller] = {}
+        self._selector = selector
+        self._servers = list(servers)
+        self._seal = seal
+        self._workers = workers
+        self._unknown: list[Caller] = []
+        self._turned_away: dict[str, int] = {}
+        self._left: list[int] = []
+        for server in self._servers:
+            server.setblocking(False)
+            selector.register(server, selectors.EVENT_READ, None)
+
+    def __enter__(self) -> "Callers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop_listening()
+        for caller in [*self._unknown, *self.came.values()]:
+            self._close(caller)
+
+    def wait(self, seconds: float) -> None:
+        """Waits for somebody to come or to say something, and listens."""
+        for key, _ in self._selector.select(seconds):
+            if key.data is None:
+                self._accept(key.fileobj)
+            else:
+                self._hear(key.data)
+        for caller in [each for each in self._unknown if time.monotonic() - each.since > _PATIENCE]:
+            self._turn_away(caller, "said nothing of this run")
+
+    def stop_listening(self) -> None:
+        """Takes no more callers."""
+        for server in self._servers:
+            self._selector.unregister(server)
+            server.close()
+        self._servers = []
+
+    def in_words(self) -> str:
+        """Who else came, for an error's end; empty if nobody did."""
+        parts = [f"{why} ({count} times)" if count > 1 else why for why, count in list(self._turned_away.items())[:4]]
+        parts += [f"worker {rank} came and left again" for rank in sorted(set(self._left) - set(self.came))]
+        return f" Besides: {'; '.join(parts)}." if parts else ""
+
+    def _accept(self, server: Any) -> None:
+        try:
+            connection, address = server.accept()
+        except OSError:
+            # It has gone again.
+            return
+        connection.setblocking(False)
+        caller = Caller(connection, str(address[0]))
+        self._selector.register(connection, selectors.EVENT_READ, caller)
+        self._unknown.append(caller)
+        if len(self._unknown) > self._workers + _SPARE:
+            self._turn_away(self._unknown[0], "said nothing of this run")
+
+    def _hear(self, caller: Caller) -> None:
+        try:
+            piece = caller.connection.recv(LONGEST)
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        if caller.message:
+            # It has said all there is to say, so that it has left, or says too much.
+            self._left.append(caller.message["rank"])
+            del self.came[caller.message["rank"]]
+            self._close(caller)
+            return
+        caller.heard += piece
+        if caller.heard.endswith(b"\n") or not piece or len(caller.heard) > LONGEST:
+            self._know(caller)
+
+    def _know(self, caller: Caller) -> None:
+        message = self._seal.opened(caller.heard) if len(caller.heard) <= LONGEST else None
+        rank = message.get("rank") if message else None
+        known = isinstance(rank, int) and 0 < rank < self._workers and isinstance(message.get("facts"), dict)  # pyright: ignore
+        if not known or message is None:
+            self._turn_away(caller, "is not of this run, or was given another description of the cluster")
+            return
+        before = self.came.pop(message["rank"], None)
+        if before is not None:
+            # It has been started again.
+            self._close(before)
+        self._unknown.remove(caller)
+        caller.message = message
+        self.came[message["rank"]] = caller
+
+    def _turn_away(self, caller: Caller, why: str) -> None:
+        reason = f"what came from {caller.host} {why}"
+        if reason not in self._turned_away and len(self._turned_away) < 100:
+            _log.warning("The first worker turned somebody away and goes on waiting: %s.", reason)
+            self._turned_away[reason] = 0
+        self._turned_away[reason] = self._turned_away.get(reason, 0) + 1
+        self._unknown.remove(caller)
+        # So that who has misunderstood something can say what: the answer is not of its run.
+        with contextlib.suppress(OSError):
+            caller.connection.send(b"another run\n")
+        self._close(caller)
+
+    def _close(self, caller: Caller) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(caller.connection)
+        caller.connection.close()
