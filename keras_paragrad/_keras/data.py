@@ -59,6 +59,23 @@ def _take_rows(numbers: tf.Tensor, arrays: Any) -> Any:
     return keras.tree.traverse(take, arrays)
 
 
+def readable_again(adapter: Any) -> tuple[Any, dict[str, Any]] | None:
+    """What Keras reads with an adapter, to be read in another way: `x` and options for `distributed_dataset`.
+
+    `None` if it reads nothing that could be cut up: data that are distributed already.
+    """
+    if isinstance(adapter, OwnAdapter):
+        return None
+    if isinstance(adapter, ArrayDataAdapter):
+        return adapter, {"shuffle": adapter._shuffle}
+    if isinstance(adapter, PyDatasetAdapter):
+        return adapter.py_dataset, {"shuffle": adapter.shuffle, "class_weight": adapter.class_weight}
+    if isinstance(adapter, GeneratorDataAdapter):
+        return adapter, {}
+    dataset = adapter.get_tf_dataset()
+    return None if isinstance(dataset, tf.distribute.DistributedDataset) else (dataset, {})
+
+
 def reads_arrays(adapter: Any) -> bool:
     """Whether the data are arrays."""
     return isinstance(adapter, ArrayDataAdapter)

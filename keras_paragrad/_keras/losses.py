@@ -169,3 +169,8 @@ def _stop_listening(compiled: Any) -> None:
             flat._replace(loss=flat.loss.loss) if isinstance(flat.loss, _Recording) else flat
             for flat in compiled._flat_losses
         ]
+
+
+def bound_arguments(loss_or_metric: Any) -> dict[str, Any]:
+    """What the function that a loss or metric wraps was bound to, such as `delta`."""
+    return dict(getattr(loss_or_metric, "_fn_kwargs", None) or {})

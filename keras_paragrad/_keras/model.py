@@ -1,5 +1,7 @@
 """What a model brings of its own."""
 
+from typing import Any
+
 import keras
 
 
@@ -24,6 +26,16 @@ def leaves_xla_open(model: keras.Model) -> bool:
     return asked == "auto" and all(layer.supports_jit for layer in model._flatten_layers())
 
 
+def has_own_fit(model: keras.Model) -> bool:
+    """Whether the model's class does something with the data before Keras's `fit` gets them."""
+    return type(model).fit is not keras.Model.fit
+
+
+def has_own_predict(model: keras.Model) -> bool:
+    """Whether the model's class does something with the data before Keras's `predict` gets them."""
+    return type(model).predict is not keras.Model.predict
+
+
 def has_own_train_step(model: keras.Model) -> bool:
     """Whether the model takes its training step in a way of its own."""
     return type(model).train_step is not keras.Model.train_step or "train_step" in model.__dict__
@@ -37,3 +49,8 @@ def has_own_test_step(model: keras.Model) -> bool:
 def has_own_predict_step(model: keras.Model) -> bool:
     """Whether the model predicts on a batch in a way of its own."""
     return type(model).predict_step is not keras.Model.predict_step or "predict_step" in model.__dict__
+
+
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """What `compile` was given, by the names of its arguments."""
+    return dict(model._compile_config.config)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 # Bytes from which on a tensor on CPUs is added up by itself: it isn't copied into a pack and out of it, nor does it
@@ -125,3 +126,8 @@ def run_if(predicate: Any, action: Callable[[], None]) -> None:
         return tf.constant(True)
 
     tf.cond(predicate, taken, lambda: tf.constant(False))
+
+
+def local_values(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> list[np.ndarray]:
+    """The values that the first replica of this process has of Keras variables, read without the others."""
+    return [np.asarray(tf.convert_to_tensor(of_first_replica(strategy, variable.value))) for variable in variables]

@@ -58,6 +58,7 @@ HOOKS = (
     Hook("keras.src.backend.tensorflow.trainer", "TensorFlowTrainer.make_test_function", ("force",)),
     Hook("keras.src.backend.tensorflow.trainer", "TensorFlowTrainer.make_predict_function", ("force",)),
     Hook("keras.src.trainers.trainer", "Trainer._symbolic_build", ("data_batch",)),
+    Hook("keras.src.backend.tensorflow.trainer", "TFEpochIterator"),
     Hook(
         "keras.src.trainers.data_adapters",
         "get_data_adapter",

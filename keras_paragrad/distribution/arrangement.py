@@ -16,7 +16,7 @@ from keras_paragrad.distribution.learning_rate import ScaledLearningRate
 
 def arranged(
     model: Any,
-    data: DistributedData,
+    data: DistributedData | None,
     callbacks: Sequence[keras.callbacks.Callback],
     *,
     is_chief: bool,
@@ -27,7 +27,7 @@ def arranged(
 
     Args:
         model: The model that is trained.
-        data: What it is trained on.
+        data: What it is trained on; `None` if that is read by the model.
         callbacks: The user's; of those that write files, only the chief's do.
         is_chief: Whether this process is the one that writes.
         rate_factor: What to multiply the learning rate with.
@@ -38,7 +38,7 @@ def arranged(
     """
     backups = [callback for callback in callbacks if isinstance(callback, Backup)]
     others = [callback for callback in callbacks if not isinstance(callback, Backup)]
-    ours: list[keras.callbacks.Callback] = [FollowEpochs(data)]
+    ours: list[keras.callbacks.Callback] = [FollowEpochs(data)] if data is not None else []
     accumulates = isinstance(unscaled(model.optimizer), AccumulatingOptimizer)
     if accumulates and not any(isinstance(callback, ExactAccumulation) for callback in others):
         ours.append(ExactAccumulation())

@@ -1,6 +1,7 @@
 """`DistributedFit`: `fit` on whatever hardware is there, with the answer of one device."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Sequence
 from os import PathLike, fspath
 from typing import Any
@@ -8,8 +9,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.model import leaves_xla_open
+from keras_paragrad._keras.model import has_own_fit, leaves_xla_open
 from keras_paragrad._keras.validation import split_for_validation
+from keras_paragrad.distribution.alike import (
+    AgreeEachEpoch,
+    check_alike,
+    check_same_weights,
+    fingerprint,
+    given_callbacks,
+    with_agreement,
+)
 from keras_paragrad.distribution.arrangement import arranged, leave
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.failures import explained_failures
@@ -20,9 +29,9 @@ from keras_paragrad.distribution.hardware import Hardware, detect
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import Plan, make_plan
 from keras_paragrad.distribution.replicas import Preparation, building_together, check_scope
-from keras_paragrad.distribution.same_model import check_same_model
 from keras_paragrad.distribution.servers import ServerPreparation, prepare_for_servers
 from keras_paragrad.distribution.strategies import make_strategy
+from keras_paragrad.distribution.workers import place_of
 
 
 class DistributedFit:
@@ -129,15 +138,32 @@ class DistributedFit:
             ValueError: The model was made elsewhere, or can't be trained exactly. The message says what to write.
         """
         check_scope(model, self.strategy)
+        self._check_alike(model)
+        return self._prepared(model)
+
+    def _prepared(self, model: keras.Model) -> Preparation | ServerPreparation:
         if self.plan.strategy.value == "parameter_server":
             return prepare_for_servers(model)
-        check_same_model(self.strategy, model)
         jit = self.options.jit
         if jit == "auto":
             # Keras leaves XLA out under every strategy, unless it is asked for.
             planned = self.strategy.num_replicas_in_sync > 1 and leaves_xla_open(model)
             jit = self.plan.jit.value != "none" if planned else None
-        return Preparation(model, exact=self.options.exact, weighting=self.options.weighting, jit=jit)
+        options = self.options
+        return Preparation(
+            model, exact=options.exact, weighting=options.weighting, jit=jit, shard_policy=options.shard_policy
+        )
+
+    def _check_alike(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:
+        """Raises on every worker if they are not about to train the same, before they wait for each other in vain."""
+        if self.plan.strategy.value == "parameter_server" or place_of(self.strategy).workers == 1:
+            return
+        names = ("weighting", "warmup_steps")
+        decided = ("communication", "pack_bytes", "jit", "precision", "batch", "lr_scaling", "shard_policy", "exact")
+        options = {name: getattr(self.options, name) for name in names}
+        options.update({name: getattr(self.plan, name).value for name in decided})
+        check_alike(self.strategy, fingerprint(model, options, arguments))
+        check_same_weights(self.strategy, model)
 
     def dataset(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> DistributedData:
         """Data for `fit`, `evaluate` or `predict` of a prepared model, each batch cut up among the replicas.
@@ -223,6 +249,22 @@ class DistributedFit:
             validation_freq=validation_freq,
             normalize=normalize,
         )
+        check_scope(model, self.strategy)
+        callbacks = given_callbacks(callbacks)
+        given = {
+            **{"x": x, "y": y, "batch_size": batch_size, "epochs": epochs, "validation_split": validation_split},
+            **{"validation_data": validation_data, "shuffle": shuffle, "class_weight": class_weight},
+            **{"sample_weight": sample_weight, "initial_epoch": initial_epoch, "steps_per_epoch": steps_per_epoch},
+            **{"validation_steps": validation_steps, "validation_batch_size": validation_batch_size},
+            **{"validation_freq": validation_freq, "callbacks": callbacks},
+        }
+        if has_own_fit(model):
+            return self._fit_in_its_own_way(model, given, verbose, normalize, data_options)
+        cut_up = {
+            "x cut up": isinstance(x, DistributedData),
+            "validation": isinstance(validation_data, DistributedData),
+        }
+        self._check_alike(model, {**given, "normalize": normalize, **cut_up, **data_options})
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_for_validation(x, y, sample_weight, validation_split)
         if normalize:
@@ -235,30 +277,77 @@ class DistributedFit:
             beside = f"{fspath(cache)}.validation" if isinstance(cache, (str, PathLike)) else cache
             options = {**data_options, "cache": beside}
             validation_data = self._cut(rows, validation_batch_size or batch_size, validation_steps, options)
+        self._prepared(model)
+        arguments = {
+            **{"epochs": epochs, "validation_data": validation_data, "initial_epoch": initial_epoch},
+            **{"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps},
+        }
+        return self._train(model, data, callbacks, {**arguments, "validation_freq": validation_freq}, verbose)
+
+    def _fit_in_its_own_way(
+        self, model: keras.Model, given: dict[str, Any], verbose: Any, normalize: bool, data_options: dict[str, Any]
+    ) -> keras.callbacks.History:
+        """Trains a model whose class has a `fit` of its own, which is given the data as they are."""
+        self._check_own_fit(model, given, data_options)
         self.prepare(model)
-        arranged_callbacks = arranged(
+        if normalize:
+            normalize_inputs(model, given["x"], self._reader, shard_policy=self.options.shard_policy)
+        # Such a `fit` need not take all that Keras's does.
+        usual = inspect.signature(keras.Model.fit).parameters
+        own = {name: each for name, each in given.items() if name != "callbacks" and each is not usual[name].default}
+        return self._train(model, own.pop("x", None), given["callbacks"], own, verbose)
+
+    def _check_own_fit(self, model: keras.Model, given: dict[str, Any], data_options: dict[str, Any]) -> None:
+        name = type(model).__name__
+        prepared = f"{name} has a `fit` of its own. Write dist.prepare(model) and then"
+        if self.plan.strategy.value == "parameter_server":
+            raise ValueError(
+                f"{name} has a `fit` of its own, which can't be trained with parameter servers: the chief has to read "
+                "its data. Build a plain keras.Model of the same layers, and prepare the data before."
+            )
+        if isinstance(given["x"], DistributedData):
+            raise ValueError(
+                f"{prepared} keras.Model.fit(model, data), which takes data that are cut up already; or give dist.fit "
+                "the data as they are."
+            )
+        if self.plan.batch.value == "per_replica":
+            raise ValueError(
+                f'{prepared} model.fit(...) with a batch of all replicas: batch="per_replica" can\'t reach what it '
+                "reads. Leave that out."
+            )
+        if data_options:
+            listed = ", ".join(f"{option}=" for option in data_options)
+            raise ValueError(
+                f"{prepared} model.fit(...) without {listed}, which can't reach what it reads: make a tf.data.Dataset "
+                "that does so, or preprocess the data and give them to keras.Model.fit(model, dist.dataset(x, y))."
+            )
+
+    def _train(
+        self,
+        model: keras.Model,
+        data: Any,
+        callbacks: Sequence[keras.callbacks.Callback],
+        arguments: dict[str, Any],
+        verbose: Any,
+    ) -> keras.callbacks.History:
+        """Calls the `fit` of a prepared model."""
+        is_ours = isinstance(data, DistributedData)
+        together = arranged(
             model,
-            data,
+            data if is_ours else None,
             callbacks,
             is_chief=self.is_chief,
             rate_factor=self.plan.lr_scaling.value or float(self.strategy.num_replicas_in_sync),
             warmup_steps=self.plan.warmup_steps.value,
         )
+        if is_ours and self.plan.strategy.value != "parameter_server" and place_of(self.strategy).workers > 1:
+            together = with_agreement(together, AgreeEachEpoch(self.strategy, together, data))
+        shown = verbose if self.is_chief or verbose != "auto" else 0
         try:
             with explained_failures(self.hardware.cluster):
-                return model.fit(
-                    data,
-                    epochs=epochs,
-                    verbose=verbose if self.is_chief or verbose != "auto" else 0,
-                    callbacks=arranged_callbacks,
-                    validation_data=validation_data,
-                    initial_epoch=initial_epoch,
-                    steps_per_epoch=steps_per_epoch,
-                    validation_steps=validation_steps,
-                    validation_freq=validation_freq,
-                )
+                return model.fit(data, verbose=shown, callbacks=together, **arguments)
         finally:
-            leave(arranged_callbacks)
+            leave(together)
 
     @property
     def is_chief(self) -> bool:

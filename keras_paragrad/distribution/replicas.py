@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator
@@ -11,12 +12,12 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.apply import unscaled
-from keras_paragrad._keras.model import all_layers
-from keras_paragrad._keras.prepared import gather_up, spread_over_replicas
+from keras_paragrad._keras.model import all_layers, has_own_predict
+from keras_paragrad._keras.prepared import distributing_by, gather_up, spread_over_replicas
 from keras_paragrad._keras.stages import Spread
 from keras_paragrad._keras.weights import Measure
+from keras_paragrad.distribution.alike import SAME_CODE, ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
-from keras_paragrad.distribution.same_model import SAME_CODE
 from keras_paragrad.distribution.workers import place_of
 
 _log = logging.getLogger("keras_paragrad")
@@ -35,6 +36,7 @@ class Preparation:
         weighting: What a part of a batch counts for: `"auto"`, or for a `compute_loss` of your own `"examples"`,
             `"sample_weight"` or `"mask"`. See `AccumulatingOptimizer`.
         jit: Whether to compile with XLA; as the model was compiled, if `None`.
+        shard_policy: How several workers share data that `fit` and `evaluate` are given as they are.
 
     Raises:
         ValueError: The model has a `train_step` or loss of its own, so that what a part of its batch counts for can't
@@ -42,7 +44,13 @@ class Preparation:
     """
 
     def __init__(
-        self, model: keras.Model, *, exact: bool = True, weighting: str = "auto", jit: bool | None = None
+        self,
+        model: keras.Model,
+        *,
+        exact: bool = True,
+        weighting: str = "auto",
+        jit: bool | None = None,
+        shard_policy: str = "auto",
     ) -> None:
         self.model: Any = model
         self.exact = exact
@@ -52,14 +60,18 @@ class Preparation:
         if jit is not None:
             self.model.jit_compile = jit
         by_xla = replicas > 1 and bool(self.model.jit_compile) and not self._meets_in_the_forward_pass()
-        spread_over_replicas(model, Spread(measure, by_xla))
-        if place_of(self.model.distribute_strategy).workers > 1:
+        several = place_of(self.model.distribute_strategy).workers > 1
+        compared = ComparedFit.of(model, shard_policy) if several else None
+        spread_over_replicas(model, Spread(measure, by_xla), compared.cut if compared else None)
+        if compared:
+            self.model.__dict__["fit"] = compared
             self.model.__dict__["predict"] = functools.partial(_predict_in_order, model)
 
     def undo(self) -> None:
         """Gives the model its own methods and settings back."""
         self.model.jit_compile = self._jit_compile
-        self.model.__dict__.pop("predict", None)
+        for method in ("fit", "predict"):
+            self.model.__dict__.pop(method, None)
         gather_up(self.model)
 
     def _measure(self, weighting: str) -> Measure | None:
@@ -103,9 +115,18 @@ def _predict_in_order(
     callbacks: Any = None,
 ) -> Any:
     """What `predict` does on several workers: TensorFlow itself deals rows out to them by turns."""
-    if not isinstance(x, DistributedData):
-        x = distributed_dataset(model.distribute_strategy, x, batch_size=batch_size, steps_per_epoch=steps)
-    return type(model).predict(model, x, verbose=verbose, steps=steps, callbacks=callbacks)
+    strategy = model.distribute_strategy
+    if isinstance(x, DistributedData) or not has_own_predict(model):
+        if not isinstance(x, DistributedData):
+            x = distributed_dataset(strategy, x, batch_size=batch_size, steps_per_epoch=steps)
+        return type(model).predict(model, x, verbose=verbose, steps=steps, callbacks=callbacks)
+    # It makes a dataset of what it is given, and that is cut up.
+    given = {"batch_size": batch_size, "verbose": verbose, "steps": steps, "callbacks": callbacks}
+    usual = inspect.signature(keras.Model.predict).parameters
+    own = {name: value for name, value in given.items() if value is not usual[name].default}
+    model.make_predict_function()
+    with distributing_by(model, lambda data: distributed_dataset(strategy, data, steps_per_epoch=steps)):
+        return type(model).predict(model, x, **own)
 
 
 @contextlib.contextmanager

@@ -3,10 +3,10 @@
 import os
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.workers import NamedDevicesStrategy
+from keras_paragrad.distribution.alike import versions
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.meeting import meet
 from keras_paragrad.distribution.options import Options
@@ -41,8 +41,7 @@ def make_strategy(plan: Plan, hardware: Hardware, options: Options) -> tf.distri
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
-    versions = {"keras": keras.__version__, "tensorflow": tf.__version__}
-    return {**versions, "replicas": len(plan.devices.value), "communication": plan.communication.value}
+    return {**versions(), "replicas": len(plan.devices.value), "communication": plan.communication.value}
 
 
 def _mirrored(plan: Plan, hardware: Hardware) -> tf.distribute.Strategy:

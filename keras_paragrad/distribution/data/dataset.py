@@ -15,6 +15,7 @@ from keras_paragrad.distribution.data.opening import open_source
 from keras_paragrad.distribution.data.order import common_seed
 from keras_paragrad.distribution.data.policies import choose_policy
 from keras_paragrad.distribution.data.sources import Source
+from keras_paragrad.distribution.data.tally import Tally
 from keras_paragrad.distribution.workers import Place, all_or_none, place_of
 
 
@@ -30,9 +31,20 @@ class DistributedData(OwnAdapter):
         shard_policy: "data", "file" or "already_sharded".
         place: Which replicas are on this worker.
         next_epoch: The number of the epoch that is read next.
+        tally: What the batches looked like, if several workers read the same.
     """
 
-    def __init__(self, source: Source, feed: Feed, place: Place, policy: str, steps: int | None, endless: bool):
+    def __init__(
+        self,
+        source: Source,
+        feed: Feed,
+        place: Place,
+        policy: str,
+        steps: int | None,
+        endless: bool,
+        tally: Tally | None = None,
+    ):
+        self.tally = tally
         self._source = source
         self._feed = feed
         self._steps = steps
@@ -180,5 +192,7 @@ def distributed_dataset(
     policy, source = all_or_none(strategy, open_it)
     steps = common_steps(strategy, source, policy) if place.workers > 1 else source.steps
     equal_steps = place.workers == 1 or (policy == "data" and steps is not None)
-    feed = Feed(strategy, Pieces(source, request, policy, place), place.local, source.changes, equal_steps)
-    return DistributedData(source, feed, place, policy, steps, endless=steps_per_epoch is not None)
+    tally = Tally() if place.workers > 1 and policy == "data" else None
+    pieces = Pieces(source, request, policy, place, tally)
+    feed = Feed(strategy, pieces, place.local, source.changes, equal_steps, tally)
+    return DistributedData(source, feed, place, policy, steps, steps_per_epoch is not None, tally)

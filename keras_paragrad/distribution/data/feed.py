@@ -10,14 +10,16 @@ from keras_paragrad.distribution.data.arguments import Request
 from keras_paragrad.distribution.data.pieces import cut
 from keras_paragrad.distribution.data.policies import worker_batches
 from keras_paragrad.distribution.data.sources import Source
+from keras_paragrad.distribution.data.tally import Tally
 from keras_paragrad.distribution.workers import Place
 
 
 class Pieces:
     """The pieces of an epoch's batches for this worker; made once, if epochs do not differ, so that a cache holds."""
 
-    def __init__(self, source: Source, request: Request, policy: str, place: Place):
+    def __init__(self, source: Source, request: Request, policy: str, place: Place, tally: Tally | None = None):
         self._source = source
+        self._tally = tally
         self._request = request
         self._policy = policy
         self._place = place
@@ -30,7 +32,9 @@ class Pieces:
         return self._made
 
     def _make(self, epoch: int) -> tf.data.Dataset:
-        pieces = cut(*worker_batches(self._source.batches(epoch), self._policy, self._place))
+        batches = self._source.batches(epoch)
+        batches = self._tally.noted(batches) if self._tally else batches
+        pieces = cut(*worker_batches(batches, self._policy, self._place))
         options = tf.data.Options()
         options.deterministic = True
         pieces = pieces.with_options(options)
@@ -51,6 +55,7 @@ class Feed(tf.distribute.DistributedDataset):
         local: How many replicas are here.
         changes: Whether epochs differ.
         equal_steps: Whether all replicas are known to have equally many pieces.
+        tally: What notes the batches that are read, if they are to be compared between workers.
     """
 
     def __init__(
@@ -60,12 +65,14 @@ class Feed(tf.distribute.DistributedDataset):
         local: int,
         changes: bool,
         equal_steps: bool,
+        tally: Tally | None = None,
     ):
         self._strategy = strategy
         self._pieces = pieces
         self._local = local
         self._changes = changes
         self._equal_steps = equal_steps
+        self._tally = tally
         self._built: tuple[tuple[int, int], Any] | None = None
         self.begin(0)
 
@@ -82,6 +89,8 @@ class Feed(tf.distribute.DistributedDataset):
         distributed = self._distributed(self._epoch if self._changes else 0, self._skip)
         # Keras asks for another iterator in the middle of an epoch when it has read the data to their end.
         self.begin(self._epoch + 1)
+        if self._tally:
+            self._tally.begin()
         return iter(distributed)
 
     @property

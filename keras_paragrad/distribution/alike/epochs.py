@@ -1,0 +1,146 @@
+"""What workers agree on while `fit` runs: when to stop, and once an epoch that their data and weights are the same."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.distribution.alike.callbacks import stops_within
+from keras_paragrad.distribution.alike.weights import refuse_if_differing, sketches, variables_to_compare
+from keras_paragrad.distribution.data import DistributedData
+from keras_paragrad.distribution.workers import gather
+
+_HALF = 1 << 32
+
+
+class AgreeEachEpoch(keras.callbacks.Callback):
+    """Has all workers stop after the same step, and compares at the end of each epoch what they have done.
+
+    It comes after the callbacks that may set `model.stop_training`. One worker's stop is that of all: at the end of an
+    epoch, or within it after the same batch, if a callback's batch hooks name `stop_training`; then workers ask each
+    other after each batch. A stop within an epoch that nobody could foresee waits for the epoch's end.
+
+    Args:
+        strategy: The strategy, of several workers.
+        callbacks: The other callbacks of this `fit`.
+        data: What it is trained on, if that is known.
+
+    Raises:
+        ValueError: When an epoch ends, on every worker: they have read other data, hold other weights, or have another
+            learning rate. The message gives what each has.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        callbacks: Sequence[keras.callbacks.Callback],
+        data: DistributedData | None = None,
+    ):
+        super().__init__()
+        self._strategy = strategy
+        self._callbacks = callbacks
+        self.data = data
+        self._asks = {"stop_training": False, "stop_evaluating": False}
+        self._wants = False
+        self._reading: int | None = None
+        self._before = self._taken = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Finds out whether somebody may stop between batches."""
+        self._reading, self._before, self._taken = None, 0, 0
+        mine = [stops_within(self._callbacks, flag) for flag in self._asks]
+        found = gather(self._strategy, np.array(mine, np.int64)).sum(axis=0)
+        self._asks = dict(zip(self._asks, map(bool, found.tolist()), strict=True))
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begins to count."""
+        self._before, self._taken, self._wants = self._taken, 0, False
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Agrees on a stop, if there may be one."""
+        self._count(batch + 1)
+        if self._asks["stop_training"]:
+            self.model.stop_training = self._any(self.model.stop_training)
+        elif self.model.stop_training and not self._is_seen_by_all(logs):
+            # The others would wait for this worker's gradients for ever.
+            self._wants, self.model.stop_training = True, False
+
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Agrees on a stop of an evaluation."""
+        model: Any = self.model
+        model.stop_evaluating = self._asks["stop_evaluating"] and self._any(model.stop_evaluating)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Compares the epoch, and agrees on whether it is the last."""
+        variables = variables_to_compare(self.model)
+        batches, layout = self._tally()
+        stop = self._wants or self.model.stop_training
+        numbers = [stop, self._taken, batches, layout // _HALF, layout % _HALF, self._rate(), len(variables)]
+        # Of other lengths, nothing could be gathered.
+        found = gather(self._strategy, np.array(numbers, np.float64))
+        self._refuse_differing(epoch, found)
+        mine = sketches(self._strategy, variables)
+        all_sketches = gather(self._strategy, mine.reshape(-1)).reshape(len(found), -1, 2)
+        refuse_if_differing(all_sketches, variables, f"after epoch {epoch}, counted from 0")
+        self.model.stop_training = bool(found[:, 0].any())
+
+    def _count(self, taken: int) -> None:
+        if self.data is None or self.data.tally is None:
+            self._taken = taken
+            return
+        if self._reading != self.data.tally.reading and not self._taken:
+            self._reading, self._before = self.data.tally.reading, 0
+        self._taken = taken
+
+    def _tally(self) -> tuple[int, int]:
+        if self.data is None or self.data.tally is None or self._reading is None:
+            return 0, 0
+        return self.data.tally.up_to(self._reading, self._before + self._taken)
+
+    def _rate(self) -> float:
+        rate = getattr(getattr(self.model, "optimizer", None), "learning_rate", math.nan)
+        return float(keras.ops.convert_to_numpy(rate))
+
+    def _any(self, mine: bool) -> bool:
+        return bool(gather(self._strategy, np.array([mine], np.int64)).any())
+
+    def _is_seen_by_all(self, logs: dict[str, Any] | None) -> bool:
+        """Whether it was `TerminateOnNaN`, which goes by the loss of all."""
+        ends = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in self._callbacks)
+        return ends and not math.isfinite(float((logs or {}).get("loss", 0.0)))
+
+    def _refuse_differing(self, epoch: int, found: np.ndarray) -> None:
+        names = {
+            1: ("steps", "steps taken"),
+            2: ("batches", "batches of data"),
+            5: ("learning rate", "learning rate"),
+            6: ("weights", "weights to compare"),
+        }
+        for index, (what, name) in names.items():
+            values = found[:, index]
+            others = np.flatnonzero(~((values == values[0]) | (np.isnan(values) & np.isnan(values[0]))))
+            if len(others):
+                raise ValueError(
+                    f"The workers part after epoch {epoch}, counted from 0: worker 0 has {name} {values[0]:.9g}, and "
+                    f"worker {others[0]} {values[others[0]]:.9g}. {_ADVICE[what]}"
+                )
+        others = np.flatnonzero((found[:, 3:5] != found[0, 3:5]).any(axis=1))
+        if len(others):
+            raise ValueError(
+                f"The workers part after epoch {epoch}, counted from 0: the {found[0, 2]:.0f} batches that worker 0 "
+                f"has read had other shapes than those of worker {others[0]}. {_ADVICE['batches']}"
+            )
+
+
+_ADVICE = {
+    "steps": "Give every worker the same data and the same steps_per_epoch.",
+    "batches": (
+        "Every worker has to read the same batches, and takes its rows of each: seed what draws them at random, or "
+        'write shard_policy="already_sharded" if every worker reads a part of its own.'
+    ),
+    "learning rate": "Set it on every worker alike, by values that all of them have: the logs, the epoch, the batch.",
+    "weights": "Make no weight trainable, and no optimizer anew, on one worker alone.",
+}

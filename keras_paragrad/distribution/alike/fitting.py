@@ -1,0 +1,106 @@
+"""`fit` of one model on several workers: compared before the first step, on batches that are one device's."""
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from keras_paragrad._keras.data import readable_again
+from keras_paragrad.distribution.alike.comparison import check_alike
+from keras_paragrad.distribution.alike.epochs import AgreeEachEpoch
+from keras_paragrad.distribution.alike.fingerprint import arguments_of, fingerprint
+from keras_paragrad.distribution.alike.weights import check_same_weights
+from keras_paragrad.distribution.checkpoint.backup import Backup
+from keras_paragrad.distribution.data import DistributedData, distributed_dataset
+
+
+class ComparedFit:
+    """A model's `fit` on several workers, which all of them call.
+
+    Args:
+        model: The model.
+        shard_policy: How workers share data that are not cut up yet; see `distributed_dataset`.
+    """
+
+    def __init__(self, model: Any, shard_policy: str = "auto"):
+        self._model = model
+        self.shard_policy = shard_policy
+        self._agreement: AgreeEachEpoch | None = None
+
+    @classmethod
+    def of(cls, model: Any, shard_policy: str = "auto") -> "ComparedFit":
+        """The model's own, if it has one already."""
+        found = model.__dict__.get("fit")
+        if not isinstance(found, cls):
+            return cls(model, shard_policy)
+        found.shard_policy = shard_policy
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Does what the `fit` of the model's class does, if all workers are about to do the same.
+
+        Raises:
+            ValueError: On every worker: they are not.
+        """
+        fit = functools.partial(type(self._model).fit, self._model)
+        arguments = arguments_of(fit, args, kwargs)
+        callbacks = given_callbacks(arguments.get("callbacks"))
+        if any(isinstance(callback, AgreeEachEpoch) for callback in callbacks):
+            return fit(*args, **kwargs)
+        strategy = self._model.distribute_strategy
+        check_alike(strategy, fingerprint(self._model, None, {**arguments, "callbacks": callbacks}))
+        check_same_weights(strategy, self._model)
+        x = arguments.get("x")
+        self._agreement = AgreeEachEpoch(strategy, callbacks, x if isinstance(x, DistributedData) else None)
+        bound = inspect.signature(fit).bind(*args, **kwargs)
+        _put(bound, "callbacks", with_agreement(callbacks, self._agreement))
+        try:
+            return fit(*bound.args, **bound.kwargs)
+        finally:
+            self._agreement = None
+
+    def cut(self, adapter: Any, steps: int | None) -> DistributedData | None:
+        """Data as Keras reads them, cut up so that each batch is that of one device; `None` if they are already.
+
+        Args:
+            adapter: What Keras reads them with.
+            steps: How many batches an epoch takes, if that was asked for.
+        """
+        found = readable_again(adapter)
+        if found is None:
+            return None
+        x, options = found
+        data = distributed_dataset(
+            self._model.distribute_strategy, x, steps_per_epoch=steps, shard_policy=self.shard_policy, **options
+        )
+        if self._agreement is not None and self._agreement.data is None:
+            # Keras reads the training data first.
+            self._agreement.data = data
+        return data
+
+
+def given_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
+    """The callbacks that `fit` was given, in a list, whatever it was that held them."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
+    return keras.tree.flatten(callbacks) if callbacks else []
+
+
+def with_agreement(
+    callbacks: Sequence[keras.callbacks.Callback], agreement: AgreeEachEpoch
+) -> list[keras.callbacks.Callback]:
+    """The callbacks with the one that agrees, after those that may stop `fit`, and before those that note it."""
+    backups = [callback for callback in callbacks if isinstance(callback, Backup)]
+    return [*(callback for callback in callbacks if not isinstance(callback, Backup)), agreement, *backups]
+
+
+def _put(bound: inspect.BoundArguments, name: str, value: Any) -> None:
+    """Gives a call another value for an argument, which a `fit` of its own may take among its keywords."""
+    if name in bound.signature.parameters:
+        bound.arguments[name] = value
+        return
+    rest = [each for each in bound.signature.parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
+    if rest:
+        bound.arguments[rest[0].name] = {**bound.arguments.get(rest[0].name, {}), name: value}

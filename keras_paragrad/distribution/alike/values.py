@@ -1,0 +1,199 @@
+"""Whatever a training is made of, as flat text that two workers can compare and a person can read."""
+
+import functools
+import inspect
+import os
+import re
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad._keras.losses import bound_arguments
+from keras_paragrad.distribution.alike.code import digest_of_class, digest_of_code, is_of_a_library, marshalled_code
+
+# What does not shape the computation: where something is written, how much is printed, and what only numbers objects.
+# Seeds may differ: initial values are the first worker's, and dropout draws other numbers on each replica anyway.
+_LEFT_OUT = {
+    *("verbose", "filepath", "filename", "log_dir", "directory", "path", "root", "shared_object_id"),
+    *("seed", "registered_name", "module"),
+}
+_DEEPEST = 12
+_MOST_ITEMS = 64
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+Entries = Iterator[tuple[str, str]]
+
+
+def entries_of(path: str, value: Any, depth: int = 0) -> Entries:
+    """The leaves of a value: pairs of a path, such as `optimizer.learning_rate`, and a short text.
+
+    Of Keras's objects it is their config, of functions a checksum of their code and what they were bound to, of
+    arrays a checksum, and of other objects their class and their public attributes of plain types.
+
+    Args:
+        path: What the value is called.
+        value: Anything.
+        depth: How many objects it lies in.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, _PLAIN):
+        yield path, _plain(value)
+    elif isinstance(value, (np.ndarray, tf.Tensor, tf.Variable, keras.Variable)):
+        yield path, _array(value)
+    elif isinstance(value, (tf.DType, np.dtype, tf.TensorShape)):
+        yield path, str(value)
+    elif isinstance(value, os.PathLike):
+        yield path, "a path"
+    elif depth >= _DEEPEST:
+        yield path, type(value).__name__
+    elif isinstance(value, Mapping):
+        for key in value:
+            if key not in _LEFT_OUT:
+                yield from entries_of(f"{path}.{key}" if path else str(key), value[key], depth + 1)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from _items(path, value, depth)
+    elif isinstance(value, functools.partial):
+        yield from entries_of(path, value.func, depth + 1)
+        yield from entries_of(path, {"args": value.args, **value.keywords}, depth)
+    elif isinstance(value, (FunctionType, BuiltinFunctionType, MethodType, np.ufunc, type)):
+        yield from _callable(path, value, depth)
+    else:
+        yield from _object(path, value, depth)
+
+
+def config_of(value: Any) -> dict[str, Any] | None:
+    """An object's config as Keras has it; `None` if it has none that can be had."""
+    get_config = getattr(value, "get_config", None)
+    if get_config is None:
+        return None
+    with warnings.catch_warnings():
+        # Keras warns of functions without a name, of which the code is compared.
+        warnings.simplefilter("ignore")
+        try:
+            config = get_config()
+        except Exception:  # noqa: BLE001 - a user's own code, and its attributes say as much
+            return None
+    return config if isinstance(config, dict) else None
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The public attributes of an object that a class of Keras's did not give it, if they are of plain types."""
+    base = next((base for base in (keras.Model, keras.layers.Layer) if isinstance(value, base)), None)
+    known = _attributes_of_a_plain(base) if base else frozenset[str]()
+    return {
+        name: each
+        for name, each in sorted(getattr(value, "__dict__", {}).items())
+        if not name.startswith("_") and name not in known and name not in ("model", "params") and _compares(each)
+    }
+
+
+def kind_of(value: Any) -> str:
+    """The name of an object's class; with a checksum of its code, unless a library's version says what that is."""
+    kind = type(value)
+    return kind.__name__ if is_of_a_library(kind) else f"{kind.__name__} (code {digest_of_class(kind)})"
+
+
+@functools.cache
+def _attributes_of_a_plain(base: type) -> frozenset[str]:
+    return frozenset(vars(base())) | {"name"}
+
+
+def _compares(value: Any) -> bool:
+    """Whether workers can be expected to have the same in an attribute."""
+    if isinstance(value, str):
+        return os.sep not in value
+    if isinstance(value, (*_PLAIN, np.generic, np.ufunc, FunctionType, BuiltinFunctionType, functools.partial)):
+        return True
+    if isinstance(value, (list, tuple)):
+        return all(map(_compares, value))
+    if isinstance(value, dict):
+        return all(map(_compares, value.values()))
+    return isinstance(value, (keras.losses.Loss, keras.regularizers.Regularizer, keras.optimizers.Optimizer))
+
+
+def _items(path: str, value: Any, depth: int) -> Entries:
+    items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else list(value)
+    if items and all(isinstance(item, _PLAIN) for item in items) and not any(map(_varies, items)):
+        checksum = zlib.crc32(repr(items).encode())
+        yield path, repr(items) if len(items) <= _MOST_ITEMS else f"{len(items)} items, checksum {checksum:08x}"
+    else:
+        yield f"{path}.length", str(len(items))
+        for number, item in enumerate(items):
+            yield from entries_of(f"{path}[{number}]", item, depth + 1)
+
+
+def _varies(value: Any) -> bool:
+    """Whether a text is a path, or code in which one lies."""
+    return isinstance(value, str) and (os.sep in value or marshalled_code(value) is not None)
+
+
+def _plain(value: Any) -> str:
+    code = marshalled_code(value) if isinstance(value, str) else None
+    if code is not None:
+        return f"a function (code {digest_of_code(code)})"
+    if isinstance(value, str) and os.sep in value:
+        return "a path"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:100]}... (checksum {zlib.crc32(text.encode()):08x})"
+
+
+def _array(value: Any) -> str:
+    if isinstance(value, tf.Variable) or not hasattr(value, "numpy") or hasattr(value, "graph"):
+        return f"{value.dtype} of shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
+    array = np.asarray(value)
+    if array.size <= 4:
+        return repr(array.tolist())
+    return f"{array.dtype} of shape {array.shape}, checksum {zlib.crc32(np.ascontiguousarray(array).tobytes()):08x}"
+
+
+def _callable(path: str, value: Any, depth: int) -> Entries:
+    function: Any = inspect.unwrap(getattr(value, "__func__", value))
+    name = getattr(function, "__qualname__", function.__name__)
+    if not isinstance(function, FunctionType) or is_of_a_library(function):
+        own = isinstance(value, type) and not is_of_a_library(value)
+        yield path, f"{name} (code {digest_of_class(value)})" if own else name
+        return
+    yield path, f"{name} (code {digest_of_code(function.__code__)})"
+    bound = dict(zip(function.__code__.co_freevars, _contents(function), strict=True))
+    bound["default"] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for key, inner in bound.items():
+        if _compares(inner) and inner != [] and inner is not value:
+            yield from entries_of(f"{path}.{key}", inner, depth + 4)
+
+
+def _contents(function: FunctionType) -> list[Any]:
+    def content(cell: Any) -> Any:
+        try:
+            return cell.cell_contents
+        except ValueError:
+            return None
+
+    return [content(cell) for cell in function.__closure__ or ()]
+
+
+def _object(path: str, value: Any, depth: int) -> Entries:
+    yield path, kind_of(value)
+    config = config_of(value)
+    own = config is None or not is_of_a_library(type(value))
+    attributes = attributes_of(value) if own else {}
+    # Of some losses and metrics, such as Huber, Keras leaves them out of the config.
+    attributes |= bound_arguments(value)
+    for key, inner in {**attributes, **without_automatic_names(value, config or {})}.items():
+        if key not in _LEFT_OUT:
+            yield from entries_of(f"{path}.{key}", inner, depth + 1)
+
+
+def without_automatic_names(value: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """A config without the name that Keras made up, which counts the objects that were made before."""
+    automatic = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(value).__name__).lower()
+    name = config.get("name")
+    if isinstance(name, str) and re.fullmatch(rf"{re.escape(automatic)}(_\d+)?", name):
+        return {key: each for key, each in config.items() if key != "name"}
+    return config

@@ -1,0 +1,110 @@
+"""Whether all workers hold the same weights: two numbers of each, compared within rounding."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad._keras.replicas import local_values
+from keras_paragrad.distribution.workers import gather, place_of
+
+# Workers with other processors round otherwise, and their weights part slowly: over 10^5 steps by some 1e-5.
+TOLERANCE = 1e-4
+_SIGNS = np.where(np.random.default_rng(20240229).integers(0, 2, 1 << 16), 1.0, -1.0).astype(np.float32)
+
+
+def sketches(strategy: tf.distribute.Strategy, variables: list[Any]) -> np.ndarray:
+    """Two numbers of each variable: its norm, and its product with fixed random signs.
+
+    A change of a share `d` of the norm in any direction changes the product by about as much, so that the product shows
+    what the norm does not: values in another order, or a step in another direction.
+
+    Args:
+        strategy: The strategy that they were made under.
+        variables: Keras variables; only this worker's values are read, without the others.
+
+    Returns:
+        Shape `(len(variables), 2)`, float64.
+    """
+    return np.array([_sketch(value) for value in local_values(strategy, variables)], np.float64).reshape(-1, 2)
+
+
+def _sketch(value: np.ndarray) -> tuple[float, float]:
+    flat = np.asarray(value).reshape(-1).astype(np.float32, copy=False)
+    size = len(_SIGNS)
+    whole = len(flat) // size * size
+    rows = flat[:whole].reshape(-1, size) @ _SIGNS
+    product = float(np.dot(rows, _SIGNS[: len(rows)])) if len(rows) <= size else float(rows.sum())
+    product += float(np.dot(flat[whole:], _SIGNS[: len(flat) - whole]))
+    return float(np.sqrt(np.dot(flat, flat))), product
+
+
+def differing(found: np.ndarray) -> tuple[int, int] | None:
+    """The first variable that a worker holds another value of.
+
+    Args:
+        found: Every worker's sketches: shape `(workers, variables, 2)`.
+
+    Returns:
+        The variable's number and the worker's, or `None` if all hold the same.
+    """
+    norms, products = found[..., 0], found[..., 1]
+    scale = np.where(np.isfinite(norms[:1]), norms[:1], 1.0)
+    close = np.isclose(norms, norms[:1], rtol=TOLERANCE, atol=1e-12, equal_nan=True)
+    close &= (np.abs(products - products[:1]) <= TOLERANCE * scale + 1e-12) | ~np.isfinite(products[:1])
+    places = np.argwhere(~close.T)
+    return (int(places[0][0]), int(places[0][1])) if len(places) else None
+
+
+def check_same_weights(strategy: tf.distribute.Strategy, model: Any) -> None:
+    """Raises the same error on every worker if a weight, or a state of the optimizer, is not the same on all of them.
+
+    Weights are made alike within `scope()`; what is loaded or assigned afterwards, each worker does for itself.
+
+    Args:
+        strategy: The strategy whose workers all call this, with models of the same structure.
+        model: This worker's.
+
+    Raises:
+        ValueError: They differ. The message names the weight, the worker, and both norms.
+    """
+    if place_of(strategy).workers == 1:
+        return
+    variables = variables_to_compare(model)
+    found = gather(strategy, sketches(strategy, variables).reshape(-1)).reshape(place_of(strategy).workers, -1, 2)
+    refuse_if_differing(found, variables)
+
+
+def refuse_if_differing(found: np.ndarray, variables: list[Any], when: str = "before the first step") -> None:
+    """Raises if a worker's sketches are not those of the first."""
+    where = differing(found)
+    if where is None:
+        return
+    variable, worker = where
+    (norm, product), (other_norm, other_product) = found[0, variable], found[worker, variable]
+    said = f"norm {norm:.7g}, checksum {product:.7g}", f"norm {other_norm:.7g}, checksum {other_product:.7g}"
+    path = variables[variable].path
+    raise ValueError(
+        f"The workers do not hold the same weights {when}: of {path}, worker 0 has one of {said[0]}, and worker "
+        f"{worker} one of {said[1]}. Load or assign weights on every worker alike, and change nothing of the training "
+        "on one of them alone."
+    )
+
+
+def variables_to_compare(model: Any) -> list[Any]:
+    """The weights and the optimizer's variables that have to be the same on all workers.
+
+    Those that are not trained are compared before the first update only: some, such as the moving means of a
+    `BatchNormalization` that is not synchronized, then become each worker's own.
+    """
+    optimizer = model.optimizer
+    fresh = optimizer is None or not optimizer.built or int(optimizer.iterations.numpy()) == 0
+    variables = [*(model.variables if fresh else model.trainable_variables)]
+    if optimizer is not None:
+        variables += list(optimizer.variables)
+    return [variable for variable in variables if _has_to_be_the_same(variable)]
+
+
+def _has_to_be_the_same(variable: Any) -> bool:
+    of_each = getattr(variable.value, "synchronization", None) == tf.VariableSynchronization.ON_READ
+    return not of_each and tf.as_dtype(variable.dtype).is_floating

@@ -1,0 +1,372 @@
+"""What two workers that differ are told, case by case, in one cluster."""
+
+import itertools
+import json
+import os
+import warnings
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__.replace("_", " ")] = function
+    return function
+
+
+def main(_=None):
+    """Runs all cases; returns for each what it raised, or what it returned."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from keras_paragrad import DistributedFit
+
+    dist = DistributedFit(startup_timeout=60)
+    worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    found = {}
+    for name, run in CASES.items():
+        if os.environ.get("ONLY") and os.environ["ONLY"] not in name:
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found[name] = run(dist, worker)
+        except ValueError as error:
+            found[name] = f"refused: {error}"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def data(rows=48):
+    import numpy as np
+
+    x = np.random.default_rng(0).normal(size=(rows, 4)).astype("float32")
+    return x, x.sum(axis=1, keepdims=True)
+
+
+def model(dist, activation="tanh", optimizer=None, loss="mse", **options):
+    import keras
+
+    with dist.scope():
+        keras.utils.set_random_seed(1)
+        made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation), keras.layers.Dense(1)])
+        made.compile(optimizer or keras.optimizers.SGD(0.1), loss, **options)
+    return made
+
+
+_SHARED = []
+
+
+def shared(dist):
+    """A model that is compiled once, as it was made."""
+    if not _SHARED:
+        made = model(dist)
+        _SHARED.extend((made, made.get_weights()))
+    made, weights = _SHARED
+    made.set_weights(weights)
+    made.optimizer.learning_rate = 0.1
+    made.optimizer.iterations.assign(0)
+    return made
+
+
+def train(dist, made=None, rows=48, **options):
+    history = dist.fit(made or shared(dist), *data(rows), **{"epochs": 2, "verbose": 0, "batch_size": 16, **options})
+    return {"loss": history.history["loss"], "norm": [float(abs(each).sum()) for each in history.model.get_weights()]}
+
+
+@case
+def another_activation(dist, worker):
+    return train(dist, model(dist, "relu" if worker else "tanh"))
+
+
+@case
+def other_epochs(dist, worker):
+    return train(dist, epochs=2 + worker)
+
+
+@case
+def validation_on_one(dist, worker):
+    return train(dist, validation_data=data() if worker else None)
+
+
+@case
+def another_version(dist, worker):
+    import keras_paragrad
+
+    before = keras_paragrad.__version__
+    keras_paragrad.__version__ = f"9.{worker}"
+    try:
+        return train(dist)
+    finally:
+        keras_paragrad.__version__ = before
+
+
+@case
+def a_learning_rate_callback(dist, worker):
+    import keras
+
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1)
+    return train(dist, callbacks=[schedule] if worker else [])
+
+
+@case
+def weights_loaded_on_one(dist, worker):
+    made = shared(dist)
+    if worker:
+        made.layers[0].kernel.assign(made.layers[0].kernel * 1.01)
+    return train(dist, made)
+
+
+@case
+def prepared_and_other_epochs(dist, worker):
+    made = model(dist)
+    dist.prepare(made)
+    return made.fit(*data(), batch_size=16, epochs=1 + worker, verbose=0).history
+
+
+@case
+def a_rate_that_one_changes_behind_the_back(dist, worker):
+    import keras
+
+    class Hidden(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            _change(self.model.optimizer, 0.1 + worker)
+
+    return train(dist, callbacks=[Hidden()])
+
+
+def _change(optimizer, rate):
+    optimizer.learning_rate = rate
+
+
+@case
+def weights_that_one_changes_behind_the_back(dist, worker):
+    import keras
+
+    class Hidden(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if worker:
+                _assign(self.model.layers[0].kernel)
+
+    return train(dist, callbacks=[Hidden()])
+
+
+def _assign(variable):
+    variable.assign(variable * 1.01)
+
+
+@case
+def fewer_batches(dist, worker):
+    x, y = data()
+
+    def batches():
+        for number in itertools.count():
+            if number == 3 - worker:
+                return
+            yield x[16 * number : 16 * number + 16], y[16 * number : 16 * number + 16]
+
+    return dist.fit(shared(dist), batches(), epochs=1, verbose=0).history
+
+
+@case
+def larger_batches(dist, worker):
+    import keras
+
+    x, y = data()
+
+    class Batches(keras.utils.PyDataset):
+        num_batches = 3
+
+        def __getitem__(self, index):
+            rows = slice(16 * index, 16 * index + 16 - 2 * worker * (index > 0))
+            return x[rows], y[rows]
+
+    return dist.fit(shared(dist), Batches(), epochs=1, verbose=0).history
+
+
+# What may differ.
+
+
+@case
+def what_may_differ(dist, worker):
+    """A progress logger, paths, names, lambdas' addresses, seeds and verbosity."""
+    import tempfile
+
+    import keras
+
+    class Shown(keras.callbacks.Callback):
+        def __init__(self, rank):
+            super().__init__()
+            self.rank = rank
+            self.rates = []
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+
+    if worker:
+        keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).compile("adam", "mse")
+    folder = tempfile.mkdtemp()
+    kept = keras.callbacks.ModelCheckpoint(f"{folder}/{worker}.keras", verbose=worker)
+    lines = []
+    spoken = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: lines.append(epoch))
+    log = keras.callbacks.CSVLogger(f"{folder}/log.csv")
+    board = keras.callbacks.TensorBoard(f"{folder}/{worker}")
+    own = [Shown(worker), kept, keras.callbacks.TerminateOnNaN()]
+    with dist.scope():
+        keras.utils.set_random_seed(1)
+        i = keras.Input((4,))
+        h = keras.layers.Dense(3, lambda x: x / 2)(i)
+        h = keras.layers.Dropout(0.0, seed=worker)(h)
+        made = keras.Model(i, keras.layers.Dense(1)(keras.layers.Add()([h, h * 2])))
+        made.compile(keras.optimizers.SGD(0.1), lambda y, z: keras.ops.mean(keras.ops.square(y - z), -1))
+    return train(dist, made, callbacks=[*own, board] if worker else [spoken, log, *own], verbose=0)
+
+
+@case
+def prepared_with_arrays(dist, worker):
+    import keras
+    import numpy as np
+
+    x, y = data(50)
+    expected = dist.fit(shared(dist), x, y, batch_size=16, epochs=2, verbose=0, seed=5).history
+    made = shared(dist)
+    # Of its own, each worker would draw another order; the first one's counts.
+    keras.utils.set_random_seed(5 + worker)
+    history = made.fit(x, y, batch_size=16, epochs=2, verbose=0).history
+    evaluated = made.evaluate(x, y, batch_size=16, verbose=0)
+    alone = float(np.mean(np.square(made(x).numpy() - y)))
+    return {
+        **history,
+        "loss of dist.fit": expected["loss"],
+        "evaluated": evaluated,
+        "evaluated by one device": alone,
+    }
+
+
+def pipeline():
+    """A model that reads its data itself, as keras_hub's tasks do."""
+    import keras
+    import tensorflow as tf
+
+    class Pipeline(keras.Model):
+        def prepared(self, x, y=None, batch_size=None):
+            data = tf.data.Dataset.from_tensor_slices((x,) if y is None else (x, y)).batch(batch_size or 32)
+            return data.map(lambda x, *y: (x / 2, *y), num_parallel_calls=tf.data.AUTOTUNE)
+
+        def fit(self, x=None, y=None, batch_size=None, validation_data=None, **kwargs):
+            if validation_data is not None:
+                validation_data = self.prepared(*validation_data, batch_size)
+            return super().fit(self.prepared(x, y, batch_size), validation_data=validation_data, **kwargs)
+
+        def evaluate(self, x=None, y=None, batch_size=None, **kwargs):
+            if not kwargs.get("_use_cached_eval_dataset"):
+                x, y = self.prepared(x, y, batch_size), None
+            return super().evaluate(x, y, **kwargs)
+
+        def predict(self, x=None, batch_size=None, **kwargs):
+            return super().predict(self.prepared(x, batch_size=batch_size), **kwargs)
+
+    keras.utils.set_random_seed(1)
+    i = keras.Input((4,))
+    made = Pipeline(i, keras.layers.Dense(1)(keras.layers.Dense(3, "tanh")(i)))
+    made.compile(keras.optimizers.SGD(0.1), "mse")
+    return made
+
+
+def results_of_pipeline(fit, made):
+    """What it has come to, of 50 rows."""
+    x, y = data(50)
+    history = fit(x, y, batch_size=16, epochs=2, validation_data=(x[:20], y[:20]), verbose=0).history
+    return {
+        **history,
+        "evaluated": made.evaluate(x, y, batch_size=16, verbose=0),
+        "predicted": made.predict(x, batch_size=16, verbose=0)[:, 0].tolist(),
+        "norm": [float(abs(each).sum()) for each in made.get_weights()],
+    }
+
+
+@case
+def a_model_with_a_fit_of_its_own(dist, worker):
+    with dist.scope():
+        made = pipeline()
+    return results_of_pipeline(lambda *data, **options: dist.fit(made, *data, **options), made)
+
+
+# Stops.
+
+
+def stopping(hook, after, workers, behind=False):
+    import keras
+
+    class Stops(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self._workers = workers
+            self._steps = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self._steps += 1
+            if hook == "batch" and self._steps == after and self._workers:
+                self.model.stop_training = True
+
+        def on_epoch_end(self, epoch, logs=None):
+            if hook == "epoch" and epoch == after and self._workers:
+                self.model.stop_training = True
+
+    class Behind(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == after and workers:
+                _stop(self.model)
+
+    return Behind() if behind else Stops()
+
+
+def _stop(made):
+    made.stop_training = True
+
+
+def steps_of(dist, callback, **options):
+    made = shared(dist)
+    history = dist.fit(
+        made, *data(), batch_size=16, epochs=3, verbose=0, shuffle=False, callbacks=[callback], **options
+    ).history
+    return {"steps": int(made.optimizer.iterations.numpy()), "epochs": len(history["loss"])}
+
+
+@case
+def a_stop_of_one_worker_after_an_epoch(dist, worker):
+    return steps_of(dist, stopping("epoch", 1, worker == 1))
+
+
+@case
+def a_stop_of_one_worker_after_a_batch(dist, worker):
+    return steps_of(dist, stopping("batch", 2, worker == 1))
+
+
+@case
+def a_stop_of_one_worker_behind_the_back(dist, worker):
+    return steps_of(dist, stopping("", 0, worker == 0, behind=True))
+
+
+@case
+def a_stop_of_one_worker_in_evaluation(dist, worker):
+    import keras
+
+    class Stops(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            if worker:
+                self.model.stop_evaluating = True
+
+    return steps_of(dist, Stops(), validation_data=data())
+
+
+@case
+def not_a_number(dist, worker):
+    import keras
+    import numpy as np
+
+    x, y = data()
+    x[20] = np.nan
+    made = shared(dist)
+    dist.fit(
+        made, x, y, batch_size=16, epochs=3, verbose=0, shuffle=False, callbacks=[keras.callbacks.TerminateOnNaN()]
+    )
+    return int(made.optimizer.iterations.numpy())

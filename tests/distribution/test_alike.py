@@ -1,0 +1,393 @@
+"""What workers compare before they train together, and what two of them that differ are told."""
+
+import functools
+import json
+import re
+import socket
+
+import alike_worker
+import keras
+import numpy as np
+import own_process
+import pytest
+
+from keras_paragrad import AccumulatingOptimizer, GradientTelemetry, Throughput
+from keras_paragrad.distribution.alike import fingerprint
+from keras_paragrad.distribution.alike.callbacks import can_shape, stops_within
+from keras_paragrad.distribution.alike.fingerprint import arguments_of
+from keras_paragrad.distribution.alike.weights import differing, sketches
+
+Callback = keras.callbacks.Callback
+
+
+def model(activation="tanh", optimizer=None, loss="mse", layers=lambda: [], **options):
+    dense = keras.layers.Dense(3, activation)
+    made = keras.Sequential([keras.Input((4,)), dense, *layers(), keras.layers.Dense(1)])
+    made.compile(optimizer or keras.optimizers.SGD(0.1), loss, **options)
+    return made
+
+
+def differences(one, other):
+    """The names of what differs between two fingerprints."""
+    return {name for name in {*one, *other} if one.get(name) != other.get(name)}
+
+
+def squared(y, z):
+    return keras.ops.mean(keras.ops.square(y - z), -1)
+
+
+def scaled(factor):
+    def loss(y, z):
+        return factor * squared(y, z)
+
+    return loss
+
+
+def from_file(source, name):
+    """A function as a script in another place would define it."""
+    space = {"keras": keras}
+    exec(compile(source, f"/somewhere/{name}.py", "exec"), space)
+    return space["f"]
+
+
+class Half(keras.layers.Layer):
+    def __init__(self, factor=0.5, function=None, folder="/a/b", **options):
+        super().__init__(**options)
+        self.factor, self.function, self.folder, self._rank = factor, function, folder, factor
+
+    def call(self, x):
+        return x * 0.5
+
+
+class Third(keras.layers.Layer):
+    def call(self, x):
+        return x / 3
+
+
+Third.__name__ = Third.__qualname__ = "Half"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "named"),
+    [
+        ({"activation": "relu"}, {}, "model.layers[1].activation"),
+        ({"activation": lambda x: x * 2}, {"activation": lambda x: x * 3}, "model.layers[1].activation.value[0]"),
+        ({"loss": "mae"}, {}, "compile.loss"),
+        ({"loss": squared}, {"loss": from_file("def f(y, z): return y - z", "a")}, "compile.loss"),
+        ({"loss": scaled(1.0)}, {"loss": scaled(2.0)}, "compile.loss.factor"),
+        ({"loss": functools.partial(squared, z=1)}, {"loss": functools.partial(squared, z=2)}, "compile.loss.z"),
+        ({"loss": keras.losses.Huber(1.0)}, {"loss": keras.losses.Huber(2.0)}, "compile.loss.delta"),
+        ({"loss": [lambda y, z: y - z]}, {"loss": [lambda y, z: z - y]}, "compile.loss[0]"),
+        ({"optimizer": keras.optimizers.SGD(0.1, clipnorm=1.0)}, {}, "optimizer.clipnorm"),
+        ({"optimizer": keras.optimizers.SGD(0.1, 0.9)}, {}, "optimizer.momentum"),
+        (
+            {"optimizer": AccumulatingOptimizer(keras.optimizers.SGD(0.1), 2)},
+            {"optimizer": AccumulatingOptimizer(keras.optimizers.SGD(0.1), 3)},
+            "optimizer.steps",
+        ),
+        ({"metrics": ["mae"]}, {"metrics": ["mae", "mse"]}, "compile.metrics"),
+        (
+            {"metrics": [keras.metrics.F1Score(threshold=0.5)]},
+            {"metrics": [keras.metrics.F1Score()]},
+            "compile.metrics[0].threshold",
+        ),
+        ({"loss_weights": [2.0]}, {}, "compile.loss_weights"),
+        ({"jit_compile": True}, {}, "compile.jit_compile"),
+        ({"run_eagerly": True}, {}, "compile.run_eagerly"),
+        ({"steps_per_execution": 2}, {}, "compile.steps_per_execution"),
+        ({"layers": lambda: [Half(0.5)]}, {"layers": lambda: [Half(0.25)]}, "layer 2.factor"),
+        ({"layers": lambda: [Half()]}, {"layers": lambda: [Third()]}, "layer 2"),
+        ({"layers": lambda: [Half(function=np.sin)]}, {"layers": lambda: [Half(function=np.cos)]}, "layer 2.function"),
+        (
+            {"layers": lambda: [keras.layers.Dropout(0.1)]},
+            {"layers": lambda: [keras.layers.Dropout(0.2)]},
+            "model.layers[2].rate",
+        ),
+        (
+            {"layers": lambda: [keras.layers.Dense(3, trainable=False)]},
+            {"layers": lambda: [keras.layers.Dense(3)]},
+            "weight 2",
+        ),
+    ],
+)
+def test_what_shapes_the_computation_is_named(one, other, named):
+    first, second = ({"jit_compile": False, **options} for options in (one, other))
+    found = differences(fingerprint(model(**first)), fingerprint(model(**second)))
+    assert named in found, found
+
+
+def test_what_does_not_is_left_out():
+    """Automatic names, seeds, paths, addresses, and where a function's file lies."""
+    source = "def f(y, z):\n    return keras.ops.mean(y - z)"
+    made = []
+    for number in range(2):
+        loss = from_file("\n" * number + source, f"train{number}")
+        extra = lambda number=number: [Half(folder=f"/logs/{number}"), keras.layers.Dropout(0.5, seed=number)]  # noqa: E731
+        made.append(model(lambda x: x / 2, loss=loss, layers=extra, metrics=[keras.metrics.Mean(), scaled(1)]))
+    # Its attribute without an underscore is compared, and the other is not.
+    made[1].layers[1]._rank = 7
+    assert [each.name for each in made[0].layers] != [each.name for each in made[1].layers]
+    assert differences(fingerprint(made[0]), fingerprint(made[1])) == set()
+
+
+def test_connections_are_compared_under_other_names():
+    def connected(twice):
+        i = keras.Input((4,))
+        a, b = keras.layers.Dense(2)(i), keras.layers.Dense(2)(i)
+        made = keras.Model(i, keras.layers.Add()([a, a if twice else b]) + 0 * b)
+        made.compile("sgd", "mse")
+        return fingerprint(made)
+
+    assert differences(connected(True), connected(True)) == set()
+    assert differences(connected(True), connected(False))
+
+
+class Net(keras.Model):
+    def __init__(self, act=keras.ops.tanh, units=2):
+        super().__init__()
+        self.act = act
+        self.dense = keras.layers.Dense(units)
+
+    def call(self, x):
+        return self.act(self.dense(x))
+
+
+def test_subclassed_models_are_compared_by_attributes_and_layers():
+    def built(*arguments):
+        made = Net(*arguments)
+        made(np.zeros((1, 4)))
+        made.compile("sgd", "mse")
+        return fingerprint(made)
+
+    assert differences(built(), built()) == set()
+    assert "model.act" in differences(built(), built(keras.ops.sigmoid))
+    assert "layer 0.units" in differences(built(), built(keras.ops.tanh, 3))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "named"),
+    [
+        ({"epochs": 2}, {}, "fit.epochs"),
+        ({"initial_epoch": 1}, {}, "fit.initial_epoch"),
+        ({"shuffle": False}, {}, "fit.shuffle"),
+        ({"batch_size": 8}, {}, "fit.batch_size"),
+        ({"class_weight": {0: 1.0}}, {"class_weight": {0: 2.0}}, "fit.class_weight.0"),
+        ({"validation_data": 1}, {}, "fit.validation_data"),
+        ({"validation_freq": [1, 2]}, {}, "fit.validation_freq"),
+        ({"steps_per_epoch": 3}, {}, "fit.steps_per_epoch"),
+        ({"sample_weight": 1}, {}, "fit.sample_weight"),
+        (
+            {"callbacks": [keras.callbacks.EarlyStopping(patience=1)]},
+            {"callbacks": [keras.callbacks.EarlyStopping()]},
+            "EarlyStopping.patience",
+        ),
+        ({"callbacks": [keras.callbacks.TerminateOnNaN()]}, {}, "callbacks that can change the training"),
+        (
+            {"callbacks": keras.callbacks.ReduceLROnPlateau(factor=0.1)},
+            {"callbacks": [keras.callbacks.ReduceLROnPlateau(factor=0.2)]},
+            "ReduceLROnPlateau.factor",
+        ),
+        (
+            {"callbacks": [keras.callbacks.ModelCheckpoint("a.keras", save_freq=5)]},
+            {"callbacks": [keras.callbacks.ModelCheckpoint("a.keras")]},
+            "ModelCheckpoint.save_freq",
+        ),
+    ],
+)
+def test_arguments_of_fit_are_named(one, other, named):
+    made = model()
+    first, second = (fingerprint(made, {}, arguments_of(made.fit, (), options)) for options in (one, other))
+    assert named in differences(first, second)
+
+
+def test_how_much_is_shown_and_where_it_is_written_is_not_compared():
+    made = model()
+    found = [
+        fingerprint(
+            made,
+            {},
+            arguments_of(
+                made.fit,
+                (),
+                {
+                    "verbose": number,
+                    "callbacks": [
+                        keras.callbacks.ModelCheckpoint(f"{number}.keras", verbose=number),
+                        *([keras.callbacks.CSVLogger("a.csv")] if number else []),
+                        *([keras.callbacks.TensorBoard("logs"), Throughput()] if number else []),
+                    ],
+                },
+            ),
+        )
+        for number in range(2)
+    ]
+    assert differences(*found) == set()
+
+
+def test_settings_and_options_are_compared():
+    made = model()
+    assert differences(fingerprint(made, {"exact": True}), fingerprint(made, {"exact": False})) == {
+        "DistributedFit.exact"
+    }
+    before = fingerprint(made)
+    keras.config.set_max_epochs(1)
+    try:
+        assert differences(before, fingerprint(made)) == {"keras.config.max_epochs"}
+    finally:
+        keras.config.set_max_epochs(None)
+
+
+class Progress(Callback):
+    def __init__(self):
+        super().__init__()
+        self.rates = []
+        self.shown = 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.shown += 1
+        self.rates.append(self.model.optimizer.learning_rate)
+
+
+class Stops(Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = batch > 3
+
+
+class StopsElsewhere(Stops):
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen = epoch
+
+
+class StopsInAMethod(Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.look(batch)
+
+    def look(self, batch):
+        setattr(self.model, "stop_training", True)  # noqa: B010
+
+
+class Assigns(Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        [weight.assign(weight * 0.9) for weight in self.model.weights]
+
+
+@pytest.mark.parametrize(
+    ("callback", "shapes"),
+    [
+        (Progress(), False),
+        (keras.callbacks.CSVLogger("a.csv"), False),
+        (keras.callbacks.TensorBoard("logs"), False),
+        (keras.callbacks.TensorBoard("logs", histogram_freq=1), True),
+        (keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print(epoch)), False),
+        (keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs["w"].assign(1)), True),
+        (keras.callbacks.EarlyStopping(), True),
+        (keras.callbacks.SwapEMAWeights(), True),
+        (type("Own", (keras.callbacks.EarlyStopping,), {})(), True),
+        (Throughput(), False),
+        (GradientTelemetry(), True),
+        (Stops(), True),
+        (StopsElsewhere(), True),
+        (StopsInAMethod(), True),
+        (Assigns(), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_which_callbacks_can_shape_the_computation(callback, shapes):
+    assert can_shape(callback) == shapes
+
+
+def test_who_may_stop_between_batches():
+    for callback, may in ((Stops(), True), (StopsElsewhere(), True), (StopsInAMethod(), False), (Progress(), False)):
+        assert stops_within([callback], "stop_training") == may, callback
+    assert not stops_within([keras.callbacks.TerminateOnNaN(), keras.callbacks.EarlyStopping()], "stop_training")
+    assert not stops_within([Stops()], "stop_evaluating")
+
+
+def test_weights_are_compared_within_rounding():
+    import tensorflow as tf
+
+    generator = np.random.default_rng(0)
+    values = [generator.normal(size=size).astype("float32") for size in ((3,), (70_000,), (4, 5))]
+
+    def of(changed, number=1):
+        variables = [keras.Variable(value) for value in values]
+        variables[number].assign(changed(values[number]))
+        return sketches(tf.distribute.get_strategy(), variables)
+
+    same = of(np.copy)
+    rounded = of(lambda value: value * (1 + 1e-7))
+    assert differing(np.stack([same, rounded])) is None
+    for change in (lambda value: value * 1.001, lambda value: value[::-1], np.negative, lambda value: value * np.nan):
+        assert differing(np.stack([same, same, of(change)])) == (1, 2)
+    assert differing(np.stack([of(lambda value: value * np.nan)] * 2)) is None
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each case of `alike_worker` came to on two workers of one cluster."""
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+        hosts = [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
+    tasks = [{"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}} for index in range(2)]
+    environments = [{"TF_CONFIG": json.dumps(task)} for task in tasks]
+    return own_process.call(alike_worker.main, None, environments, seconds=240)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("another activation", r"model\.layers\[1\]\.activation is 'tanh' on worker 0 and 'relu' on worker 1"),
+        ("other epochs", "fit.epochs is 2 on worker 0 and 3 on worker 1"),
+        ("validation on one", "fit.validation_data is not given on worker 0 and given on worker 1"),
+        ("a learning rate callback", "none on worker 0 and LearningRateScheduler on worker 1"),
+        ("another version", "version of keras_paragrad is 9.0 on worker 0 and 9.1 on worker 1"),
+        ("prepared and other epochs", "fit.epochs is 1 on worker 0 and 2 on worker 1"),
+        ("weights loaded on one", "same weights before the first step.*kernel, worker 0 has.*and worker 1 one"),
+        ("a rate that one changes behind the back", "after epoch 0.*learning rate 0.1.*and worker 1 1.1"),
+        ("weights that one changes behind the back", "same weights after epoch 0.*kernel"),
+        ("fewer batches", "worker 0 has batches of data 3, and worker 1 2"),
+        ("larger batches", "the 3 batches that worker 0 has read had other shapes than those of worker 1"),
+    ],
+)
+def test_workers_that_differ_get_one_error(found, name, says):
+    first, second = (worker[name] for worker in found)
+    assert first == second
+    assert re.search(f"refused: .*{says}", str(first)), first
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a stop of one worker after an epoch", {"steps": 6, "epochs": 2}),
+        ("a stop of one worker after a batch", {"steps": 2, "epochs": 1}),
+        ("a stop of one worker behind the back", {"steps": 3, "epochs": 1}),
+        ("a stop of one worker in evaluation", {"steps": 9, "epochs": 3}),
+        ("not a number", 2),
+    ],
+)
+def test_workers_stop_together(found, name, expected):
+    assert [worker[name] for worker in found] == [expected] * 2
+
+
+def test_what_may_differ_trains(found):
+    first, second = (worker["what may differ"] for worker in found)
+    assert first == second
+    assert len(first["loss"]) == 2
+
+
+def test_a_model_with_a_fit_of_its_own_trains_as_one_device(found):
+    """Its evaluation and predictions too."""
+    first, second = (worker["a model with a fit of its own"] for worker in found)
+    assert first == second
+    made = alike_worker.pipeline()
+    for name, value in alike_worker.results_of_pipeline(made.fit, made).items():
+        np.testing.assert_allclose(first[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_a_prepared_model_trains_on_arrays_as_one_device(found):
+    """Its own `fit` and `evaluate` cut them up as `dist.fit` does."""
+    first, second = (worker["prepared with arrays"] for worker in found)
+    assert first == second
+    np.testing.assert_allclose(first["loss"], first["loss of dist.fit"], rtol=1e-5)
+    np.testing.assert_allclose(first["evaluated"], first["evaluated by one device"], rtol=1e-5)
