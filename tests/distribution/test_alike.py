@@ -331,7 +331,7 @@ def found():
         hosts = [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
     tasks = [{"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}} for index in range(2)]
     environments = [{"TF_CONFIG": json.dumps(task)} for task in tasks]
-    return own_process.call(alike_worker.main, None, environments, seconds=240)
+    return own_process.call(alike_worker.main, None, environments, seconds=300)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class AgreeEachEpoch(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to count."""
-        self._before, self._taken, self._wants = self._taken, 0, False
+        self._before, self._taken, self._wants = self._before + self._taken, 0, False
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Agrees on a stop, if there may be one."""
