@@ -31,7 +31,7 @@ from keras_paragrad.distribution.plan import Plan, make_plan
 from keras_paragrad.distribution.replicas import Preparation, building_together, check_scope
 from keras_paragrad.distribution.servers import ServerPreparation, prepare_for_servers
 from keras_paragrad.distribution.strategies import make_strategy
-from keras_paragrad.distribution.workers import place_of
+from keras_paragrad.distribution.workers import all_or_none, place_of
 
 
 class DistributedFit:
@@ -162,7 +162,7 @@ class DistributedFit:
         decided = ("communication", "pack_bytes", "jit", "precision", "batch", "lr_scaling", "shard_policy", "exact")
         options = {name: getattr(self.options, name) for name in names}
         options.update({name: getattr(self.plan, name).value for name in decided})
-        check_alike(self.strategy, fingerprint(model, options, arguments))
+        check_alike(self.strategy, all_or_none(self.strategy, lambda: fingerprint(model, options, arguments)))
         check_same_weights(self.strategy, model)
 
     def dataset(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> DistributedData:

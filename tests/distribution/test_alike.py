@@ -75,6 +75,7 @@ Third.__name__ = Third.__qualname__ = "Half"
         ({"loss": "mae"}, {}, "compile.loss"),
         ({"loss": squared}, {"loss": from_file("def f(y, z): return y - z", "a")}, "compile.loss"),
         ({"loss": scaled(1.0)}, {"loss": scaled(2.0)}, "compile.loss.factor"),
+        ({"loss": scaled(np.arange(9))}, {"loss": scaled(np.arange(9)[::-1])}, "compile.loss.factor"),
         ({"loss": functools.partial(squared, z=1)}, {"loss": functools.partial(squared, z=2)}, "compile.loss.z"),
         ({"loss": keras.losses.Huber(1.0)}, {"loss": keras.losses.Huber(2.0)}, "compile.loss.delta"),
         ({"loss": [lambda y, z: y - z]}, {"loss": [lambda y, z: z - y]}, "compile.loss[0]"),
@@ -376,6 +377,7 @@ def test_what_may_differ_trains(found):
     assert len(first["loss"]) == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*shuffle=True.* was passed, but will be ignored:UserWarning")
 def test_a_model_with_a_fit_of_its_own_trains_as_one_device(found):
     """Its evaluation and predictions too."""
     first, second = (worker["a model with a fit of its own"] for worker in found)

@@ -14,6 +14,7 @@ from keras_paragrad.distribution.alike.fingerprint import arguments_of, fingerpr
 from keras_paragrad.distribution.alike.weights import check_same_weights
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
+from keras_paragrad.distribution.workers import all_or_none
 
 
 class ComparedFit:
@@ -50,7 +51,8 @@ class ComparedFit:
         if any(isinstance(callback, AgreeEachEpoch) for callback in callbacks):
             return fit(*args, **kwargs)
         strategy = self._model.distribute_strategy
-        check_alike(strategy, fingerprint(self._model, None, {**arguments, "callbacks": callbacks}))
+        given = {**arguments, "callbacks": callbacks}
+        check_alike(strategy, all_or_none(strategy, lambda: fingerprint(self._model, None, given)))
         check_same_weights(strategy, self._model)
         x = arguments.get("x")
         self._agreement = AgreeEachEpoch(strategy, callbacks, x if isinstance(x, DistributedData) else None)

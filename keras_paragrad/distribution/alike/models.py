@@ -19,6 +19,8 @@ def model_entries(model: Any) -> Entries:
     yield "trainable weights", str(len(weights))
     yield "values in trainable weights", str(sum(weight.shape.num_elements() or 0 for weight in weights))
     yield from entries_of("optimizer", model.optimizer)
+    yield "optimizer's updates so far", str(int(model.optimizer.iterations.numpy()) if model.optimizer else 0)
+    yield "optimizer's variables", str(len(model.optimizer.variables) if model.optimizer else 0)
     arguments = {key: each for key, each in compile_arguments(model).items() if key != "optimizer"}
     yield from entries_of("compile", {**arguments, "jit_compile": bool(model.jit_compile)})
     yield from _layers(model)

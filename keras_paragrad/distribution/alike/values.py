@@ -109,7 +109,9 @@ def _compares(value: Any) -> bool:
     """Whether workers can be expected to have the same in an attribute."""
     if isinstance(value, str):
         return os.sep not in value
-    if isinstance(value, (*_PLAIN, np.generic, np.ufunc, FunctionType, BuiltinFunctionType, functools.partial)):
+    if isinstance(
+        value, (*_PLAIN, np.generic, np.ndarray, np.ufunc, FunctionType, BuiltinFunctionType, functools.partial)
+    ):
         return True
     if isinstance(value, (list, tuple)):
         return all(map(_compares, value))
@@ -145,12 +147,17 @@ def _plain(value: Any) -> str:
 
 
 def _array(value: Any) -> str:
-    if isinstance(value, tf.Variable) or not hasattr(value, "numpy") or hasattr(value, "graph"):
-        return f"{value.dtype} of shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
+    if not isinstance(value, np.ndarray) and (isinstance(value, (tf.Variable, keras.Variable)) or not _is_eager(value)):
+        # Variables are compared where weights are, and what is in a graph has no value yet.
+        return f"{value.dtype} of shape {tuple(value.shape)}"
     array = np.asarray(value)
     if array.size <= 4:
         return repr(array.tolist())
     return f"{array.dtype} of shape {array.shape}, checksum {zlib.crc32(np.ascontiguousarray(array).tobytes()):08x}"
+
+
+def _is_eager(value: Any) -> bool:
+    return hasattr(value, "numpy")
 
 
 def _callable(path: str, value: Any, depth: int) -> Entries:
