@@ -23,6 +23,8 @@ _LEFT_OUT = {
     *("verbose", "filepath", "filename", "log_dir", "directory", "path", "root", "shared_object_id"),
     *("seed", "registered_name", "module"),
 }
+# Attributes that Keras gives models and callbacks, some with automatic names in them.
+_OF_KERAS = ("model", "params", "input_names", "output_names", "optimizer", "history")
 _DEEPEST = 12
 _MOST_ITEMS = 64
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -90,7 +92,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return {
         name: each
         for name, each in sorted(getattr(value, "__dict__", {}).items())
-        if not name.startswith("_") and name not in known and name not in ("model", "params") and _compares(each)
+        if not name.startswith("_") and name not in known and name not in _OF_KERAS and _compares(each)
     }
 
 
@@ -171,7 +173,7 @@ def _callable(path: str, value: Any, depth: int) -> Entries:
     bound = dict(zip(function.__code__.co_freevars, _contents(function), strict=True))
     bound["default"] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for key, inner in bound.items():
-        if _compares(inner) and inner != [] and inner is not value:
+        if _compares(inner) and inner is not value and not (key == "default" and not inner):
             yield from entries_of(f"{path}.{key}", inner, depth + 4)
 
 
