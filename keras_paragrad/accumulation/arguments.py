@@ -1,6 +1,5 @@
 """The arguments of `AccumulatingOptimizer`, checked before anything is built on them."""
 
-import logging
 from typing import Any
 
 import keras
@@ -8,8 +7,6 @@ import keras
 from keras_paragrad._keras.apply import parts
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad.arguments import refusal
-
-_log = logging.getLogger("keras_paragrad")
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask")
 TAILS = ("flush", "carry", "drop")
@@ -49,13 +46,3 @@ def checked_inner(inner_optimizer: Any) -> keras.optimizers.Optimizer:
 def _no_optimizer(found: Any) -> ValueError:
     expected = "a Keras optimizer: its name, its config or an instance"
     return refusal("inner_optimizer", found, expected, "keras.optimizers.Adam(1e-3)")
-
-
-def advise_the_callback(name: str) -> None:
-    """Tells who uses an accumulating optimizer of this name without `ExactAccumulation` what that would bring."""
-    _log.warning(
-        "%s counts every micro-batch the same, and lets windows go on from one epoch into the next. Pass "
-        "callbacks=[keras_paragrad.ExactAccumulation()] to fit() for uneven and weighted micro-batches, a closed "
-        "window before validation and faster steps, or write weighting='uniform' if this is what you want.",
-        name,
-    )

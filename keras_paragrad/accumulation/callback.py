@@ -7,6 +7,7 @@ import keras
 from keras_paragrad._keras.apply import unscaled
 from keras_paragrad._keras.trainer import StepBuilder
 from keras_paragrad._keras.weights import Measure, warn_of_batch_statistics
+from keras_paragrad.accumulation.advice import advice
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 
@@ -86,12 +87,9 @@ def accumulating_optimizer(model: keras.Model) -> AccumulatingOptimizer:
     """The `AccumulatingOptimizer` that a model was compiled with, out of the `LossScaleOptimizer` around it.
 
     Raises:
-        ValueError: It was compiled with another optimizer.
+        ValueError: It was compiled with another optimizer, or has several. The message ends with the lines to write.
     """
     optimizer = unscaled(model.optimizer)
-    if not isinstance(optimizer, AccumulatingOptimizer):
-        raise ValueError(
-            f"ExactAccumulation() works with an AccumulatingOptimizer, and the model was compiled with "
-            f"{type(optimizer).__name__}. Write model.compile(AccumulatingOptimizer({optimizer.name!r}, steps=4), ...)."
-        )
-    return optimizer
+    if isinstance(optimizer, AccumulatingOptimizer):
+        return optimizer
+    raise ValueError(advice(model))

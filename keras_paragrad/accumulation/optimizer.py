@@ -13,11 +13,11 @@ from keras_paragrad._keras.forward import Weight
 from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.replicas import coordinate, first_replica, replica_count, replica_index, run_if
+from keras_paragrad.accumulation.advice import advise_the_callback
 from keras_paragrad.accumulation.arguments import (
     ACCUMULATOR_DTYPES,
     TAILS,
     WEIGHTINGS,
-    advise_the_callback,
     checked_inner,
 )
 from keras_paragrad.accumulation.host import HostSchedule
@@ -34,6 +34,8 @@ class AccumulatingOptimizer(WrappingOptimizer):
     updates and never micro-batches. Under a `tf.distribute` strategy each replica accumulates for itself; once an
     update the sums are all-reduced, and only then clipped. Pass `ExactAccumulation()` to `fit` as well, so that
     micro-batches of different sizes or weights count for what they hold and an epoch's last window is closed.
+
+    In a training loop of your own, `flush()` updates with what an open window holds, and `discard()` empties it.
 
     Its state, settings and methods are the inner optimizer's: `learning_rate` and `clipnorm` read and set those of the
     inner optimizer, and a checkpoint of the inner optimizer alone can be loaded, or one of this loaded into it.

@@ -1,0 +1,87 @@
+"""What to write for a model whose optimizer does not accumulate, or that has several optimizers."""
+
+import logging
+from typing import Any
+
+import keras
+
+from keras_paragrad._keras.apply import parts, unscaled
+from keras_paragrad._keras.model import has_own_train_step
+from keras_paragrad._keras.optimizer import WrappingOptimizer
+
+_log = logging.getLogger("keras_paragrad")
+
+
+def advice(model: Any) -> str:
+    """What to say of a model that was not compiled with an accumulating optimizer, ending with lines that can be run.
+
+    Args:
+        model: A compiled model, which the lines call `model`.
+    """
+    found = f"ExactAccumulation() works with an AccumulatingOptimizer, and the model has {_class_of(model.optimizer)}."
+    own = _own_optimizers(model)
+    if own:
+        return (
+            f"{found} Its train_step uses {', '.join(own)}, whose micro-batches can't be weighed. Leave "
+            "ExactAccumulation() out, let each of them accumulate, and flush them when an epoch ends. Write this "
+            f"before fit(), and pass callbacks=[flush] to it:\n{_lines_for_several(model, own)}"
+        )
+    if model.optimizer is None:
+        return f"{found} Write model.compile(keras_paragrad.AccumulatingOptimizer('adam', steps=4), loss=...)."
+    return f"{found} Write this before fit(), with the other arguments of your compile():\n{_lines_for_one(model)}"
+
+
+def advise_the_callback(name: str) -> None:
+    """Tells who uses an accumulating optimizer of this name without `ExactAccumulation` what that would bring."""
+    _log.warning(
+        "%s counts every micro-batch the same, and lets windows continue from one epoch into the next. In fit(), pass "
+        "callbacks=[keras_paragrad.ExactAccumulation()] for uneven and weighted micro-batches, an update before "
+        "validation and faster steps. In a training loop of your own, write weighting='uniform', and call "
+        "optimizer.flush() where the last window has to end.",
+        name,
+    )
+
+
+def _class_of(optimizer: Any) -> str:
+    return "no optimizer" if optimizer is None else type(optimizer).__name__
+
+
+def _own_optimizers(model: Any) -> list[str]:
+    """The attributes that hold optimizers for a `train_step` of the model's own."""
+    if not has_own_train_step(model):
+        return []
+    names = [name for name, value in vars(model).items() if isinstance(value, keras.optimizers.Optimizer)]
+    return [name for name in names if name not in ("optimizer", "_optimizer")]
+
+
+def _lines_for_several(model: Any, names: list[str]) -> str:
+    lines = []
+    for name in names:
+        optimizer = getattr(model, name)
+        if not isinstance(optimizer, WrappingOptimizer):
+            lines += _alone(optimizer, f"model.{name}")
+            wrapped = f"keras_paragrad.AccumulatingOptimizer(model.{name}, steps=4, weighting='uniform')"
+            lines.append(f"model.{name} = {wrapped}")
+    flushed = ", ".join(f"model.{name}.flush()" for name in names)
+    return "\n".join(
+        [
+            *lines,
+            "model.make_train_function(force=True)",
+            f"flush = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: [{flushed}])",
+        ]
+    )
+
+
+def _lines_for_one(model: Any) -> str:
+    scales = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    # Around a loss scale there is nothing to accumulate; compile() adds one again where the policy asks for it.
+    name = "model.optimizer.inner_optimizer" if scales else "model.optimizer"
+    wrapped = f"keras_paragrad.AccumulatingOptimizer({name}, steps=4)"
+    return "\n".join([*_alone(unscaled(model.optimizer), name), f"model.compile({wrapped}, loss=model.loss)"])
+
+
+def _alone(optimizer: Any, name: str) -> list[str]:
+    """Lines that take Keras's own accumulation off an optimizer."""
+    if any(part.gradient_accumulation_steps for part in parts(optimizer)):
+        return [f"{name}.gradient_accumulation_steps = None"]
+    return []

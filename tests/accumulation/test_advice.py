@@ -1,0 +1,80 @@
+"""The lines that an error says to write do what it says, for whatever optimizer is there."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_paragrad
+from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
+
+X, Y = np.ones((12, 4), "float32"), np.ones((12, 1), "float32")
+
+
+def lines_of(error):
+    return str(error.value).split(":\n", 1)[1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: "rmsprop",
+        lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)),
+        lambda: keras.optimizers.Adam(name="of_mine"),
+        lambda: keras.optimizers.Adam(gradient_accumulation_steps=2),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Lion()),
+        lambda: keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD())),
+    ],
+)
+def test_one_optimizer(make):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(make(), "mse")
+    inner = model.optimizer
+    with pytest.raises(ValueError, match="Write this before fit") as error:
+        model.fit(X, Y, verbose=0, callbacks=[ExactAccumulation()])
+    exec(lines_of(error), {"keras": keras, "keras_paragrad": keras_paragrad, "model": model})
+    model.fit(X, Y, batch_size=3, verbose=0, callbacks=[ExactAccumulation()])
+    assert model.optimizer.inner_optimizer is getattr(inner, "inner_optimizer", inner)
+    assert int(model.optimizer.iterations) == 1
+
+
+class Adversarial(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.generator, self.discriminator = keras.layers.Dense(4), keras.layers.Dense(1)
+        self.generator.build((None, 4))
+        self.discriminator.build((None, 4))
+        self.built = True
+
+    def compile(self, d_optimizer, g_optimizer):
+        super().compile()
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+    def train_step(self, data):
+        with tf.GradientTape(persistent=True) as tape:
+            fake = self.discriminator(self.generator(data))
+            g_loss, d_loss = -tf.reduce_mean(fake), tf.reduce_mean(fake - self.discriminator(data))
+        for layer, loss, optimizer in (
+            (self.discriminator, d_loss, self.d_optimizer),
+            (self.generator, g_loss, self.g_optimizer),
+        ):
+            weights = layer.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"d_loss": d_loss}
+
+
+def test_several_optimizers():
+    model = Adversarial()
+    model.compile(keras.optimizers.Adam(), AccumulatingOptimizer("sgd", 4, weighting="uniform"))
+    model.fit(X, batch_size=4, epochs=1, verbose=0)
+    with pytest.raises(ValueError, match="d_optimizer, g_optimizer") as error:
+        model.fit(X, verbose=0, callbacks=[ExactAccumulation()])
+    # Fit had flushed nothing of an optimizer that it does not know.
+    assert int(model.g_optimizer.window.position.numpy()) == 3
+    model.g_optimizer.discard()
+    before = int(model.d_optimizer.iterations)
+    scope = {"keras": keras, "keras_paragrad": keras_paragrad, "model": model}
+    exec(lines_of(error), scope)
+    model.fit(X, batch_size=2, epochs=2, verbose=0, callbacks=[scope["flush"]])
+    assert int(model.d_optimizer.iterations) - before == 4
+    assert int(model.g_optimizer.iterations) == 4
