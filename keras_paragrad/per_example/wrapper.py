@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad._keras.gradient_functions import keep_with_graphs_of
-from keras_paragrad._keras.layers import may_be_differentiated
+from keras_paragrad._keras.layers import compiled_by_xla, may_be_differentiated
 from keras_paragrad._keras.model import all_layers
 from keras_paragrad._keras.own_methods import metrics_of_its_own, uncompile
 from keras_paragrad._keras.replicas import replica_index
@@ -132,7 +132,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         check_room(self.kept, self.capacity)
         if not tf.executing_eagerly():
             self._note_graph()
-        step = Step(self.layer, self._finish, self.reweighs, self.loss_reduction)
+        step = Step(self.layer, self._finish, self._sums_examples(), self.loss_reduction)
         self._steps[replica_index()].append(step)
         outputs = step(inputs, *args, **kwargs)
         for loss in step.capture.losses:
@@ -226,9 +226,23 @@ class PerExampleGradients(keras.layers.Wrapper):
         steps.append(step)
         quantities, factor = step.quantities()
         norms = self._results.keep(quantities, factor)
-        if not self.reweighs:
+        if not step.detached:
             return [None] * len(quantities.variables)
-        return quantities.weighted_sums(self._weights_of(norms))
+        weights = self._weights_of(norms) if self.reweighs else tf.ones(tf.reshape(quantities.batch, [1]))
+        return quantities.weighted_sums(weights)
+
+    def _sums_examples(self) -> bool:
+        """Whether the update is summed from the examples' gradients, rather than left to the plain backward pass.
+
+        Under XLA this saves the plain gradient where those of the examples are made anyway. Without it, the update
+        without weights stays the plain one to the last bit; and so it does in half precision, in which the plain
+        gradient is computed in fewer bits and less time.
+        """
+        if self.reweighs:
+            return True
+        layers = (self.layer, *all_layers(self.layer))
+        dtypes = {keras.backend.standardize_dtype(layer.compute_dtype) for layer in layers}
+        return compiled_by_xla() and dtypes <= {"float32", "float64"}
 
     def _weights_of(self, norms: Any) -> tf.Tensor:
         """What each example counts for in the update, given its norm."""

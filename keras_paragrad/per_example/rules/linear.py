@@ -52,11 +52,20 @@ class Product(NamedTuple):
         if self.is_ghost:
             left, right = self.inner_products()
             return row_sums(left * right, by_xla)
-        if self.at_hand:
-            return squared_norm(self.gradients(), by_xla)
-        # Transposed or not, the norm is the same, and products with the wider side last are faster.
-        narrow, wide = sorted((self.left, self.right), key=lambda side: side.shape[3] or 0)
-        return squared_norm(_matmul(narrow, wide, transpose_a=True), by_xla)
+        return squared_norm(self._gradients_either_way(by_xla)[0], by_xla)
+
+    def sum_of_gradients(self, weights: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
+        """The sum over examples of gradients times `weights` `(batch,)`, out of those that norms were taken of."""
+        gradients, transposed = self._gradients_either_way(by_xla)
+        return tf.einsum("b,bgij->gji" if transposed else "b,bgij->gij", weights, gradients)
+
+    def _gradients_either_way(self, by_xla: bool) -> tuple[tf.Tensor, bool]:
+        """Each example's gradient, and whether it is transposed, which makes no difference to norms."""
+        # Without XLA, products with the wider side last are faster.
+        transposed = not by_xla and not self.at_hand and (self.left.shape[3] or 0) > (self.right.shape[3] or 0)
+        if not transposed:
+            return self.gradients(), False
+        return _matmul(self.right, self.left, transpose_a=True), True
 
     def inner_products(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Those of either side's positions with each other, `(batch, groups, positions, positions)`."""
@@ -148,8 +157,14 @@ class Linear(Rule):
         return [moment, *(tf.reduce_sum(tf.square(bias), 0) for bias in self._biases(calls))]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
-        total = tf.add_n([self.kernel_sum(call, weights) for call in calls])
-        return [total, *(tf.tensordot(weights, bias, 1) for bias in self._biases(calls))]
+        biases = [tf.tensordot(weights, bias, 1) for bias in self._biases(calls)]
+        product = self._product(calls)
+        if not product.is_ghost and not product.has_small_sides:
+            # Norms were taken of these gradients. Where they take no more room than the sides, they may be kept until
+            # it is known what each counts for.
+            by_xla = calls[0].by_xla
+            return [self.kernel(calls[0].layer, product.sum_of_gradients(weights, by_xla), by_xla), *biases]
+        return [tf.add_n([self.kernel_sum(call, weights) for call in calls]), *biases]
 
     def _product(self, calls: Sequence[Call]) -> Product:
         """The calls' products one after the other, as if they were positions of one."""
