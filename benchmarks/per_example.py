@@ -1,7 +1,8 @@
 """What the gradients of single examples cost, in time and memory, beside the plain gradient of the batch.
 
 `python benchmarks/per_example.py` prints the tables and saves them in `results/per_example.json`. JAX and PyTorch are
-in them where `make bench-peers` has installed them.
+in them where `make bench-peers` has installed them. `python benchmarks/per_example.py sweep` does the sweep over shapes
+alone; `sweep cpu` takes the processor time of one thread, which says more on a machine that does other things.
 """
 
 import json
@@ -19,11 +20,12 @@ from sizes import MODELS, ROWS
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # On Linux a process's peak begins with what its parent holds, so the one that starts the others loads no TensorFlow.
-if sys.argv[1:]:
+if sys.argv[1:] and sys.argv[1] != "sweep":
     import keras
     import tensorflow as tf
     from models import batch_of, endless, loss_of, model_of
     from peers.ratios import in_plain, print_ratios
+    from per_example_sweep import print_points
 
     from keras_paragrad import per_example_gradients, wrap
 
@@ -46,6 +48,8 @@ TARGETS = {
 }
 # Large enough that what a batch takes shows.
 MEMORY_BATCHES = {"mlp": 8192, "cnn": 4096, "transformer": 2048}
+# Of every point of the sweep.
+SWEEP_TARGET = 1.5
 CORRUPTS = "corrupts memory"
 
 
@@ -165,7 +169,7 @@ def print_peak(name, way, jit, rows):
 def lines(python, *arguments):
     """What a process prints, line by line, each of it JSON."""
     command = [str(python), "-W", "ignore", *map(str, arguments)]
-    finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=BENCHMARKS, timeout=900, check=True)
+    finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=BENCHMARKS, timeout=1800, check=True)
     return [json.loads(line) for line in finished.stdout.splitlines()]
 
 
@@ -202,6 +206,21 @@ def report_functions(found):
     report("per_example", title, ["", "jit", *MODELS.values()], rows)
 
 
+def report_sweep(clock="wall"):
+    """Norms and clipped updates over shapes, and the worst of each rule."""
+    rows = lines(sys.executable, __file__, "points", clock)
+    unit = "processor time of one thread" if clock == "cpu" else "wall time"
+    columns = ["rule", "shape", "jit", "plain", "norms", "clipped"]
+    title = f"Norms and clipped updates over shapes, in plain steps ({unit}; plain in ms)"
+    report("per_example", title, columns, [[row[column] for column in columns] for row in rows])
+    worst = []
+    for rule, jit in sorted({(row["rule"], row["jit"]) for row in rows}):
+        alike = [row for row in rows if (row["rule"], row["jit"]) == (rule, jit)]
+        worst.append([rule, jit, *(max(row[way] for row in alike) for way in ("norms", "clipped")), SWEEP_TARGET])
+    title = f"The worst of each rule over shapes, in plain steps ({unit})"
+    report("per_example", title, ["rule", "jit", "norms", "clipped", "at most"], worst)
+
+
 def peak(*case):
     return lines(sys.executable, __file__, "memory", *case)[0]
 
@@ -222,8 +241,15 @@ def report_memory():
 
 
 def main():
-    if sys.argv[1:]:
-        section, *arguments = sys.argv[1:]
+    section, *arguments = sys.argv[1:] or [None]
+    if section == "sweep":
+        report_sweep(*arguments)
+        return
+    if section == "points":
+        clock, *words = arguments
+        print_points(clock == "cpu", *words)
+        return
+    if section:
         {"fit": print_fits, "functions": print_functions, "memory": print_peak}[section](*arguments)
         return
     if hasattr(os, "sched_setaffinity"):
@@ -233,6 +259,7 @@ def main():
     report_fits({line["model"]: line["ratio"] for line in found if line["way"] == "gradients: JAX vmap(grad)"})
     report_functions(found)
     report_memory()
+    report_sweep()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from drawn_layers import DRAWN, LayerCase, randomize, some_inputs
 from every_example import check
 from keras import layers
 
+from keras_paragrad.per_example.rules import convolution
+
 
 @pytest.mark.parametrize("kind", DRAWN)
 @hypothesis.given(data=hypothesis.strategies.data())
@@ -44,3 +46,12 @@ def test_a_mask(layer, length, jit_compile):
     model = keras.Model(words, layer()(embedded) if layer is layers.LayerNormalization else layer(3)(embedded))
     randomize(model)
     check(model, some_inputs((5, length), 3), jit_compile)
+
+
+@pytest.mark.parametrize("kind", ["conv1d", "conv2d", "conv3d"])
+@hypothesis.given(data=hypothesis.strategies.data())
+def test_a_convolution_whose_examples_are_gone_through_one_by_one(kind, data):
+    case: LayerCase = data.draw(DRAWN[kind])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convolution, "LARGE_WINDOWS", 0)
+        check(case.model(), case.inputs(), False, beside_plain=data.draw(hypothesis.strategies.booleans()))

@@ -1,5 +1,6 @@
 """Separable convolutions: a depthwise one, and a dense layer on what comes out of it."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,15 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.registry import Call, Rule, register_rule, squared_norm
-from keras_paragrad.per_example.rules.convolution import convolution_bias, flat, grouped_kernel, grouped_product
+from keras_paragrad.per_example.rules.convolution import (
+    convolution_bias,
+    depthwise,
+    flat,
+    grouped_kernel,
+    grouped_product,
+    kernel_gradients,
+    loops,
+)
 from keras_paragrad.per_example.rules.linear import Product, bias_gradients
 from keras_paragrad.per_example.rules.windows import Geometry, channels_last
 
@@ -23,31 +32,30 @@ class SeparableRule(Rule):
         return kernels if layer.bias is None else [*kernels, layer.bias]
 
     def gradients(self, call: Call) -> list[tf.Tensor]:
-        return self._shaped(call, [product.gradients() for product in _products(call)], self._bias(call))
+        by_depth, product = _parts(call)
+        return [by_depth, self._pointwise(call, product.gradients()), *self._bias(call)]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         if len(calls) > 1:
             return super().squared_norms(calls)
         (call,) = calls
-        norms = [product.squared_norms(call.by_xla) for product in _products(call)]
+        by_depth, product = _parts(call)
+        norms = [squared_norm(by_depth, call.by_xla), product.squared_norms(call.by_xla)]
         return [*norms, *(squared_norm(bias, call.by_xla) for bias in self._bias(call))]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
         def of_call(call: Call) -> list[tf.Tensor]:
             biases = [tf.tensordot(weights, bias, 1) for bias in self._bias(call)]
-            return self._shaped(call, [product.weighted_sum(weights) for product in _products(call)], biases)
+            by_depth, product = _parts(call)
+            pointwise = self._pointwise(call, product.weighted_sum(weights))
+            return [tf.tensordot(weights, by_depth, 1), pointwise, *biases]
 
         return [tf.add_n(list(parts)) for parts in zip(*map(of_call, calls), strict=True)]
 
-    def _shaped(self, call: Call, products: list[tf.Tensor], biases: list[tf.Tensor]) -> list[tf.Tensor]:
-        depthwise, pointwise = products
+    def _pointwise(self, call: Call, product: tf.Tensor) -> tf.Tensor:
         layer: Any = call.layer
-        leading = [-1] if depthwise.shape.rank == 4 else []
-        return [
-            grouped_kernel(layer.depthwise_kernel.shape, depthwise, call.by_xla),
-            tf.reshape(pointwise, [*leading, *layer.pointwise_kernel.shape]),
-            *biases,
-        ]
+        leading = [-1] if product.shape.rank == 4 else []
+        return tf.reshape(product, [*leading, *layer.pointwise_kernel.shape])
 
     def _bias(self, call: Call) -> list[tf.Tensor]:
         layer: Any = call.layer
@@ -56,7 +64,8 @@ class SeparableRule(Rule):
         return [bias_gradients(call.cotangent, convolution_bias(layer, call.cotangent.shape.rank), layer.bias)]
 
 
-def _products(call: Call) -> tuple[Product, Product]:
+def _parts(call: Call) -> tuple[tf.Tensor, Product]:
+    """Each example's gradient for the depthwise kernel, and the pointwise kernel's as a product."""
     layer: Any = call.layer
     geometry = Geometry.of(layer)
     inputs, cotangent = channels_last(call.input, layer), channels_last(call.cotangent, layer)
@@ -69,4 +78,15 @@ def _products(call: Call) -> tuple[Product, Product]:
     returned = tf.tensordot(cotangent, tf.reshape(pointwise, pointwise.shape[-2:]), [[-1], [1]])
     returned = tf.ensure_shape(returned, [*cotangent.shape[:-1], pointwise.shape[-2]])
     product = Product(flat(between)[:, tf.newaxis], flat(cotangent)[:, tf.newaxis])
-    return grouped_product(inputs, returned, geometry, kernel.shape[-2], call.by_xla), product
+    if call.gradients is None:
+        call.gradients = [_depthwise_gradients(call, geometry, inputs, returned)]
+    return call.gradients[0], product
+
+
+def _depthwise_gradients(call: Call, geometry: Geometry, inputs: tf.Tensor, cotangent: tf.Tensor) -> tf.Tensor:
+    layer: Any = call.layer
+    shape = layer.depthwise_kernel.shape
+    if loops(call):
+        return kernel_gradients(functools.partial(depthwise, layer), shape, inputs, cotangent)
+    product = grouped_product(inputs, cotangent, geometry, shape[-2], call.by_xla)
+    return grouped_kernel(shape, product.gradients(), call.by_xla)
