@@ -15,11 +15,6 @@ def fit(model, data=DataCase((4,) * 5), callbacks=(), **arguments):  # noqa: B00
     model.fit(data.dataset(), shuffle=False, verbose=0, callbacks=list(callbacks), **arguments)
 
 
-def test_needs_an_accumulating_optimizer():
-    with pytest.raises(ValueError, match=r"Write model.compile\(AccumulatingOptimizer\('adam', steps=4\), ...\)"):
-        fit(build_model(lambda: keras.optimizers.Adam(name="adam")), callbacks=[ExactAccumulation()])
-
-
 def test_the_optimizer_alone_says_once_what_the_callback_would_add(caplog):
     model = build_model(lambda: AccumulatingOptimizer("sgd", 2))
     with caplog.at_level(logging.WARNING, "keras_paragrad"):
