@@ -277,7 +277,7 @@ PUBLIC = {
         {
             "layer": NOTHING,
             "quantity": NOTHING,
-            "clip_norm": ABOVE_0 | NONE,
+            "clip_norm": ABOVE_0 | taken("inf") | NONE,
             "transform": FUNCTION | NONE,
             "capacity": COUNT | NONE,
             "loss_reduction": NONE,

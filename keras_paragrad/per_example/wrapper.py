@@ -91,7 +91,7 @@ class PerExampleGradients(keras.layers.Wrapper):
     ):
         check_instance("layer", layer, keras.layers.Layer, "a Keras layer or model", example="keras.layers.Dense(10)")
         quantity = check_choice("quantity", quantity, QUANTITIES)
-        clip_norm = check_number("clip_norm", clip_norm, above=0, example=1.0, optional=True)
+        clip_norm = check_number("clip_norm", clip_norm, above=0, finite=False, example=1.0, optional=True)
         check_function(
             "transform", transform, what="a function from norms to weights", example=_TRANSFORM, optional=True
         )
