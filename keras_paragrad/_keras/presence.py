@@ -11,7 +11,7 @@ from keras_paragrad._keras.replicas import replica_count
 
 def rows_of(x: Any) -> tf.Tensor:
     """How many examples a batch of inputs holds."""
-    return tf.shape(next(tensor for tensor in keras.tree.flatten(x) if tensor is not None))[0]
+    return _sizes(next(tensor for tensor in keras.tree.flatten(x) if tensor is not None))[0]
 
 
 class Presence(NamedTuple):
@@ -72,8 +72,17 @@ class Presence(NamedTuple):
         return tf.cond(self.some, lambda: gradient, lambda: tf.zeros_like(gradient))
 
 
+def _sizes(tensor: Any) -> Any:
+    return tf.cast(tensor.dense_shape, "int32") if isinstance(tensor, tf.SparseTensor) else tf.shape(tensor)
+
+
 def _one_of_zeros(data: Any) -> Any:
     def one(tensor):
-        return None if tensor is None else tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
+        if tensor is None:
+            return None
+        if isinstance(tensor, tf.SparseTensor):
+            sizes = tf.concat([[1], tensor.dense_shape[1:]], 0)
+            return tf.SparseTensor(tensor.indices[:0], tensor.values[:0], sizes)
+        return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
 
     return keras.tree.map_structure(one, data)

@@ -28,6 +28,10 @@ class Split(Protocol):
 
     weigh: Weigh
 
+    def cuts(self, data: Any) -> bool:
+        """Whether a batch may be cut; not if its shapes say that it is one slice."""
+        ...
+
     def __call__(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient], data: Any) -> Gradient:
         """The gradient of a batch, from those of its slices."""
         ...

@@ -1,5 +1,6 @@
 """One training step of a model, opened at the places where the package has something to do."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -128,6 +129,10 @@ def apply_gradient(
         Their sums, or `None` if gradients were not added up here.
     """
     optimizer, variables = model.optimizer, model.trainable_weights
+    if not variables:
+        # As Keras does: such a model is trained for its metrics and what its layers count.
+        warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        return None
     if replica_count() == 1 or not whole:
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
         return None

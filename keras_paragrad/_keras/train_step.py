@@ -80,13 +80,15 @@ class TrainStep(NamedTuple):
         return optimizer.weighed(gradient.weight)
 
     def _gradient(self, data: Any, presence: Presence, share: Share | None) -> Gradient:
-        stages = [stage.weigh for stage in (self.split, self.spread) if stage]
+        # What is not cut needs no weights.
+        split = self.split if self.split and self.split.cuts(data) else None
+        stages = [stage.weigh for stage in (split, self.spread) if stage]
         weigh = next((weigh for weigh in (self.weigh, *stages) if weigh), None)
         by_xla = bool(self.spread and self.spread.by_xla and replica_count() > 1)
         # Keras's trackers know nothing of a batch of which there are parts.
-        parts = bool(self.split or self.apply or (self.spread and replica_count() > 1))
+        parts = bool(split or self.apply or (self.spread and replica_count() > 1))
         of_part = functools.partial(gradient_of, self.model, weigh=weigh, presence=presence, by_xla=by_xla, sums=parts)
-        if self.split is None:
+        if split is None:
             return of_part(data, share=share)
-        gradient = self.split(self.model, of_part, data)
+        gradient = split(self.model, of_part, data)
         return shared(gradient, share) if share else gradient

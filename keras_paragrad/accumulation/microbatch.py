@@ -87,12 +87,15 @@ class Slices(NamedTuple):
     size: int
     weigh: Measure
 
+    def cuts(self, data: Any) -> bool:
+        """Whether a batch may have more examples than a slice."""
+        known = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]
+        return known is None or known > self.size
+
     def __call__(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient], data: Any) -> Gradient:
         """The gradient of a batch, from those of its slices."""
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         known = tensors[0].shape[0]
-        if known is not None and known <= self.size:
-            return gradient_of_slice(data)
         if not model.built:
             model(_rows(data, tf.range(1))[0])
         build_losses(model, _rows(data, tf.range(1)))
@@ -171,11 +174,14 @@ class _Adder:
 
 
 def _rows(data: Any, indices: tf.Tensor) -> Any:
-    """Some rows of every tensor in a batch."""
+    """Some rows of every tensor in a batch, one after the other."""
 
     def gather(tensor):
         if isinstance(tensor, tf.SparseTensor):
-            raise ValueError("A SparseTensor can't be cut into slices. Feed a dense or ragged tensor to microbatch().")
+            others = tensor.dense_shape[1:]
+            first, count = tf.cast(indices[:1], "int64"), tf.size(indices, "int64")[tf.newaxis]
+            start = tf.concat([first, tf.zeros_like(others)], 0)
+            return tf.sparse.slice(tensor, start, tf.concat([count, others], 0))
         # Not a slice, which XLA would check against a batch that is smaller, though none is taken from that.
         return None if tensor is None else tf.gather(tensor, indices)
 

@@ -178,6 +178,8 @@ class AccumulatingOptimizer(WrappingOptimizer):
         Args:
             update: Whether it is the last; where it is `None`, the window's position says so, in the graph.
         """
+        if not self.built:
+            return  # The model has no trainable weights.
 
         def end(run):
             position = self.window.position
