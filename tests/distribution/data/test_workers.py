@@ -124,7 +124,7 @@ def test_the_same_error_on_every_worker(found, name, says):
 
 def test_what_fails_on_one_worker_fails_on_all(found):
     assert "Worker 1 could not prepare; the error" in found[0]["one fails"]
-    assert "shuffle is 'rows'" in found[1]["one fails"]
+    assert "`shuffle` is 'rows'" in found[1]["one fails"]
 
 
 @pytest.mark.parametrize("name", ["normalization", "normalization of shards"])
