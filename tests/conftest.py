@@ -36,7 +36,6 @@ def pytest_configure(config):
         "own_process(seconds=120): run the test in a process of its own, ended after that time. For what starts a "
         "strategy's collectives: after one has failed, or in a second strategy, TensorFlow fails in the same process.",
     )
-    config.addinivalue_line("markers", "long: for `make test-all`; `make test` leaves it out.")
     # Keras says so at the end of every epoch of a dataset that does not know its own length.
     config.addinivalue_line("filterwarnings", "ignore:Your input ran out of data:UserWarning")
 
