@@ -235,12 +235,22 @@ def test_one_advice_with_its_evidence(parts, kind, evidence):
 
 
 def test_advice_names_what_is_not_yet_done():
-    host = steps(host=90, compute=10)
-    assert "jit_compile=True" in advise(host, ()).text
-    assert "jit_compile" not in advise(host, (), RunInfo(jit=True)).text
-    assert "steps_per_execution" not in advise(host, (), RunInfo(jit=True, steps_per_execution=8)).text
-    assert "float16" not in advise(steps(compute=9), LONGEST, RunInfo(precision="mixed_bfloat16")).text
+    host, on_gpu = steps(host=90, compute=10), {"devices": ("/device:CPU:0", "/device:GPU:0")}
+    assert "jit_compile=True" in advise(host, (), RunInfo(**on_gpu)).text
+    assert "jit_compile" not in advise(host, (), RunInfo(jit=True, **on_gpu)).text
+    assert "steps_per_execution" not in advise(host, (), RunInfo(jit=True, steps_per_execution=8, **on_gpu)).text
+    computing = steps(compute=9)
+    assert "float16" in advise(computing, LONGEST, RunInfo(**on_gpu)).text
+    assert "float16" not in advise(computing, LONGEST, RunInfo(precision="mixed_bfloat16", **on_gpu)).text
     assert advise((), ()) is None
+
+
+@pytest.mark.parametrize("devices", [("/device:CPU:0", "/device:CPU:1"), ()], ids=["CPUs", "unknown"])
+@pytest.mark.parametrize("parts", [{"host": 90, "compute": 10}, {"compute": 90}], ids=str)
+def test_xla_and_16_bits_are_advised_only_where_they_are_known_to_help(parts, devices):
+    advice = advise(steps(**parts), LONGEST, RunInfo(devices=devices))
+    assert "jit_compile" not in advice.text
+    assert "float16" not in advice.text
 
 
 def test_functions_that_are_traced_again():
