@@ -73,8 +73,8 @@ class OperationTime:
         name: As the trace has it.
         kind: Its type, such as `MatMul`.
         layer: The layer it belongs to, or `""` where the trace doesn't say.
-        count: How often it ran.
-        milliseconds: Its own time, without what it called.
+        count: How often it ran in the window.
+        milliseconds: Its own time in the window, without what it called.
         share: That as a share of all operations' time.
     """
 
@@ -122,6 +122,10 @@ class ProfileSummary:
     advice: Advice | None = None
     trace: str = ""
     notes: tuple[str, ...] = ()
+
+    def per_step(self, operation: OperationTime) -> float:
+        """The milliseconds that an operation took in each step on average; in the whole window if it has no steps."""
+        return operation.milliseconds / (len(self.steps) or 1)
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as data that JSON can hold."""

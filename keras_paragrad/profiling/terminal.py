@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from keras_paragrad.profiling.parts import shares_of
 from keras_paragrad.profiling.summary import ProfileSummary, StepTime
 
 WIDTH = 100
@@ -100,12 +101,11 @@ def _headline(summary: ProfileSummary) -> str:
 
 
 def _parts(steps: Sequence[StepTime]) -> Table:
-    total = sum(step.duration for step in steps) or 1.0
+    shares = shares_of(steps)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(justify="right")
     for name, words in PARTS.items():
-        share = sum(getattr(step, name) for step in steps) / total
-        table.add_row(f"{share:.1%}", "█" * round(share * _BAR), words)
+        table.add_row(f"{shares[name]:.1%}", "█" * round(shares[name] * _BAR), words)
     return table
 
 
@@ -113,11 +113,11 @@ def _operations(summary: ProfileSummary, most: int) -> Table:
     table = Table(box=None, pad_edge=False)
     for header in ("Operation", "Layer"):
         table.add_column(header, overflow="fold")
-    for header in ("Count", "ms", ""):
+    for header in ("Count", "ms a step" if summary.steps else "ms", ""):
         table.add_column(header, justify="right")
     for each in summary.operations[:most]:
         kind = each.kind.removeprefix("_Mkl").removeprefix("Native")
-        table.add_row(kind, each.layer or "-", str(each.count), f"{each.milliseconds:.2f}", f"{each.share:.0%}")
+        table.add_row(kind, each.layer or "-", str(each.count), f"{summary.per_step(each):.2f}", f"{each.share:.0%}")
     return table
 
 

@@ -16,6 +16,7 @@ from keras_paragrad.profiling.analysis.operations import (
     compiled_operations,
     longest_operations,
     slowest_of_the_pipeline,
+    stages_of_the_pipeline,
 )
 from keras_paragrad.profiling.analysis.steps import step_times
 from keras_paragrad.profiling.analysis.summarize import summarize
@@ -186,6 +187,7 @@ def test_only_the_devices_operations_count_where_there_are_any():
     assert [(each.name, each.share) for each in longest_operations(found, ())] == [("kernel", 0.75), ("other", 0.25)]
     assert [each.name for each in longest_operations(found[:1] + found[3:], ())] == ["a/MatMul"]
     assert slowest_of_the_pipeline(found) == "Map"
+    assert "Map" in stages_of_the_pipeline(found)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,11 @@ LONGEST = [OperationTime("m/first/MatMul", "MatMul", "first", 4, 2.0, 0.5)]
     [
         ({"input": 57, "compute": 43}, "input", "57% of the step waits for input (57.00 of 100.00 ms)"),
         ({"collective": 40, "compute": 60}, "collective", "40% of the step waits for other replicas"),
-        ({"host": 40, "idle": 30, "compute": 30}, "host", "70% of the step is spent on the host"),
+        (
+            {"host": 40, "idle": 30, "compute": 30},
+            "host",
+            "70% of the step runs no operation: 40.0% on the host between operations, 30.0% idle (70.00 of 100.00 ms)",
+        ),
         (
             {"compute": 90, "host": 10},
             "compute",
@@ -251,6 +257,24 @@ def test_xla_and_16_bits_are_advised_only_where_they_are_known_to_help(parts, de
     advice = advise(steps(**parts), LONGEST, RunInfo(devices=devices))
     assert "jit_compile" not in advice.text
     assert "float16" not in advice.text
+
+
+@pytest.mark.parametrize(
+    ("stages", "advised", "done"),
+    [
+        ((), ("num_parallel_calls", "prefetch(", "cache()"), ("workers",)),
+        (("Map", "TensorSlice"), ("num_parallel_calls", "prefetch("), ("workers",)),
+        (("ParallelMapV2", "TensorSlice"), ("prefetch(",), ("num_parallel_calls",)),
+        (("Prefetch", "Map", "MemoryCacheImpl"), ("num_parallel_calls",), ("prefetch(", "cache()")),
+        (("Prefetch", "ParallelMapV2"), ("cache()", "slowest part"), ("num_parallel_calls", "prefetch(", "dataset.")),
+        (("Prefetch", "FlatMap", "Generator"), ("workers=", "use_multiprocessing"), ("prefetch(", "dataset.")),
+    ],
+    ids=["unknown", "neither", "parallel", "prefetched and cached", "both", "generator"],
+)
+def test_input_advice_names_what_the_pipeline_does_not_do_yet(stages, advised, done):
+    text = advise(steps(input=90, compute=10), (), stages=stages).text
+    assert all(part in text for part in advised), text
+    assert not any(part in text for part in done), text
 
 
 def test_functions_that_are_traced_again():

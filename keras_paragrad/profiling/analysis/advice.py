@@ -1,10 +1,12 @@
 """What to do first about a training's speed, with the figures that say so."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.profiling.analysis.events import Trace
+from keras_paragrad.profiling.analysis.input_advice import about_input
+from keras_paragrad.profiling.parts import shares_of
 from keras_paragrad.profiling.summary import Advice, OperationTime, RunInfo, StepTime
 
 # From which share of the step on something is worth doing about it. Between operations there is always something to
@@ -20,6 +22,7 @@ def advise(
     run: RunInfo = _UNKNOWN,
     compiling: float = 0.0,
     pipeline: str = "",
+    stages: Collection[str] = (),
 ) -> Advice | None:
     """One advice: against the largest part of the step that is not computing.
 
@@ -29,6 +32,7 @@ def advise(
         run: What was run.
         compiling: How many milliseconds of all steps went into tracing functions again.
         pipeline: The slowest part of the input pipeline, if it is known.
+        stages: All of its parts, as the trace names them.
 
     Returns:
         The advice, or `None` if there are no steps.
@@ -36,41 +40,41 @@ def advise(
     total = sum(step.duration for step in steps)
     if not total:
         return None
+    shares = shares_of(steps)
     spent = {
-        "compile": compiling,
-        "input": sum(step.input for step in steps),
-        "collective": sum(step.collective for step in steps),
+        "compile": compiling / total,
+        "input": shares["input"],
+        "collective": shares["collective"],
         # While nothing is recorded, Python is at work.
-        "host": sum(step.host + step.idle for step in steps),
+        "host": shares["host"] + shares["idle"],
     }
-    excess = {kind: time / total / WORTH[kind] for kind, time in spent.items()}
+    excess = {kind: share / WORTH[kind] for kind, share in spent.items()}
     kind = max(excess, key=lambda kind: excess[kind])
     if excess[kind] < 1:
         return _about_computing(steps, operations, run)
-    each = spent[kind] / len(steps)
     mean = total / len(steps)
-    figures = f"{spent[kind] / total:.0%} of the step {_DOES[kind]} ({each:.2f} of {mean:.2f} ms)"
+    does = _DOES[kind] if kind != "host" else _outside_of_operations(shares)
+    figures = f"{spent[kind]:.0%} of the step {does} ({spent[kind] * mean:.2f} of {mean:.2f} ms)"
     if kind == "input" and pipeline:
         figures += f", most of it in the pipeline's {pipeline}"
-    return Advice(kind, _what_to_do(kind, run), figures)
+    return Advice(kind, about_input(stages) if kind == "input" else _what_to_do(kind, run), figures)
 
 
 _DOES = {
     "compile": "goes into tracing functions again",
     "input": "waits for input",
     "collective": "waits for other replicas",
-    "host": "is spent on the host between operations",
 }
+
+
+def _outside_of_operations(shares: dict[str, float]) -> str:
+    """In the parts that the terminal and the report show, so that a figure of the host is the same in all three."""
+    return f"runs no operation: {shares['host']:.1%} on the host between operations, {shares['idle']:.1%} idle"
 
 
 def _what_to_do(kind: str, run: RunInfo) -> str:
     if kind == "compile":
         return "Give all batches one shape: dataset.batch(n, drop_remainder=True), and pad sequences to few lengths."
-    if kind == "input":
-        return (
-            "Prefetch, and prepare batches in parallel: dataset.map(f, num_parallel_calls=tf.data.AUTOTUNE)"
-            ".prefetch(tf.data.AUTOTUNE); .cache() what fits into memory."
-        )
     if kind == "collective":
         return "Take larger batches on each replica, or update less often: AccumulatingOptimizer(optimizer, steps=4)."
     if not run.jit and _on_accelerators(run):

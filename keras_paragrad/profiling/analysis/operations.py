@@ -108,6 +108,16 @@ def longest_operations(operations: list[Operation], layers: Collection[str]) -> 
     )
 
 
+def stages_of_the_pipeline(operations: list[Operation]) -> frozenset[str]:
+    """The stages of the input pipeline as the trace names them, such as `Prefetch`, `ParallelMapV2` and `Generator`.
+
+    Args:
+        operations: All in the trace.
+    """
+    paths = [each.name.split("::")[2:] for each in operations if each.kind == "Dataset"]
+    return frozenset(stage.partition("[")[0] for path in paths for stage in path)
+
+
 def slowest_of_the_pipeline(operations: list[Operation]) -> str:
     """The part of the input pipeline with the most time of its own, as the trace names it, or `""`.
 

@@ -10,6 +10,7 @@ from keras_paragrad.profiling.analysis.operations import (
     compiled_operations,
     longest_operations,
     slowest_of_the_pipeline,
+    stages_of_the_pipeline,
     xprof_operations,
 )
 from keras_paragrad.profiling.analysis.steps import step_times
@@ -49,7 +50,14 @@ def summarize(
         steps=steps,
         operations=longest,
         peak_memory=dict(peak_memory or {}),
-        advice=advise(steps, longest, run, compiling, slowest_of_the_pipeline(operations)),
+        advice=advise(
+            steps,
+            longest,
+            run,
+            compiling,
+            slowest_of_the_pipeline(operations),
+            stages_of_the_pipeline(operations),
+        ),
         trace=_as_tensorboard_has_it(Path(trace)),
         notes=tuple(_notes(read, len(steps), operations)),
     )

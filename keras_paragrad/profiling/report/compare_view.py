@@ -120,4 +120,4 @@ def _pair(name: str, values: Sequence[float | None], written: Callable[[float | 
 
 
 def _milliseconds_a_step(summary: ProfileSummary) -> dict[str, float]:
-    return {operation.name: operation.milliseconds / len(summary.steps) for operation in summary.operations}
+    return {operation.name: summary.per_step(operation) for operation in summary.operations}

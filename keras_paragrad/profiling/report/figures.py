@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from keras_paragrad.profiling.parts import PARTS as PARTS
+from keras_paragrad.profiling.parts import shares_of
 from keras_paragrad.profiling.summary import StepTime
 
-PARTS = ("input", "host", "compute", "collective", "idle")
 IN_WORDS = {
     "input": "waiting for input",
     "host": "host",
@@ -52,12 +53,11 @@ def figures_of(steps: Sequence[StepTime]) -> StepFigures | None:
     if not steps:
         return None
     durations = np.array([step.duration for step in steps])
-    total = float(durations.sum()) or 1.0
     return StepFigures(
         count=len(steps),
         median=float(np.median(durations)),
         p95=float(np.percentile(durations, 95)),
         shortest=float(durations.min()),
         longest=float(durations.max()),
-        shares={part: sum(getattr(step, part) for step in steps) / total for part in PARTS},
+        shares=shares_of(steps),
     )

@@ -23,8 +23,8 @@ class Operation:
         name: What it is called, cut off where it is endless.
         kind: Its type.
         layer: Its layer, or `""`.
-        count: How often it ran.
-        took: Its own time.
+        count: How often it ran in the window.
+        took: Its own time in a step; in the window if that has no steps.
         share: That as a share of all operations'.
         percent: The same as a number, for its bar.
     """
@@ -78,7 +78,7 @@ def window_view(window: Window, longest: float = 0.0) -> WindowView:
             operation.kind,
             operation.layer,
             count(operation.count),
-            milliseconds(operation.milliseconds),
+            milliseconds(summary.per_step(operation)),
             share(operation.share),
             round(100 * operation.share, 1),
         )

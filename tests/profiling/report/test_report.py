@@ -22,7 +22,7 @@ from made_runs import (
 import keras_paragrad
 from keras_paragrad.__main__ import main
 from keras_paragrad.profiling.report import write_report
-from keras_paragrad.profiling.summary import OperationTime, ProfileSummary
+from keras_paragrad.profiling.summary import OperationTime, ProfileSummary, StepTime
 
 EMPTY = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -186,7 +186,7 @@ def test_a_summary_that_is_broken_is_named(tmp_path):
     path = write_window(tmp_path, summary(), "plugins/profile/2026_09_09_09_09_09")
     path.write_text(path.read_text()[:100])
     words = Page(write_report(tmp_path)).words
-    assert "keras_paragrad.json in 2026_09_09_09_09_09 can't be read (JSONDecodeError" in words
+    assert "keras_paragrad.json in 2026_09_09_09_09_09 can't be read (ValueError" in words
     assert "Step time, median 10 ms" in words
 
 
@@ -325,3 +325,13 @@ def test_run_json_counts_more_than_a_window(tmp_path):
     words = Page(write_report(tmp_path)).words
     assert "Profile of renamed" in words
     assert keras_paragrad.__version__ in words
+
+
+def test_operations_times_are_those_of_a_step(tmp_path):
+    operations = (OperationTime("m/first/MatMul", "MatMul", "first", 10, 30.0, 0.75),)
+    steps = tuple(StepTime(step, step, 4.0 * step, 4.0, compute=4.0) for step in range(10))
+    write_window(tmp_path / "steps", ProfileSummary(steps=steps, operations=operations))
+    write_window(tmp_path / "none", ProfileSummary(operations=operations))
+    with_steps, without = (Page(write_report(tmp_path / name)).words for name in ("steps", "none"))
+    assert "own time a step" in with_steps and "m/first/MatMul 3 ms 75" in with_steps
+    assert "own time a step" not in without and "m/first/MatMul 30 ms 75" in without
