@@ -68,7 +68,7 @@ def test_it_says_what_was_measured(tmp_path):
         "waiting for input: 50%",
         "collectives: 10%",
         "prefetch(tf.data.AUTOTUNE). Because: 50% of the step waits for input",
-        "digits/dense/MatMul 30 ms 60% 40 MatMul dense",
+        "digits/dense/MatMul 1.5 ms 60% 40 MatMul dense",
         "<b>loss</b> & more",
         "host 3 GiB CPU:0 n/a",
         "Layer names are those of the graph.",
