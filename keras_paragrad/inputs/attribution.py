@@ -21,7 +21,7 @@ def integrated_gradients(
     baseline: Any = None,
     *,
     steps: int = 50,
-    output: str | int | Callable[[Any], Any] | None = None,
+    output: str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], Any] | None = None,
     batch_size: int = 2048,
     wrt: Any = None,
     jit_compile: bool | str = "auto",

@@ -64,8 +64,10 @@ class Execution:
     def _compiled(self, way: Differentiate, leaves: Any) -> Callable:
         def derivative(leaves, check):
             count = len(self.selection.names)
-            inputs, beside = leaves[:count], leaves[count:]
-            function = RowFunction(self.model, self.selection, self.options.output, inputs)
+            inputs, beside, labels = leaves[:count], leaves[count:], None
+            if isinstance(self.options.output, np.ndarray):
+                *beside, labels = beside
+            function = RowFunction(self.model, self.selection, self.options.output, inputs, labels)
             values, sound = way(function, [inputs[number] for number in self.selection.chosen], beside, check)
             pairs = zip(values, self.selection.dtypes, strict=True)
             return [tf.cast(value, dtype) for value, dtype in pairs], tf.reshape(sound, [1])

@@ -19,12 +19,14 @@ class RowFunction(NamedTuple):
         selection: The inputs that are free.
         output: What is made of the outputs.
         fixed: All inputs, in order; those that are free are not looked at.
+        labels: The label of each row, if the output is selected by labels.
     """
 
     model: keras.Model
     selection: Selection
     output: Output
     fixed: Sequence[tf.Tensor]
+    labels: tf.Tensor | None = None
 
     def __call__(self, free: Sequence[tf.Tensor]) -> tf.Tensor:
         """The output: a tensor of shape `(rows, ...)`."""
@@ -33,7 +35,7 @@ class RowFunction(NamedTuple):
             leaves[number] = tensor
         inputs = keras.tree.pack_sequence_as(self.selection.structure, leaves)
         outputs = self.model(inputs, training=False)
-        value = select(self.model, outputs, self.output)
+        value = select(self.model, outputs, self.output, self.labels)
         return _checked(value, leaves[0].shape[0])
 
     def values(self, free: Sequence[tf.Tensor]) -> tf.Tensor:

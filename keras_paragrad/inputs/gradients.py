@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.inputs.derivative import Derivative
@@ -16,7 +17,7 @@ from keras_paragrad.inputs.run import differentiate
 def input_gradients(
     model: keras.Model,
     x: Any,
-    output: str | int | Callable[[Any], Any] | None = None,
+    output: str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], Any] | None = None,
     *,
     batch_size: int = 2048,
     wrt: Any = None,
@@ -35,8 +36,9 @@ def input_gradients(
         x: The inputs: arrays of shape `(rows, ...)`, nested as the model takes them; or batches of any size from a
             `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator, as for `model.predict`, of any length.
         output: What to differentiate, one number a row: the model's one output if `None`; the entry of that number on
-            its last axis, such as a class; the output of that name; or a function of the outputs that returns a tensor
-            of shape `(rows,)`.
+            its last axis, such as a class; with an integer label for each row, of shape `(rows,)` or `(rows, 1)`, the
+            entry of each row's own label; the output of that name; or a function of the outputs that returns a tensor
+            of shape `(rows,)`. Labels go with arrays, and are refused with batches.
         batch_size: Rows at a time, on all replicas together. Memory grows with it, and with nothing else.
         wrt: The inputs to differentiate with respect to: the name of one, or a list or dict of names; all if `None`.
         jit_compile: Whether to compile with XLA; if `"auto"`, as the model is.
@@ -60,6 +62,8 @@ def input_gradients(
     >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3, activation="tanh")])
     >>> x = np.ones((1000, 8), "float32")
     >>> input_gradients(model, x, output=2).shape
+    (1000, 8)
+    >>> input_gradients(model, x, output=np.arange(1000) % 3).shape  # of each row's own class
     (1000, 8)
     >>> input_gradients(model, x, lambda y: y[:, 0] ** 2 + y[:, 1] ** 2).shape
     (1000, 8)

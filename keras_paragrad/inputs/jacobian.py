@@ -1,10 +1,11 @@
 """`input_jacobian`: the derivatives of all the outputs of a row with respect to the inputs of that row."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice
@@ -18,7 +19,7 @@ def input_jacobian(
     x: Any,
     mode: str = "auto",
     *,
-    output: str | int | Callable[[Any], Any] | None = None,
+    output: str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], Any] | None = None,
     batch_size: int = 2048,
     wrt: Any = None,
     jit_compile: bool | str = "auto",

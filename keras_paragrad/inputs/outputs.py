@@ -4,25 +4,44 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from keras_paragrad.arguments import LARGEST, check_integer, refusal, shown
+from keras_paragrad.inputs.labels import checked_labels
 
-Output = str | int | Callable[[Any], Any] | None
+Output = str | int | Callable[[Any], Any] | np.ndarray | None
 
 
 def checked_output(output: Any) -> Output:
-    """The `output` argument, if it is a name, an index, a function or `None`."""
+    """The `output` argument, if it is a name, an index, a function, `None`, or a label for each row.
+
+    Labels are returned as an array of int32 of shape `(rows,)`.
+    """
     if output is None or isinstance(output, str) or (callable(output) and not isinstance(output, type)):
         return output
     try:
         return check_integer("output", output, least=-LARGEST)
     except ValueError:
-        expected = "the name of an output, the index of an entry on its last axis such as a class, a function, or None"
+        labels = checked_labels(output)
+        if labels is not None:
+            return labels
+        expected = (
+            "the name of an output, the index of an entry on its last axis such as a class, integer labels of shape "
+            "(rows,) or (rows, 1), a function, or None"
+        )
         raise refusal("output", output, expected, "lambda outputs: outputs[:, 0] - outputs[:, 1]") from None
 
 
-def select(model: keras.Model, outputs: Any, output: Output) -> Any:
-    """The output, or the function of the outputs, that `output` stands for."""
+def select(model: keras.Model, outputs: Any, output: Output, labels: tf.Tensor | None = None) -> Any:
+    """The output, or the function of the outputs, that `output` stands for.
+
+    Args:
+        model: The model.
+        outputs: Its outputs for a chunk of rows.
+        output: The checked argument.
+        labels: The chunk's part of `output`, if that is an array of labels.
+    """
     if callable(output):
         return output(outputs)
     names = output_names(model, outputs)
@@ -32,12 +51,26 @@ def select(model: keras.Model, outputs: Any, output: Output) -> Any:
             raise ValueError(f"`output` is {shown(output)}, and the model's outputs {known}. {_WRITE_A_FUNCTION}")
         return keras.tree.flatten(outputs)[names.index(output)]
     leaves = keras.tree.flatten(outputs)
+    if len(leaves) != 1 and isinstance(output, np.ndarray):
+        raise ValueError(
+            f"`output` holds a label for each row, and the model has {len(leaves)} outputs. Make a model with the "
+            "output that the labels are of, such as keras.Model(model.inputs, model.outputs[0]), and pass that."
+        )
     if len(leaves) != 1:
         write = f"Write output= one of {', '.join(map(repr, names))}." if names else _WRITE_A_FUNCTION
         raise ValueError(f"The model has {len(leaves)} outputs. {write}")
     if output is None:
         return leaves[0]
     last = leaves[0].shape[-1] if len(leaves[0].shape) > 1 else None
+    if isinstance(output, np.ndarray):
+        if last is None or output.max() >= last:
+            row = int(output.argmax())
+            only = " It has one score for each row: leave `output` out." if last in (None, 1) else ""
+            raise ValueError(
+                f"`output` holds label {output[row]} for row {row}, and the model's output has shape "
+                f"{leaves[0].shape}: no such entry on its last axis.{only}"
+            )
+        return tf.gather(leaves[0], labels, axis=-1, batch_dims=1)
     if last is None or not -last <= output < last:
         raise ValueError(f"`output` is {output}, and the model's output has shape {leaves[0].shape}: no such entry.")
     return leaves[0][..., output]

@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_paragrad.arguments import check_instance
 from keras_paragrad.inputs.execution import Differentiate, Execution
+from keras_paragrad.inputs.labels import check_labels_fit
 from keras_paragrad.inputs.options import Options
 from keras_paragrad.inputs.results import sinks
 from keras_paragrad.inputs.rows import Rows
@@ -33,8 +34,12 @@ def differentiate(
     check_instance("model", model, keras.Model, "a Keras model")
     options = options.checked()
     replicas = model.distribute_strategy.num_replicas_in_sync
-    rows = Rows(x if beside is None else (x, beside), options.batch_size, replicas)
-    structure = rows.structure if beside is None else rows.structure[0]
+    extras = [] if beside is None else [beside]
+    if isinstance(options.output, np.ndarray):
+        check_labels_fit(options.output, x)
+        extras.append(options.output)
+    rows = Rows((x, *extras) if extras else x, options.batch_size, replicas)
+    structure = rows.structure[0] if extras else rows.structure
     selection = Selection.of(model, structure, rows.first, options.wrt)
     targets = sinks(options.out, selection.nesting, rows.known, (x, beside))
     parts = _over(rows, Execution(model, selection, options), ways, options.verbose)

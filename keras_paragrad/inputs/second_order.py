@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.inputs.derivative import Derivative
@@ -18,7 +19,7 @@ def hessian_vector_product(
     model: keras.Model,
     x: Any,
     vector: Any,
-    output: str | int | Callable[[Any], Any] | None = None,
+    output: str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], Any] | None = None,
     *,
     batch_size: int = 2048,
     wrt: Any = None,
