@@ -30,6 +30,8 @@ def quantities(model, x, targets, weights, jit_compile, training=None, beside_pl
             loss = tf.reduce_sum(tf.cast(capture(x, training=training), "float32") * targets)
         _, *plain = tape.gradient(loss, [anchor, *plain_weights], unconnected_gradients="zero")
         found = Quantities(capture.recorded, model.trainable_variables)
+        # Rules may keep what they computed for the norms, as when a clipped update follows.
+        squares = found.squared_norms()
         sums = [
             tf.zeros(variable.shape) if total is None else tf.convert_to_tensor(total)
             for variable, total in zip(
@@ -37,7 +39,7 @@ def quantities(model, x, targets, weights, jit_compile, training=None, beside_pl
             )
         ]
         plain = [tf.convert_to_tensor(gradient) for gradient in plain]
-        return found.gradients(), found.squared_norms(), found.second_moments(), sums, plain
+        return found.gradients(), squares, found.second_moments(), sums, plain
 
     return compiled(x, targets)
 

@@ -87,7 +87,7 @@ def _losses_of(model: Any, data: Any, spread: Spread) -> tuple[Any, LossSums]:
     arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
     with recorded_terms(model, untracked=True) as terms, not_divided_by_replicas():
         loss = model._compute_loss(**arguments, training=False)
-    weight = spread.weigh.in_evaluation(model, arguments) if spread.weigh else None
+    weight = spread.weigh.in_evaluation(model, arguments, terms) if spread.weigh else None
     return y_pred, loss_sums(model, loss, terms, rows_of(x), weight)
 
 

@@ -103,7 +103,8 @@ def loss_sums(
     stated = weight if weight is not None and weight.stated is not None else None
     outputs = _Outputs(model, terms, rows if stated is None else tf.cast(stated.value, dtype), divided, dtype)
     value = _mean(loss, dtype)
-    composed = outputs.known and stated is None and not has_own_compute_loss(model)
+    summed = stated is not None and stated.summed
+    composed = outputs.known and (stated is None or summed) and not has_own_compute_loss(model)
     if composed:
         # What is left are weights' regularizers, which are the same for every part, and losses that layers add.
         value = value - tf.add_n(outputs.weighed) if model.losses and outputs.weighed else value
@@ -111,7 +112,6 @@ def loss_sums(
     if divided:
         value *= replica_count()
     divisor = rows if stated is None else tf.cast(stated.value, dtype)
-    summed = stated is not None and stated.summed
     form = LossForm(
         tuple(outputs.factors if composed else [0.0] * len(outputs.factors)),
         tuple(outputs.called),

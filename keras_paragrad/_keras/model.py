@@ -10,9 +10,14 @@ def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return model._flatten_layers(include_self=False)
 
 
-def has_added_losses(model: keras.Model) -> bool:
-    """Whether a layer added a loss in this step: by `add_loss` or with an activity regularizer."""
-    return any(layer._get_own_losses() for layer in model._flatten_layers())
+def added_losses(model: keras.Model) -> list[Any]:
+    """What layers added as losses in this step, as they added it; weight regularizers are not among them."""
+    return [loss for layer in model._flatten_layers() for loss in layer._get_own_losses()]
+
+
+def is_summed_by_keras(loss: Any) -> bool:
+    """Whether an added loss has several values, as one for each example, which Keras sums."""
+    return loss.shape.num_elements() != 1
 
 
 def has_own_compute_loss(model: keras.Model) -> bool:

@@ -3,9 +3,34 @@
 from typing import Any
 
 import keras
+from keras.src.backend import compute_output_spec
+from keras.src.utils.python_utils import is_default
 
 from keras_paragrad._keras.losses import recorded_terms
 from keras_paragrad._keras.model import has_own_compute_loss
+
+
+def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> None:
+    """Builds a layer, and all within, that is not built: calls it on what only has the shapes of its arguments.
+
+    Args:
+        layer: The layer; one that is built is left alone.
+        *arguments: Arrays or tensors with a row for each example, nested as the layer takes them.
+        **keywords: What else it is called with, as it is.
+    """
+    if layer.built and all(inner.built for inner in layer._flatten_layers()):
+        return
+
+    def of_any_size(tensor):
+        # Shapes of examples are what weights are made from.
+        return keras.KerasTensor((None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype))
+
+    compute_output_spec(layer, *keras.tree.map_structure(of_any_size, arguments), **keywords)
+
+
+def has_build(layer: keras.layers.Layer) -> bool:
+    """Whether a layer has a `build` of its own, rather than layers that are built when it calls them."""
+    return not is_default(layer.build)
 
 
 def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None:

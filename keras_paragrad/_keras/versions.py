@@ -59,6 +59,8 @@ HOOKS = (
     Hook("keras.src.backend.tensorflow.trainer", "TensorFlowTrainer.make_predict_function", ("force",)),
     Hook("keras.src.trainers.trainer", "Trainer._symbolic_build", ("data_batch",)),
     Hook("keras.src.backend.tensorflow.trainer", "TFEpochIterator"),
+    Hook("keras.src.backend", "compute_output_spec", ("fn",)),
+    Hook("keras.src.utils.python_utils", "is_default", ("method",)),
     Hook(
         "keras.src.trainers.data_adapters",
         "get_data_adapter",

@@ -10,7 +10,13 @@ import tensorflow as tf
 from keras_paragrad._keras.divisors import SUM, UnknownDivisorError, divisor_of
 from keras_paragrad._keras.forward import Weight
 from keras_paragrad._keras.losses import LossTerm
-from keras_paragrad._keras.model import all_layers, has_added_losses, has_own_compute_loss, has_own_train_step
+from keras_paragrad._keras.model import (
+    added_losses,
+    all_layers,
+    has_own_compute_loss,
+    has_own_train_step,
+    is_summed_by_keras,
+)
 from keras_paragrad._keras.presence import rows_of
 
 _ALIKE = {
@@ -25,7 +31,7 @@ class Measure:
     Two of the same weighting are equal, so that a step compiled for one serves the other.
 
     Args:
-        weighting: `"auto"`, `"examples"`, `"sample_weight"` or `"mask"`.
+        weighting: `"auto"`, `"examples"`, `"sample_weight"`, `"mask"` or `"sum"`.
         asked_by: What the user wrote to have weights measured, for errors to name.
     """
 
@@ -59,40 +65,52 @@ class Measure:
 
     def __call__(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight:
         """The weight of the micro-batch whose loss was just computed; see `keras_paragrad._keras.step.Weigh`."""
-        stated = self.stated(arguments)
-        if stated is not None:
-            return stated
-        self._check_added_losses(model)
-        return _of_terms(model, terms, self._say)
+        stated = self._stated(model, arguments, terms)
+        return _of_terms(model, terms, self._say) if stated is None else stated
 
-    def stated(self, arguments: dict[str, Any]) -> Weight | None:
-        """The weight of a micro-batch as the user has said it, by the arguments of `compute_loss`; `None` if "auto"."""
-        if self.weighting not in _STATED:
-            return None
-        return _STATED[self.weighting](arguments)._replace(stated=self.weighting)
-
-    def in_evaluation(self, model: keras.Model, arguments: dict[str, Any]) -> Weight | None:
+    def in_evaluation(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight | None:
         """The weight of a part of a batch that is evaluated, whose outputs may have losses that divide differently.
 
         Raises:
             ValueError: It can't be known what the total divides by.
         """
-        if self.weighting == "auto":
-            self._check_added_losses(model)
-        return self.stated(arguments)
+        return self._stated(model, arguments, terms)
 
-    def _check_added_losses(self, model: keras.Model) -> None:
-        if has_added_losses(model):
+    def _stated(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight | None:
+        """The weight of a micro-batch as the user has said it, or as added losses tell; `None` if losses have to."""
+        if self.weighting in _STATED:
+            return _STATED[self.weighting](arguments)._replace(stated=self.weighting)
+        if self.weighting == "sum" or self._adds_sums(model, terms):
+            return _sum_of_all(model, terms)._replace(stated="sum")
+        return None
+
+    def _adds_sums(self, model: keras.Model, terms: list[LossTerm]) -> bool:
+        """Whether layers add losses of several values, which Keras sums as the compiled ones are.
+
+        Raises:
+            ValueError: They add others.
+        """
+        added = added_losses(model)
+        summed = [is_summed_by_keras(loss) for loss in added]
+        if any(summed) and not all(term.is_sum for term in terms):
+            raise ValueError(
+                "A layer adds a loss of one value for each example by add_loss(). Keras sums those, and other losses "
+                "of this model are means, so that no one weight makes several parts equal a whole batch. Write "
+                "add_loss(keras.ops.mean(values)) with weighting='examples', or compile with losses of "
+                "reduction='sum'."
+            )
+        if not all(summed):
             raise ValueError(
                 "A layer adds a loss by add_loss() or an activity regularizer, and whether that is a sum or a mean "
                 f"over the examples can't be seen. {self._say}"
             )
+        return bool(added)
 
     @property
     def _say(self) -> str:
         return (
             f"If you know what it divides by, say so: {self.asked_by}(..., weighting=...) takes 'examples', "
-            f"'sample_weight' or 'mask'. If all parts of batches are alike, write {_ALIKE[self.asked_by]}."
+            f"'sample_weight', 'mask' or 'sum'. If all parts of batches are alike, write {_ALIKE[self.asked_by]}."
         )
 
 
@@ -141,12 +159,23 @@ def _of_terms(model: keras.Model, terms: list[LossTerm], say: str) -> Weight:
             "with the same sample weights and mask."
         )
     kind, value = divisors[0]
-    if kind == SUM and any(variable.regularizer for variable in model.trainable_variables):
+    return _sum_of_all(model, terms) if kind == SUM else Weight(value)
+
+
+def _sum_of_all(model: keras.Model, terms: list[LossTerm]) -> Weight:
+    """The weight of micro-batches whose losses are sums over examples."""
+    averaged = [term.loss.name for term in terms if not (term.is_sum or term.reduces_itself)]
+    if averaged and not has_own_compute_loss(model):
+        raise ValueError(
+            f"weighting='sum' says that the loss is a sum over the examples, and {', '.join(averaged)} averages. "
+            "Write reduction='sum' for it, or another weighting."
+        )
+    if any(variable.regularizer for variable in model.trainable_variables):
         raise ValueError(
             "The loss is summed and not averaged, so a weight regularizer would count once for every micro-batch. "
             "Write reduction='sum_over_batch_size' for the loss, or use the optimizer's weight_decay."
         )
-    return Weight(value, summed=kind == SUM)
+    return Weight(tf.constant(1.0), summed=True)
 
 
 def _divisor(term: LossTerm, say: str) -> tuple[tuple, tf.Tensor]:

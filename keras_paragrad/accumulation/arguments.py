@@ -8,7 +8,7 @@ from keras_paragrad._keras.apply import parts
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad.arguments import refusal
 
-WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask")
+WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
 TAILS = ("flush", "carry", "drop")
 ACCUMULATOR_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
 

@@ -27,7 +27,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context, like cont
         model: A model with Keras's own `train_step`, compiled or not yet.
         size: The most examples in a slice, on one replica. The last slice of a batch holds the rest.
         weighting: What a slice counts for: `"auto"`, or for a `compute_loss` of your own `"examples"`,
-            `"sample_weight"` or `"mask"`. See `AccumulatingOptimizer`.
+            `"sample_weight"`, `"mask"` or `"sum"`. See `AccumulatingOptimizer`.
 
     Returns:
         A handle: `undo()` gives the model its own training step back, and so does leaving a `with` block.

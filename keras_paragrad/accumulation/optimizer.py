@@ -46,7 +46,8 @@ class AccumulatingOptimizer(WrappingOptimizer):
             takes the number of updates made, a scalar int64 tensor, and returns an integer.
         weighting: What a micro-batch counts for. `"auto"` is what its loss was divided by (examples, elements, the sum
             of the sample weights or of the mask), and `"uniform"` is the same for all. `"examples"`,
-            `"sample_weight"` and `"mask"` are for a loss of your own, and say what it divides by. All but `"uniform"`
+            `"sample_weight"` and `"mask"` are for a loss of your own, and say what it divides by; `"sum"`, that it
+            divides by nothing. All but `"uniform"`
             need `ExactAccumulation()`, and are uniform without it.
         tail: What becomes of a window that is not full when an epoch ends: `"flush"` updates with what it holds,
             `"carry"` goes on with it in the next epoch, `"drop"` forgets it. Without `ExactAccumulation()` windows

@@ -5,7 +5,7 @@ COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy", "one_device")
 BATCHES = ("global", "per_replica")
 LR_SCALINGS = (None, "linear", "sqrt")
 SHARD_POLICIES = ("auto", "data", "file", "already_sharded")
-WEIGHTINGS = ("auto", "examples", "sample_weight", "mask")
+WEIGHTINGS = ("auto", "examples", "sample_weight", "mask", "sum")
 # A year, in seconds: more does not fit into the system calls that wait.
 LONGEST_WAIT = 365 * 24 * 3600
 # Of anything in a described machine or cluster: a plan for more takes minutes to make, and fills the memory.

@@ -58,7 +58,7 @@ class DistributedFit:
         warmup_steps: Over how many updates it grows to that.
         exact: Whether the answer must be that of one device. Without it, a model may have a `train_step` of its own.
         weighting: What a part of a batch counts for, with a `compute_loss` of your own: `"examples"`,
-            `"sample_weight"` or `"mask"`.
+            `"sample_weight"`, `"mask"` or `"sum"`.
         shard_policy: How workers share the data: `"auto"`, `"data"`, `"file"` or `"already_sharded"`.
         pack_bytes: Bytes of gradients in a collective; 0 is one pack, without those of 1 MiB and more between CPUs.
         startup_timeout: For how many seconds to wait for the other workers at the start.

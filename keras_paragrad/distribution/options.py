@@ -49,7 +49,7 @@ class Options:
         warmup_steps: Over how many updates the learning rate grows to that.
         exact: Whether the answer must be that of one device.
         weighting: What a part of a batch counts for where the model computes its loss itself: `"examples"`,
-            `"sample_weight"` or `"mask"`.
+            `"sample_weight"`, `"mask"` or `"sum"`.
         shard_policy: How workers share the data: `"auto"`, `"data"`, `"file"`, or `"already_sharded"` where each
             worker's dataset holds its own part.
         pack_bytes: How many bytes of gradients meet in one collective; 0 is one pack for all, without those of 1 MiB

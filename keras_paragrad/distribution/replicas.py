@@ -34,7 +34,7 @@ class Preparation:
         model: A compiled model, made under a strategy's scope or without one.
         exact: Whether replicas' gradients are weighed and added up before they are clipped.
         weighting: What a part of a batch counts for: `"auto"`, or for a `compute_loss` of your own `"examples"`,
-            `"sample_weight"` or `"mask"`. See `AccumulatingOptimizer`.
+            `"sample_weight"`, `"mask"` or `"sum"`. See `AccumulatingOptimizer`.
         jit: Whether to compile with XLA; as the model was compiled, if `None`.
         shard_policy: How several workers share data that `fit` and `evaluate` are given as they are.
 

@@ -35,8 +35,8 @@ class ExampleGradients(keras.callbacks.Callback):
 
     For a model with a `PerExampleGradients` layer that keeps norms. With `fit(shuffle=False)` an example's place is its
     index in the data; to rank the examples of shuffled data, use `per_example_norms`. At the end of each epoch, `logs`
-    has `example_norm_quantile_50` and so on, and `example_clip_fraction` if the layer clips; put callbacks that write
-    logs after this one.
+    has `example_norm_quantile_50` and so on, `example_nonfinite_count`, and `example_clip_fraction` if the layer clips;
+    put callbacks that write logs after this one.
 
     Args:
         layer: The layer, or `None` for the model's first.
@@ -47,10 +47,12 @@ class ExampleGradients(keras.callbacks.Callback):
 
     Attributes:
         norms: The norms of the last epoch's gradients, `(examples,)`, each from the step the example was in.
-        quantiles_of_norms: The quantiles of those.
-        histogram: How many norms are in each bin, and the bins' edges.
+        nonfinite_count: How many of them are not finite.
+        quantiles_of_norms: The quantiles of those that are.
+        histogram: How many of those are in each bin, and the bins' edges.
         clip_fraction: The share of examples whose gradients were clipped, or `None`.
-        largest_norms: The examples with the largest norms, a list of `(place, norm)`, the largest first.
+        largest_norms: The examples with the largest norms, a list of `(place, norm)`, the largest first and
+            NaN like infinity.
 
     Raises:
         ValueError: An argument makes no sense; or, when `fit` begins, the model has no such layer, or takes several
@@ -98,20 +100,29 @@ class ExampleGradients(keras.callbacks.Callback):
 
     @property
     def quantiles_of_norms(self) -> np.ndarray:
-        return np.quantile(self.norms, self.quantiles)
+        norms = self._finite_norms
+        return np.quantile(norms, self.quantiles) if len(norms) else np.full(len(self.quantiles), np.nan)
 
     @property
     def histogram(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.histogram(self.norms, self.bins)
+        return np.histogram(self._finite_norms, self.bins)
+
+    @property
+    def nonfinite_count(self) -> int:
+        return len(self.norms) - len(self._finite_norms)
+
+    @property
+    def _finite_norms(self) -> np.ndarray:
+        return self.norms[np.isfinite(self.norms)]
 
     @property
     def clip_fraction(self) -> float | None:
         clip_norm = self._found.clip_norm
-        return None if clip_norm is None else float(np.mean(self.norms > clip_norm))
+        return None if clip_norm is None else float(np.sum(self._finite_norms > clip_norm) / len(self.norms))
 
     @property
     def largest_norms(self) -> list[Largest]:
-        indices = np.argsort(-self.norms, kind="stable")[: self.largest]
+        indices = np.argsort(-np.where(np.isnan(self.norms), np.inf, self.norms), kind="stable")[: self.largest]
         return [Largest(int(index), float(self.norms[index])) for index in indices]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -149,13 +160,14 @@ class ExampleGradients(keras.callbacks.Callback):
         found = {f"example_norm_quantile_{100 * quantile:g}": float(norm) for quantile, norm in pairs}
         if self.clip_fraction is not None:
             found["example_clip_fraction"] = self.clip_fraction
+        found["example_nonfinite_count"] = self.nonfinite_count
         if logs is not None:
             logs.update(found)
         if self._writer is not None:
             with self._writer.as_default(step=epoch):
                 for name, value in found.items():
                     tf.summary.scalar(name, value)
-                tf.summary.histogram("example_norms", self.norms, buckets=self.bins)
+                tf.summary.histogram("example_norms", self._finite_norms, buckets=self.bins)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Writes out what TensorBoard has not seen yet."""

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad._keras.losses import LossTerm
+from keras_paragrad._keras.symbolic import build_by_calling
 from keras_paragrad.arguments import check_flag, check_instance, check_integer, refusal
 from keras_paragrad.per_example.arguments import check_rows
 from keras_paragrad.per_example.capture import Capture
@@ -39,7 +40,7 @@ def per_example_gradients(
     """The gradient of each example's own loss, exact, in one forward and backward pass for each `batch_size` rows.
 
     Args:
-        model: A built model.
+        model: A model. One that is not built yet is built from `x`, but within a `tf.function`.
         x: Its inputs, arrays or tensors `(N, ...)`, nested as the model takes them.
         y: The targets, `(N, ...)`; for several outputs, nested as those are.
         loss: A loss, its name, or a function from targets and predictions to a value for each example; for several
@@ -131,16 +132,20 @@ def _in_batches(
     batch_size = check_integer("batch_size", batch_size, example=256, optional=True)
     training = check_flag("training", training)
     jit_compile = check_flag("jit_compile", jit_compile)
+    if tf.executing_eagerly():
+        x = check_rows("x", x)
+        build_by_calling(model, x)
     if not model.trainable_variables:
         raise ValueError(
-            f"{model.name!r} has no trainable weights: build it first, or set trainable=True on its layers."
+            f"{model.name!r} has no trainable weights: set trainable=True on its layers. Within a tf.function, build "
+            "it first."
         )
     for each in keras.tree.flatten(loss) or [loss]:
         _as_loss(each)
     compiled = _compiled(quantity, model, loss, training, jit_compile)
     if not tf.executing_eagerly():
         return compiled(x, y, sample_weight)
-    data = (check_rows("x", x), check_rows("y", y), check_rows("sample_weight", sample_weight, optional=True))
+    data = (x, check_rows("y", y), check_rows("sample_weight", sample_weight, optional=True))
     counts = {len(rows) for rows in keras.tree.flatten(data) if rows is not None}
     if len(counts) != 1:
         raise ValueError(f"x, y and sample_weight must have the same number of rows, and have {sorted(counts)}.")

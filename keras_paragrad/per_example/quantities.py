@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.kept import Parts
-from keras_paragrad.per_example.registry import Call, squared_norm
+from keras_paragrad.per_example.registry import Call, Rule, squared_norm, zeroed
 from keras_paragrad.per_example.units import Unit
 from keras_paragrad.sums import row_sums_of_all
 
@@ -74,17 +74,25 @@ class Quantities:
     def weighted_sums(self, weights: tf.Tensor) -> list[Any]:
         """The sum over examples of gradients times `weights` `(batch,)`, in each weight's shape and dtype.
 
-        `None` where none came back, as in plain training.
+        `None` where none came back, as in plain training. An example of weight 0 adds nothing, even if its gradient is
+        not finite.
         """
-        sums = self._added(self._parts("weighted_sums", weights))
+        recorded = _without_examples_of_weight_0(self.recorded, weights)
+        sums = self._added(self._parts("weighted_sums", weights, recorded=recorded))
         return [
             None if total is None else tf.cast(total, variable.dtype)
             for total, variable in zip(sums, self.variables, strict=True)
         ]
 
-    def _parts(self, method: str, *arguments: tf.Tensor, tied: bool = True) -> Iterator[tuple[int, Any]]:
+    def _parts(
+        self,
+        method: str,
+        *arguments: tf.Tensor,
+        tied: bool = True,
+        recorded: Sequence[tuple[Unit, list[Call]]] | None = None,
+    ) -> Iterator[tuple[int, Any]]:
         """What a rule's method returns for each weight, with the weight's place; of tied ones only if asked for."""
-        for unit, calls in self.recorded:
+        for unit, calls in self.recorded if recorded is None else recorded:
             in_its_dtype = [tf.cast(argument, calls[0].cotangent.dtype) for argument in arguments]
             parts = getattr(unit.rule, method)(calls, *in_its_dtype)
             for variable, part in zip(unit.rule.variables(unit.layer), parts, strict=True):
@@ -101,6 +109,36 @@ class Quantities:
         for place, part in parts:
             found.setdefault(place, []).append(part)
         return [_sum(found[place]) if place in found else None for place in range(len(self.variables))]
+
+
+def _without_examples_of_weight_0(
+    recorded: Sequence[tuple[Unit, list[Call]]], weights: tf.Tensor
+) -> list[tuple[Unit, list[Call]]]:
+    """The calls with zeros in all that they hold of examples of weight 0, for rules that don't see to it themselves."""
+    of_calls = {
+        id(call): call.tensors
+        for unit, calls in recorded
+        if type(unit.rule).weighted_sums is not Rule.weighted_sums
+        for call in calls
+    }
+    tensors = [tensor for of_call in of_calls.values() for tensor in of_call.values()]
+    if not tensors:
+        return list(recorded)
+
+    def without():
+        return [zeroed(tensor, weights) for tensor in tensors]
+
+    if recorded[0][1][0].by_xla:
+        found = without()
+    else:
+        # Mostly all examples count, and then nothing is copied.
+        found = tf.cond(tf.reduce_any(tf.equal(weights, 0)), without, lambda: [tf.identity(each) for each in tensors])
+    left = iter(found)
+    changed = {key: {place: next(left) for place in of_call} for key, of_call in of_calls.items()}
+    return [
+        (unit, [call.with_tensors(changed[id(call)]) if id(call) in changed else call for call in calls])
+        for unit, calls in recorded
+    ]
 
 
 def _sum(parts: list[Any]) -> Any:

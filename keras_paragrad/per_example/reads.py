@@ -1,7 +1,7 @@
 """Who reads which weight: so that none is used behind a rule's back."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -25,7 +25,7 @@ class WeightReads(keras.StatelessScope):
         super().__init__(values, collect_losses=True, initialize_variables=False)
         self.watched = {id(variable): variable for variable in variables}
         self.readable: set[int] = set()
-        self.assignments = 0
+        self.overwritten: dict[int, tuple[keras.Variable, Any]] | None = None
         self.read_outside: keras.Variable | None = None
 
     @property
@@ -43,16 +43,6 @@ class WeightReads(keras.StatelessScope):
         finally:
             self.readable = before
 
-    @contextlib.contextmanager
-    def replaced(self, values: Iterable[tuple[keras.Variable, tf.Tensor]]) -> Iterator[None]:
-        """Lets weights be read as other tensors."""
-        before = self.state_mapping
-        self.state_mapping = {**before, **{id(variable): value for variable, value in values}}
-        try:
-            yield
-        finally:
-            self.state_mapping = before
-
     def get_current_value(self, variable: keras.Variable) -> Any:
         """What a weight is read as; `None` for its own value."""
         if id(variable) in self.watched and id(variable) not in self.readable:
@@ -65,8 +55,21 @@ class WeightReads(keras.StatelessScope):
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Assigns at once, as outside of a scope."""
-        self.assignments += 1
+        variable, _ = update
+        if self.overwritten is not None and id(variable) not in self.overwritten:
+            self.overwritten[id(variable)] = variable, tf.identity(variable.value)
         assign_now(*update)
+
+    @contextlib.contextmanager
+    def noting_assignments(self) -> Iterator[list[tuple[keras.Variable, Any]]]:
+        """Fills the yielded list, when left, with the variables assigned within and the values they had before."""
+        before, self.overwritten = self.overwritten, {}
+        noted: list[tuple[keras.Variable, Any]] = []
+        try:
+            yield noted
+        finally:
+            noted += self.overwritten.values()
+            self.overwritten = before
 
 
 class LossReads(WeightReads):

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.layers import mask_of, with_mask
 from keras_paragrad.arguments import shown
 from keras_paragrad.sums import row_sums
 
@@ -29,7 +30,9 @@ class Call:
         outputs: The floating-point tensors to which the cotangents belong.
         cotangents: The loss's gradient with respect to each floating-point tensor that came out (or would have gone
             into the layer's activation, for rules with `before_activation`); filled in by the backward pass.
-        gradients: What the rule has computed already, for rules that take too long to do it again.
+        gradients: What the rule has computed already, `(batch, ...)`, for rules that take too long to do it again.
+        original: The call as it was, if this one holds zeros for examples of weight 0: what was computed of it for the
+            norms is not computed again.
     """
 
     layer: keras.layers.Layer
@@ -44,11 +47,43 @@ class Call:
     outputs: Sequence[tf.Tensor] = ()
     cotangents: list[tf.Tensor] | None = None
     gradients: list[tf.Tensor] | None = None
+    original: "Call | None" = None
 
     @functools.cached_property
     def input(self) -> tf.Tensor:
         """The first argument, `(batch, ...)`, in float32 unless it is float64 or of integers."""
         return widened(tf.convert_to_tensor((*self.arguments, *self.keywords.values())[0]))
+
+    @property
+    def tensors(self) -> dict[tuple[str, int], tf.Tensor]:
+        """The floating-point tensors with a row for each example, by what they are and their place in it."""
+        assert self.cotangents is not None, "the backward pass has not come to this call"
+        size = self.cotangents[0].shape[0]
+        flat = keras.tree.flatten((self.arguments, self.keywords))
+        batched = self.batched or [tf.is_tensor(value) and value.shape[:1] == [size] for value in flat]
+        arguments = {place: value for place, value in enumerate(flat) if batched[place] and value.dtype.is_floating}
+        parts = {"arguments": arguments, "outputs": dict(enumerate(self.outputs))}
+        parts |= {"cotangents": dict(enumerate(self.cotangents)), "gradients": dict(enumerate(self.gradients or []))}
+        return {(part, place): value for part, values in parts.items() for place, value in values.items()}
+
+    def with_tensors(self, tensors: dict[tuple[str, int], tf.Tensor]) -> "Call":
+        """The call with others in the places of its `tensors`."""
+        flat = keras.tree.flatten((self.arguments, self.keywords))
+        parts: dict[str, list] = {"arguments": flat, "outputs": list(self.outputs)}
+        parts |= {"cotangents": list(self.cotangents or []), "gradients": list(self.gradients or [])}
+        for (part, place), value in tensors.items():
+            masked = with_mask(value, mask_of(flat[place])) if part == "arguments" else value
+            parts[part][place] = masked
+        arguments, keywords = keras.tree.pack_sequence_as((self.arguments, self.keywords), parts["arguments"])
+        return dataclasses.replace(
+            self,
+            arguments=arguments,
+            keywords=keywords,
+            outputs=parts["outputs"],
+            cotangents=parts["cotangents"],
+            gradients=parts["gradients"] or None,
+            original=self,
+        )
 
     @functools.cached_property
     def cotangent(self) -> tf.Tensor:
@@ -115,8 +150,11 @@ class Rule:
         return [tf.reduce_sum(tf.square(gradient), 0) for gradient in self.gradients_of_all(calls)]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
-        """The sum over examples of gradients times `weights` `(batch,)`; in the shapes of `variables(layer)`."""
-        return [tf.tensordot(weights, gradient, 1) for gradient in self.gradients_of_all(calls)]
+        """The sum over examples of gradients times `weights` `(batch,)`; in the shapes of `variables(layer)`.
+
+        For those who override it, what the calls hold of examples of weight 0 is zero, even where it was not finite.
+        """
+        return [tf.tensordot(weights, zeroed(gradient, weights), 1) for gradient in self.gradients_of_all(calls)]
 
 
 R = TypeVar("R", bound=type[Rule])
@@ -204,6 +242,12 @@ def wide(dtype: tf.DType) -> tf.DType:
 def widened(tensor: tf.Tensor) -> tf.Tensor:
     """A tensor in its `wide` dtype."""
     return tf.cast(tensor, wide(tensor.dtype))
+
+
+def zeroed(rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    """A `(batch, ...)` tensor with zeros in the rows of examples of weight 0, so that 0 times NaN is no NaN."""
+    kept = tf.reshape(tf.not_equal(weights, 0), [-1, *[1] * (rows.shape.rank - 1)])
+    return tf.where(kept, rows, tf.zeros([], rows.dtype))
 
 
 def squared_norm(gradients: tf.Tensor, by_xla: bool = False) -> tf.Tensor:

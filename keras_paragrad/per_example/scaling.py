@@ -1,6 +1,7 @@
 """What a loss's gradient was divided by on its way to the layer."""
 
 import contextlib
+import warnings
 from typing import Any
 
 import keras
@@ -9,9 +10,14 @@ import tensorflow as tf
 from keras_paragrad._keras.forward import share_of
 from keras_paragrad._keras.layers import outermost_layer
 from keras_paragrad._keras.losses import LossTerm, recorded_terms
-from keras_paragrad._keras.model import has_own_compute_loss, has_own_train_step
+from keras_paragrad._keras.model import (
+    added_losses,
+    has_own_compute_loss,
+    has_own_train_step,
+    is_summed_by_keras,
+)
 from keras_paragrad._keras.replicas import replica_count
-from keras_paragrad.per_example.losses import check_loss
+from keras_paragrad.per_example.losses import check_loss, row_losses
 
 
 class Divisor:
@@ -46,6 +52,7 @@ class Divisor:
         for term in self.terms:
             check_loss(term)
         # What a method of the model's own makes of them can't be seen.
+        summed = not self._is_own and self._adds_up()
         divisors = {} if self._is_own else {_kind(term): _divisor(term, batch) for term in self.terms}
         if len(divisors) > 1:
             raise ValueError(
@@ -54,7 +61,13 @@ class Divisor:
                 "example's gradient out of its share. Give all of them the reduction 'sum_over_batch_size'."
             )
         if not divisors:
-            divisors = self._stated(batch)
+            divisors = {("sum",): tf.constant(1.0)} if summed else self._stated(batch)
+        if summed and ("sum",) not in divisors:
+            raise ValueError(
+                "A layer adds a loss of one value for each example by add_loss(), which Keras sums, and the compiled "
+                "loss is a mean, so that no one factor makes an example's gradient out of its share. Write "
+                "add_loss(keras.ops.mean(values)), or compile with a loss of reduction='sum'."
+            )
         ((kind, divisor),) = divisors.items()
         # Keras divides by the number of replicas, unless the loss is a sum.
         replicas = 1 if kind == ("sum",) else replica_count()
@@ -62,10 +75,42 @@ class Divisor:
         # No share at all is that of a replica without examples.
         return tf.math.divide_no_nan(divisor * replicas, share * self._loss_scale())
 
+    def warn_of_masks(self) -> None:
+        """Warns where an example's norm depends on what the masks of the others leave."""
+        masked = [term.loss.name for term in self.terms if _kind(term) == ("mean",) and term.mask is not None]
+        if masked:
+            warnings.warn(
+                f"{', '.join(masked)} averages over what the masks of all examples in a batch leave, so that the norm "
+                "that an example is clipped or weighed by depends on the others' masks. Write reduction='sum' for the "
+                "loss, and an example's gradient depends on its own mask alone.",
+                stacklevel=2,
+            )
+
+    def may_overflow(self, batch: tf.Tensor) -> tf.Tensor:
+        """For each example whether its gradient, if it is not finite, may be so for the loss scale alone, `(batch,)`.
+
+        That is not so without one, nor where the example's loss is not finite either.
+        """
+        if not isinstance(getattr(self.model, "optimizer", None), keras.optimizers.LossScaleOptimizer):
+            return tf.zeros([batch], tf.bool)
+        finite = [tf.math.is_finite(row_losses(term)) for term in self.terms]
+        return tf.reduce_all(tf.stack([tf.ones([batch], tf.bool), *finite]), 0)
+
     @property
     def _is_own(self) -> bool:
         """Whether the model computes its loss in a way of its own."""
         return self.model is not None and (has_own_compute_loss(self.model) or has_own_train_step(self.model))
+
+    def _adds_up(self) -> bool:
+        """Whether a layer of the model added a loss of several values, which Keras sums."""
+        summed = self.model is not None and any(map(is_summed_by_keras, added_losses(self.model)))
+        if summed and self.reduction == "sum_over_batch_size":
+            raise ValueError(
+                "loss_reduction='sum_over_batch_size' says that losses are means over the examples, and a layer adds "
+                "one of several values by add_loss(), which Keras sums. Write loss_reduction='sum', or "
+                "add_loss(keras.ops.mean(values))."
+            )
+        return summed
 
     def _stated(self, batch: tf.Tensor) -> dict[tuple, tf.Tensor]:
         if self.reduction is None and self._is_own:

@@ -14,6 +14,7 @@ from keras_paragrad._keras.layers import compiled_by_xla, may_be_differentiated
 from keras_paragrad._keras.model import all_layers
 from keras_paragrad._keras.own_methods import metrics_of_its_own, uncompile
 from keras_paragrad._keras.replicas import replica_index
+from keras_paragrad._keras.symbolic import build_by_calling, has_build
 from keras_paragrad.arguments import check_choice, check_function, check_instance, check_integer, check_number
 from keras_paragrad.per_example.results import StepResults, capacity_for, check_room
 from keras_paragrad.per_example.step import Step
@@ -38,7 +39,8 @@ class PerExampleGradients(keras.layers.Wrapper):
         layer: A layer or a model, called once in a step; layers within it may be shared.
         quantity: What to keep of each step, `"norms"`, `"gradients"` or `"second_moment"`.
         clip_norm: The largest norm that an example's gradient may have in the update; those above are scaled down to
-            it. Norms and the clipped sum come out of one backward pass.
+            it. Norms and the clipped sum come out of one backward pass. An example whose norm is not finite, as with
+            a NaN in its data, adds nothing to the update.
         transform: Instead, a function from the norms, a float32 tensor `(count,)`, to what each example's gradient is
             multiplied by in the update, of the same shape: importance sampling, filtering.
         capacity: How many examples' gradients to make room for on each device, so that steps with
@@ -52,6 +54,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         count: How many examples the last step had, on all local replicas together.
         norms: Their gradients' norms over all weights, float32 `(count,)`; with `quantity="norms"`, `clip_norm` or
             `transform`. They are those before clipping.
+        nonfinite_count: How many of the norms are not finite.
         gradients: With `quantity="gradients"`, a list in the order of the layer's `trainable_variables`, each float32
             `(count, *shape)`.
         second_moment: With `quantity="second_moment"`, a list in the same order of the sums over examples of squared
@@ -122,10 +125,16 @@ class PerExampleGradients(keras.layers.Wrapper):
         self.__dict__["_note_graph"] = keep_with_graphs_of(self)
 
     def build(self, input_shape: Any = None) -> None:
-        super().build(input_shape)
+        if has_build(self.layer):
+            super().build(input_shape)
+        else:
+            # Its layers are built when it is called.
+            self.built = True
         self._make_room(self.capacity)
 
     def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if may_be_differentiated():
+            build_by_calling(self.layer, inputs)
         self._make_room(self.capacity or capacity_for(self.kept))
         if not may_be_differentiated():
             return self.layer(inputs, *args, **kwargs)
@@ -146,6 +155,10 @@ class PerExampleGradients(keras.layers.Wrapper):
     @property
     def norms(self) -> np.ndarray:
         return self._kept("norms").numpy()
+
+    @property
+    def nonfinite_count(self) -> int:
+        return int(np.sum(~np.isfinite(self.norms)))
 
     @property
     def gradients(self) -> list[np.ndarray]:
@@ -228,8 +241,10 @@ class PerExampleGradients(keras.layers.Wrapper):
         norms = self._results.keep(quantities, factor)
         if not step.detached:
             return [None] * len(quantities.variables)
-        weights = self._weights_of(norms) if self.reweighs else tf.ones(tf.reshape(quantities.batch, [1]))
-        return quantities.weighted_sums(weights)
+        if not self.reweighs:
+            return quantities.weighted_sums(tf.ones(tf.reshape(quantities.batch, [1])))
+        step.divisor.warn_of_masks()
+        return quantities.weighted_sums(self._weights_of(norms, step))
 
     def _sums_examples(self) -> bool:
         """Whether the update is summed from the examples' gradients, rather than left to the plain backward pass.
@@ -244,10 +259,13 @@ class PerExampleGradients(keras.layers.Wrapper):
         dtypes = {keras.backend.standardize_dtype(layer.compute_dtype) for layer in layers}
         return compiled_by_xla() and dtypes <= {"float32", "float64"}
 
-    def _weights_of(self, norms: Any) -> tf.Tensor:
+    def _weights_of(self, norms: Any, step: Step) -> tf.Tensor:
         """What each example counts for in the update, given its norm."""
         if self.transform is None:
-            return tf.where(norms > self.clip_norm, self.clip_norm / norms, 1.0)
+            clipped = tf.where(norms > self.clip_norm, self.clip_norm / norms, 1.0)
+            # Where the loss scale may be to blame, its optimizer is to see that, skip the update and lower it.
+            otherwise = tf.where(step.divisor.may_overflow(tf.shape(norms)[0]), float("nan"), 0.0)
+            return tf.where(tf.math.is_finite(norms), clipped, otherwise)
         weights: Any = tf.convert_to_tensor(self.transform(norms))
         if weights.shape.rank != 1:
             raise ValueError(

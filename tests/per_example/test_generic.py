@@ -122,9 +122,9 @@ def test_a_rule_of_one_s_own():
 
 @pytest.mark.parametrize("wrong", ["Dense", keras.Model.fit])
 def test_what_can_t_be_registered(wrong):
-    with pytest.raises(TypeError, match="takes layer classes"):
+    with pytest.raises(TypeError, match="`layers` are layer classes"):
         register_rule(wrong)
-    with pytest.raises(TypeError, match="subclass of keras_paragrad's Rule"):
+    with pytest.raises(TypeError, match="must be a subclass of Rule"):
         register_rule(layers.Dense)(object)
 
 

@@ -4,6 +4,7 @@ import keras
 import keras_hub
 import numpy as np
 import pytest
+import tensorflow as tf
 from drawn_layers import some_inputs
 from keras import layers, ops
 from oracles import example_gradients, norms_of
@@ -395,3 +396,44 @@ def test_methods_of_the_model_s_own_saved_and_loaded(tmp_path):
 class Registered(OwnMethods):
     def get_config(self):
         return {}
+
+
+class Unbuilt(keras.Model):
+    """Its layers are built when it calls them."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = layers.Dense(4, activation="tanh"), layers.Dense(3)
+
+    def call(self, inputs):
+        return self.out(self.hidden(inputs))
+
+
+def unbuilt():
+    return Unbuilt(), some_inputs((10, 3)), LABELS
+
+
+@pytest.mark.parametrize("execution", [{}, {"run_eagerly": True}], ids=str)
+def test_a_model_that_is_not_built(execution):
+    theirs = trained(*made(unbuilt), run_eagerly=True)
+    model, x, y = made(unbuilt)
+    wrapped = wrap(model)
+    check_alike(trained(wrapped, x, y, **execution), theirs)
+    assert wrapped.per_example.norms.shape == (2,)
+
+
+def test_norms_of_a_model_that_is_not_built():
+    model, x, y = made(unbuilt)
+    ours = norms_of_data(model, x, y, crossentropy())
+    theirs = norms_of(example_gradients(model, x, mean_loss, y))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * theirs.max())
+
+
+def test_a_model_that_is_not_built_in_a_loop_of_one_s_own():
+    model, x, y = made(unbuilt)
+    layer = PerExampleGradients(model)
+    with tf.GradientTape() as tape:
+        loss = mean_loss(layer(tf.constant(x)), y)
+    tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+    theirs = norms_of(example_gradients(model, x, mean_loss, y))
+    np.testing.assert_allclose(layer.norms, theirs, rtol=0, atol=1e-6 * theirs.max())

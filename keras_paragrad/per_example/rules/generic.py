@@ -1,5 +1,6 @@
 """Any layer: its gradients, example by example."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -10,14 +11,6 @@ from keras_paragrad._keras.model import all_layers
 from keras_paragrad.per_example.reads import Weights
 from keras_paragrad.per_example.registry import Call, Rule, register_rule, wide, widened
 from keras_paragrad.per_example.rules.normalization import needs_its_batch
-
-
-class _Recording(NamedTuple):
-    """A call as a tape saw it."""
-
-    tape: tf.GradientTape
-    weights: list[tf.Tensor]
-    outputs: list[tf.Tensor]
 
 
 @register_rule(
@@ -33,8 +26,9 @@ class _Recording(NamedTuple):
 class Generic(Rule):
     """Runs the layer's own call and its gradient on one example after the other, in a compiled loop.
 
-    Where the call drew random numbers, as dropout does, it can't be done again on an example alone; then the gradient
-    of the call as it was is taken once for each example, with the cotangents of the others set to zero.
+    Where the call drew random numbers, as dropout does, it can't be done again on an example alone. Then it is done
+    again on the batch, with the same numbers, and its gradient is taken once for each example, with the cotangents of
+    the others set to zero. Examples that are not finite are left out of that, as zero times NaN is NaN.
     """
 
     # A loop and never a vectorized map, which corrupts memory on the gradients of einsums outside of XLA.
@@ -50,63 +44,101 @@ class Generic(Rule):
         for layer in all_layers(call.layer) if call.training else []:
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
                 raise ValueError(needs_its_batch(layer))
-        variables = call.layer.trainable_variables
-        with full_precision():
-            weights = [tf.identity(variable.value) for variable in variables]
-        assignments = reads.assignments
-        with tf.GradientTape(watch_accessed_variables=False, persistent=True) as tape:
-            tape.watch(weights)
-            with reads.replaced(zip(variables, weights, strict=True)):
-                outputs = super().run(call, function, reads)
-        if reads.assignments > assignments:
-            call.recorded = _Recording(tape, weights, _floating(outputs))
+        with reads.noting_assignments() as before:
+            outputs = super().run(call, function, reads)
+        call.recorded = before
         return outputs
 
     def gradients(self, call: Call) -> list[tf.Tensor]:
         # Neither TensorFlow nor XLA sees that two loops compute the same.
         if call.gradients is None:
             assert call.cotangents is not None
-            found = _from_tape(call.recorded, call.cotangents) if call.recorded else _one_by_one(call, call.cotangents)
+            found = (_of_whole_batch if call.recorded else _one_by_one)(call, call.cotangents)
             call.gradients = found
         return call.gradients
+
+
+class _Batch(NamedTuple):
+    """What a call was given.
+
+    Attributes:
+        flat: Its flattened arguments and keywords.
+        rows: Those that have a row for each example, by their places.
+        masks: The masks on them.
+    """
+
+    flat: list[Any]
+    rows: dict[int, tf.Tensor]
+    masks: dict[int, tf.Tensor]
+
+    @classmethod
+    def of(cls, call: Call) -> "_Batch":
+        flat = keras.tree.flatten((call.arguments, call.keywords))
+        known = call.batched or [_has_rows(value) for value in flat]
+        rows = {place: value for place, (value, has_rows) in enumerate(zip(flat, known, strict=True)) if has_rows}
+        return cls(flat, rows, {place: mask_of(value) for place, value in rows.items() if mask_of(value) is not None})
+
+    def called(
+        self, call: Call, rows: dict[int, tf.Tensor], masks: dict[int, tf.Tensor], state: Any
+    ) -> list[tf.Tensor]:
+        """What a call on other rows returns, where variables have the given values."""
+        flat = list(self.flat)
+        for place, value in rows.items():
+            flat[place] = with_mask(value, masks.get(place))
+        arguments, keywords = keras.tree.pack_sequence_as((call.arguments, call.keywords), flat)
+        with Weights(state):
+            return _floating(call.rerun(arguments, keywords))
 
 
 def _one_by_one(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
     variables = call.layer.trainable_variables
     weights = [tf.convert_to_tensor(variable.value) for variable in variables]
-    flat = keras.tree.flatten((call.arguments, call.keywords))
-    known = call.batched or [_has_rows(value) for value in flat]
-    batches = {place: value for place, (value, rows) in enumerate(zip(flat, known, strict=True)) if rows}
-    masks = {place: mask_of(value) for place, value in batches.items() if mask_of(value) is not None}
+    batch = _Batch.of(call)
 
     def of_one(rows):
-        inputs, masks, cotangents = rows
-        one = list(flat)
-        for place, row in inputs.items():
-            one[place] = with_mask(row[tf.newaxis], masks[place][tf.newaxis] if place in masks else None)
-        arguments, keywords = keras.tree.pack_sequence_as((call.arguments, call.keywords), one)
+        alone, masks, cotangents = keras.tree.map_structure(lambda row: row[tf.newaxis], rows)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(weights)
-            with Weights(zip(variables, weights, strict=True)):
-                outputs = _floating(call.rerun(arguments, keywords))
-        return _gradients(tape, outputs, weights, [cotangent[tf.newaxis] for cotangent in cotangents])
+            outputs = batch.called(call, alone, masks, zip(variables, weights, strict=True))
+        return _gradients(tape, outputs, weights, cotangents)
 
-    return tf.map_fn(of_one, (batches, masks, cotangents), fn_output_signature=_signature(weights))
+    return tf.map_fn(of_one, (batch.rows, batch.masks, cotangents), fn_output_signature=_signature(weights))
 
 
-def _from_tape(recording: _Recording, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
-    tape, weights, outputs = recording
-    batch = tf.shape(cotangents[0])[0]
+def _of_whole_batch(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
+    variables = call.layer.trainable_variables
+    with full_precision():
+        weights = [tf.identity(variable.value) for variable in variables]
+    batch = _Batch.of(call)
+    floating = [value for value in batch.rows.values() if value.dtype.is_floating]
+    finite = _are_finite([*floating, *call.outputs])
+    rows = {place: _with_finite_rows(value, finite) for place, value in batch.rows.items()}
+    with tf.GradientTape(watch_accessed_variables=False, persistent=True) as tape:
+        tape.watch(weights)
+        outputs = batch.called(call, rows, batch.masks, [*zip(variables, weights, strict=True), *call.recorded])
 
     def of_one(index):
-        chosen = tf.range(batch) == index
-        alone = [
-            tf.where(tf.reshape(chosen, [-1] + [1] * (cotangent.shape.rank - 1)), cotangent, tf.zeros_like(cotangent))
-            for cotangent in cotangents
-        ]
-        return _gradients(tape, outputs, weights, alone)
+        chosen = tf.range(tf.shape(finite)[0]) == index
+        alone = [tf.where(_beside(chosen, each), each, tf.zeros_like(each)) for each in cotangents]
+        found = _gradients(tape, outputs, weights, alone)
+        return [tf.where(finite[index], gradient, float("nan")) for gradient in found]
 
-    return tf.map_fn(of_one, tf.range(batch), fn_output_signature=_signature(weights))
+    return tf.map_fn(of_one, tf.range(tf.shape(finite)[0]), fn_output_signature=_signature(weights))
+
+
+def _are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """For each example whether all of several `(batch, ...)` tensors are finite."""
+    rows = [tf.reduce_all(tf.math.is_finite(each), list(range(1, each.shape.rank))) for each in tensors]
+    return tf.reduce_all(tf.stack(rows), 0)
+
+
+def _with_finite_rows(rows: tf.Tensor, finite: tf.Tensor) -> tf.Tensor:
+    """A batch with the first finite example in the places of those that are not."""
+    return tf.where(_beside(finite, rows), rows, rows[tf.argmax(tf.cast(finite, tf.int32))][tf.newaxis])
+
+
+def _beside(chosen: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(chosen, [-1] + [1] * (tensor.shape.rank - 1))
 
 
 def _gradients(tape: tf.GradientTape, outputs: Any, weights: Any, cotangents: Any) -> list[tf.Tensor]:

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.kept import Parts
-from keras_paragrad.per_example.registry import Call, Rule, squared_norm
+from keras_paragrad.per_example.registry import Call, Rule, squared_norm, zeroed
 from keras_paragrad.sums import row_sums
 
 
@@ -55,9 +55,18 @@ class Product(NamedTuple):
         return squared_norm(self._gradients_either_way(by_xla)[0], by_xla)
 
     def sum_of_gradients(self, weights: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
-        """The sum over examples of gradients times `weights` `(batch,)`, out of those that norms were taken of."""
+        """The sum over examples of gradients times `weights` `(batch,)`, out of those that norms were taken of.
+
+        Those of weight 0 may be not finite.
+        """
         gradients, transposed = self._gradients_either_way(by_xla)
-        return tf.einsum("b,bgij->gji" if transposed else "b,bgij->gij", weights, gradients)
+
+        def sum_of(gradients: tf.Tensor) -> tf.Tensor:
+            return tf.einsum("b,bgij->gji" if transposed else "b,bgij->gij", weights, gradients)
+
+        # Mostly all examples count, and then nothing is copied.
+        some = tf.reduce_any(tf.equal(weights, 0))
+        return tf.cond(some, lambda: sum_of(zeroed(gradients, weights)), lambda: sum_of(gradients))
 
     def _gradients_either_way(self, by_xla: bool) -> tuple[tf.Tensor, bool]:
         """Each example's gradient, and whether it is transposed, which makes no difference to norms."""
@@ -176,7 +185,7 @@ class Linear(Rule):
         looped = self.one_by_one(calls)
         if looped is not None:
             return [tf.tensordot(weights, looped, 1), *biases]
-        product = self._product(calls)
+        product = self._product([call.original or call for call in calls])
         if not product.is_ghost and not product.has_small_sides:
             # Norms were taken of these gradients. Where they take no more room than the sides, they may be kept until
             # it is known what each counts for.
