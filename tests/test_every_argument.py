@@ -154,7 +154,7 @@ DERIVATIVE = {
     "model": NOTHING,
     "x": ELSEWHERE,
     "output": NONE | ZERO | FUNCTION | taken("-1"),
-    "batch_size": COUNT,
+    "batch_size": COUNT | NONE,
     "wrt": NONE | ZERO,
     "jit_compile": FLAG | AUTO,
     "out": NONE | PATH,

@@ -22,7 +22,7 @@ def integrated_gradients(
     *,
     steps: int = 50,
     output: str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], Any] | None = None,
-    batch_size: int = 2048,
+    batch_size: int | None = None,
     wrt: Any = None,
     jit_compile: bool | str = "auto",
     out: str | os.PathLike | Any = None,

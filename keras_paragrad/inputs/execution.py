@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad._keras.gradient_functions import releasing
+from keras_paragrad.inputs.chunks import MOST_ROWS, bytes_in_graph, bytes_of_derivative
 from keras_paragrad.inputs.derivative import Derivative
 from keras_paragrad.inputs.function import RowFunction
 from keras_paragrad.inputs.options import Options
@@ -35,7 +36,6 @@ class Execution:
 
     def begin(self, chunk: Chunk, ways: Sequence[Differentiate]) -> list[np.ndarray]:
         """The results of the first chunk, by the first way to differentiate whose results are sound."""
-        self._build(chunk)
         leaves = self._distributed(chunk)
         *others, last = ways
         for way in others:
@@ -63,12 +63,8 @@ class Execution:
 
     def _compiled(self, way: Differentiate, leaves: Any) -> Callable:
         def derivative(leaves, check):
-            count = len(self.selection.names)
-            inputs, beside, labels = leaves[:count], leaves[count:], None
-            if isinstance(self.options.output, np.ndarray):
-                *beside, labels = beside
-            function = RowFunction(self.model, self.selection, self.options.output, inputs, labels)
-            values, sound = way(function, [inputs[number] for number in self.selection.chosen], beside, check)
+            function, free, beside = self._row_function(leaves)
+            values, sound = way(function, free, beside, check)
             pairs = zip(values, self.selection.dtypes, strict=True)
             return [tf.cast(value, dtype) for value, dtype in pairs], tf.reshape(sound, [1])
 
@@ -86,17 +82,51 @@ class Execution:
         # Concrete, so that another shape is an error and not another function.
         return function.get_concrete_function(leaves, tf.constant(True))
 
-    def _build(self, chunk: Chunk) -> None:
+    def build(self, first: list[np.ndarray]) -> None:
+        """Builds the model if it is not, on the first row."""
         if not self.model.built:
-            leaves = [leaf[:1] for leaf in chunk.leaves[: len(self.selection.names)]]
+            leaves = [leaf[:1] for leaf in first[: len(self.selection.names)]]
             with self.strategy.scope():
                 self.model(keras.tree.pack_sequence_as(self.selection.structure, leaves))
 
-    def _distributed(self, chunk: Chunk) -> Any:
-        """A chunk's inputs, an equal part for each replica, in the dtypes that they are differentiated in."""
-        leaves = list(chunk.leaves)
+    def bytes_per_row(self, first: list[np.ndarray], way: Differentiate) -> float:
+        """What differentiating a row takes at most, about, from a trace of the model's forward pass."""
+        rows = min(len(first[0]), MOST_ROWS)
+        specs = [tf.TensorSpec((rows, *leaf.shape[1:]), leaf.dtype) for leaf in self._cast(first, slice(0, 1))]
+
+        def forward(leaves):
+            function, free, _ = self._row_function(leaves)
+            return function(free)
+
+        labels = isinstance(self.options.output, np.ndarray)
+        second = len(first) > len(self.selection.names) + labels
+
+        traced = tf.function(releasing(forward), autograph=False).get_concrete_function(specs)
+        inputs = traced.inputs[: len(specs)]
+        output = traced.outputs[0].shape[1:].num_elements()
+        held = bytes_in_graph(traced.graph, inputs) / rows
+        free = sum(first[number][0].size * 4 for number in self.selection.chosen)
+        return bytes_of_derivative(way, held, free, output, second)
+
+    def _row_function(self, leaves: Sequence[tf.Tensor]) -> tuple[RowFunction, list[tf.Tensor], list[tf.Tensor]]:
+        """The function of a chunk's leaves, its free inputs, and what else the derivative uses."""
+        count = len(self.selection.names)
+        inputs, beside, labels = list(leaves[:count]), list(leaves[count:]), None
+        if isinstance(self.options.output, np.ndarray):
+            *beside, labels = beside
+        function = RowFunction(self.model, self.selection, self.options.output, inputs, labels)
+        return function, [inputs[number] for number in self.selection.chosen], beside
+
+    def _cast(self, leaves: list[np.ndarray], rows: slice) -> list[np.ndarray]:
+        """Leaves, in the dtypes that they are differentiated in."""
+        leaves = [leaf[rows] for leaf in leaves]
         for number, dtype in zip(self.selection.chosen, self.selection.dtypes, strict=True):
             leaves[number] = leaves[number].astype(dtype, copy=False)
+        return leaves
+
+    def _distributed(self, chunk: Chunk) -> Any:
+        """A chunk's inputs, an equal part for each replica, in the dtypes that they are differentiated in."""
+        leaves = self._cast(chunk.leaves, slice(None))
         each = len(leaves[0]) // self.strategy.num_replicas_in_sync
 
         def part(context):

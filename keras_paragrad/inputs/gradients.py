@@ -19,7 +19,7 @@ def input_gradients(
     x: Any,
     output: str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], Any] | None = None,
     *,
-    batch_size: int = 2048,
+    batch_size: int | None = None,
     wrt: Any = None,
     jit_compile: bool | str = "auto",
     out: str | os.PathLike | Any = None,
@@ -39,7 +39,8 @@ def input_gradients(
             its last axis, such as a class; with an integer label for each row, of shape `(rows,)` or `(rows, 1)`, the
             entry of each row's own label; the output of that name; or a function of the outputs that returns a tensor
             of shape `(rows,)`. Labels go with arrays, and are refused with batches.
-        batch_size: Rows at a time, on all replicas together. Memory grows with it, and with nothing else.
+        batch_size: Rows at a time, on all replicas together. Memory grows with it, and with nothing else. If `None`,
+            chosen from 1 to 8192, so that a chunk takes some hundred megabytes: the model is traced once more for that.
         wrt: The inputs to differentiate with respect to: the name of one, or a list or dict of names; all if `None`.
         jit_compile: Whether to compile with XLA; if `"auto"`, as the model is.
         out: Files to write to instead of memory: the path of a `.npy` file, or paths nested as the result.

@@ -20,7 +20,7 @@ def input_jacobian(
     mode: str = "auto",
     *,
     output: str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], Any] | None = None,
-    batch_size: int = 2048,
+    batch_size: int | None = None,
     wrt: Any = None,
     jit_compile: bool | str = "auto",
     out: str | os.PathLike | Any = None,
@@ -40,7 +40,7 @@ def input_jacobian(
             XLA, which takes a chunk's memory once for each output.
         output: What to differentiate; see `input_gradients`. Here it may be of any shape `(rows, ...)`.
         batch_size: Rows at a time, on all replicas together. A chunk's Jacobians are `batch_size` times the numbers out
-            times the numbers in; take fewer rows where these are many.
+            times the numbers in. If `None`, chosen by the memory that a row takes; see `input_gradients`.
         wrt: The inputs to differentiate with respect to; see `input_gradients`.
         jit_compile: Whether to compile with XLA; if `"auto"`, as the model is, and with `mode="vectorized"` always.
         out: Files to write to instead of memory; see `input_gradients`.

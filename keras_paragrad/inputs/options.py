@@ -24,7 +24,7 @@ class Options(NamedTuple):
             ValueError: One is not. The message says what to write.
         """
         checked = self._replace(
-            batch_size=check_integer("batch_size", self.batch_size, most=2**31 - 1, example=2048),
+            batch_size=check_integer("batch_size", self.batch_size, most=2**31 - 1, example=2048, optional=True),
             jit_compile=check_choice("jit_compile", self.jit_compile, ("auto", True, False)),
             verbose=int(check_integer("verbose", self.verbose, least=0, most=2, also=(True, False), example=1)),
             stream=check_flag("stream", self.stream),

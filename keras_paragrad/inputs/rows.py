@@ -29,35 +29,39 @@ class Rows:
     Args:
         x: Arrays, nested or not; or batches of any size from a `tf.data.Dataset`, a `keras.utils.PyDataset` or an
             iterator, each of them `x` or, as in `model.predict`, a tuple `(x, y, ...)` of which the rest is left aside.
-        batch_size: The most rows in a chunk.
-        multiple: What the size of a chunk is a multiple of: the number of replicas.
 
     Attributes:
         structure: The nesting of the inputs, with a number for each.
         known: How many rows there are, or `None` if only reading them tells.
-        first: The first rows, and no less than any chunk has.
+        first: The first batch that has rows; of arrays, all rows.
 
     Raises:
         ValueError: There are no rows, unequal numbers of rows, or sparse or ragged inputs.
     """
 
-    def __init__(self, x: Any, batch_size: int, multiple: int = 1):
+    def __init__(self, x: Any):
         batches, self.known = _batches(x)
         first = next(batches, None)
         if first is None:
             raise ValueError("`x` has no rows. Give it at least one; a generator that has been read has none left.")
         self.structure = keras.tree.pack_sequence_as(first, list(range(len(keras.tree.flatten(first)))))
-        size = -(-batch_size // multiple) * multiple
-        self._parts = _cut(self._arrays(itertools.chain([first], batches)), size)
-        part = next(self._parts, None)
-        if part is None:
+        self._batches = (arrays for arrays in self._arrays(itertools.chain([first], batches)) if len(arrays[0]))
+        filled = next(self._batches, None)
+        if filled is None:
             raise ValueError("`x` has no rows. Give it at least one.")
-        self.first = part
-        self._size = -(-len(self.first[0]) // multiple) * multiple
+        self.first = filled
 
-    def __iter__(self) -> Iterator[Chunk]:
-        for part in itertools.chain([self.first], self._parts):
-            yield _filled(part, self._size)
+    def chunks(self, batch_size: int, multiple: int = 1) -> Iterator[Chunk]:
+        """All rows, in chunks.
+
+        Args:
+            batch_size: The most rows in a chunk.
+            multiple: What the size of a chunk is a multiple of: the number of replicas.
+        """
+        size = None
+        for part in _cut(itertools.chain([self.first], self._batches), -(-batch_size // multiple) * multiple):
+            size = size or -(-len(part[0]) // multiple) * multiple
+            yield _filled(part, size)
 
     def _arrays(self, batches: Iterator[Any]) -> Iterator[list[np.ndarray]]:
         shapes = None

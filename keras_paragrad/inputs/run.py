@@ -8,11 +8,12 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_instance
+from keras_paragrad.inputs.chunks import rows_within_budget
 from keras_paragrad.inputs.execution import Differentiate, Execution
 from keras_paragrad.inputs.labels import check_labels_fit
 from keras_paragrad.inputs.options import Options
 from keras_paragrad.inputs.results import sinks
-from keras_paragrad.inputs.rows import Rows
+from keras_paragrad.inputs.rows import Chunk, Rows
 from keras_paragrad.inputs.selection import Selection
 
 
@@ -38,11 +39,14 @@ def differentiate(
     if isinstance(options.output, np.ndarray):
         check_labels_fit(options.output, x)
         extras.append(options.output)
-    rows = Rows((x, *extras) if extras else x, options.batch_size, replicas)
+    rows = Rows((x, *extras) if extras else x)
     structure = rows.structure[0] if extras else rows.structure
     selection = Selection.of(model, structure, rows.first, options.wrt)
     targets = sinks(options.out, selection.nesting, rows.known, (x, beside))
-    parts = _over(rows, Execution(model, selection, options), ways, options.verbose)
+    execution = Execution(model, selection, options)
+    execution.build(rows.first)
+    size = options.batch_size or rows_within_budget(execution.bytes_per_row(rows.first, ways[-1]))
+    parts = _over(rows.chunks(size, replicas), rows.known, execution, ways, options.verbose)
     # What can be refused is refused before this returns, also where the results are streamed.
     parts = itertools.chain([next(parts)], parts)
     if options.stream:
@@ -53,11 +57,13 @@ def differentiate(
     return selection.nested([target.result() for target in targets])
 
 
-def _over(rows: Rows, execution: Execution, ways: Sequence[Differentiate], verbose: int) -> Iterator[list[np.ndarray]]:
+def _over(
+    chunks: Iterator[Chunk], known: int | None, execution: Execution, ways: Sequence[Differentiate], verbose: int
+) -> Iterator[list[np.ndarray]]:
     """The results of each chunk, in order."""
-    bar = keras.utils.Progbar(rows.known, verbose=verbose, unit_name="row")
+    bar = keras.utils.Progbar(known, verbose=verbose, unit_name="row")
     done = 0
-    for chunk in rows:
+    for chunk in chunks:
         results = execution.run(chunk) if done else execution.begin(chunk, ways)
         yield [result[: chunk.rows] for result in results]
         done += chunk.rows

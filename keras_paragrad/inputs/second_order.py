@@ -21,7 +21,7 @@ def hessian_vector_product(
     vector: Any,
     output: str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], Any] | None = None,
     *,
-    batch_size: int = 2048,
+    batch_size: int | None = None,
     wrt: Any = None,
     jit_compile: bool | str = "auto",
     out: str | os.PathLike | Any = None,
