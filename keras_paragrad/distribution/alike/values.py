@@ -86,13 +86,20 @@ def config_of(value: Any) -> dict[str, Any] | None:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The public attributes of an object that a class of Keras's did not give it, if they are of plain types."""
+    """The public attributes of an object that a class of Keras's did not give it, if they are of plain types.
+
+    A method that a component of ours has replaced on a model is a partial of that model, and left out.
+    """
     base = next((base for base in (keras.Model, keras.layers.Layer) if isinstance(value, base)), None)
     known = _attributes_of_a_plain(base) if base else frozenset[str]()
     return {
         name: each
         for name, each in sorted(getattr(value, "__dict__", {}).items())
-        if not name.startswith("_") and name not in known and name not in _OF_KERAS and _compares(each)
+        if not name.startswith("_")
+        and name not in known
+        and name not in _OF_KERAS
+        and _compares(each)
+        and not (isinstance(each, functools.partial) and hasattr(type(value), name))
     }
 
 
