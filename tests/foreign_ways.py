@@ -96,7 +96,8 @@ def built(case: Foreign, start: list[np.ndarray] | None = None) -> Any:
 
 
 def compiled(model: Any, case: Foreign, optimizer: Any = None, **options: Any) -> Any:
-    options = {"jit_compile": False, "weighted_metrics": list(case.metrics), **options}
+    # KerasHub's tasks have metrics of their own unless told otherwise.
+    options = {"jit_compile": False, "metrics": [], "weighted_metrics": list(case.metrics), **options}
     model.compile(optimizer or sgd(case), loss=case.loss, **options)
     return model
 

@@ -27,7 +27,8 @@ def test_the_optimizer_alone_says_once_what_the_callback_would_add(caplog):
 def test_nothing_is_said_where_nothing_is_missing(caplog, weighting):
     model = build_model(lambda: AccumulatingOptimizer("sgd", 2, weighting=weighting))
     fit(model, callbacks=[ExactAccumulation()] if weighting == "auto" else [])
-    assert not caplog.records
+    # TensorFlow counts the functions of all optimizers as one, and may warn of retracing.
+    assert not [record for record in caplog.records if record.name == "keras_paragrad"]
 
 
 def test_the_model_is_as_it_was_afterwards():
