@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
+from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope
@@ -23,17 +23,6 @@ def outermost_layer() -> keras.layers.Layer | None:
     """The layer whose call this code runs in, the outermost of those that called each other."""
     context = get_global_attribute("current_call_ctx")
     return context.entry_layer if context else None
-
-
-@contextlib.contextmanager
-def outside_of_calls() -> Iterator[None]:
-    """Within it no layer is being called, so that calls neither take nor leave anything of one that goes on."""
-    context = get_global_attribute("current_call_ctx")
-    set_global_attribute("current_call_ctx", None)
-    try:
-        yield
-    finally:
-        set_global_attribute("current_call_ctx", context)
 
 
 def compiled_by_xla() -> bool:

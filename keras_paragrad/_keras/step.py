@@ -10,7 +10,6 @@ from keras.src.losses.loss import unscale_loss_for_distribution
 
 from keras_paragrad._keras.apply import apply_everywhere, unscaled
 from keras_paragrad._keras.forward import Share, Weigh, Weight, compiled_pass, pass_through, scaled_gradient
-from keras_paragrad._keras.independence import check_metrics
 from keras_paragrad._keras.loss_sums import LossSums
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.presence import Presence, rows_of
@@ -95,8 +94,6 @@ def gradient_of(
     presence = presence or Presence(rows_of(x))
     passed = (compiled_pass if by_xla else pass_through)(model, data, weigh, share, sums=sums)
     presence.run(lambda: model.compute_metrics(x=x, y=y, y_pred=passed.y_pred, sample_weight=sample_weight))
-    if weigh is not None:
-        check_metrics(model, y, passed.y_pred, sample_weight)
     weight = passed.weight and passed.weight._replace(value=presence.weight(passed.weight.value))
     found = passed.sums and passed.sums.only_if(presence.some)
     return Gradient(presence.gradients(passed.gradients), passed.loss, rows_of(x), weight, found)

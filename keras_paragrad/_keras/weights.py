@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from keras_paragrad._keras.divisors import SUM, UnknownDivisorError, divisor_of
 from keras_paragrad._keras.forward import Weight
-from keras_paragrad._keras.independence import check_independence
 from keras_paragrad._keras.losses import LossTerm
 from keras_paragrad._keras.model import (
     added_losses,
@@ -23,10 +22,7 @@ from keras_paragrad._keras.presence import rows_of
 _ALIKE = {
     "AccumulatingOptimizer": "AccumulatingOptimizer(..., weighting='uniform')",
     "DistributedFit": "DistributedFit(..., exact=False)",
-    "microbatch": "AccumulatingOptimizer(..., weighting='uniform') in place of microbatch",
 }
-# What to write for examples that have a part in each other.
-_ALL_THE_SAME = {**_ALIKE, "microbatch": "microbatch(..., weighting='examples')"}
 
 
 class Measure:
@@ -70,14 +66,7 @@ class Measure:
     def __call__(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight:
         """The weight of the micro-batch whose loss was just computed; see `keras_paragrad._keras.step.Weigh`."""
         stated = self._stated(model, arguments, terms)
-        weight = _of_terms(model, terms, self._say) if stated is None else stated
-        check_independence(
-            *(model, arguments, terms),
-            asked_by=self.asked_by,
-            instead=_ALL_THE_SAME[self.asked_by],
-            weigh=_undivided if self.weighting == "sum" else _STATED.get(self.weighting),
-        )
-        return weight
+        return _of_terms(model, terms, self._say) if stated is None else stated
 
     def in_evaluation(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight | None:
         """The weight of a part of a batch that is evaluated, whose outputs may have losses that divide differently.
@@ -135,10 +124,6 @@ def warn_of_batch_statistics(model: keras.Model) -> None:
             "training is not that of the whole batch. Use GroupNormalization, or set trainable=False on them.",
             stacklevel=3,
         )
-
-
-def _undivided(arguments: dict[str, Any]) -> Weight:
-    return Weight(tf.constant(1.0), summed=True)
 
 
 def _examples(arguments: dict[str, Any]) -> Weight:

@@ -51,7 +51,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context, like cont
     def __init__(self, model: keras.Model, size: int, *, weighting: str = "auto"):
         check_instance("model", model, keras.Model, "a Keras model")
         size = check_integer("size", size, most=2**31 - 1, example=64)
-        measure = Measure(check_choice("weighting", weighting, WEIGHTINGS), "microbatch")
+        measure = Measure(check_choice("weighting", weighting, WEIGHTINGS))
         measure.check(model)
         warn_of_batch_statistics(model)
         self.model = model

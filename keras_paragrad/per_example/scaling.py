@@ -18,7 +18,6 @@ from keras_paragrad._keras.model import (
 )
 from keras_paragrad._keras.replicas import replica_count
 from keras_paragrad.per_example.losses import check_loss, row_losses
-from keras_paragrad.per_example.mixing import check_model
 
 
 class Divisor:
@@ -50,7 +49,6 @@ class Divisor:
         Raises:
             ValueError: A loss is no sum over the examples, or the outputs' losses are divided by different things.
         """
-        check_model(self.model)
         for term in self.terms:
             check_loss(term)
         # What a method of the model's own makes of them can't be seen.
