@@ -196,6 +196,7 @@ def test_they_reach_tensorboard(tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert set(events.Tags()["tensors"]) == {
+        "example_nonfinite_count",
         "example_norms",
         *(f"example_norm_quantile_{quantile}" for quantile in (50, 90, 99)),
     }

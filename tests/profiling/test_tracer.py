@@ -265,7 +265,7 @@ def test_a_slow_pipeline_is_called_input_bound_and_no_other(tmp_path, millisecon
     (summary,) = callback.summaries
     assert (summary.advice.kind == "input") == bound
     if bound:
-        assert "refetch" in summary.advice.text and "waits for input" in summary.advice.evidence
+        assert "num_parallel_calls" in summary.advice.text and "waits for input" in summary.advice.evidence
     else:
         assert summary.advice.kind == "compute"
 
