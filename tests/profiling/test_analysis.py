@@ -118,6 +118,22 @@ def test_a_thread_that_is_held_up_is_busy_as_in_xprof(tmp_path, thread, hands_on
     )
 
 
+def test_waiting_for_the_lock_is_input_while_python_makes_batches(tmp_path):
+    batch = {"batch": 0, "step_num": 0, "_r": 1, "ran": 1}
+    threads = {
+        "python": [
+            ("train", 0, 1000, batch),
+            ("TFE_Py_ExecuteCancelable", 100, 900, {}),
+            ("EagerExecute", 110, 300, {}),
+        ],
+        "tf_data_private_threadpool": [("PyFunc:PyFunc", 250, 700, {})],
+    }
+    profiled.write_trace(tmp_path, threads)
+    (step,) = summarize(tmp_path).steps
+    # From 300 on only the lock is missing; until 700 the pipeline has it, and afterwards somebody else.
+    assert (step.input, step.host, step.idle) == pytest.approx((0.4, 0.4, 0.2))
+
+
 def call(begin, end, batch, **stats):
     return marker(begin, end, **{"batch": batch, "update": batch, "pulls": 1, "count": 3, "ran": 1, **stats})
 

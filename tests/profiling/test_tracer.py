@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import timeit
 
 import keras
@@ -37,8 +38,11 @@ class Count(keras.callbacks.Callback):
         self.ran += 1
 
 
-def assert_as_xprof(folder, summary):
-    """The steps are those of xprof's overview; it leaves out the first and the last of a trace."""
+def assert_as_xprof(folder, summary, from_python=False):
+    """The steps are those of xprof's overview; it leaves out the first and the last of a trace.
+
+    Where batches come from Python, waiting for its lock is input for us, and the host's computing for xprof.
+    """
     for tool in ("overview_page", "input_pipeline_analyzer"):
         rows = {row["stepnum"].split()[-1]: row for row in profiled.table(folder / summary.trace, tool, "stepTimeMs")}
         ours = {str(step.step): step for step in summary.steps}
@@ -48,6 +52,8 @@ def assert_as_xprof(folder, summary):
             busy = step.host + step.compute + step.collective
             found = (step.duration, step.input, busy, step.idle)
             expected = [row[name] for name in ("stepTimeMs", "infeedTimeMs", "hostComputeTimeMs", "otherTimeMs")]
+            if from_python:
+                found, expected = [(each[0], each[1] + each[2], each[3]) for each in (found, expected)]
             np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
@@ -268,6 +274,36 @@ def test_a_slow_pipeline_is_called_input_bound_and_no_other(tmp_path, millisecon
         assert "num_parallel_calls" in summary.advice.text and "waits for input" in summary.advice.evidence
     else:
         assert summary.advice.kind == "compute"
+
+
+class SlowBatches(keras.utils.PyDataset):
+    """Batches that take some 30 ms to make, in which Python sleeps, or works and lets nobody else in."""
+
+    def __init__(self, sleeps):
+        super().__init__()
+        self.sleeps, self.batch = sleeps, profiled.arrays(1)
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        if self.sleeps:
+            time.sleep(0.03)
+        else:
+            # One operation of the interpreter, which holds its lock throughout.
+            pow(3, 600_000)
+        return self.batch
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "eagerly"), [(True, False), (False, False), (False, True)], ids=["sleeps", "lock", "lock, eagerly"]
+)
+def test_python_that_makes_batches_is_waited_for(tmp_path, sleeps, eagerly):
+    callback = profiler(tmp_path)
+    profiled.model(run_eagerly=eagerly).fit(SlowBatches(sleeps), shuffle=False, verbose=0, callbacks=[callback])
+    (summary,) = callback.summaries
+    assert summary.advice.kind == "input", summary.advice
+    assert "PyDataset" in summary.advice.text
 
 
 def test_training_is_the_same_to_the_bit(tmp_path):

@@ -76,6 +76,9 @@ class Trace:
         device: Operations on other devices.
         collective: Operations that meet other replicas.
         host: By thread, what the host did, operations included.
+        made_by_python: What an input pipeline runs in Python, as for a generator or a `PyDataset`.
+        python_calls: By thread, calls from Python into TensorFlow.
+        without_lock: By thread, what these calls did with Python's interpreter lock released.
         calls: Functions that were called.
         work: What threads did of them.
         compiled: Operations that XLA made and the host's processors ran.
@@ -90,6 +93,9 @@ class Trace:
     device: list[tuple[float, float]] = field(default_factory=list)
     collective: list[tuple[float, float]] = field(default_factory=list)
     host: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    made_by_python: list[tuple[float, float]] = field(default_factory=list)
+    python_calls: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    without_lock: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     calls: list[Call] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     compiled: list[Compiled] = field(default_factory=list)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from keras_paragrad.profiling.analysis.coverage import Coverage, Span
 from keras_paragrad.profiling.analysis.events import Marker, Pull, Trace
 from keras_paragrad.profiling.analysis.flows import work_of
+from keras_paragrad.profiling.analysis.interpreter_lock import lock_waits
 from keras_paragrad.profiling.summary import StepTime
 
 NANOSECONDS = 1e6
@@ -19,7 +20,8 @@ def step_times(trace: Trace) -> tuple[StepTime, ...]:
     A batch's time goes from its marker's beginning to its end, and where one marker is for several batches, from
     taking one of them to taking the next. A moment in which several things happen counts for the first of: operations
     on a GPU or TPU, waiting for input, operations on the host's processors, collectives, other work of the host. That
-    is xprof's order, with what it calls host compute told apart.
+    is xprof's order, with what it calls host compute told apart. A step that waits for Python's interpreter lock while
+    Python makes batches waits for input too.
 
     Args:
         trace: What was read from a file.
@@ -84,7 +86,8 @@ def _parts_on(trace: Trace, line: int, markers: list[Marker]) -> Parts:
     """How to take the time of a thread's steps apart."""
     steps = [(marker.begin, marker.end) for marker in markers if marker.line == line]
     host = Coverage(_cut_off([*trace.host[line], *work_of(trace, line)], steps))
-    waiting = Coverage(trace.input)
+    locked_out = Coverage(lock_waits(trace.python_calls[line], trace.without_lock[line]))
+    waiting = Coverage(trace.input) | (locked_out & Coverage(trace.made_by_python))
     # An input pipeline's operations run beside the step's, also when no step is waiting for operations.
     operations = Coverage(trace.operations) & host
     device = Coverage(trace.device)

@@ -19,6 +19,8 @@ _COLLECTIVE_CALL, _COLLECTIVE_DONE = "CollectiveOpV2Kernel::Run", "CollectiveExe
 _AROUND = ("EagerExecute", "EagerLocalExecute", "EagerKernelExecute", "end: ")
 # What hands work to other threads, and what takes it up, say so in these statistics: of which type, and its number.
 _HANDS_ON, _TAKES_UP = ("_pt", "_p"), ("_ct", "_c")
+# A call from Python into TensorFlow, and what runs in it with the interpreter lock released.
+_FROM_PYTHON, _WITHOUT_LOCK = "TFE_Py_", "EagerExecute"
 # An input pipeline's own functions, which run beside the step.
 _OF_THE_PIPELINE = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 _PIPELINE_LINES = ("tf_data_iterator_resource",)
@@ -128,6 +130,14 @@ def _keep_function(trace: Trace, waits: _Waits, event: Any, span: tuple[float, f
         trace.functions[event.name].append((*span, int(traced)))
 
 
+def _keep_python_call(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
+    trace.python_calls[line].append(span)
+
+
+def _keep_without_lock(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
+    trace.without_lock[line].append(span)
+
+
 _KEEP = {
     "marker": _keep_marker,
     "call": _keep_call,
@@ -137,6 +147,9 @@ _KEEP = {
     "input": _keep_input,
     "compiled": _keep_compiled,
     "function": _keep_function,
+    "python call": _keep_python_call,
+    "without lock": _keep_without_lock,
+    "made by Python": lambda trace, waits, event, span, line: trace.made_by_python.append(span),
     "operations": lambda trace, waits, event, span, line: trace.operations.append(span),
     "collective": lambda trace, waits, event, span, line: trace.collective.append(span),
     "host": lambda trace, waits, event, span, line: trace.host[line].append(span),
@@ -164,6 +177,8 @@ def _told_apart(line: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _kinds(event: Any) -> tuple[str, ...]:
+    if event.name == _WITHOUT_LOCK:
+        return ("without lock",)
     if event.name.startswith(_AROUND) or event.name.startswith("Threadpool"):
         return ()
     if event.name == "FunctionRun":
@@ -172,6 +187,11 @@ def _kinds(event: Any) -> tuple[str, ...]:
     kind = _kind(event.name, stats)
     if kind == "marker":
         return (kind,)
+    if event.name.startswith(_FROM_PYTHON):
+        return ("host", "python call")
+    operation = _OPERATION.match(event.name)
+    if operation and operation[1] in _OF_THE_PIPELINE:
+        return ("host", "made by Python")
     flows = [each for each, named in (("call", _HANDS_ON), ("work", _TAKES_UP)) if named[1] in stats]
     return tuple({kind, "host", *flows})
 
@@ -183,8 +203,6 @@ def _kind(name: str, stats: set[str]) -> str:
         return "collective call" if name == _COLLECTIVE_CALL else "collective done"
     operation = _OPERATION.match(name)
     if operation:
-        if operation[1] in _OF_THE_PIPELINE:
-            return "host"
         return "collective" if _COLLECTIVE.match(operation[1]) else "operations"
     if "hlo_op" in stats:
         return "collective" if _COLLECTIVE.match(name) else "compiled"
