@@ -94,15 +94,10 @@ def detect(environment: Mapping[str, str] | None = None) -> Hardware:
         ValueError: The environment describes a cluster, and the description is malformed.
     """
     environment = os.environ if environment is None else environment
-    physical = {kind: tf.config.get_visible_devices(kind) for kind in KINDS}
     machine = _machine_memory()
-    gpus = _gpus(physical["GPU"])
-    whole = [
-        *(Device("", "CPU", machine) for _ in physical["CPU"]),
-        *gpus,
-        *(Device("", "TPU") for _ in physical["TPU"]),
-    ]
-    devices = _logical([*physical["CPU"], *physical["GPU"], *physical["TPU"]], whole)
+    physical = tf.config.get_visible_devices("GPU")
+    gpus = _gpus(physical, memory_by_name() if physical else {})
+    devices = logical_devices(gpus, machine)
     tpus = tuple(device for device in devices if device.kind == "TPU")
     return Hardware(
         cpu_count=_usable_cpus(),
@@ -115,10 +110,23 @@ def detect(environment: Mapping[str, str] | None = None) -> Hardware:
     )
 
 
-def _gpus(physical: list) -> tuple[Device, ...]:
-    if not physical:
-        return ()
-    memory = memory_by_name()
+def logical_devices(gpus: tuple[Device, ...] | None = None, memory: int | None = None) -> tuple[Device, ...]:
+    """The devices that TensorFlow has made, or will make, of those that this process may use.
+
+    Args:
+        gpus: What is known of the physical GPUs; unless told, all but their memory is looked up.
+        memory: The machine's, in bytes.
+    """
+    physical = {kind: tf.config.get_visible_devices(kind) for kind in KINDS}
+    whole = [
+        *(Device("", "CPU", memory) for _ in physical["CPU"]),
+        *(_gpus(physical["GPU"], {}) if gpus is None else gpus),
+        *(Device("", "TPU") for _ in physical["TPU"]),
+    ]
+    return _logical([one for kind in KINDS for one in physical[kind]], whole)
+
+
+def _gpus(physical: list, memory: Mapping[str, int]) -> tuple[Device, ...]:
     gpus = []
     for index, gpu in enumerate(physical):
         details = tf.config.experimental.get_device_details(gpu)

@@ -4,6 +4,7 @@ import datetime
 import json
 import logging
 import platform
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.distribution.hardware import logical_devices
+from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.distribution.workers import place_of
 from keras_paragrad.plain_json import read_json
 from keras_paragrad.profiling.summary import RunInfo
@@ -40,6 +43,7 @@ def run_info(model: keras.Model) -> RunInfo:
     """
     strategy = model.distribute_strategy
     kind = type(strategy).__name__
+    used = _used_devices(model, strategy)
     return RunInfo(
         model=model.name,
         optimizer=_named(model.optimizer),
@@ -54,6 +58,8 @@ def run_info(model: keras.Model) -> RunInfo:
         devices=tuple(device.name for device in tf.config.list_logical_devices()),
         versions={"python": platform.python_version(), "keras": keras.__version__, "tensorflow": tf.__version__},
         started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        device_kind=kind_of_device(used[0]) if used else "",
+        compute_capability=_least_capability(used),
     )
 
 
@@ -85,6 +91,20 @@ def _is_ours(path: Path) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and found.keys() >= _ALWAYS_THERE
+
+
+def _used_devices(model: keras.Model, strategy: tf.distribute.Strategy) -> list[str]:
+    """The devices that hold the trainable variables, in their shortest form: `GPU:0`."""
+    variables: Any = [variable.value for variable in model.trainable_variables]
+    held = [part.device for each in variables for part in strategy.experimental_local_results(each)]
+    return sorted({device.rpartition("/device:")[2] for device in held if device})
+
+
+def _least_capability(used: Collection[str]) -> tuple[int, int] | None:
+    """The least compute capability of the GPUs in use, or `None` if that of one is not known."""
+    found = [device.compute_capability for device in logical_devices() if device.kind == "GPU" and device.name in used]
+    known = [each for each in found if each is not None]
+    return min(known) if known and len(known) == len(found) else None
 
 
 def _named(optimizer: Any) -> str:

@@ -20,6 +20,8 @@ class RunInfo:
         steps_per_execution: How many batches a call runs.
         precision: The name of the dtype policy.
         devices: The devices of this process, as TensorFlow names them.
+        device_kind: The kind of those that hold the model: `CPU`, `GPU` or `TPU`; `""` if it isn't known.
+        compute_capability: The least of the GPUs that hold the model, such as `(8, 0)`, or `None` if it isn't known.
         versions: The versions of Python and of packages, by name.
         started: When, as ISO 8601 with the time zone.
     """
@@ -36,6 +38,26 @@ class RunInfo:
     devices: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     started: str = ""
+    device_kind: str = ""
+    compute_capability: tuple[int, int] | None = None
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> "RunInfo":
+        """What was described as data that JSON can hold, also by an earlier version.
+
+        Example:
+
+        >>> RunInfo.from_dict({"model": "digits", "devices": [], "compute_capability": [8, 0]}).compute_capability
+        (8, 0)
+        """
+        capability = found.get("compute_capability")
+        return cls(
+            **{
+                **found,
+                "devices": tuple(found["devices"]),
+                "compute_capability": None if capability is None else tuple(capability),
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -141,9 +163,8 @@ class ProfileSummary:
         >>> ProfileSummary.from_dict(summary.to_dict()) == summary
         True
         """
-        run = found["run"]
         return cls(
-            run=RunInfo(**{**run, "devices": tuple(run["devices"])}),
+            run=RunInfo.from_dict(found["run"]),
             steps=tuple(StepTime(**step) for step in found["steps"]),
             operations=tuple(OperationTime(**operation) for operation in found["operations"]),
             peak_memory=dict(found["peak_memory"]),

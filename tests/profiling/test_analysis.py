@@ -7,6 +7,9 @@ import pytest
 import tensorflow as tf
 from hypothesis import given
 
+from keras_paragrad.distribution.described import describe
+from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.plan import make_plan
 from keras_paragrad.profiling.analysis.advice import advise, milliseconds_compiling
 from keras_paragrad.profiling.analysis.coverage import Coverage
 from keras_paragrad.profiling.analysis.events import Call, Compiled, Marker, Pull, Trace, Work
@@ -261,10 +264,38 @@ def test_advice_names_what_is_not_yet_done():
     assert "jit_compile=True" in advise(host, (), RunInfo(**on_gpu)).text
     assert "jit_compile" not in advise(host, (), RunInfo(jit=True, **on_gpu)).text
     assert "steps_per_execution" not in advise(host, (), RunInfo(jit=True, steps_per_execution=8, **on_gpu)).text
-    computing = steps(compute=9)
-    assert "float16" in advise(computing, LONGEST, RunInfo(**on_gpu)).text
-    assert "float16" not in advise(computing, LONGEST, RunInfo(precision="mixed_bfloat16", **on_gpu)).text
+    assert "DistributedFit(jit=True)" in advise(host, (), RunInfo(replicas=2, **on_gpu)).text
+    assert "larger batches" in advise(host, (), RunInfo(replicas=2)).text
     assert advise((), ()) is None
+
+
+@pytest.mark.parametrize(
+    ("run", "policy"),
+    [
+        ({"device_kind": "GPU", "compute_capability": (9, 0)}, "mixed_bfloat16"),
+        ({"device_kind": "GPU", "compute_capability": (8, 0)}, "mixed_bfloat16"),
+        ({"device_kind": "GPU", "compute_capability": (7, 5)}, "mixed_float16"),
+        ({"device_kind": "GPU", "compute_capability": (6, 1)}, None),
+        ({"device_kind": "GPU"}, None),
+        ({"devices": ("/device:GPU:0",), "compute_capability": (8, 0)}, "mixed_bfloat16"),
+        # There is a GPU, and the model lies on the processor.
+        ({"devices": ("/device:CPU:0", "/device:GPU:0"), "device_kind": "CPU"}, None),
+        ({"device_kind": "TPU"}, "mixed_bfloat16"),
+        ({"device_kind": "CPU"}, None),
+    ],
+    ids=str,
+)
+def test_16_bits_are_advised_as_the_plan_does(run, policy):
+    computing = steps(compute=9)
+    text = advise(computing, LONGEST, RunInfo(**run)).text
+    assert (f'set_global_policy("{policy}")' in text) if policy else ("float16" not in text)
+    assert ("jit_compile=True" in text) == (run.get("device_kind", "GPU") != "CPU")
+    assert "float16" not in advise(computing, LONGEST, RunInfo(precision="mixed_bfloat16", **run)).text
+    kind, capability = run.get("device_kind", "GPU"), run.get("compute_capability")
+    counts = {"gpus": int(kind == "GPU"), "tpu_cores": int(kind == "TPU")}
+    plan = make_plan(describe(compute_capability=capability, **counts), Options())
+    advised = [each for each in ("mixed_bfloat16", "mixed_float16") if f"{each} would be faster" in str(plan.precision)]
+    assert advised == [policy] * bool(policy)
 
 
 @pytest.mark.parametrize("devices", [("/device:CPU:0", "/device:CPU:1"), ()], ids=["CPUs", "unknown"])

@@ -1,6 +1,7 @@
 """Whether XLA compiles the training step, and how much of it at a time."""
 
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
+from keras_paragrad.distribution.gains import XLA_ON_CPUS, gains_from_xla
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.distribution.options import Options
@@ -51,13 +52,13 @@ def decide_jit(
         return Decision(NAME, form, "asked for", evidence, "jit=False")
     if asked is False:
         return Decision(NAME, "none", "asked for", evidence, "jit=True")
-    if _on_cpu(hardware, devices):
+    if not gains_from_xla(_kind(hardware, devices)):
         reason = f'Keras\'s "auto" leaves CPUs alone; jit_compile=True in compile() still holds, as {form}'
-        return Decision(NAME, "none", reason, "on CPUs, XLA runs convolutions in a loop on one core", "jit=True")
+        return Decision(NAME, "none", reason, XLA_ON_CPUS, "jit=True")
     reason = "what Keras does on one such device" + (", on each replica" if form == "per_replica" else "")
     return Decision(NAME, form, reason, evidence, "jit=False")
 
 
-def _on_cpu(hardware: Hardware, devices: tuple[str, ...]) -> bool:
-    """Whether training runs on the processor; a strategy that was handed over is taken to use what GPUs there are."""
-    return kind_of_device(devices[0]) == "CPU" if devices else not hardware.of_kind("GPU")
+def _kind(hardware: Hardware, devices: tuple[str, ...]) -> str:
+    """On what training runs; a strategy that was handed over is taken to use what GPUs there are."""
+    return kind_of_device(devices[0]) if devices else "GPU" if hardware.of_kind("GPU") else "CPU"

@@ -3,6 +3,7 @@
 import keras
 
 from keras_paragrad.distribution.decisions.decision import Decision
+from keras_paragrad.distribution.gains import faster_policy
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options
 
@@ -29,20 +30,9 @@ def decide_precision(hardware: Hardware, options: Options, strategy: str, device
 def _faster(hardware: Hardware, strategy: str, devices: tuple[str, ...]) -> tuple[str | None, str]:
     """The policy that the devices have units for, if they do, and how that is known."""
     if strategy == "tpu":
-        return "mixed_bfloat16", "a TPU multiplies in bfloat16"
+        return faster_policy("TPU")
     used = [gpu for gpu in hardware.of_kind("GPU") if not devices or gpu.name in devices]
-    if not used:
-        return None, "CPUs are not known to gain from another"
-    known = [gpu.compute_capability for gpu in used if gpu.compute_capability is not None]
-    if len(known) < len(used):
-        return None, "the GPU's compute capability is not known"
-    least = min(known)
-    said = f"compute capability {least[0]}.{least[1]}"
-    if least >= (8, 0):
-        return "mixed_bfloat16", f"{said} has tensor cores for it, and no loss needs scaling"
-    if least >= (7, 0):
-        return "mixed_float16", f"{said} has tensor cores for it; the loss is scaled"
-    return None, f"{said} has no tensor cores"
+    return faster_policy("GPU" if used else "CPU", [gpu.compute_capability for gpu in used])
 
 
 def _caution(policy: str | None, hardware: Hardware) -> str:

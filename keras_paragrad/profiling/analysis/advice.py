@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Collection, Sequence
 
+from keras_paragrad.distribution.gains import faster_policy, gains_from_xla
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.profiling.analysis.events import Trace
 from keras_paragrad.profiling.analysis.input_advice import about_input
@@ -77,7 +78,12 @@ def _what_to_do(kind: str, run: RunInfo) -> str:
         return "Give all batches one shape: dataset.batch(n, drop_remainder=True), and pad sequences to few lengths."
     if kind == "collective":
         return "Take larger batches on each replica, or update less often: AccumulatingOptimizer(optimizer, steps=4)."
-    if not run.jit and _on_accelerators(run):
+    compiles = not run.jit and gains_from_xla(_device_kind(run))
+    if run.replicas > 1:
+        # Keras alone can't compile a step across replicas, and several steps in a call gain nothing on them.
+        larger = "Take larger batches on each replica"
+        return f"{larger}, or train with DistributedFit(jit=True), which compiles it." if compiles else f"{larger}."
+    if compiles:
         return (
             "Compile the step, or run several in a call: model.compile(..., jit_compile=True, steps_per_execution=16)."
         )
@@ -96,25 +102,22 @@ def _about_computing(steps: Sequence[StepTime], operations: Sequence[OperationTi
     first = operations[0]
     where = f"{first.kind} in {first.layer}" if first.layer else first.kind
     figures += f", {first.share:.0%} of operations' time is {where}"
-    means = []
-    if _on_accelerators(run):
-        means = [
-            "" if run.jit else "jit_compile=True",
-            "" if "float16" in run.precision else 'keras.mixed_precision.set_global_policy("mixed_bfloat16")',
-        ]
+    kind = _device_kind(run)
+    policy, _ = faster_policy(kind, [run.compute_capability] if kind == "GPU" else [])
+    means = [
+        "jit_compile=True" if gains_from_xla(kind) and not run.jit else "",
+        f'keras.mixed_precision.set_global_policy("{policy}")' if policy and run.precision == "float32" else "",
+    ]
+    # Replicas on one machine's processors share its cores.
+    replicas = "more replicas" if kind in ("GPU", "TPU") else "more replicas, on other machines,"
     cheaper = " or ".join(each for each in means if each)
-    return Advice(
-        "compute", f"The model is what takes the time; {cheaper or 'more replicas'} may make it cheaper.", figures
-    )
+    return Advice("compute", f"The model is what takes the time; {cheaper or replicas} may make it cheaper.", figures)
 
 
-def _on_accelerators(run: RunInfo) -> bool:
-    """Whether the training is known to use a GPU or TPU.
-
-    Elsewhere XLA and 16 bits are not advised, and the plan of `DistributedFit` does not choose them either: on CPUs a
-    step of MobileNetV3Small went from 98 to 769 ms with `jit_compile=True`, and from 78 to 145 with `"mixed_bfloat16"`.
-    """
-    return any(kind_of_device(device.rpartition("/device:")[2]) != "CPU" for device in run.devices)
+def _device_kind(run: RunInfo) -> str:
+    """What holds the model; for a run that doesn't say, what its process had: GPUs or TPUs, if any."""
+    kinds = [kind_of_device(device.rpartition("/device:")[2]) for device in run.devices]
+    return run.device_kind or next((kind for kind in kinds if kind != "CPU"), "")
 
 
 def milliseconds_compiling(trace: Trace) -> float:

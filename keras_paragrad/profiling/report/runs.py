@@ -159,7 +159,6 @@ def _series(folder: Path, name: str, notes: list[str]) -> tuple[Series, ...]:
 def _run_info(folder: Path, windows: tuple[Window, ...]) -> RunInfo:
     """From `run.json`, or else from the newest window."""
     try:
-        found = read_json((folder / "run.json").read_text("utf-8"))
-        return RunInfo(**{**found, "devices": tuple(found["devices"])})
-    except (OSError, ValueError, KeyError, TypeError):
+        return RunInfo.from_dict(read_json((folder / "run.json").read_text("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return windows[-1].summary.run if windows else RunInfo()
