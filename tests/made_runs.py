@@ -92,6 +92,9 @@ def telemetry_rows(steps: int, layers: int) -> Iterable[tuple[Any, ...]]:
 def throughput_rows(steps: int) -> Iterable[tuple[Any, ...]]:
     """Every quantity of `Throughput`."""
     yield 0, 0, "time_to_first_step_s", 1.5
+    yield 0, 0, "compile_s", 1.25
+    yield steps // 2, 0, "compile_s", 0.75
+    yield steps - 1, 0, "profiler_s", 8.0
     for number in range(steps):
         for quantity, value in {
             "examples_per_second": 12000.0 + number % 7,

@@ -25,6 +25,7 @@ from keras_paragrad.profiling.requirements import say_what_is_missing
 from keras_paragrad.profiling.run_info import run_info, write_run_info
 from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule
 from keras_paragrad.profiling.session import Session
+from keras_paragrad.profiling.stops import Stops
 from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.terminal import WindowFigures, show
 from keras_paragrad.profiling.windows import WindowTracer
@@ -207,7 +208,8 @@ class Profiler(keras.callbacks.Callback):
         self.summaries.append(closed)
         if self.summary:
             figures = WindowFigures(closed, self.log_dir, self.operations)
-            self._safely(lambda: show(figures), "A window's figures were not printed")
+            with Stops.counted():
+                self._safely(lambda: show(figures), "A window's figures were not printed")
 
     def _say_that_none_fired(self) -> None:
         first = self.schedule.window(0) if self.schedule else None

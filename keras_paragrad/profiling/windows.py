@@ -13,6 +13,7 @@ from keras_paragrad.profiling.markers import StepMarkers
 from keras_paragrad.profiling.memory import PeakMemory
 from keras_paragrad.profiling.schedule import Window
 from keras_paragrad.profiling.session import SUMMARY, Session, remove_oldest
+from keras_paragrad.profiling.stops import Stops
 from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
 from keras_paragrad.profiling.updates import UpdateCount
 
@@ -72,6 +73,7 @@ class WindowTracer:
             self._memory.look()
         return True
 
+    @Stops.counted()
     def open(self, window: Window, batch: int) -> None:
         """Opens a window; before its first batch the profiler warms up.
 
@@ -89,6 +91,7 @@ class WindowTracer:
         if self.window.begin > batch:
             self._session = Session(self._log_dir)
 
+    @Stops.counted()
     def _begin(self, batch: int) -> None:
         window = self.window
         assert window is not None
@@ -116,6 +119,7 @@ class WindowTracer:
         if self._markers is not None:
             self._markers.read()
 
+    @Stops.counted()
     def close(self, batch: int) -> ProfileSummary | None:
         """Closes the window and writes what it shows.
 
@@ -164,6 +168,7 @@ class WindowTracer:
         _log.warning("%s", note)
         return ProfileSummary(run=self._run, peak_memory=peak, notes=(note,))
 
+    @Stops.counted()
     def abandon(self) -> None:
         """Ends the open window and keeps nothing of it."""
         session = self._session

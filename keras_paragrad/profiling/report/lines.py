@@ -1,6 +1,6 @@
 """A chart of lines over the steps: where each point lies, and the same figures as a table."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,6 +44,19 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """Where something was left out of the lines.
+
+    Attributes:
+        kind: What it was, as the file says.
+        place: Where, in percent.
+    """
+
+    kind: str
+    place: float
+
+
+@dataclass(frozen=True)
 class LineChart:
     """A chart of lines over the steps.
 
@@ -56,6 +69,8 @@ class LineChart:
         heads: The head of each column of the table of values.
         rows: Some steps, and the value of every line there.
         notes: What was left out.
+        marks: Where something was left out of the values.
+        marked: By kind of these marks, what the legend says.
     """
 
     title: str
@@ -66,6 +81,8 @@ class LineChart:
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
+    marks: tuple[Mark, ...] = ()
+    marked: tuple[tuple[str, str], ...] = ()
 
     @property
     def extremes(self) -> tuple[tuple[str, ...], ...]:
@@ -79,7 +96,8 @@ class LineChart:
             f"{line.name or 'value'}: smallest {line.smallest}, largest {line.largest}, last {line.last}"
             for line in self.lines
         )
-        return f"{self.title}, over the {self.counted}s. {lines}."
+        left_out = "".join(f" {words}." for _, words in self.marked)
+        return f"{self.title}, over the {self.counted}s. {lines}.{left_out}"
 
 
 def line_chart(
@@ -88,6 +106,7 @@ def line_chart(
     written: Callable[[float], str] = number,
     may_be_logarithmic: bool = True,
     counted: str = "step",
+    left_out: Mapping[str, Series] | None = None,
 ) -> LineChart | None:
     """A chart of some series, or `None` if none of them has a value.
 
@@ -97,6 +116,7 @@ def line_chart(
         written: How a value is written.
         may_be_logarithmic: Whether the axis may go by orders of magnitude.
         counted: What a step is: of the training, or an update of the optimizer.
+        left_out: By what was left out of the values, in words, how many seconds of it and where.
     """
     series = [one for one in series if len(one.values)]
     if not series:
@@ -104,11 +124,22 @@ def line_chart(
     finite = np.concatenate([one.finite for one in series])
     values = [float(value) for value in finite]
     up = axis_for(values, written, may_be_logarithmic, binary=written is size)
-    across = steps_axis(min(one.steps[0] for one in series), max(one.steps[-1] for one in series), count)
+    found = (left_out or {}).items()
+    shown = [*series, *(one for _, one in found)]
+    across = steps_axis(min(one.steps[0] for one in shown), max(one.steps[-1] for one in shown), count)
     lines = tuple(_line(one, index, across, up, counted) for index, one in enumerate(series))
     title = f"{title}, logarithmic" if up.logarithmic else title
     heads = (counted, *(one.name or "value" for one in series))
-    return LineChart(title, counted, across, up, lines, heads, _table(series, written), _notes(series, up))
+    return LineChart(
+        *(title, counted, across, up, lines, heads, _table(series, written), _notes(series, up)),
+        marks=tuple(Mark(one.quantity, place) for _, one in found for place in _places(one, across)),
+        marked=tuple((one.quantity, f"{words}, left out: {number(one.finite.sum())} s") for words, one in found),
+    )
+
+
+def _places(series: Series, across: Axis) -> list[float]:
+    """Where marks can be told apart."""
+    return sorted({float(round(across.place(float(step)))) for step in series.steps})
 
 
 def named(series: Series, name: str) -> Series:

@@ -26,6 +26,7 @@ class Drawn:
         written: How values are written.
         logarithmic: Whether they can differ by orders of magnitude from step to step, and are read that way.
         counted: What the file counts by.
+        interrupted: Whether the values leave out what `LEFT_OUT` names.
     """
 
     title: str
@@ -33,6 +34,7 @@ class Drawn:
     written: Written
     logarithmic: bool = False
     counted: str = "step"
+    interrupted: bool = False
 
 
 def _seconds(value: float | None) -> str:
@@ -54,14 +56,24 @@ GRADIENT_CHARTS = (
     Drawn("Loss scale", {"loss_scale": "loss scale"}, number, False, "update"),
 )
 THROUGHPUT_CHARTS = (
-    Drawn("Throughput, examples per second", {"examples_per_second": "examples per second"}, number),
     Drawn(
-        "Step time over the run", {"step_time_p50_ms": "median", "step_time_p95_ms": "95th percentile"}, milliseconds
+        "Throughput, examples per second",
+        {"examples_per_second": "examples per second"},
+        number,
+        interrupted=True,
+    ),
+    Drawn(
+        "Step time over the run",
+        {"step_time_p50_ms": "median", "step_time_p95_ms": "95th percentile"},
+        milliseconds,
+        interrupted=True,
     ),
     Drawn("Memory in use", {"host_memory_bytes": "host", "device_memory_bytes": "device"}, size),
     Drawn("Share of the peak: model FLOPs utilisation", {"mfu": "utilisation"}, share),
     Drawn("Share of collectives in the step", {"collective_share": "collectives"}, share),
 )
+# What such values leave out, in seconds, and its name.
+LEFT_OUT = {"compile_s": "steps that were compiled", "profiler_s": "stops of Profiler"}
 # Figures of which the last value says all.
 LAST_VALUES: dict[str, tuple[str, Written]] = {
     "time_to_first_step_s": ("Time to the first step", _seconds),
@@ -99,16 +111,21 @@ class LayerView:
 def charts(series: Sequence[Series], wanted: Sequence[Drawn]) -> tuple[LineChart, ...]:
     """Those charts of whole-model quantities for which something was written down."""
     whole = {one.quantity: one for one in series if not one.name}
+    left_out = {words: whole[name] for name, words in LEFT_OUT.items() if name in whole}
     found = (
-        chart_of(drawn, [named(whole[name], words) for name, words in drawn.quantities.items() if name in whole])
+        chart_of(
+            drawn,
+            [named(whole[name], words) for name, words in drawn.quantities.items() if name in whole],
+            left_out if drawn.interrupted else None,
+        )
         for drawn in wanted
     )
     return tuple(chart for chart in found if chart)
 
 
-def chart_of(drawn: Drawn, series: Sequence[Series]) -> LineChart | None:
-    """One chart of some series, or `None` without any."""
-    return line_chart(drawn.title, series, drawn.written, drawn.logarithmic, drawn.counted)
+def chart_of(drawn: Drawn, series: Sequence[Series], left_out: Mapping[str, Series] | None = None) -> LineChart | None:
+    """One chart of some series, with marks where something was left out, or `None` without any."""
+    return line_chart(drawn.title, series, drawn.written, drawn.logarithmic, drawn.counted, left_out)
 
 
 def last_values(series: Sequence[Series]) -> tuple[tuple[str, str], ...]:

@@ -10,6 +10,7 @@ import keras
 from keras_paragrad._keras.telemetry_counts import batch_spec, gradient_graph
 from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
 from keras_paragrad.distribution.workers import place_of
+from keras_paragrad.profiling.stops import Stops
 from keras_paragrad.profiling.throughput.clock import Clock, StepTimes
 from keras_paragrad.profiling.throughput.files import Files
 from keras_paragrad.profiling.throughput.flops import flops_of
@@ -25,9 +26,9 @@ _SHOWN = ("examples_per_second", "step_time_p50_ms", "step_time_p95_ms", "mfu")
 class Throughput(keras.callbacks.Callback):
     """Shows how fast `fit` goes: in `logs` and so in Keras's progress bar, and in files.
 
-    A step is a batch. Its time is that from the end of the one before, with the wait for data and all callbacks in it,
-    and without validation and those steps that compile something. Figures, of which those that can't be known are left
-    out:
+    A step is a batch. Its time is that from the end of the one before, with the wait for data and all callbacks in it.
+    Validation, steps that trace and compile something, and the time for which `Profiler` stops training to begin and end
+    its windows are in none of the times and rates. Figures, of which those that can't be known are left out:
 
     - `examples_per_second`, over all replicas and workers; `updates_per_second`.
     - `step_time_p50_ms`, `step_time_p95_ms` of the latest thousand calls of the train function.
@@ -38,6 +39,7 @@ class Throughput(keras.callbacks.Callback):
     - `flops_per_step`: those of the matrix products and convolutions of forward and backward pass. `mfu`: as a share of
       `peak_flops`.
     - `collective_share`: from the newest profile in `log_dir`.
+    - `compile_s`, `profiler_s`, in `throughput.csv` alone: how long what was left out took, and where it was.
 
     Args:
         log_dir: Where to write; nothing is written, if `None`. Of several workers only the first writes.
@@ -109,6 +111,7 @@ class Throughput(keras.callbacks.Callback):
         """Begins to count an epoch's steps."""
         self._epoch, self._ended, self._last = epoch, 0.0, None
         self._pace.begin(time.perf_counter())
+        self._stops = Stops.seconds
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Puts the clock around the train function, also around a new one that another callback has made."""
@@ -153,14 +156,27 @@ class Throughput(keras.callbacks.Callback):
             self._times.add(self._last)
         steps = self._per_call if self._per_call == 1 else self._steps_of_call()
         self._pace.steps += steps
+        stopped, self._stops = Stops.seconds - self._stops, Stops.seconds
         # What is compiled takes its time once.
         compiled = self._first or self._retraces.happened()
-        self._last = None if compiled else (ended - (self._ended or began)) / steps
+        self._last = None
+        if compiled:
+            self._pace.leave_out(ended - (self._ended or self._pace.began), steps)
+        else:
+            self._last = (ended - self._ended - stopped if self._ended else ended - began) / steps
+            self._pace.leave_out(stopped)
         self._ended = ended
+        if compiled or stopped:
+            self._say_what_is_left_out(compile_s=compiled * (ended - began), profiler_s=stopped)
         if compiled:
             self._compiled(iterator, ended, steps)
         elif ended - self._pace.began > self.interval:
             self._bring_up_to_date(ended)
+
+    def _say_what_is_left_out(self, **seconds: float) -> None:
+        if self._files:
+            found = {name: value for name, value in seconds.items() if value}
+            self._files.left_out(self._pace.updates(), self._epoch, found)
 
     def _steps_of_call(self) -> int:
         left = self.params.get("steps")

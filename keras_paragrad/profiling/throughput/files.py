@@ -35,6 +35,11 @@ class Files:
         tags = [f"throughput/{name}" for name in figures]
         self._guarded(lambda: self._scalars.append(np.array([step]), tags, values))
 
+    def left_out(self, step: int, epoch: int, seconds: Mapping[str, float]) -> None:
+        """Writes what was left out of the figures, and how long it took: in the table alone."""
+        labels, values = [(name,) for name in seconds], np.array([list(seconds.values())], float)
+        self._guarded(lambda: self._table.append([step], [epoch], labels, values))
+
     def retraced(self, step: int, traces: Iterable[Trace]) -> None:
         """Writes graphs that were traced again."""
         self._guarded(lambda: self._write([(step, *trace) for trace in traces]))

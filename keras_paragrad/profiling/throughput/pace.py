@@ -28,6 +28,7 @@ class Pace:
     def begin(self, now: float, steps: int = 0) -> None:
         """Counts from here, so many steps into the epoch."""
         self.began, self.steps, self._from = now, steps, steps
+        self._seconds_left_out, self._steps_left_out = 0.0, 0
         self._examples, self.update = self.examples() if steps else 0.0, self.updates()
 
     def examples(self) -> float | None:
@@ -42,16 +43,28 @@ class Pace:
         """How many updates the optimizer has made."""
         return int(self.model.optimizer.iterations.numpy())
 
+    def leave_out(self, seconds: float, steps: int = 0) -> None:
+        """Takes some time out of the next rates, and the steps that ran in it."""
+        self._seconds_left_out += seconds
+        self._steps_left_out += steps
+
     def rates(self, now: float) -> dict[str, float | None]:
-        """Examples and updates a second since the last time, and counts from here."""
-        seconds, examples, updates = now - self.began, self.examples(), self.updates()
-        if seconds <= 0:
+        """Examples, updates and steps a second since the last time, and counts from here.
+
+        How many examples a step had that is left out nobody has looked up: as many as the others on average.
+        """
+        seconds = now - self.began - self._seconds_left_out
+        steps = self.steps - self._from
+        counted = steps - self._steps_left_out
+        if seconds <= 0 or counted <= 0:
             return dict(self._rates)
+        examples, updates, share = self.examples(), self.updates(), counted / steps
         new = None if examples is None or self._examples is None else examples - self._examples
         self._rates = {
-            "examples_per_second": None if new is None else new / seconds,
-            "updates_per_second": (updates - self.update) / seconds,
-            "steps_per_second": (self.steps - self._from) / seconds,
+            "examples_per_second": None if new is None else new * share / seconds,
+            "updates_per_second": (updates - self.update) * share / seconds,
+            "steps_per_second": counted / seconds,
         }
         self.began, self._from, self._examples, self.update = now, self.steps, examples, updates
+        self._seconds_left_out, self._steps_left_out = 0.0, 0
         return dict(self._rates)

@@ -140,6 +140,20 @@ def test_it_can_be_read(browser, pages, page, width, scheme):
     assert wanted <= there
 
 
+def test_what_is_left_out_is_marked_and_named(browser, pages):
+    look_at(browser, pages["report"])
+    found = browser.execute_script("""
+        const figure = [...document.querySelectorAll("figure")].find(each => each.innerText.includes("Throughput"));
+        const size = figure.querySelector("svg[role=img]").getBoundingClientRect();
+        const marks = [...figure.querySelectorAll("svg[role=img] .mark")].map(mark => mark.getBoundingClientRect());
+        return [figure.innerText, marks.map(mark => [(mark.left - size.left) / size.width, mark.height / size.height])];
+    """)
+    assert "steps that were compiled, left out: 2 s" in found[0]
+    assert "stops of Profiler, left out: 8 s" in found[0]
+    assert [round(place, 1) for place, _ in found[1]] == [0, 0.5, 1]
+    assert min(height for _, height in found[1]) > 0.95
+
+
 def test_the_tables_behind_the_charts_open(browser, pages):
     look_at(browser, pages["report"])
     details = browser.find_elements(By.TAG_NAME, "details")

@@ -13,10 +13,19 @@ import tensorflow as tf
 from telemetry_loops import X, Y, inner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation
+from keras_paragrad import (
+    AccumulatingOptimizer,
+    DistributedFit,
+    ExactAccumulation,
+    Profiler,
+    ProfileSchedule,
+    write_report,
+)
+from keras_paragrad.profiling.stops import Stops
 from keras_paragrad.profiling.summary import ProfileSummary, StepTime
 from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
 from keras_paragrad.profiling.throughput.callback import Throughput
+from keras_paragrad.profiling.windows import WindowTracer
 
 PAUSE = 0.02
 
@@ -149,13 +158,70 @@ def test_a_graph_that_is_traced_again_is_named_with_its_shapes(tmp_path, caplog)
     assert "float32[8,?,2]" in caplog.text
 
 
+class SlowToTrace(keras.layers.Layer):
+    """Takes a second to be traced, and nothing afterwards."""
+
+    def call(self, x):
+        time.sleep(1)
+        return x
+
+
+class TracesAgain(keras.callbacks.Callback):
+    """Has Keras make its train function anew, as other callbacks do."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 8:
+            self.model.make_train_function(force=True)
+
+
+def left_out(folder):
+    rows = csv.DictReader((folder / "throughput.csv").read_text().splitlines())
+    return {
+        quantity: [(float(row["step"]), float(row["value"])) for row in rows if row["quantity"] == quantity]
+        for rows in [list(rows)]
+        for quantity in ("compile_s", "profiler_s")
+    }
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["profiler first", "throughput first"])
+def test_compiling_and_the_profilers_stops_are_left_out(tmp_path, monkeypatch, first):
+    close = WindowTracer.close
+
+    @Stops.counted()
+    def slowly(self, batch):
+        time.sleep(1)
+        return close.__wrapped__(self, batch)
+
+    monkeypatch.setattr(WindowTracer, "close", slowly)
+    model = keras.Sequential([keras.Input((6,)), SlowToTrace(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    throughput = Throughput(tmp_path, interval=100)
+    profiler = Profiler(tmp_path, ProfileSchedule(skip_first=3, warmup=0, active=3), summary=False, report=None)
+    callbacks = [profiler, throughput] if first else [throughput, profiler]
+    x, y = np.ones((19 * 16 + 4, 6), "float32"), np.ones((19 * 16 + 4, 1), "float32")
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=[Pause(), TracesAgain(), *callbacks])
+    (first_compiled, again), (began, ended) = left_out(tmp_path)["compile_s"], left_out(tmp_path)["profiler_s"]
+    assert first_compiled[0] == 1 and again[0] == 9 and min(first_compiled[1], again[1]) > 1
+    assert began[0] == 4 and ended[0] == 7 and ended[1] > 1
+    times = np.array(throughput._times._seconds)
+    assert len(times) == 20 - 2 and times.max() < 1
+    # The last batch has 4 examples; a step that is left out has as many as the others on average.
+    examples = (18 * 16 + 4) * 18 / 19
+    assert throughput.figures["examples_per_second"] == pytest.approx(examples / times.sum(), rel=1e-3)
+    assert throughput.figures["updates_per_second"] == pytest.approx(18 / times.sum(), rel=1e-3)
+    page = write_report(tmp_path).read_text()
+    assert page.count('<line class="mark compile_s" x1="') == 2 * 2 + 2
+    assert page.count('<line class="mark profiler_s" x1="') == 2 * 2 + 2
+    assert "steps that were compiled, left out: " in page and "stops of Profiler, left out: " in page
+
+
 def test_files_and_tensorboard(tmp_path):
     history, figures = fitted(Throughput(tmp_path))
     rows = list(csv.DictReader((tmp_path / "throughput.csv").read_text().splitlines()))
     assert list(rows[0]) == ["step", "epoch", "quantity", "value"]
     found = {(row["epoch"], row["quantity"]): (row["step"], float(row["value"])) for row in rows}
     assert found["1", "examples_per_second"] == ("12", pytest.approx(figures["examples_per_second"], rel=1e-11))
-    assert {name for _, name in found} == set(figures)
+    assert {name for _, name in found} == {*figures, "compile_s"}
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {f"throughput/{name}" for name in figures}
