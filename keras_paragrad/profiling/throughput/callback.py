@@ -27,8 +27,8 @@ class Throughput(keras.callbacks.Callback):
     """Shows how fast `fit` goes: in `logs` and so in Keras's progress bar, and in files.
 
     A step is a batch. Its time is that from the end of the one before, with the wait for data and all callbacks in it.
-    Validation, steps that trace and compile something, and the time for which `Profiler` stops training to begin and end
-    its windows are in none of the times and rates. Figures, of which those that can't be known are left out:
+    Validation, steps that trace and compile something, and the time for which `Profiler` holds training up to begin and
+    end its windows are in none of the times and rates. Figures, of which those that can't be known are left out:
 
     - `examples_per_second`, over all replicas and workers; `updates_per_second`.
     - `step_time_p50_ms`, `step_time_p95_ms` of the latest thousand calls of the train function.
