@@ -19,6 +19,7 @@ from keras_paragrad._keras.model import has_own_predict_step, has_own_test_step
 from keras_paragrad._keras.presence import Presence, rows_of
 from keras_paragrad._keras.replicas import replica_count
 from keras_paragrad._keras.stages import Spread
+from keras_paragrad._keras.symbolic import build_from_inputs
 
 
 def test_function(model: keras.Model, spread: Spread) -> Callable[[Any], dict]:
@@ -51,16 +52,32 @@ def predict_function(model: keras.Model, spread: Spread) -> Callable[[list], Any
         outputs = strategy.run(model._autoconvert_optionals(step), args=(batch,))
         if strategy.num_replicas_in_sync == 1:
             return outputs
-        return keras.tree.map_structure(lambda output: strategy.gather(output, axis=0), outputs)
+        return keras.tree.map_structure(lambda output: _gathered(strategy, output), outputs)
 
     if not model.run_eagerly:
         predicted = tf.function(releasing(predicted), reduce_retracing=True, autograph=False)
 
     def predict(batches: list) -> Any:
+        if spread.by_xla:
+            # XLA can't make weights that several devices have.
+            build_from_inputs(model, batches[0])
         outputs = [predicted(batch) for batch in batches]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
     return predict
+
+
+def _gathered(strategy: tf.distribute.Strategy, output: Any) -> Any:
+    """The replicas' parts of an output, one after the other."""
+    parts = strategy.experimental_local_results(output)
+    if not isinstance(parts[0], tf.RaggedTensor):
+        return strategy.gather(output, axis=0)
+    if len(parts) < strategy.num_replicas_in_sync:
+        raise ValueError(
+            "The model predicts ragged tensors, which several workers can't gather. Let it predict dense ones: end it "
+            "with keras.layers.Lambda(lambda x: x.to_tensor(shape=...))."
+        )
+    return tf.concat(parts, 0)
 
 
 def _apart(function: Callable[[Any, Any], Any], spread: Spread) -> Callable[[Any, Any], Any]:

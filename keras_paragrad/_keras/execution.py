@@ -11,6 +11,7 @@ from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad._keras.replicas import of_first_replica
 from keras_paragrad._keras.stages import Spread
+from keras_paragrad._keras.uncut import Limit
 from keras_paragrad._keras.whole_batches import divided
 
 Step = Callable[[Any], dict]
@@ -24,6 +25,7 @@ def compile_steps(
     schedule: Any = None,
     spread: Spread | None = None,
     passed_over: Callable[[int], int] = lambda batches: 0,
+    limit: Limit | None = None,
 ) -> Callable[[Any], dict]:
     """Makes a train function in which each batch is run by one of several steps, compiled apart.
 
@@ -37,11 +39,12 @@ def compile_steps(
             steps.
         spread: How batches are spread over replicas, or `None` for Keras's way.
         passed_over: How many of so many next batches to take and not to run.
+        limit: How large batches may be, if there is a limit.
 
     Returns:
         A function for `model.train_function`.
     """
-    compiled = [_compile_step(model, step, spread) for step in steps]
+    compiled = [_compile_step(model, step, spread, limit) for step in steps]
     by_host = _by_host(model, compiled, cuts=spread is not None)
     run = _in_graph(model, compiled) if model.distribute_strategy.num_replicas_in_sync == 1 else by_host
 
@@ -65,7 +68,12 @@ def compile_steps(
         updates = schedule.plan(batches) if schedule else [False] * batches
         in_graph = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not passed
         execute = run if in_graph else by_host
-        logs = execute(iterator, updates)
+        try:
+            logs = execute(iterator, updates)
+        except tf.errors.InvalidArgumentError as error:
+            if limit:
+                limit.explain(error)
+            raise
         if schedule:
             schedule.ended(batches, exhausted=logs is None)
         if logs is None:
@@ -79,7 +87,7 @@ def _next_batch(iterator: Any) -> Any:
     return iterator.get_next() if hasattr(iterator, "get_next") else next(iterator)
 
 
-def _compile_step(model: keras.Model, step: Step, spread: Spread | None) -> Step:
+def _compile_step(model: keras.Model, step: Step, spread: Spread | None, limit: Limit | None) -> Step:
     strategy = model.distribute_strategy
 
     def one_step(data: Any) -> dict:
@@ -96,7 +104,7 @@ def _compile_step(model: keras.Model, step: Step, spread: Spread | None) -> Step
             autograph=False,
             experimental_attributes={"_noinline": True},
         )
-    return model._autoconvert_optionals(one_step)
+    return model._autoconvert_optionals(limit.watch(one_step) if limit else one_step)
 
 
 def _in_graph(model: keras.Model, steps: Sequence[Step]) -> Execute:

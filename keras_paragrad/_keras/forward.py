@@ -34,6 +34,8 @@ class Weight(NamedTuple):
 
 # From a model, the arguments its `compute_loss` was called with, and the loss terms it called, to the weight.
 Weigh = Callable[[keras.Model, dict[str, Any], list[LossTerm]], Weight]
+# Takes what a `Weigh` takes, and gives nothing.
+Look = Callable[[keras.Model, dict[str, Any], list[LossTerm]], None]
 # From a weight to what the loss is multiplied with before the backward pass.
 Share = Callable[[Weight], tf.Tensor]
 
@@ -57,7 +59,13 @@ class Passed(NamedTuple):
 
 
 def pass_through(
-    model: keras.Model, data: Any, weigh: Weigh | None = None, share: Share | None = None, *, sums: bool = False
+    model: keras.Model,
+    data: Any,
+    weigh: Weigh | None = None,
+    share: Share | None = None,
+    *,
+    sums: bool = False,
+    look: Look | None = None,
 ) -> Passed:
     """Does what Keras's `train_step` does from the inputs to the gradients.
 
@@ -67,6 +75,7 @@ def pass_through(
         weigh: Measures what the gradient counts for. On replicas, that of a mean is then divided by their number.
         share: What the loss is multiplied with, by its weight.
         sums: Whether to tell what the losses are made of, instead of leaving outputs' losses to Keras's trackers.
+        look: Is shown what `weigh` would be given.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape:
@@ -79,6 +88,8 @@ def pass_through(
             loss = model._compute_loss(**arguments, training=True)
         with tape.stop_recording():
             weight = weigh(model, arguments, terms) if weigh else None
+            if look:
+                look(model, arguments, terms)
             found = loss_sums(model, loss, terms, rows_of(x), weight, divided=weigh is None) if sums else None
             factor = share(weight) if weight is not None and share else None
         shared = loss if factor is None else loss * tf.cast(factor, loss.dtype)
@@ -91,7 +102,13 @@ def pass_through(
 
 
 def compiled_pass(
-    model: keras.Model, data: Any, weigh: Weigh | None = None, share: Share | None = None, *, sums: bool = False
+    model: keras.Model,
+    data: Any,
+    weigh: Weigh | None = None,
+    share: Share | None = None,
+    *,
+    sums: bool = False,
+    look: Look | None = None,
 ) -> Passed:
     """`pass_through`, compiled by XLA apart from everything else in the step.
 
@@ -101,7 +118,7 @@ def compiled_pass(
     traced = []
 
     def parts(data):
-        passed = pass_through(model, data, weigh, sums=sums)
+        passed = pass_through(model, data, weigh, sums=sums, look=look)
         traced.append(passed)
         value = None if passed.weight is None else passed.weight.value
         return passed.gradients, passed.loss, passed.y_pred, value, passed.sums.vector if passed.sums else None

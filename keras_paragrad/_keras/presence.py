@@ -83,6 +83,20 @@ def _one_of_zeros(data: Any) -> Any:
         if isinstance(tensor, tf.SparseTensor):
             sizes = tf.concat([[1], tensor.dense_shape[1:]], 0)
             return tf.SparseTensor(tensor.indices[:0], tensor.values[:0], sizes)
+        if isinstance(tensor, tf.RaggedTensor):
+            return _one_ragged(tensor)
         return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
 
     return keras.tree.map_structure(one, data)
+
+
+def _one_ragged(tensor: tf.RaggedTensor) -> tf.RaggedTensor:
+    """A row of zeros, of length 1 in each dimension that is ragged."""
+    inner = tensor.flat_values.shape[1:]
+    # Where there is no row, the values need not have the dimensions that they have elsewhere.
+    sizes = inner if inner.is_fully_defined() else tf.shape(tensor.flat_values)[1:]
+    one: Any = tf.zeros(tf.concat([[1], sizes], 0), tensor.dtype)
+    ragged: Any = tf.RaggedTensor
+    for splits in tensor.nested_row_splits:
+        one = ragged.from_row_splits(one, tf.constant([0, 1], splits.dtype), validate=False)
+    return one

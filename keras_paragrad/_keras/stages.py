@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 import keras
 
-from keras_paragrad._keras.forward import Weigh
 from keras_paragrad._keras.step import Gradient
+from keras_paragrad._keras.uncut import Foreseen
 from keras_paragrad._keras.weights import Measure
 
 
@@ -17,19 +17,27 @@ class Spread(NamedTuple):
     Attributes:
         weigh: Measures what a replica's gradient counts for, or `None` if those of all count the same.
         by_xla: Whether XLA compiles each replica's forward and backward pass.
+        foreseen: On one replica, says what more of them would refuse.
     """
 
     weigh: Measure | None = None
     by_xla: bool = False
+    foreseen: Foreseen | None = None
 
 
 class Split(Protocol):
     """Fills the *split* stage: a batch cut into slices, and its gradient put together again."""
 
-    weigh: Weigh
+    size: int
+    weigh: Measure
 
-    def cuts(self, data: Any) -> bool:
-        """Whether a batch may be cut; not if its shapes say that it is one slice."""
+    @property
+    def foreseen(self) -> Foreseen:
+        """Says of batches that are one slice what several would refuse."""
+        ...
+
+    def cuts(self, data: Any) -> bool | None:
+        """Whether a batch has more examples than a slice; `None` where its shapes don't say."""
         ...
 
     def __call__(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient], data: Any) -> Gradient:

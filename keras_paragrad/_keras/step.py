@@ -14,6 +14,7 @@ from keras_paragrad._keras.loss_sums import LossSums
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.presence import Presence, rows_of
 from keras_paragrad._keras.replicas import coordinate, replica_count, sum_over_replicas
+from keras_paragrad._keras.uncut import Foreseen
 
 
 class Gradient(NamedTuple):
@@ -75,6 +76,7 @@ def gradient_of(
     presence: Presence | None = None,
     by_xla: bool = False,
     sums: bool = False,
+    foreseen: Foreseen | None = None,
 ) -> Gradient:
     """Does what Keras's `train_step` does up to the optimizer: forward, loss, backward, metrics.
 
@@ -86,13 +88,15 @@ def gradient_of(
         presence: Whether there are examples in the batch; there are, if `None`.
         by_xla: Whether XLA compiles the forward and backward pass, and nothing else.
         sums: Whether to tell what the losses are made of, instead of leaving outputs' losses to Keras's trackers.
+        foreseen: Looks at what is not weighed.
 
     Returns:
         The `Gradient`; the loss has not been tracked yet.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     presence = presence or Presence(rows_of(x))
-    passed = (compiled_pass if by_xla else pass_through)(model, data, weigh, share, sums=sums)
+    look = foreseen.look if foreseen else None
+    passed = (compiled_pass if by_xla else pass_through)(model, data, weigh, share, sums=sums, look=look)
     presence.run(lambda: model.compute_metrics(x=x, y=y, y_pred=passed.y_pred, sample_weight=sample_weight))
     weight = passed.weight and passed.weight._replace(value=presence.weight(passed.weight.value))
     found = passed.sums and passed.sums.only_if(presence.some)

@@ -59,6 +59,22 @@ def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None
         model._symbolic_build(data_batch=keras.tree.map_structure(of_any_size, data_batch))
 
 
+def build_from_inputs(model: Any, data_batch: Any) -> None:
+    """Builds the layers of a model that is to predict before it has been trained.
+
+    Args:
+        model: A model made under a strategy.
+        data_batch: A batch, as `predict_step` takes it, with a part for each replica.
+    """
+    if all(layer.built for layer in model._flatten_layers()):
+        return
+    strategy = model.distribute_strategy
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
+    local = keras.tree.map_structure(lambda tensor: strategy.experimental_local_results(tensor)[0], x)
+    with strategy.scope():
+        build_by_calling(model, local)
+
+
 def losses_built(model: Any) -> bool:
     """Whether a model's compiled losses are there, if it has any."""
     return model._compile_loss is None or model._compile_loss.built

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from keras_paragrad._keras.apply import unscaled
@@ -14,6 +15,8 @@ from keras_paragrad._keras.presence import Presence
 from keras_paragrad._keras.replicas import replica_count, sum_over_replicas
 from keras_paragrad._keras.stages import Apply, Split, Spread
 from keras_paragrad._keras.step import Gradient, Sharing, apply_gradient, gradient_of, shared, track_loss
+from keras_paragrad._keras.uncut import Limit
+from keras_paragrad._keras.weights import IndivisibleError
 
 
 class TrainStep(NamedTuple):
@@ -24,6 +27,7 @@ class TrainStep(NamedTuple):
         split, weigh, apply, spread: Stages; see `keras_paragrad._keras.trainer.StepBuilder`.
         window: The losses of the micro-batches since the last update, with an `apply` stage.
         update: Whether the step ends with an update, with an `apply` stage.
+        limit: How large batches may be that can't be cut, with a `split` stage.
     """
 
     model: Any
@@ -33,9 +37,15 @@ class TrainStep(NamedTuple):
     spread: Spread | None
     window: LossWindow | None
     update: bool
+    limit: Limit
 
     def in_its_own_way(self, data: Any) -> dict:
         """Takes the step as the model's own `train_step` does, and returns its logs."""
+        if self.split:
+            try:
+                self.split.weigh.check(self.model)
+            except IndivisibleError as refusal:
+                self.limit.leave_whole(data, refusal)
         with self._gathering(None):
             logs = self.model.train_step(data)
         return means_of_all(logs) if self.spread else logs
@@ -80,15 +90,29 @@ class TrainStep(NamedTuple):
         return optimizer.weighed(gradient.weight)
 
     def _gradient(self, data: Any, presence: Presence, share: Share | None) -> Gradient:
-        # What is not cut needs no weights.
-        split = self.split if self.split and self.split.cuts(data) else None
+        if self.split:
+            try:
+                return self._in_slices(self.split, data, presence, share)
+            except IndivisibleError as refusal:
+                self.limit.leave_whole(data, refusal)
+        return self._of_part(presence)(data, share=share)
+
+    def _in_slices(self, split: Split, data: Any, presence: Presence, share: Share | None) -> Gradient:
+        split.weigh.check(self.model)
+        if split.cuts(data) is False:
+            # What is not cut needs no weight, but where it is accumulated with what has one.
+            return self._of_part(presence, split if self._accumulates else None)(data, share=share)
+        gradient = split(self.model, self._of_part(presence, split), data)
+        return shared(gradient, share) if share else gradient
+
+    def _of_part(self, presence: Presence, split: Split | None = None) -> Callable[..., Gradient]:
+        """What computes the gradient of a slice, or without a `split` that of a batch that is not weighed."""
         stages = [stage.weigh for stage in (split, self.spread) if stage]
         weigh = next((weigh for weigh in (self.weigh, *stages) if weigh), None)
         by_xla = bool(self.spread and self.spread.by_xla and replica_count() > 1)
         # Keras's trackers know nothing of a batch of which there are parts.
         parts = bool(split or self.apply or (self.spread and replica_count() > 1))
-        of_part = functools.partial(gradient_of, self.model, weigh=weigh, presence=presence, by_xla=by_xla, sums=parts)
-        if split is None:
-            return of_part(data, share=share)
-        gradient = split(self.model, of_part, data)
-        return shared(gradient, share) if share else gradient
+        foreseen = None if weigh else next((each.foreseen for each in (self.split, self.spread) if each), None)
+        return functools.partial(
+            gradient_of, self.model, weigh=weigh, presence=presence, by_xla=by_xla, sums=parts, foreseen=foreseen
+        )

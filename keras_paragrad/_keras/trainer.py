@@ -24,6 +24,7 @@ from keras_paragrad._keras.symbolic import build_losses, losses_built
 from keras_paragrad._keras.telemetry_execution import LATEST, LookAhead, Telemetry, pick_watched
 from keras_paragrad._keras.telemetry_watch import updates_each_batch, watched
 from keras_paragrad._keras.train_step import TrainStep
+from keras_paragrad._keras.uncut import Limit
 
 
 class StepBuilder:
@@ -89,7 +90,8 @@ class StepBuilder:
         self.model.train_function = self._built[key]
 
     def _compiled(self, apply: Any, telemetry: Telemetry | None = None) -> Callable[[Any], dict]:
-        return compile_steps(self.model, self._steps(telemetry), apply, self.spread, self._passed_over)
+        limit = Limit(self.model, self.split)
+        return compile_steps(self.model, self._steps(telemetry, limit), apply, self.spread, self._passed_over, limit)
 
     def _picked(self, telemetry: Telemetry) -> Callable[[Any], dict]:
         ahead = LookAhead(self.apply) if self.apply else None
@@ -126,13 +128,13 @@ class StepBuilder:
     def _stages(self) -> tuple:
         return self.split, self.weigh, self.apply, self.observe, self.telemetry, self.spread
 
-    def _steps(self, telemetry: Telemetry | None) -> list[Callable[[Any], dict]]:
+    def _steps(self, telemetry: Telemetry | None, limit: Limit) -> list[Callable[[Any], dict]]:
         choices = (False, True) if self.apply else (False,)
-        return [functools.partial(self._step, update=update, telemetry=telemetry) for update in choices]
+        return [functools.partial(self._step, update=update, telemetry=telemetry, limit=limit) for update in choices]
 
-    def _step(self, data: Any, update: bool, telemetry: Telemetry | None) -> dict:
+    def _step(self, data: Any, update: bool, telemetry: Telemetry | None, limit: Limit) -> dict:
         window = self._window_of(data)
-        step = TrainStep(self.model, self.split, self.weigh, self.apply, self.spread, window, update)
+        step = TrainStep(self.model, self.split, self.weigh, self.apply, self.spread, window, update, limit)
         presence = Presence.of(data)
         with observed(self.model, self.observe, presence.rows), watched(self.model, telemetry):
             logs = step.in_its_own_way(data) if has_own_train_step(self.model) else step(data, presence)

@@ -44,6 +44,7 @@ HOOKS = (
     Hook("keras.src.backend.tensorflow.core", "Variable._direct_assign", ("value",)),
     Hook("keras.src.layers.layer", "CallContext.get_value", ("arg_name",)),
     Hook("tensorflow.python.eager.record", "could_possibly_record"),
+    Hook("tensorflow.python.framework.func_graph", "FuncGraph", ("name",)),
     Hook("tensorflow.python.framework.ops", "gradient_registry._registry"),
     Hook("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext", ("graph",)),
     Hook("keras.src.losses.loss", "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),

@@ -19,10 +19,16 @@ from keras_paragrad._keras.model import (
 )
 from keras_paragrad._keras.presence import rows_of
 
+# What to write where all parts of batches are alike.
 _ALIKE = {
-    "AccumulatingOptimizer": "AccumulatingOptimizer(..., weighting='uniform')",
-    "DistributedFit": "DistributedFit(..., exact=False)",
+    "AccumulatingOptimizer": "write AccumulatingOptimizer(..., weighting='uniform')",
+    "DistributedFit": "write DistributedFit(..., exact=False)",
+    "microbatch": "write AccumulatingOptimizer(..., weighting='uniform'), and give fit() the micro-batches",
 }
+
+
+class IndivisibleError(ValueError):
+    """The gradients of parts of a batch can't make up that of the whole, as what each counts for is unknown."""
 
 
 class Measure:
@@ -53,13 +59,13 @@ class Measure:
         """
         name = type(model).__name__
         if has_own_train_step(model):
-            raise ValueError(
+            raise IndivisibleError(
                 f"{name} has a train_step of its own, in which the weight of a part of a batch can't be seen, so that "
-                f"uneven parts would bias the gradient. If they are all alike, write {_ALIKE[self.asked_by]}; else "
+                f"uneven parts would bias the gradient. If they are all alike, {_ALIKE[self.asked_by]}; else "
                 "move what train_step does into compute_loss."
             )
         if self.weighting == "auto" and has_own_compute_loss(model):
-            raise ValueError(
+            raise IndivisibleError(
                 f"{name} has a compute_loss of its own, and what that divides by can't be seen. {self._say}"
             )
 
@@ -93,14 +99,14 @@ class Measure:
         added = added_losses(model)
         summed = [is_summed_by_keras(loss) for loss in added]
         if any(summed) and not all(term.is_sum for term in terms):
-            raise ValueError(
+            raise IndivisibleError(
                 "A layer adds a loss of one value for each example by add_loss(). Keras sums those, and other losses "
                 "of this model are means, so that no one weight makes several parts equal a whole batch. Write "
                 "add_loss(keras.ops.mean(values)) with weighting='examples', or compile with losses of "
                 "reduction='sum'."
             )
         if not all(summed):
-            raise ValueError(
+            raise IndivisibleError(
                 "A layer adds a loss by add_loss() or an activity regularizer, and whether that is a sum or a mean "
                 f"over the examples can't be seen. {self._say}"
             )
@@ -110,7 +116,7 @@ class Measure:
     def _say(self) -> str:
         return (
             f"If you know what it divides by, say so: {self.asked_by}(..., weighting=...) takes 'examples', "
-            f"'sample_weight', 'mask' or 'sum'. If all parts of batches are alike, write {_ALIKE[self.asked_by]}."
+            f"'sample_weight', 'mask' or 'sum'. If all parts of batches are alike, {_ALIKE[self.asked_by]}."
         )
 
 
@@ -149,11 +155,11 @@ _STATED: dict[str, Callable[[dict[str, Any]], Weight]] = {
 
 def _of_terms(model: keras.Model, terms: list[LossTerm], say: str) -> Weight:
     if not terms:
-        raise ValueError("The model was compiled without a loss. Write model.compile(optimizer, loss=...).")
+        raise IndivisibleError("The model was compiled without a loss. Write model.compile(optimizer, loss=...).")
     divisors = [_divisor(term, say) for term in terms]
     kinds = {kind for kind, _ in divisors}
     if len(kinds) > 1:
-        raise ValueError(
+        raise IndivisibleError(
             f"The losses of this model's outputs are divided by different things ({_described(divisors)}), so that "
             "no one weight makes several micro-batches equal a whole batch. Give the outputs losses of one reduction, "
             "with the same sample weights and mask."
@@ -166,12 +172,12 @@ def _sum_of_all(model: keras.Model, terms: list[LossTerm]) -> Weight:
     """The weight of micro-batches whose losses are sums over examples."""
     averaged = [term.loss.name for term in terms if not (term.is_sum or term.reduces_itself)]
     if averaged and not has_own_compute_loss(model):
-        raise ValueError(
+        raise IndivisibleError(
             f"weighting='sum' says that the loss is a sum over the examples, and {', '.join(averaged)} averages. "
             "Write reduction='sum' for it, or another weighting."
         )
     if any(variable.regularizer for variable in model.trainable_variables):
-        raise ValueError(
+        raise IndivisibleError(
             "The loss is summed and not averaged, so a weight regularizer would count once for every micro-batch. "
             "Write reduction='sum_over_batch_size' for the loss, or use the optimizer's weight_decay."
         )
@@ -182,7 +188,7 @@ def _divisor(term: LossTerm, say: str) -> tuple[tuple, tf.Tensor]:
     try:
         return divisor_of(term)
     except UnknownDivisorError as error:
-        raise ValueError(f"{error} {say}") from None
+        raise IndivisibleError(f"{error} {say}") from None
 
 
 def _described(divisors: list[tuple[tuple, tf.Tensor]]) -> str:

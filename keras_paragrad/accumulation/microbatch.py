@@ -11,6 +11,7 @@ from keras_paragrad._keras.presence import rows_of
 from keras_paragrad._keras.step import Gradient
 from keras_paragrad._keras.symbolic import build_losses
 from keras_paragrad._keras.trainer import StepBuilder
+from keras_paragrad._keras.uncut import Foreseen
 from keras_paragrad._keras.weights import Measure, warn_of_batch_statistics
 from keras_paragrad.arguments import check_choice, check_instance, check_integer
 from keras_paragrad.distribution.choices import WEIGHTINGS
@@ -24,7 +25,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context, like cont
     with `jit_compile`, `steps_per_execution` and strategies; under a strategy, each replica cuts its own part.
 
     Args:
-        model: A model with Keras's own `train_step`, compiled or not yet.
+        model: A model, compiled or not yet.
         size: The most examples in a slice, on one replica. The last slice of a batch holds the rest.
         weighting: What a slice counts for: `"auto"`, or for a `compute_loss` of your own `"examples"`,
             `"sample_weight"`, `"mask"` or `"sum"`. See `AccumulatingOptimizer`.
@@ -33,8 +34,9 @@ class microbatch:  # noqa: N801  (used as a function and as a context, like cont
         A handle: `undo()` gives the model its own training step back, and so does leaving a `with` block.
 
     Raises:
-        ValueError: `size` is no whole number of at least 1, or the model has a `train_step` or loss of its own, so that
-            a slice's weight can't be known. The message says what to write.
+        ValueError: `size` is no whole number of at least 1. `fit` raises it for a batch of more than `size` examples
+            if the model has a `train_step` or loss of its own, so that a slice's weight can't be known. The message
+            says what to write. Smaller batches are trained on whole, with a log message that says so once.
 
     Example:
 
@@ -51,8 +53,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context, like cont
     def __init__(self, model: keras.Model, size: int, *, weighting: str = "auto"):
         check_instance("model", model, keras.Model, "a Keras model")
         size = check_integer("size", size, most=2**31 - 1, example=64)
-        measure = Measure(check_choice("weighting", weighting, WEIGHTINGS))
-        measure.check(model)
+        measure = Measure(check_choice("weighting", weighting, WEIGHTINGS), "microbatch")
         warn_of_batch_statistics(model)
         self.model = model
         StepBuilder.of(model).fill(split=Slices(size, measure))
@@ -87,10 +88,15 @@ class Slices(NamedTuple):
     size: int
     weigh: Measure
 
-    def cuts(self, data: Any) -> bool:
-        """Whether a batch may have more examples than a slice."""
+    @property
+    def foreseen(self) -> Foreseen:
+        """Says of batches that are one slice what several would refuse."""
+        return Foreseen(self.weigh, f"is trained on whole batches. One of more than size={self.size} examples")
+
+    def cuts(self, data: Any) -> bool | None:
+        """Whether a batch has more examples than a slice; `None` where its shapes don't say."""
         known = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]
-        return known is None or known > self.size
+        return None if known is None else known > self.size
 
     def __call__(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient], data: Any) -> Gradient:
         """The gradient of a batch, from those of its slices."""
@@ -181,7 +187,10 @@ def _rows(data: Any, indices: tf.Tensor) -> Any:
             others = tensor.dense_shape[1:]
             first, count = tf.cast(indices[:1], "int64"), tf.size(indices, "int64")[tf.newaxis]
             start = tf.concat([first, tf.zeros_like(others)], 0)
-            return tf.sparse.slice(tensor, start, tf.concat([count, others], 0))
+            part = tf.sparse.slice(tensor, start, tf.concat([count, others], 0))
+            # Layers that are not built yet ask for the size of a row.
+            part.set_shape([None, *tensor.shape[1:]])
+            return part
         # Not a slice, which XLA would check against a batch that is smaller, though none is taken from that.
         return None if tensor is None else tf.gather(tensor, indices)
 

@@ -15,6 +15,7 @@ from keras_paragrad._keras.apply import unscaled
 from keras_paragrad._keras.model import all_layers, has_own_predict
 from keras_paragrad._keras.prepared import distributing_by, gather_up, spread_over_replicas
 from keras_paragrad._keras.stages import Spread
+from keras_paragrad._keras.uncut import Foreseen
 from keras_paragrad._keras.weights import Measure
 from keras_paragrad.distribution.alike import SAME_CODE, ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
@@ -56,13 +57,21 @@ class Preparation:
         self.exact = exact
         self._jit_compile = self.model.jit_compile
         replicas = self.model.distribute_strategy.num_replicas_in_sync
-        measure = self._measure(weighting) if exact and replicas > 1 else None
+        measure = self._measure(weighting) if exact else None
+        foreseen = Foreseen(measure, "is trained on one replica. Two") if measure and replicas == 1 else None
+        if foreseen:
+            foreseen.check(model)
+        elif measure:
+            measure.check(model)
+            self._warn_of_batch_statistics()
         if jit is not None:
             self.model.jit_compile = jit
         by_xla = replicas > 1 and bool(self.model.jit_compile) and not self._meets_in_the_forward_pass()
         several = place_of(self.model.distribute_strategy).workers > 1
         compared = ComparedFit.of(model, shard_policy) if several else None
-        spread_over_replicas(model, Spread(measure, by_xla), compared.cut if compared else None)
+        spread_over_replicas(
+            model, Spread(None if foreseen else measure, by_xla, foreseen), compared.cut if compared else None
+        )
         if compared:
             self.model.__dict__["fit"] = compared
             self.model.__dict__["predict"] = functools.partial(_predict_in_order, model)
@@ -78,10 +87,7 @@ class Preparation:
         stated = getattr(unscaled(self.model.optimizer), "weighting", "auto")
         if stated == "uniform":
             return None
-        measure = Measure(weighting if stated == "auto" else stated, "DistributedFit")
-        measure.check(self.model)
-        self._warn_of_batch_statistics()
-        return measure
+        return Measure(weighting if stated == "auto" else stated, "DistributedFit")
 
     def _warn_of_batch_statistics(self) -> None:
         names = [layer.name for layer in self._batch_normalizations() if not layer.synchronized]
@@ -89,7 +95,7 @@ class Preparation:
             warnings.warn(
                 f"{', '.join(names)} normalize by the statistics of one replica's part of a batch, so that training is "
                 "not that of the whole batch. Write BatchNormalization(synchronized=True), or set trainable=False.",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def _meets_in_the_forward_pass(self) -> bool:

@@ -168,12 +168,3 @@ def test_it_lasts_through_compile_and_under_the_callback():
 def test_size_is_checked(size):
     with pytest.raises(ValueError, match="Write size=64"):
         microbatch(build_model(INNER), size)
-
-
-def test_a_train_step_of_its_own_is_refused():
-    class OwnStep(keras.Sequential):
-        def train_step(self, data):
-            return super().train_step(data)
-
-    with pytest.raises(ValueError, match="has a train_step of its own"):
-        microbatch(OwnStep([keras.Input((5,)), keras.layers.Dense(2)]), 4)

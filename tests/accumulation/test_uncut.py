@@ -78,6 +78,159 @@ def test_slices_of_sparse_inputs(size):
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("size", [2, 7])
+def test_slices_of_sparse_inputs_build_a_model(size):
+    def train(slices):
+        model = keras.Sequential([keras.layers.Dense(2, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        rows = tf.sparse.from_dense(X[:6] * (X[:6] > 0))
+        data = tf.data.Dataset.from_tensor_slices((rows, Y[:6])).batch(3)
+        with microbatch(model, size) if slices else contextlib.nullcontext():
+            model.fit(data, shuffle=False, verbose=0)
+        return model
+
+    assert largest_difference(train(True), train(False)) < 1e-6
+
+
+def scalar_loss(y, y_pred):
+    return keras.ops.mean(keras.ops.square(y - y_pred))
+
+
+class OwnTrainStep(keras.Sequential):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return scalar_loss(y, y_pred)
+
+
+class AddsLoss(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(keras.ops.mean(inputs))
+        return inputs
+
+
+INDIVISIBLE = {
+    "train_step": lambda: (OwnTrainStep, "mse", []),
+    "compute_loss": lambda: (OwnLoss, "mse", []),
+    "one number": lambda: (keras.Sequential, scalar_loss, []),
+    "add_loss": lambda: (keras.Sequential, "mse", [AddsLoss()]),
+}
+WORDS = {"one number": "returns one number"}
+MODES = {
+    "plain": {},
+    "xla": {"jit_compile": True},
+    "several steps an execution": {"steps_per_execution": 2},
+    "eager": {"run_eagerly": True},
+}
+
+
+def indivisible(name, **mode):
+    kind, loss, layers = INDIVISIBLE[name]()
+    dense = keras.layers.Dense(2, kernel_initializer="ones")
+    model = kind([keras.Input((5,)), dense, *layers])
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["mae"], **mode)
+    return model
+
+
+def batches(*sizes):
+    """Batches whose sizes a graph does not know."""
+    rows = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    signature = (tf.TensorSpec((None, 5)), tf.TensorSpec((None, 2)))
+    data = tf.data.Dataset.from_generator(lambda: ((X[part], Y[part]) for part in rows), output_signature=signature)
+    return data.apply(tf.data.experimental.assert_cardinality(len(sizes)))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, "plain") for name in INDIVISIBLE),
+        *((name, mode) for name in ("train_step", "one number") for mode in ("xla", "eager")),
+        ("one number", "several steps an execution"),
+    ],
+)
+def test_what_can_not_be_cut_is_trained_whole(name, mode, caplog):
+    """As long as it need not be cut, and then says once what is refused later."""
+    plain, ours = indivisible(name, **MODES[mode]), indivisible(name, **MODES[mode])
+    options = {"shuffle": False, "verbose": 0}
+    expected = plain.fit(batches(4, 4, 3, 2), epochs=2, **options).history
+    microbatch(ours, 4)
+    history = ours.fit(batches(4, 4, 3, 2), epochs=2, **options).history
+    assert history == expected
+    assert largest_difference(ours, plain) == 0
+    (said,) = caplog.messages
+    assert "more than size=4 examples would be refused" in said
+    assert WORDS.get(name, name) in said
+    assert "microbatch(" in said or name == "train_step"
+    with pytest.raises(ValueError, match=f"A batch has more than size=4 .*{WORDS.get(name, name)}"):
+        ours.fit(batches(4, 5), **options)
+
+
+@pytest.mark.parametrize("name", INDIVISIBLE)
+def test_one_replica_says_what_two_would_refuse(name, caplog):
+    plain, ours = indivisible(name), indivisible(name)
+    expected = plain.fit(batches(4, 3), epochs=2, shuffle=False, verbose=0).history
+    prepared = DistributedFit("none").prepare(ours)
+    assert ours.fit(batches(4, 3), epochs=2, shuffle=False, verbose=0).history == expected
+    assert largest_difference(ours, plain) == 0
+    (said,) = caplog.messages
+    assert "is trained on one replica. Two would be refused" in said
+    assert WORDS.get(name, name) in said
+    prepared.undo()
+    DistributedFit("none").prepare(ours)
+    ours.fit(batches(4, 3), shuffle=False, verbose=0)
+    assert len(caplog.messages) == 1
+
+
+def test_what_is_foreseen_is_not_run(caplog):
+    """A loss that counts its calls counts those of the step alone."""
+    calls = tf.Variable(0)
+
+    def counted(y, y_pred):
+        calls.assign_add(1)
+        return scalar_loss(y, y_pred)
+
+    for way in (lambda model: microbatch(model, 4), DistributedFit("none").prepare):
+        calls.assign(0)
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
+        model.compile("sgd", counted)
+        way(model)
+        model.fit(
+            tf.data.Dataset.from_tensor_slices((X[:12], Y[:12])).batch(4, drop_remainder=True), shuffle=False, verbose=0
+        )
+        assert int(calls) == 3
+    assert len(caplog.messages) == 2
+
+
+def test_a_window_of_one_slice_and_of_several():
+    """Those of one slice count for their rows, as the others do."""
+
+    def model_of(optimizer):
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2, kernel_initializer="ones")])
+        model.compile(optimizer, "mse")
+        return model
+
+    whole = model_of(keras.optimizers.SGD(0.1))
+    whole.train_on_batch(X[:11], Y[:11])
+    ours = model_of(AccumulatingOptimizer(keras.optimizers.SGD(0.1), 2))
+    microbatch(ours, 4)
+    ours.train_on_batch(X[:3], Y[:3])
+    ours.train_on_batch(X[3:11], Y[3:11])
+    assert largest_difference(ours, whole) < 1e-6
+
+
+def test_divisible_models_are_trained_without_a_word(caplog):
+    for way in (lambda model: microbatch(model, 4), DistributedFit("none").prepare):
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        way(model)
+        model.fit(batches(4, 3), shuffle=False, verbose=0)
+        model.train_on_batch(X[:4], Y[:4])
+    assert not caplog.messages
+
+
 def test_what_is_not_cut_is_not_weighed():
     """A loss of one number can't be weighed, which a batch that is one slice does not need."""
 

@@ -107,3 +107,14 @@ def test_batches_that_come_whole_are_counted_once(mirrored):
             assert_same(found, expected)
         found, expected = (each.predict_on_batch(part[0]) for each in (model, plain))
         assert_same(found, expected)
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("method", ["predict", "predict_on_batch"])
+def test_xla_predicts_with_a_model_that_is_not_built(mirrored, method):
+    dist = DistributedFit(strategy=mirrored)
+    with dist.scope():
+        model = keras.Sequential([keras.layers.Dense(3, kernel_initializer="ones")])
+        model.compile(loss="mse", jit_compile=True)
+    dist.prepare(model)
+    np.testing.assert_allclose(getattr(model, method)(np.ones((5, 4))), np.full((5, 3), 4.0))
