@@ -43,3 +43,14 @@ def divisor_of(term: LossTerm) -> tuple[tuple, tf.Tensor]:
         return ("mask", *map(id, term.masks)), size * tf.reduce_mean(tf.cast(term.mask, "float32"))
     inner = values.shape[1:]
     return SIZE if inner.is_fully_defined() else ("size", id(values)), size
+
+
+def gradient_divisor_of(term: LossTerm) -> tuple[tuple, tf.Tensor]:
+    """What the gradient of one loss was divided by, as `divisor_of` has it for the loss.
+
+    They differ for the mean of each example's own masked mean, which is divided by the examples.
+    """
+    kind, divisor = divisor_of(term)
+    if not term.by_example or kind == SUM:
+        return kind, divisor
+    return SIZE, tf.cast(tf.shape(term.values)[0], "float32")

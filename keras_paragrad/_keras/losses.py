@@ -9,22 +9,31 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 from keras.src.backend.common.masking import get_keras_mask
-from keras.src.losses.loss import apply_mask
+from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
 
 from keras_paragrad._keras.replicas import replica_index
 
 _LISTENERS = "_keras_paragrad_listeners"
+MEANS = ("sum_over_batch_size", "mean")
 
 
 @dataclasses.dataclass
 class LossTerm:
-    """One call of one of the compiled losses."""
+    """One call of one of the compiled losses.
+
+    Attributes:
+        loss: The loss.
+        y_true, y_pred, sample_weight: What it was called with.
+        result: What it returned.
+        by_example: Whether its gradient is that of the mean of each example's own masked mean.
+    """
 
     loss: keras.losses.Loss
     y_true: Any
     y_pred: Any
     sample_weight: Any
     result: Any = None
+    by_example: bool = False
 
     @property
     def reduces_itself(self) -> bool:
@@ -74,6 +83,23 @@ class LossTerm:
         )
         return apply_mask(weight, mask, dtype=dtype, reduction=self.loss.reduction)
 
+    def with_gradient_by_example(self) -> Any:
+        """The result, with the gradient of the mean of each example's own masked mean, where that is another one."""
+        if not self.by_example or self.reduces_itself or self.loss.reduction not in MEANS or self.mask is None:
+            return self.result
+        dtype = self.loss.dtype
+        mask = tf.cast(self.mask, dtype)
+        inner = list(range(1, mask.shape.rank))
+        # What Keras does to the mask of a batch, for each example.
+        size = tf.cast(tf.reduce_prod(tf.shape(mask)[1:]), mask.dtype)
+        weight = mask * tf.math.divide_no_nan(size, tf.reduce_sum(mask, inner, keepdims=True))
+        if self.sample_weight is not None:
+            stated = keras.ops.convert_to_tensor(self.sample_weight, dtype=dtype)
+            weight, stated = squeeze_or_expand_to_same_rank(weight, stated)
+            weight *= stated
+        own = reduce_weighted_values(self.values, weight, reduction=self.loss.reduction, dtype=dtype)
+        return tf.stop_gradient(self.result) + (own - tf.stop_gradient(own))
+
 
 def is_summed(model: keras.Model) -> bool:
     """Whether a model's compiled loss, which has been called, adds up over the examples instead of averaging."""
@@ -85,6 +111,7 @@ class _Listener(NamedTuple):
     replica: int
     terms: list[LossTerm]
     untracked: bool
+    by_example: bool
 
 
 class _Recording:
@@ -95,9 +122,12 @@ class _Recording:
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         result = self.loss(y_true, y_pred, sample_weight)
-        for listener in _listeners_here(self.listeners):
-            listener.terms.append(LossTerm(self.loss, y_true, y_pred, sample_weight, result))
-        return result
+        listeners = _listeners_here(self.listeners)
+        by_example = any(listener.by_example for listener in listeners)
+        term = LossTerm(self.loss, y_true, y_pred, sample_weight, result, by_example)
+        for listener in listeners:
+            listener.terms.append(term)
+        return term.with_gradient_by_example()
 
 
 def _listeners_here(listeners: list[_Listener]) -> list[_Listener]:
@@ -106,7 +136,9 @@ def _listeners_here(listeners: list[_Listener]) -> list[_Listener]:
 
 
 @contextlib.contextmanager
-def recorded_terms(model: keras.Model, *, untracked: bool = False) -> Iterator[list[LossTerm]]:
+def recorded_terms(
+    model: keras.Model, *, untracked: bool = False, by_example: bool = False
+) -> Iterator[list[LossTerm]]:
     """Within it, `model.compute_loss` fills the yielded list with the terms of the compiled loss.
 
     Several may be open at a time, and close in any order.
@@ -114,6 +146,7 @@ def recorded_terms(model: keras.Model, *, untracked: bool = False) -> Iterator[l
     Args:
         model: A compiled model. It is left as it was found.
         untracked: Whether to keep Keras's trackers of outputs' losses from counting what is computed.
+        by_example: Whether masked means have the gradient of the mean of each example's own. Their values stay.
     """
     terms: list[LossTerm] = []
     compiled = model._compile_loss
@@ -124,7 +157,7 @@ def recorded_terms(model: keras.Model, *, untracked: bool = False) -> Iterator[l
     if not listeners:
         _listen(compiled, listeners)
     # Replicas may meet while the terms are recorded, and each takes note of its own.
-    listeners.append(_Listener(replica_index(), terms, untracked))
+    listeners.append(_Listener(replica_index(), terms, untracked, by_example))
     try:
         yield terms
     finally:

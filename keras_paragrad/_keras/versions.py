@@ -48,6 +48,8 @@ HOOKS = (
     Hook("tensorflow.python.framework.ops", "gradient_registry._registry"),
     Hook("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext", ("graph",)),
     Hook("keras.src.losses.loss", "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
+    Hook("keras.src.losses.loss", "reduce_weighted_values", ("values", "sample_weight", "reduction", "dtype")),
+    Hook("keras.src.losses.loss", "squeeze_or_expand_to_same_rank", ("x1", "x2")),
     Hook("keras.src.trainers.compile_utils", "CompileLoss.Loss"),
     Hook("keras.src.trainers.compile_utils", "CompileLoss.build", ("y_true", "y_pred")),
     Hook("keras.src.trainers.trainer", "Trainer._compute_loss", ("x", "y", "y_pred", "sample_weight", "training")),

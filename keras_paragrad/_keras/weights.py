@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.divisors import SUM, UnknownDivisorError, divisor_of
+from keras_paragrad._keras.divisors import SUM, UnknownDivisorError, gradient_divisor_of
 from keras_paragrad._keras.forward import Weight
 from keras_paragrad._keras.losses import LossTerm
 from keras_paragrad._keras.model import (
@@ -84,6 +84,16 @@ class Measure:
 
     def _stated(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight | None:
         """The weight of a micro-batch as the user has said it, or as added losses tell; `None` if losses have to."""
+        by_example = any(term.by_example for term in terms)
+        if by_example and self.weighting in ("sample_weight", "mask"):
+            raise ValueError(
+                f"weighting={self.weighting!r}, but with PerExampleGradients(..., masked_mean='example') the gradient "
+                f"is divided by the number of examples. Write {self.asked_by}(..., weighting='examples'), or leave it "
+                "out."
+            )
+        if by_example and self.weighting == "examples":
+            # The losses tell as much, and what those that are shown divide by besides.
+            return None
         if self.weighting in _STATED:
             return _STATED[self.weighting](arguments)._replace(stated=self.weighting)
         if self.weighting == "sum" or self._adds_sums(model, terms):
@@ -186,7 +196,7 @@ def _sum_of_all(model: keras.Model, terms: list[LossTerm]) -> Weight:
 
 def _divisor(term: LossTerm, say: str) -> tuple[tuple, tf.Tensor]:
     try:
-        return divisor_of(term)
+        return gradient_divisor_of(term)
     except UnknownDivisorError as error:
         raise IndivisibleError(f"{error} {say}") from None
 

@@ -25,16 +25,18 @@ class Divisor:
 
     Args:
         reduction: What the loss does over the examples where that can't be seen: `"sum_over_batch_size"` or `"sum"`.
+        masked_mean: What a masked mean is taken over: `"batch"`, as Keras does, or `"example"`.
     """
 
-    def __init__(self, reduction: str | None = None) -> None:
-        self.reduction = reduction
+    def __init__(self, reduction: str | None = None, masked_mean: str = "batch") -> None:
+        self.reduction, self.masked_mean = reduction, masked_mean
         outermost: Any = outermost_layer()
         self.model = outermost if isinstance(outermost, keras.Model) and outermost.compiled else None
         self.terms: list[LossTerm] = []
         self._recording = contextlib.ExitStack()
         if self.model is not None:
-            self.terms = self._recording.enter_context(recorded_terms(self.model))
+            recorded = recorded_terms(self.model, by_example=masked_mean == "example")
+            self.terms = self._recording.enter_context(recorded)
 
     def close(self) -> None:
         """Stops watching."""
@@ -51,6 +53,7 @@ class Divisor:
         """
         for term in self.terms:
             check_loss(term)
+        self._check_masked_mean()
         # What a method of the model's own makes of them can't be seen.
         summed = not self._is_own and self._adds_up()
         divisors = {} if self._is_own else {_kind(term): _divisor(term, batch) for term in self.terms}
@@ -78,10 +81,11 @@ class Divisor:
     def warn_of_masks(self) -> None:
         """Warns where an example's norm depends on what the masks of the others leave."""
         masked = [term.loss.name for term in self.terms if _kind(term) == ("mean",) and term.mask is not None]
-        if masked:
+        if masked and self.masked_mean == "batch":
             warnings.warn(
                 f"{', '.join(masked)} averages over what the masks of all examples in a batch leave, so that the norm "
-                "that an example is clipped or weighed by depends on the others' masks. Write reduction='sum' for the "
+                "that an example is clipped or weighed by depends on the others' masks. Write masked_mean='example' "
+                "for this layer or wrap(), so that each example has its own masked mean, or reduction='sum' for the "
                 "loss, and an example's gradient depends on its own mask alone.",
                 stacklevel=2,
             )
@@ -95,6 +99,37 @@ class Divisor:
             return tf.zeros([batch], tf.bool)
         finite = [tf.math.is_finite(row_losses(term)) for term in self.terms]
         return tf.reduce_all(tf.stack([tf.ones([batch], tf.bool), *finite]), 0)
+
+    def _check_masked_mean(self) -> None:
+        """Refuses a loss that examples can't have their own masked mean of.
+
+        Raises:
+            ValueError: It is not computed by the compiled losses, is divided by sample weights, or another layer
+                decides otherwise.
+        """
+        if self.masked_mean == "batch":
+            if any(term.by_example for term in self.terms):
+                raise ValueError(
+                    "Two PerExampleGradients layers of this model have different masked_mean=, and there is one loss. "
+                    "Give all of them masked_mean='example', or none."
+                )
+            return
+        if self._is_own or not self.terms:
+            raise ValueError(
+                "masked_mean='example' changes what the compiled loss averages over, and this loss is computed in "
+                "another way: in a compute_loss or train_step of the model's own, or in a loop of your own. Leave "
+                "masked_mean out, and average there over each example's own positions first, then over the examples."
+            )
+        weighted = [
+            term.loss.name
+            for term in self.terms
+            if term.loss.reduction == "mean_with_sample_weight" and term.weights is not None
+        ]
+        if weighted:
+            raise ValueError(
+                f"masked_mean='example', but {', '.join(weighted)} is divided by the sample weights of all examples. "
+                "Write reduction='sum_over_batch_size' for it, or leave masked_mean out."
+            )
 
     @property
     def _is_own(self) -> bool:

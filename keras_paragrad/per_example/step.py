@@ -23,7 +23,7 @@ class Step:
         finish: Takes the step, and returns the gradients that the backward pass is to have for the layer's weights, or
             `None` for each that is right as it is.
         detached: Whether it returns any.
-        loss_reduction: What the loss does over the examples where that can't be seen.
+        divisor: Watches the loss.
     """
 
     def __init__(
@@ -31,10 +31,9 @@ class Step:
         layer: keras.layers.Layer,
         finish: Callable[["Step"], Sequence[Any]],
         detached: bool,
-        loss_reduction: str | None,
+        divisor: Divisor,
     ):
-        self.layer, self.finish, self.detached = layer, finish, detached
-        self.divisor = Divisor(loss_reduction)
+        self.layer, self.finish, self.detached, self.divisor = layer, finish, detached, divisor
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Calls the layer."""

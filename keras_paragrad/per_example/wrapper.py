@@ -17,10 +17,12 @@ from keras_paragrad._keras.replicas import replica_index
 from keras_paragrad._keras.symbolic import build_by_calling, has_build
 from keras_paragrad.arguments import check_choice, check_function, check_instance, check_integer, check_number
 from keras_paragrad.per_example.results import StepResults, capacity_for, check_room
+from keras_paragrad.per_example.scaling import Divisor
 from keras_paragrad.per_example.step import Step
 
 QUANTITIES = ("norms", "gradients", "second_moment")
 REDUCTIONS = ("sum_over_batch_size", "sum")
+MASKED_MEANS = ("batch", "example")
 _TRANSFORM = "lambda norms: tf.cast(norms < 10.0, 'float32')"
 # How many calls may wait for their backward pass, or never have one.
 _UNFINISHED = 16
@@ -48,6 +50,11 @@ class PerExampleGradients(keras.layers.Wrapper):
             for them. Norms have room for 16384, unless told.
         loss_reduction: `"sum_over_batch_size"` or `"sum"`: what a loss that is not compiled into the model does over
             the examples of a batch. A loop of one's own is taken to average, unless told.
+        masked_mean: `"batch"` or `"example"`: what a compiled loss that averages is taken over where there is a mask.
+            Keras averages over what the masks of the whole batch leave, so that an example's gradient depends on
+            the masks of others. With `"example"`, an example's loss is the mean over what its own mask leaves, zero if
+            that is nothing, and the batch's gradient is the mean of the examples'. The `loss` that is shown stays
+            Keras's.
         **kwargs: Keras's own for layers.
 
     Attributes:
@@ -90,6 +97,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         *,
         capacity: int | None = None,
         loss_reduction: str | None = None,
+        masked_mean: str = "batch",
         **kwargs: Any,
     ):
         check_instance("layer", layer, keras.layers.Layer, "a Keras layer or model", example="keras.layers.Dense(10)")
@@ -100,6 +108,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         )
         capacity = check_integer("capacity", capacity, most=2**31 - 1, example=256, optional=True)
         loss_reduction = check_choice("loss_reduction", loss_reduction, (*REDUCTIONS, None))
+        masked_mean = check_choice("masked_mean", masked_mean, MASKED_MEANS)
         if clip_norm is not None and transform is not None:
             raise ValueError(
                 "`clip_norm` and `transform` both say what an example counts for. Write one: clipping is "
@@ -118,6 +127,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         self.transform = transform
         self.capacity = capacity
         self.loss_reduction = loss_reduction
+        self.masked_mean = masked_mean
         self.supports_jit = quantity != "gradients" or capacity is not None
         # Past Keras's attribute tracking: what a step leaves behind is no state of the model, and not saved.
         steps_of_a_replica = functools.partial(collections.deque, maxlen=_UNFINISHED)
@@ -141,7 +151,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         check_room(self.kept, self.capacity)
         if not tf.executing_eagerly():
             self._note_graph()
-        step = Step(self.layer, self._finish, self._sums_examples(), self.loss_reduction)
+        step = Step(self.layer, self._finish, self._sums_examples(), Divisor(self.loss_reduction, self.masked_mean))
         self._steps[replica_index()].append(step)
         outputs = step(inputs, *args, **kwargs)
         for loss in step.capture.losses:
@@ -184,6 +194,7 @@ class PerExampleGradients(keras.layers.Wrapper):
             "transform": keras.saving.serialize_keras_object(self.transform),
             "capacity": self.capacity,
             "loss_reduction": self.loss_reduction,
+            "masked_mean": self.masked_mean,
         }
 
     @classmethod
