@@ -1,0 +1,122 @@
+"""What becomes of Keras's own tests with a component of ours under every model, where they don't just pass."""
+
+from typing import NamedTuple
+
+COMPONENTS = ("microbatch", "one replica", "two replicas", "callbacks")
+
+_TRAINER = "keras/src/trainers/trainer_test.py::TestTrainer::"
+# Those that show most in the least time: graphs, XLA, sparse and ragged data, losses and steps of a model's own.
+SAMPLE = (
+    f"{_TRAINER}test_fit_flow_graph_fn",
+    f"{_TRAINER}test_fit_flow_jit",
+    f"{_TRAINER}test_fit_sparse_tf_graph",
+    f"{_TRAINER}test_fit_with_custom_train_step",
+    f"{_TRAINER}test_evaluate_with_custom_compute_loss",
+    f"{_TRAINER}test_internal_only_loss",
+    f"{_TRAINER}test_nested_inputs",
+    f"{_TRAINER}test_on_batch_methods_graph_fn",
+    f"{_TRAINER}test_recompile",
+    f"{_TRAINER}test_trainer_with_raggeds_functional",
+)
+
+
+class Reason(NamedTuple):
+    """Why tests fail with a component, as they should.
+
+    Attributes:
+        what: What it is, in a line.
+        words: What the error says.
+        docs: The page that says so, and the words to find it by; `None` where a test looks at what has to change.
+        tests: The names of the tests, by component.
+    """
+
+    what: str
+    words: str
+    docs: tuple[str, str] | None
+    tests: dict[str, tuple[str, ...]]
+
+
+REASONS = (
+    Reason(
+        "a train_step of one's own",
+        "has a train_step of its own",
+        ("distribution.md", "A `train_step` of your own can't be seen into"),
+        {
+            "two replicas": (
+                "test_evaluate_with_custom_test_step_dict",
+                "test_evaluate_with_custom_test_step_flat",
+                "test_fit_with_custom_train_step",
+                "test_retracing",
+            )
+        },
+    ),
+    Reason(
+        "a compute_loss of one's own",
+        "has a compute_loss of its own",
+        ("distribution.md", "A `compute_loss` of your own, `add_loss`, or a loss that returns one number"),
+        {
+            "two replicas": (
+                "test_compute_loss_no_training_backwards_compatibility",
+                "test_evaluate_with_custom_compute_loss",
+                "test_fwd_pass_loss_presence_in_compute_loss",
+                "test_metric_update_in_compute_loss",
+            )
+        },
+    ),
+    Reason(
+        "add_loss",
+        "adds a loss by add_loss()",
+        ("distribution.md", "A `compute_loss` of your own, `add_loss`, or a loss that returns one number"),
+        {"two replicas": ("test_internal_only_loss",)},
+    ),
+    Reason(
+        "a loss that returns one number",
+        "returns one number for the whole batch",
+        ("distribution.md", "a loss that returns one number"),
+        {
+            "two replicas": (
+                "test_trainer_with_raggeds_functional",
+                "test_trainer_with_raggeds_layer",
+                "test_trainer_with_raggeds_model",
+            )
+        },
+    ),
+    Reason(
+        "sparse tensors that are not in order",
+        "Many sparse ops require sorted indices",
+        ("distribution_data.md", "it takes sparse tensors in order only"),
+        {
+            "two replicas": (
+                "test_evaluate_sparse_scipy_eager",
+                "test_evaluate_sparse_scipy_graph",
+                "test_fit_sparse_scipy_eager",
+                "test_fit_sparse_scipy_graph",
+                "test_predict_sparse_scipy_eager",
+                "test_predict_sparse_scipy_graph",
+            )
+        },
+    ),
+    Reason(
+        "asks the optimizer for sparse gradients, and slices are added up in a dense tensor",
+        "False is not true",
+        ("accumulation.md", "adds slices up in a dense tensor"),
+        {"microbatch": ("test_fit_sparse_scipy_graph", "test_fit_sparse_tf_graph")},
+    ),
+    Reason(
+        "compares the names in a history, which the callbacks add to",
+        "Lists differ",
+        ("telemetry.md", "Both fill `logs`, and so Keras's progress bar and `History`"),
+        {"callbacks": ("test_recompile",)},
+    ),
+    Reason(
+        "predicts with a model that is never compiled, so that no component is under it",
+        "",
+        None,
+        {"two replicas": ("test_predict_flow_jit",)},
+    ),
+)
+
+
+def expected(component: str, test: str) -> Reason | None:
+    """Why a test fails with a component, or `None` if it passes."""
+    return next((reason for reason in REASONS if test in reason.tests.get(component, ())), None)
