@@ -35,8 +35,32 @@ def prediction_step(model: Any) -> Callable[[Any], Any]:
 
 def _compiled(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     strategy = model.distribute_strategy
-    run = releasing(lambda data: strategy.run(step, args=(data,)))
+    run = releasing(lambda data: strategy.run(step, args=(_of_any_size(data),)))
     return tf.function(run, reduce_retracing=True, autograph=False)
+
+
+def _of_any_size(data: Any) -> Any:
+    """A batch whose shapes leave the number of its rows open, as those do that `fit` reads on one device.
+
+    Where Keras knows the number, its trackers of outputs' losses count rows; else they count batches.
+    """
+
+    def of_any_size(leaf: Any) -> Any:
+        if isinstance(leaf, tf.SparseTensor):
+            rows, *sizes = tf.unstack(leaf.dense_shape)
+            rest = [size if known is None else known for size, known in zip(sizes, leaf.shape[1:], strict=True)]
+            return tf.SparseTensor(leaf.indices, leaf.values, tf.stack([_open(rows), *rest]))
+        # Of a ragged tensor, the parts that it is made of.
+        return tf.nest.map_structure(_open, leaf, expand_composites=True)
+
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else of_any_size(leaf), data)
+
+
+def _open(tensor: tf.Tensor) -> tf.Tensor:
+    if not tensor.shape.rank:
+        # What is no batch: tf.stack would read the value of a constant.
+        return tf.compat.v1.placeholder_with_default(tensor, tensor.shape)
+    return tf.compat.v1.placeholder_with_default(tensor, (None, *tensor.shape[1:]))
 
 
 @contextlib.contextmanager

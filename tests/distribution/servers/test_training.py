@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
+from histories import BATCHES, CASES, MicroBatches, assert_same, shown_by
 
 from keras_paragrad.distribution import servers
 
@@ -205,6 +206,18 @@ def test_evaluation_and_prediction_are_exact_and_in_order(strategy):
     assert model.test_on_batch(x, y, return_dict=True)["loss"] == pytest.approx(twin.evaluate(x, y, verbose=0)[0])
     np.testing.assert_allclose(model.predict_on_batch(x), twin.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
     prepared.undo()
+
+
+@own_process
+def test_losses_of_outputs_are_those_of_one_device(strategy):
+    """Uneven batches. With a learning rate of 0, all workers see the same weights."""
+    for name in ("two outputs", "two not reduced", "two sums"):
+        case = CASES[name]
+        with strategy.scope():
+            model = case.model(keras.optimizers.SGD(0.0))
+        servers.prepare_for_servers(model)
+        found = shown_by(case, model, MicroBatches(case.columns, BATCHES))
+        assert_same(found, case.expected(optimizer=keras.optimizers.SGD(0.0)))
 
 
 @own_process
