@@ -1,7 +1,10 @@
 """Tests in processes of their own, forked from one that has imported TensorFlow and done nothing with it yet."""
 
+import contextlib
+import json
 import multiprocessing
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -74,6 +77,17 @@ def call(
         for process in processes:
             process.kill()
             process.join()
+
+
+def on_workers(function: Callable[..., Any], argument: Any, seconds: float, workers: int = 2) -> list[Any]:
+    """Calls a function in the processes of a cluster of workers on this machine; see `call`."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(workers)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        hosts = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    tasks = [{"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}} for index in range(workers)]
+    return call(function, argument, [{"TF_CONFIG": json.dumps(task)} for task in tasks], seconds)
 
 
 def _received(ends: Sequence[Any], deadline: float) -> list[Any]:

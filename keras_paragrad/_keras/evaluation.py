@@ -10,12 +10,13 @@ import tensorflow as tf
 from keras_paragrad._keras.execution import compile_steps
 from keras_paragrad._keras.forward import compiled_apart
 from keras_paragrad._keras.gradient_functions import releasing
-from keras_paragrad._keras.logs import means_of_all, results_of_all
+from keras_paragrad._keras.logs import results_of_all, update_metrics
 from keras_paragrad._keras.loss_scale import not_divided_by_replicas
 from keras_paragrad._keras.loss_sums import LossSums, loss_sums
 from keras_paragrad._keras.loss_tracking import TrackedLosses
 from keras_paragrad._keras.losses import recorded_terms
 from keras_paragrad._keras.model import has_own_predict_step, has_own_test_step
+from keras_paragrad._keras.own_logs import evaluated_by_own_step
 from keras_paragrad._keras.presence import Presence, rows_of
 from keras_paragrad._keras.replicas import replica_count
 from keras_paragrad._keras.stages import Spread
@@ -27,12 +28,13 @@ def test_function(model: keras.Model, spread: Spread) -> Callable[[Any], dict]:
 
     def step(data: Any) -> dict:
         if has_own_test_step(model):
-            return means_of_all(model.test_step(data))
+            return evaluated_by_own_step(model, data, spread.weigh)
         presence = Presence.of(data)
         filled = presence.filled(data)
         y_pred, sums = _evaluated(model, filled, spread)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(filled)
-        presence.run(lambda: model.compute_metrics(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight))
+        batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+        presence.run(lambda: update_metrics(model, batch))
         return results_of_all(model, TrackedLosses(model, sums.only_if(presence.some)))
 
     return compile_steps(model, [step], spread=spread)

@@ -7,7 +7,30 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.loss_tracking import TrackedLosses
-from keras_paragrad._keras.replicas import replica_count, sum_over_replicas
+from keras_paragrad._keras.replicas import sum_over_replicas
+
+
+def update_metrics(model: keras.Model, batch: dict[str, Any]) -> None:
+    """Gives a model's metrics a part of a batch; what they come to is asked of `get_metrics_result` for all parts.
+
+    Args:
+        model: A compiled model.
+        batch: The arguments of its `compute_metrics`.
+
+    Raises:
+        ValueError: A `compute_metrics` of the model's own shows something else.
+    """
+    found = model.compute_metrics(**batch)
+    if type(model).compute_metrics is keras.Model.compute_metrics and "compute_metrics" not in vars(model):
+        return
+    shown = model.get_metrics_result()
+    if set(found) != set(shown):
+        raise ValueError(
+            f"compute_metrics of {type(model).__name__} returns {sorted(found)}, and get_metrics_result "
+            f"{sorted(shown)}. A batch is computed in parts here, and what is shown of all of them is what "
+            "get_metrics_result returns. Let that return the same: override it too, and compute what it adds from the "
+            "states of metrics."
+        )
 
 
 class SharedResults:
@@ -50,12 +73,3 @@ def results_of_all(model: keras.Model, losses: TrackedLosses | None = None) -> d
     """The model's metrics over the examples of all replicas, by one collective; called on every replica."""
     results = SharedResults(model, losses)
     return results.results(sum_over_replicas(results.parts))
-
-
-def means_of_all(logs: Any) -> Any:
-    """The mean over the replicas of what a step of the model's own returns; called on every replica."""
-    if replica_count() == 1:
-        return logs
-    share = 1 / replica_count()
-    scaled = [tf.cast(value, "float32") * share for value in keras.tree.flatten(logs)]
-    return keras.tree.pack_sequence_as(logs, sum_over_replicas(scaled))

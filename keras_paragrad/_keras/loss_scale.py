@@ -1,4 +1,9 @@
-"""Keras's division of losses by the number of replicas, left out while a step of ours computes its loss."""
+"""Keras's division of losses by the number of replicas, left out while a step of ours computes its loss.
+
+`keras.src.losses.loss.scale_loss_for_distribution` is a function of a module, which losses call by its global name, and
+can't be replaced on an instance. It is replaced for the process while one of our steps is traced, and looks at the
+thread that it runs on: on any other it divides as ever, so that another model that is trained meanwhile is Keras's.
+"""
 
 import contextlib
 import threading

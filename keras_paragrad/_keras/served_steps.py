@@ -50,17 +50,16 @@ def _of_any_size(data: Any) -> Any:
             rows, *sizes = tf.unstack(leaf.dense_shape)
             rest = [size if known is None else known for size, known in zip(sizes, leaf.shape[1:], strict=True)]
             return tf.SparseTensor(leaf.indices, leaf.values, tf.stack([_open(rows), *rest]))
-        # Of a ragged tensor, the parts that it is made of.
-        return tf.nest.map_structure(_open, leaf, expand_composites=True)
+        if isinstance(leaf, tf.RaggedTensor):
+            splits = [_open(each) for each in leaf.nested_row_splits]
+            return tf.RaggedTensor.from_nested_row_splits(leaf.flat_values, splits, validate=False)  # pyright: ignore
+        return _open(leaf)
 
     return keras.tree.map_structure(lambda leaf: None if leaf is None else of_any_size(leaf), data)
 
 
 def _open(tensor: tf.Tensor) -> tf.Tensor:
-    if not tensor.shape.rank:
-        # What is no batch: tf.stack would read the value of a constant.
-        return tf.compat.v1.placeholder_with_default(tensor, tensor.shape)
-    return tf.compat.v1.placeholder_with_default(tensor, (None, *tensor.shape[1:]))
+    return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]] if tensor.shape.rank else [])
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """One training step of a model, opened at the places where the package has something to do."""
 
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -10,6 +11,7 @@ from keras.src.losses.loss import unscale_loss_for_distribution
 
 from keras_paragrad._keras.apply import apply_everywhere, unscaled
 from keras_paragrad._keras.forward import Share, Weigh, Weight, compiled_pass, pass_through, scaled_gradient
+from keras_paragrad._keras.logs import update_metrics
 from keras_paragrad._keras.loss_sums import LossSums
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.presence import Presence, rows_of
@@ -26,6 +28,7 @@ class Gradient(NamedTuple):
         rows: How many examples it was computed on.
         weight: What the gradient counts for, or `None` if nobody asked.
         sums: What the losses that are shown are made of, or `None` if they are left to Keras.
+        show: For a whole batch, tracks its loss and metrics as Keras does after the update, and returns the logs.
     """
 
     gradients: list[Any]
@@ -33,6 +36,7 @@ class Gradient(NamedTuple):
     rows: tf.Tensor
     weight: Weight | None
     sums: LossSums | None = None
+    show: Callable[[], dict[str, Any]] | None = None
 
     def of_all(self, gradients: list[Any], rows: tf.Tensor, divisor: tf.Tensor, losses: tf.Tensor) -> "Gradient":
         """That of a batch of which this is one slice, given the sums over all slices of weights and of losses."""
@@ -91,16 +95,26 @@ def gradient_of(
         foreseen: Looks at what is not weighed.
 
     Returns:
-        The `Gradient`; the loss has not been tracked yet.
+        The `Gradient`; the loss has not been tracked yet, and of a whole batch the metrics neither.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     presence = presence or Presence(rows_of(x))
     look = foreseen.look if foreseen else None
     passed = (compiled_pass if by_xla else pass_through)(model, data, weigh, share, sums=sums, look=look)
-    presence.run(lambda: model.compute_metrics(x=x, y=y, y_pred=passed.y_pred, sample_weight=sample_weight))
+    batch = {"x": x, "y": y, "y_pred": passed.y_pred, "sample_weight": sample_weight}
+    show = None
+    if not sums and presence.some is None:
+        show = functools.partial(_show, model, passed.loss, batch)
+    else:
+        presence.run(lambda: update_metrics(model, batch))
     weight = passed.weight and passed.weight._replace(value=presence.weight(passed.weight.value))
     found = passed.sums and passed.sums.only_if(presence.some)
-    return Gradient(presence.gradients(passed.gradients), passed.loss, rows_of(x), weight, found)
+    return Gradient(presence.gradients(passed.gradients), passed.loss, rows_of(x), weight, found, show)
+
+
+def _show(model: keras.Model, loss: tf.Tensor, batch: dict[str, Any]) -> dict[str, Any]:
+    track_loss(model, loss, rows_of(batch["x"]))
+    return model.compute_metrics(**batch)
 
 
 def shared(gradient: Gradient, share: Share) -> Gradient:

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 from keras_paragrad._keras.apply import unscaled
 from keras_paragrad._keras.forward import Share, Weigh
-from keras_paragrad._keras.logs import SharedResults, means_of_all
+from keras_paragrad._keras.logs import SharedResults
 from keras_paragrad._keras.loss_tracking import LossWindow, TrackedLosses
 from keras_paragrad._keras.observe import show_before_sum
 from keras_paragrad._keras.optimizer import WrappingOptimizer
+from keras_paragrad._keras.own_logs import trained_by_own_step
 from keras_paragrad._keras.presence import Presence
 from keras_paragrad._keras.replicas import replica_count, sum_over_replicas
 from keras_paragrad._keras.stages import Apply, Split, Spread
@@ -47,8 +48,9 @@ class TrainStep(NamedTuple):
             except IndivisibleError as refusal:
                 self.limit.leave_whole(data, refusal)
         with self._gathering(None):
-            logs = self.model.train_step(data)
-        return means_of_all(logs) if self.spread else logs
+            if self.spread and replica_count() > 1:
+                return trained_by_own_step(self.model, data)
+            return self.model.train_step(data)
 
     def __call__(self, data: Any, presence: Presence) -> dict:
         """Takes the step, and returns its logs.
@@ -63,7 +65,7 @@ class TrainStep(NamedTuple):
         losses = None
         if gradient.sums is not None:
             losses = TrackedLosses(self.model, gradient.sums, self.window, ends=self.update)
-        elif (loss := gradient.loss) is not None:
+        elif gradient.show is None and (loss := gradient.loss) is not None:
             presence.run(lambda: track_loss(self.model, loss, presence.rows))
         if sharing and gradient.weight is not None and not self._accumulates:
             show_before_sum(self.model, gradient.gradients, sharing(gradient.weight))
@@ -74,7 +76,7 @@ class TrainStep(NamedTuple):
             whole = gradient.weight is not None
             sums = apply_gradient(self.model, gradient.gradients, whole=whole, beside=shown.parts if shown else ())
         if shown is None:
-            return self.model.get_metrics_result()
+            return gradient.show() if gradient.show else self.model.get_metrics_result()
         return shown.results(sum_over_replicas(shown.parts) if sums is None else sums)
 
     @property

@@ -1,7 +1,7 @@
 """What a micro-batch counts for: the number its loss was divided by."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -81,6 +81,29 @@ class Measure:
             ValueError: It can't be known what the total divides by.
         """
         return self._stated(model, arguments, terms)
+
+    def in_own_step(self, model: keras.Model, data: Any, terms: Sequence[LossTerm], what: str) -> Weight:
+        """The weight of a part of a batch that a `test_step` of the model's own is run on.
+
+        Args:
+            model: The model.
+            data: The part, as `test_step` takes it.
+            terms: The compiled losses that the step has called.
+            what: The number that is to be put together, for the error.
+
+        Raises:
+            ValueError: It can't be known what the number divides by.
+        """
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        if terms or self.weighting in ("examples", "sample_weight", "sum"):
+            y_pred = terms[0].y_pred if terms else None
+            return self(model, {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}, list(terms))
+        raise ValueError(
+            f"{type(model).__name__} has a test_step of its own, and what {what} divides by can't be seen, so that "
+            "uneven parts of a batch would bias it. Let the step compute its loss by self.compute_loss(...), and give "
+            "metrics every example, as in metric.update_state(y, y_pred). If it is a mean over the examples, write "
+            f"{self.asked_by}(..., weighting='examples')."
+        )
 
     def _stated(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight | None:
         """The weight of a micro-batch as the user has said it, or as added losses tell; `None` if losses have to."""

@@ -1,9 +1,7 @@
 """What workers compare before they train together, and what two of them that differ are told."""
 
 import functools
-import json
 import re
-import socket
 
 import alike_worker
 import keras
@@ -330,13 +328,7 @@ def test_weights_are_compared_within_rounding():
 @pytest.fixture(scope="module")
 def found():
     """What each case of `alike_worker` came to on two workers of one cluster."""
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("127.0.0.1", 0))
-        hosts = [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
-    tasks = [{"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}} for index in range(2)]
-    environments = [{"TF_CONFIG": json.dumps(task)} for task in tasks]
-    return own_process.call(alike_worker.main, None, environments, seconds=300)
+    return own_process.on_workers(alike_worker.main, None, seconds=300)
 
 
 @pytest.mark.parametrize(

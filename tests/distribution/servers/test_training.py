@@ -5,8 +5,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
 from histories import BATCHES, CASES, MicroBatches, assert_same, shown_by
+from hypothesis import given, settings
 
 from keras_paragrad.distribution import servers
 

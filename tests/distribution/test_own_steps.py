@@ -1,0 +1,70 @@
+"""What steps and metrics of a model's own show on replicas, beside one device."""
+
+import keras
+import numpy as np
+import own_steps
+import pytest
+from histories import MicroBatches
+
+from keras_paragrad import DistributedFit, microbatch
+
+TWO_REPLICAS = ["CPU:0", "CPU:1"]
+
+
+def on_replicas(**options):
+    return DistributedFit(devices=TWO_REPLICAS, jit=False, **options)
+
+
+@pytest.mark.own_process
+def test_own_test_steps_show_what_one_device_shows():
+    for case in own_steps.CASES:
+        # The others differ in what they are weighted by.
+        for mode in [{"run_eagerly": True}, *([{}] if case in ("Guide", "Loss") else [])]:
+            found, expected = (own_steps.evaluated(case, dist, **mode) for dist in (on_replicas, None))
+            assert found == pytest.approx(expected, rel=1e-6), (case, mode)
+
+
+@pytest.mark.own_process
+def test_numbers_of_whole_batches_need_to_be_told_what_they_divide_by():
+    dist = on_replicas()
+    with dist.scope():
+        model = own_steps.model(own_steps.Loss, run_eagerly=True)
+    dist.prepare(model)
+    with pytest.raises(ValueError, match=r"what the update of 'own' divides by.*\(..., weighting='examples'"):
+        model.evaluate(dist.dataset(*own_steps.data(), batch_size=7), verbose=0)
+
+
+@pytest.mark.own_process
+def test_own_train_steps_show_the_mean_over_the_examples():
+    class Own(own_steps.Loss):
+        def train_step(self, data):
+            return self.test_step(data)
+
+    shown = []
+    for dist in (on_replicas(exact=False), None):
+        with dist.scope() if dist else keras.name_scope("alone"):
+            model = own_steps.model(Own, run_eagerly=True)
+        if dist:
+            dist.prepare(model)
+        batches = MicroBatches(own_steps.data(), (7, 7, 1))
+        shown.append(model.fit(dist.dataset(batches) if dist else batches, shuffle=False, verbose=0).history)
+    found, expected = shown
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-6, err_msg=name)
+
+
+def fitted(made, parts):
+    model = own_steps.model(made, run_eagerly=True)
+    with microbatch(model, parts):
+        return model.fit(*own_steps.data(), batch_size=7, shuffle=False, verbose=0).history
+
+
+def test_what_compute_metrics_adds_has_to_be_had_of_parts():
+    expected = fitted(own_steps.PerplexityOfParts, 100)
+    assert "perplexity" in expected
+    assert fitted(own_steps.PerplexityOfParts, 3)["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
+    # Of whole batches, Keras's way is kept.
+    assert fitted(own_steps.Perplexity, 100)["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
+    with pytest.raises(ValueError, match="compute_metrics of Perplexity returns.*override it too"):
+        fitted(own_steps.Perplexity, 3)

@@ -1,0 +1,62 @@
+"""What `fit`, `evaluate` and `*_on_batch` show on two workers, each a process of its own, is what one device shows."""
+
+import hub_task
+import numpy as np
+import own_process
+import pytest
+import shown_worker
+from histories import CASES
+from own_steps import CASES as OWN_STEPS
+
+METRICS = ["metrics: of batches read", "metrics: of whole batches"]
+SHORT = [
+    *(f"loss: {name}" for name in ("mask", "sum", "two outputs", "two weighted")),
+    *("own step: Guide", "own step: Loss", *METRICS, "task: with a preprocessor"),
+]
+ALL = [
+    *(f"loss: {name}" for name in CASES),
+    *(f"own step: {name}" for name in OWN_STEPS),
+    *("task: preprocessor=None", "task: with a preprocessor"),
+]
+
+
+# Keras says it of every dataset that a task's own `fit` hands on.
+pytestmark = pytest.mark.filterwarnings("ignore:.*shuffle=True.* was passed, but will be ignored:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def shown():
+    """What each case of `SHORT` has shown on each of two workers of one cluster."""
+    return own_process.on_workers(shown_worker.main, SHORT, seconds=280)
+
+
+def check(name, found):
+    first, second = (worker[name] for worker in found)
+    kind, _, case = name.partition(": ")
+    if kind == "task":
+        pytest.importorskip("keras_hub")
+        pytest.importorskip("tensorflow_text")
+    assert not isinstance(first, str), first
+    expected = shown_worker.KINDS[kind](None, case)
+    if kind == "task":
+        for each in (first, second):
+            hub_task.assert_same(each, expected)
+        return
+    assert first == second
+    assert first.keys() == expected.keys()
+    for key, values in expected.items():
+        # Keras's metrics round more than its losses.
+        np.testing.assert_allclose(first[key], values, rtol=2e-6, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_what_workers_show(shown, name):
+    check(name, shown)
+
+
+@pytest.mark.long
+def test_what_workers_show_of_every_loss_and_step():
+    names = [name for name in ALL if name not in SHORT]
+    found = own_process.on_workers(shown_worker.main, names, seconds=600)
+    for name in names:
+        check(name, found)

@@ -1,0 +1,120 @@
+"""Models that evaluate, or train, in steps of their own, as Keras's guides write them."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from histories import MicroBatches
+
+ROWS = 15
+
+
+def _loss(y: Any, y_pred: Any) -> Any:
+    return keras.ops.mean(keras.ops.square(y - y_pred))
+
+
+class Guide(keras.Model):
+    """As keras.io/guides/custom_train_step_in_tensorflow: a loss that Keras computes, in trackers of its own."""
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred = self(x, training=False)
+        loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            elif metric.name == "compile_metrics":
+                metric.update_state(y, y_pred)
+        return {**self.get_metrics_result(), "batch_loss": loss, "twice": 2 * self.metrics[0].result()}
+
+
+class Loss(keras.Model):
+    """A loss of the model's own, in a tracker that `metrics` names and in another, and as it is."""
+
+    def __init__(self, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        self.tracker, self.hidden = keras.metrics.Mean(name="own"), keras.metrics.MeanSquaredError(name="hidden")
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.tracker]
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y = data[:2]
+        y_pred = self(x, training=False)
+        self.tracker.update_state(_loss(y, y_pred))
+        self.hidden.update_state(y, y_pred)
+        return {"own": self.tracker.result(), "loss": _loss(y, y_pred), "hidden": self.hidden.result()}
+
+
+class Examples(keras.Model):
+    """Metrics that are given every example, and losses that are not compiled."""
+
+    def __init__(self, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        self.total, self.mean = keras.metrics.Sum(name="total"), keras.metrics.Mean(name="mean")
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y = data[:2]
+        y_pred = self(x, training=False)
+        self.total.update_state(keras.ops.abs(y - y_pred))
+        self.mean.update_state(keras.ops.max(keras.ops.abs(y - y_pred), axis=-1))
+        return {"total": self.total.result(), "mean": self.mean.result()}
+
+
+class Perplexity(keras.Model):
+    """Shows what it computes of a metric, by `compute_metrics` alone."""
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+        found = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**found, "perplexity": keras.ops.exp(found["mae"])}
+
+
+class PerplexityOfParts(Perplexity):
+    """By `get_metrics_result` too, as parts of a batch need it."""
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        found = super().get_metrics_result()
+        return {**found, "perplexity": keras.ops.exp(found["mae"])}
+
+
+# Of a step, what `DistributedFit` has to be told, and what is compiled.
+CASES = {
+    "Guide": (Guide, {}, {}),
+    "Guide, not exact": (Guide, {"exact": False}, {}),
+    "Guide, weighted": (Guide, {}, {"loss": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")}),
+    "Guide, sum": (Guide, {}, {"loss": keras.losses.MeanSquaredError(reduction="sum")}),
+    "Loss": (Loss, {"weighting": "examples"}, {}),
+    "Loss, not exact": (Loss, {"exact": False}, {}),
+    "Examples": (Examples, {}, {"metrics": None}),
+    "PerplexityOfParts": (PerplexityOfParts, {}, {}),
+}
+
+
+def evaluated(case: str, dist: Any, **mode: Any) -> dict[str, float]:
+    """What `evaluate` shows of a case, by what `dist(**options)` makes or, if that is `None`, on one device."""
+    made, options, compiled = CASES[case]
+    ours = dist(**options) if dist else None
+    with ours.scope() if ours else contextlib.nullcontext():
+        found = model(made, **compiled, **mode)
+    # The last batch leaves a replica without rows.
+    batches = MicroBatches((*data(), np.linspace(0.1, 3, ROWS, dtype="float32")), (7, 7, 1))
+    if ours:
+        ours.prepare(found)
+    shown = found.evaluate(ours.dataset(batches) if ours else batches, verbose=0, return_dict=True)
+    return {name: float(value) for name, value in shown.items()}
+
+
+def data() -> tuple[np.ndarray, ...]:
+    draw = np.random.default_rng(0)
+    return tuple(draw.normal(size=(ROWS, width)).astype("float32") for width in (4, 2))
+
+
+def model(made: Callable[..., keras.Model], loss: Any = "mse", **options: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4,))
+    found = made(inputs, keras.layers.Dense(2)(inputs))
+    found.compile(keras.optimizers.SGD(0.05), loss, **{"metrics": ["mae"], **options})
+    return found

@@ -1,0 +1,102 @@
+"""What two workers of one cluster show of losses and metrics, case by case."""
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import every_metric
+import hub_task
+import keras
+import numpy as np
+import own_steps
+from histories import BATCHES, CASES, MicroBatches, shown_by
+
+
+def main(names: list[str]) -> dict[str, Any]:
+    """Runs the named cases; returns for each what it has shown, or what it raised."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from keras_paragrad import DistributedFit
+
+    dist = DistributedFit(startup_timeout=60, jit=False)
+
+    def alike(**options: Any) -> DistributedFit:
+        return DistributedFit(strategy=dist.strategy, jit=False, **options)
+
+    found = {}
+    for name in names:
+        kind, _, case = name.partition(": ")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found[name] = KINDS[kind](alike, case)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def losses(alike: Callable[..., Any] | None, name: str) -> dict[str, list[float]]:
+    case = CASES[name]
+    if alike is None:
+        return case.expected()
+    dist = alike(weighting=case.weighting)
+    with dist.scope():
+        model = case.model()
+    dist.prepare(model)
+    return shown_by(case, model, *(dist.dataset(MicroBatches(case.columns, BATCHES)) for _ in range(2)))
+
+
+def steps(alike: Callable[..., Any] | None, name: str) -> dict[str, float]:
+    return own_steps.evaluated(name, alike)
+
+
+def metrics(alike: Callable[..., Any] | None, name: str) -> dict[str, Any]:
+    """All of `keras.metrics` in training and evaluation, or what batches that come whole are counted as."""
+    x, y = every_metric.data()
+    named = every_metric.all_metrics if name == "of batches read" else _two_metrics
+    dist = alike() if alike else None
+    if dist is None:
+        model = every_metric.model_with(named(), run_eagerly=True)
+    else:
+        with dist.scope():
+            model = every_metric.model_with(named(), run_eagerly=True)
+        dist.prepare(model)
+    if name == "of whole batches":
+        return _of_whole_batches(model, x, y)
+    sizes = (7, 7, 1)
+    data, checked = (MicroBatches((x, y), sizes) for _ in range(2))
+    if dist:
+        data, checked = dist.dataset(data), dist.dataset(checked)
+    history = model.fit(data, validation_data=checked, shuffle=False, verbose=0).history
+    # Some have a value for each class.
+    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), history)
+
+
+def _two_metrics() -> dict[str, list[Any]]:
+    return {"rows": [keras.metrics.TruePositives(name="hits"), "mae"]}
+
+
+def _of_whole_batches(model: Any, x: Any, y: Any) -> dict[str, Any]:
+    found = {}
+    # The last leaves a worker without a row.
+    for rows in (7, 4, 1):
+        part = x[:rows], {name: column[:rows] for name, column in y.items()}
+        weights = {name: np.linspace(0.5, 2, rows, dtype="float32") for name in y}
+        for method in ("train_on_batch", "test_on_batch"):
+            shown = getattr(model, method)(*part, sample_weight=weights, return_dict=True)
+            found |= {f"{method} {rows} {key}": float(value) for key, value in shown.items()}
+        predicted = model.predict_on_batch(part[0])
+        found |= {f"predict_on_batch {rows} {key}": value.tolist() for key, value in predicted.items()}
+    return found
+
+
+def tasks(alike: Callable[..., Any] | None, name: str) -> tuple:
+    return hub_task.trained(alike() if alike else None, name == "preprocessor=None")
+
+
+KINDS: dict[str, Callable[[Callable[..., Any] | None, str], Any]] = {
+    "loss": losses,
+    "own step": steps,
+    "metrics": metrics,
+    "task": tasks,
+}
