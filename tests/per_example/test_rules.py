@@ -1,5 +1,9 @@
 """Every rule gives what a forward and backward pass for each example gives."""
 
+import os
+import subprocess
+import sys
+
 import hypothesis
 import keras
 import pytest
@@ -7,7 +11,7 @@ from drawn_layers import DRAWN, LayerCase, randomize, some_inputs
 from every_example import check
 from keras import layers
 
-from keras_paragrad.per_example.rules import convolution
+from keras_paragrad.per_example.rules import convolution, folded
 
 
 @pytest.mark.parametrize("kind", DRAWN)
@@ -48,10 +52,19 @@ def test_a_mask(layer, length, jit_compile):
     check(model, some_inputs((5, length), 3), jit_compile)
 
 
-@pytest.mark.parametrize("kind", ["conv1d", "conv2d", "conv3d"])
+@pytest.mark.parametrize("kind", ["conv1d", "conv2d", "depthwise1d", "depthwise2d", "separable2d"])
 @hypothesis.given(data=hypothesis.strategies.data())
-def test_a_convolution_whose_examples_are_gone_through_one_by_one(kind, data):
+def test_a_convolution_folded_into_channels(kind, data):
     case: LayerCase = data.draw(DRAWN[kind])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convolution, "LARGE_WINDOWS", 0)
+        patch.setattr(folded, "CHUNK", data.draw(hypothesis.strategies.sampled_from([1, 300, folded.CHUNK])))
+        patch.setattr(folded, "FEW_TAPS", data.draw(hypothesis.strategies.sampled_from([0, folded.FEW_TAPS])))
+        patch.setattr(convolution.ConvolutionRule, "costs_less_folded", lambda rule, call: True)
         check(case.model(), case.inputs(), False, beside_plain=data.draw(hypothesis.strategies.booleans()))
+
+
+def test_grouped_gradients_are_asked_for_where_they_exist():
+    program = "from keras_paragrad.per_example.rules import folded; print(folded.has_grouped_gradients())"
+    environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
+    printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True, timeout=120)
+    assert printed.split()[-1] == "False"

@@ -1,23 +1,16 @@
 """Convolutions: a dense layer on every window."""
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.registry import Call, register_rule
+from keras_paragrad.per_example.rules import folded
 from keras_paragrad.per_example.rules.linear import Linear, Product, flattened
 from keras_paragrad.per_example.rules.windows import Geometry, channels_last, first_axis_first, spatial, windows
-
-# An example's input and a kernel to its output.
-Convolve = Callable[[tf.Tensor, tf.Tensor], Any]
-# Numbers in an example's windows. With oneDNN on one core, for 64 examples: 147 thousand took 12.6 ms to lay out and
-# multiply, and 8.4 in a loop; 200 thousand 16.2 and 7.5; 803 thousand, for 16 examples, 26.5 and 15.1; but 73 thousand
-# 11.7 and 13.8.
-LARGE_WINDOWS = 100_000
 
 
 class Convolutional(Linear):
@@ -55,29 +48,44 @@ class ConvolutionRule(Convolutional):
         if layer.padding == "causal":
             return super().kernel_sum(call, weights)
         cotangent = call.cotangent * tf.reshape(weights, [-1, *[1] * (call.cotangent.shape.rank - 1)])
-        return kernel_gradient(functools.partial(self.convolve, layer), layer.kernel.shape, call.input, cotangent)
+        return kernel_gradient(layer, call.input, cotangent)
 
-    def convolve(self, layer: Any, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
-        """What the layer does with a kernel, but for `"causal"` padding."""
-        return keras.ops.conv(inputs, kernel, layer.strides, layer.padding, layer.data_format, layer.dilation_rate)
+    fold = staticmethod(folded.grouped)
 
-    def one_by_one(self, calls: Sequence[Call]) -> tf.Tensor | None:
+    def folded(self, calls: Sequence[Call]) -> tf.Tensor | None:
         (call, *others), layer = calls, calls[0].layer
-        if others or not loops(call) or not self.has_large_windows(layer, call.cotangent):
+        if others or not self.folds(call):
             return None
         if call.gradients is None:
-            convolve = functools.partial(self.convolve, layer)
-            call.gradients = [kernel_gradients(convolve, layer.kernel.shape, call.input, call.cotangent)]
+            call.gradients = [self.fold(call.input, call.cotangent, Geometry.of(layer), layer.kernel.shape)]
         return call.gradients[0]
 
-    def has_large_windows(self, layer: Any, cotangent: tf.Tensor) -> bool:
-        """Whether an example's windows are so many numbers that to lay them out takes longer than a loop's turn."""
-        positions, rows = cotangent.shape[1:-1].num_elements(), layer.kernel.shape[:-1].num_elements()
-        columns = layer.kernel.shape[-1]
-        if positions is None or layer.groups != 1:
+    def folded_squared_norms(self, calls: Sequence[Call]) -> tf.Tensor | None:
+        (call, *others), layer = calls, calls[0].layer
+        if others or not call.beside_plain or call.gradients is not None or not self.folds(call):
+            return super().folded_squared_norms(calls)
+        # Nothing but the norms is wanted of the gradients.
+        return folded.grouped_squared_norms(call.input, call.cotangent, Geometry.of(layer), layer.kernel.shape)
+
+    def folds(self, call: Call) -> bool:
+        """Whether the batch is folded into the channels."""
+        can = folded.suits(call) and max(call.layer.dilation_rate) == 1
+        return can and self.costs_less_folded(call) and folded.has_grouped_gradients()
+
+    def costs_less_folded(self, call: Call) -> bool:
+        """Whether folding moves less than laying out the windows does, or ghost norms."""
+        shape: Any = call.layer.kernel.shape
+        positions, pixels = (tensor.shape[1:-1].num_elements() for tensor in (call.cotangent, call.input))
+        if positions is None or pixels is None:
             return False
+        rows, columns = math.prod(shape[:-1]), shape[-1]
         is_ghost = positions * (rows + columns) <= rows * columns
-        return not is_ghost and positions * rows >= LARGE_WINDOWS
+        # With oneDNN on one thread, in milliseconds, folded and laid out: 64 examples of 32x32x16 and 3x3 taps 4.2 and
+        # 11.9; 32x32x32 and 7x7 with stride 2 16.5 and 39; 16x16x64 and 3x3 12.5 and 16.2; 32x32x32 and 3x3 with
+        # stride 2 5.5 and 5.7; but 8x8x64 and 3x3 4.4 and 3.3; 16 of 8x8x256 and 3x3 30 and 11.8.
+        windows = positions * rows * call.layer.groups
+        folded_sides = pixels * call.input.shape[-1] + positions * columns
+        return not is_ghost and math.prod(shape[:-2]) > 1 and 2 * windows > folded_sides + 4 * rows * columns
 
 
 @register_rule(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
@@ -90,48 +98,23 @@ class DepthwiseRule(ConvolutionRule):
     def kernel_sum(self, call: Call, weights: tf.Tensor) -> tf.Tensor:
         return Convolutional.kernel_sum(self, call, weights)
 
-    def convolve(self, layer: Any, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
-        return depthwise(layer, inputs, kernel)
+    fold = staticmethod(folded.depthwise)
 
-    def has_large_windows(self, layer: Any, cotangent: tf.Tensor) -> bool:
+    def folded_squared_norms(self, calls: Sequence[Call]) -> tf.Tensor | None:
+        return Convolutional.folded_squared_norms(self, calls)
+
+    def folds(self, call: Call) -> bool:
         # As products they have one column for each channel, in which a matrix product has nothing to reuse.
-        return True
+        return folded.suits(call)
 
 
-def depthwise(layer: Any, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
-    """A depthwise convolution with a layer's geometry."""
-    return keras.ops.depthwise_conv(
-        inputs, kernel, layer.strides, layer.padding, layer.data_format, layer.dilation_rate
-    )
-
-
-def loops(call: Call) -> bool:
-    """Whether TensorFlow runs a loop over the examples of a call about as fast as its turns, as it does on CPUs.
-
-    XLA runs convolutions in loops many times slower, and for GPUs they are too small one by one.
-    """
-    layer: Any = call.layer
-    plain = layer.data_format == "channels_last" and layer.padding != "causal"
-    return plain and not call.by_xla and not tf.config.list_logical_devices("GPU")
-
-
-def kernel_gradients(convolve: Convolve, shape: Any, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
-    """Each example's gradient for the kernel of a convolution, `(batch, *shape)`, one after the other."""
-
-    def of_one(rows: Sequence[tf.Tensor]) -> tf.Tensor:
-        row, cotangent = rows
-        return kernel_gradient(convolve, shape, row[tf.newaxis], cotangent[tf.newaxis])
-
-    return tf.map_fn(of_one, (inputs, cotangents), fn_output_signature=tf.TensorSpec(shape, inputs.dtype))
-
-
-def kernel_gradient(convolve: Convolve, shape: Any, inputs: tf.Tensor, cotangent: tf.Tensor) -> tf.Tensor:
-    """The gradient of a batch for a convolution's kernel, whatever the kernel is."""
-    kernel = tf.zeros(shape, inputs.dtype)
+def kernel_gradient(layer: Any, inputs: tf.Tensor, cotangent: tf.Tensor) -> tf.Tensor:
+    """The gradient of a batch for the kernel of a convolution layer, whatever the kernel is."""
+    kernel = tf.zeros(layer.kernel.shape, inputs.dtype)
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(kernel)
         # Its result is not used, so only the gradient is computed.
-        outputs = convolve(inputs, kernel)
+        outputs = keras.ops.conv(inputs, kernel, layer.strides, layer.padding, layer.data_format, layer.dilation_rate)
     (gradient,) = tape.gradient(outputs, [kernel], output_gradients=[cotangent])
     return tf.convert_to_tensor(gradient)
 

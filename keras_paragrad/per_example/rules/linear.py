@@ -133,9 +133,14 @@ class Linear(Rule):
         """The sum over examples of the kernel's gradients times `weights` `(batch,)`, in the kernel's shape."""
         return self.kernel(call.layer, self.product(call).weighted_sum(weights), call.by_xla)
 
-    def one_by_one(self, calls: Sequence[Call]) -> tf.Tensor | None:
-        """Each example's kernel gradient `(batch, *shape)` by a loop, where that costs less than the product."""
+    def folded(self, calls: Sequence[Call]) -> tf.Tensor | None:
+        """Each example's kernel gradient `(batch, *shape)` from `folded.py`, where that costs less than the product."""
         return None
+
+    def folded_squared_norms(self, calls: Sequence[Call]) -> tf.Tensor | None:
+        """The squared norms of `folded`, `(batch,)`, or `None` likewise."""
+        folded = self.folded(calls)
+        return None if folded is None else squared_norm(folded)
 
     def variables(self, layer: Any) -> list[keras.Variable]:
         return [layer.kernel] if layer.bias is None else [layer.kernel, layer.bias]
@@ -148,23 +153,23 @@ class Linear(Rule):
         return [Parts.of(kernel).laid_out(), *biases]
 
     def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
-        looped = self.one_by_one(calls)
-        if looped is not None:
-            return [looped, *self._biases(calls)]
+        folded = self.folded(calls)
+        if folded is not None:
+            return [folded, *self._biases(calls)]
         product = self._product(calls)
         kernel = Parts([product.left, product.right], _Kernel(self, calls[0].layer, calls[0].by_xla))
         return [kernel if product.has_small_sides else kernel.laid_out(), *self._biases(calls)]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         by_xla = calls[0].by_xla
-        looped = self.one_by_one(calls)
-        norms = self._product(calls).squared_norms(by_xla) if looped is None else squared_norm(looped)
+        folded = self.folded_squared_norms(calls)
+        norms = self._product(calls).squared_norms(by_xla) if folded is None else folded
         return [norms, *(squared_norm(bias, by_xla) for bias in self._biases(calls))]
 
     def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        looped = self.one_by_one(calls)
-        if looped is not None:
-            return [squared_norm(looped), *map(tf.square, self._biases(calls))]
+        folded = self.folded_squared_norms(calls)
+        if folded is not None:
+            return [folded, *map(tf.square, self._biases(calls))]
         product = self._product(calls)
         if product.is_ghost and all(map(self._adds_to_columns, calls)):
             # As if the bias were the kernel's row for an input of 1.
@@ -173,18 +178,18 @@ class Linear(Rule):
         return [product.squared_norms(calls[0].by_xla), *map(tf.square, self._biases(calls))]
 
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        looped = self.one_by_one(calls)
-        if looped is None:
+        folded = self.folded(calls)
+        if folded is None:
             moment = self.kernel(calls[0].layer, self._product(calls).second_moment(), calls[0].by_xla)
         else:
-            moment = tf.reduce_sum(tf.square(looped), 0)
+            moment = tf.reduce_sum(tf.square(folded), 0)
         return [moment, *(tf.reduce_sum(tf.square(bias), 0) for bias in self._biases(calls))]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
         biases = [tf.tensordot(weights, bias, 1) for bias in self._biases(calls)]
-        looped = self.one_by_one(calls)
-        if looped is not None:
-            return [tf.tensordot(weights, looped, 1), *biases]
+        folded = self.folded(calls)
+        if folded is not None:
+            return [tf.tensordot(weights, folded, 1), *biases]
         product = self._product([call.original or call for call in calls])
         if not product.is_ghost and not product.has_small_sides:
             # Norms were taken of these gradients. Where they take no more room than the sides, they may be kept until

@@ -1,6 +1,5 @@
 """Separable convolutions: a depthwise one, and a dense layer on what comes out of it."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,14 +7,12 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.registry import Call, Rule, register_rule, squared_norm
+from keras_paragrad.per_example.rules import folded
 from keras_paragrad.per_example.rules.convolution import (
     convolution_bias,
-    depthwise,
     flat,
     grouped_kernel,
     grouped_product,
-    kernel_gradients,
-    loops,
 )
 from keras_paragrad.per_example.rules.linear import Product, bias_gradients
 from keras_paragrad.per_example.rules.windows import Geometry, channels_last
@@ -86,7 +83,7 @@ def _parts(call: Call) -> tuple[tf.Tensor, Product]:
 def _depthwise_gradients(call: Call, geometry: Geometry, inputs: tf.Tensor, cotangent: tf.Tensor) -> tf.Tensor:
     layer: Any = call.layer
     shape = layer.depthwise_kernel.shape
-    if loops(call):
-        return kernel_gradients(functools.partial(depthwise, layer), shape, inputs, cotangent)
+    if folded.suits(call):
+        return folded.depthwise(inputs, cotangent, geometry, shape)
     product = grouped_product(inputs, cotangent, geometry, shape[-2], call.by_xla)
     return grouped_kernel(shape, product.gradients(), call.by_xla)

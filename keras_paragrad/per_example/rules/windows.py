@@ -51,7 +51,7 @@ def windows(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any], by_xl
     taps = math.prod(geometry.kernel_size)
     channels: Any = images.shape[-1]
     in_order = first_axis_first(channels, by_xla)
-    padded = _padded(images, geometry, outputs)
+    padded = with_padding(images, geometry, outputs)
     if by_xla:
         # With positions last, products over them read both sides in memory order. On two cores, 64 products of 288x256
         # and 256x64 took 6 ms instead of 16. XLA folds the transpose into the product.
@@ -171,7 +171,7 @@ def _at_least_zero(size: Any) -> Any:
     return max(size, 0) if isinstance(size, int) else tf.maximum(size, 0)
 
 
-def _padded(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any]) -> tf.Tensor:
+def with_padding(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any]) -> tf.Tensor:
     """With the zeros around it that the windows reach, cut to where they end."""
     paddings = []
     for size, out, taps, stride, dilation in zip(

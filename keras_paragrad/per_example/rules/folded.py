@@ -1,0 +1,185 @@
+"""Per-example gradients of convolution kernels, with the batch folded into the channels.
+
+Groups of channels do not mix, and a depthwise convolution does not mix channels. So examples can be laid side by side
+as the groups of one image, and TensorFlow's gradient for the kernel of that image holds each example's own.
+Rochette et al., https://arxiv.org/abs/1912.06015.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_paragrad.per_example.registry import Call
+from keras_paragrad.per_example.rules.windows import Geometry, with_padding
+
+# Numbers of a few examples' inputs that stay in a processor's cache. With oneDNN on one thread, 64 examples of 32x32x16
+# and 3x3 kernels took 6.8 ms at once, 4.3 in eights, and 8.0 one by one.
+CHUNK = 2**17
+# Of a chunk whose images are of unknown size.
+EXAMPLES = 8
+# Larger depthwise kernels are faster with the cotangents as kernels: 16 examples of 16x16x64 and 7x7 taps took 1.1 ms,
+# against 6.6 by the gradient of the kernel; of 32x32x32 and 3x3 taps 1.3 and 1.0.
+FEW_TAPS = 9
+
+
+def grouped(inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]) -> tf.Tensor:
+    """Each example's gradient for the kernel of a convolution, whose groups become groups for each example.
+
+    Args:
+        inputs: The layer's, `(batch, *spatial, channels)` with one or two spatial axes.
+        cotangents: The loss's gradient for its outputs, likewise.
+        geometry: Where the windows lie.
+        shape: The kernel's.
+
+    Returns:
+        `(batch, *shape)`
+    """
+    *taps, channels, filters = shape
+
+    def of_few(count: Any, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
+        found = _grouped_gradient(count, inputs, cotangents, geometry, shape)
+        apart = tf.reshape(found, [*taps, channels, count, filters])
+        rank = len(shape)
+        return tf.transpose(apart, [rank - 1, *range(rank - 1), rank])
+
+    return _few_by_few(of_few, inputs, cotangents, shape)
+
+
+def grouped_squared_norms(
+    inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]
+) -> tf.Tensor:
+    """The squared norms of the gradients that `grouped` returns, `(batch,)`, of which only a few exist at once."""
+    *_, filters = shape
+
+    def of_few(count: Any, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
+        found = _grouped_gradient(count, inputs, cotangents, geometry, shape)
+        sums = tf.reduce_sum(tf.square(found), [0, 1, 2])
+        return tf.reduce_sum(tf.reshape(sums, [count, filters]), 1)
+
+    return _few_by_few(of_few, inputs, cotangents, [])
+
+
+def depthwise(inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]) -> tf.Tensor:
+    """Each example's gradient for the kernel of a depthwise convolution; the arguments are those of `grouped`."""
+    *taps, channels, multiplier = shape
+    dilated = geometry.dilation[0] > 1
+    of_image = _as_convolution if dilated or math.prod(taps) > FEW_TAPS else _as_gradient
+
+    def of_few(count: Any, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
+        found = of_image(_side_by_side(inputs), _side_by_side(cotangents), geometry, multiplier)
+        apart = tf.reshape(found, [*taps, count, channels, multiplier])
+        rank = len(shape)
+        return tf.transpose(apart, [rank - 2, *range(rank - 2), rank - 1, rank])
+
+    return _few_by_few(of_few, inputs, cotangents, shape)
+
+
+def suits(call: Call) -> bool:
+    """Whether a convolution's call can be folded, on CPUs without XLA; GPUs have not been tried."""
+    layer: Any = call.layer
+    plain = layer.data_format == "channels_last" and layer.padding != "causal" and call.input.shape.rank in (3, 4)
+    # What TensorFlow has for depthwise convolutions.
+    (stride, *strides), (dilation, *dilations) = layer.strides, layer.dilation_rate
+    even = set(strides) <= {stride} and set(dilations) <= {dilation} and 1 in (stride, dilation)
+    on_cpu = not call.by_xla and not tf.config.list_logical_devices("GPU")
+    return plain and even and on_cpu and call.input.dtype == tf.float32
+
+
+@functools.cache
+def has_grouped_gradients() -> bool:
+    """Whether TensorFlow has the gradient of a grouped convolution on CPUs, as it has with oneDNN alone."""
+
+    @tf.function(autograph=False)
+    def of_two_groups() -> tf.Tensor:
+        image = tf.reshape(tf.range(1.0, 19.0), [1, 3, 3, 2])
+        return tf.raw_ops.Conv2DBackpropFilter(
+            input=image, filter_sizes=[1, 1, 1, 2], out_backprop=image, strides=[1, 1, 1, 1], padding="VALID"
+        )
+
+    with tf.init_scope(), tf.device("CPU:0"):
+        try:
+            squares = tf.reduce_sum(tf.square(tf.reshape(tf.range(1.0, 19.0), [9, 2])), 0)
+            return bool(tf.reduce_all(tf.reshape(of_two_groups(), [2]) == squares))
+        except tf.errors.InvalidArgumentError:
+            return False
+
+
+def _grouped_gradient(
+    count: Any, inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]
+) -> tf.Tensor:
+    """`(*taps, channels, count x filters)` with two axes of taps."""
+    *taps, channels, filters = shape
+    return tf.raw_ops.Conv2DBackpropFilter(
+        input=_side_by_side(inputs),
+        filter_sizes=[*_plane(taps), channels, count * filters],
+        out_backprop=_side_by_side(cotangents),
+        strides=[1, *_plane(geometry.strides), 1],
+        padding=geometry.padding.upper(),
+    )
+
+
+def _as_gradient(image: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry, multiplier: int) -> tf.Tensor:
+    return tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
+        input=image,
+        filter_sizes=[*_plane(geometry.kernel_size), tf.shape(image)[3], multiplier],
+        out_backprop=cotangent,
+        strides=[1, geometry.strides[0], geometry.strides[0], 1],
+        padding=geometry.padding.upper(),
+    )
+
+
+def _as_convolution(image: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry, multiplier: int) -> tf.Tensor:
+    """The same as a convolution with the cotangent as its kernel: each tap's gradient sums pixels times cotangents."""
+    dynamic = tf.shape(cotangent)
+    sizes: Any = [dynamic[axis] if cotangent.shape[axis] is None else cotangent.shape[axis] for axis in (1, 2)]
+    kernel_size, strides, dilations = map(_plane, geometry[:3])
+    plane = Geometry(kernel_size, strides, dilations, geometry.padding)
+    height, width = (
+        (size - 1) * stride + (taps - 1) * dilation + 1
+        for size, taps, stride, dilation in zip(sizes, kernel_size, strides, dilations, strict=True)
+    )
+    image = with_padding(image, plane, sizes)[:, :height, :width]
+    kernel = tf.reshape(cotangent, [*sizes, -1, multiplier])
+    dilation, stride = dilations[1], strides[1]
+    return tf.nn.depthwise_conv2d(image, kernel, [1, dilation, dilation, 1], "VALID", dilations=[stride, stride])
+
+
+def _few_by_few(
+    of_few: Callable[[Any, tf.Tensor, tf.Tensor], tf.Tensor],
+    inputs: tf.Tensor,
+    cotangents: tf.Tensor,
+    shape: Sequence[int],
+) -> tf.Tensor:
+    """What a function makes of the first axis `(few, *shape)`, for all examples `(batch, *shape)`."""
+    batch: Any = tf.shape(inputs)[0] if inputs.shape[0] is None else inputs.shape[0]
+    numbers = inputs.shape[1:].num_elements()
+    few = max(1, CHUNK // numbers) if numbers else EXAMPLES
+    # Of an empty batch, one example of zeros.
+    count = tf.clip_by_value(batch, 1, few)
+
+    def of_chunk(start: tf.Tensor) -> tf.Tensor:
+        chunk = [side[start : start + count] for side in (inputs, cotangents)]
+        missing: Any = count - tf.shape(chunk[0])[0]
+        chunk = [tf.pad(side, [[0, missing], *[[0, 0]] * (side.shape.rank - 1)]) for side in chunk]
+        return of_few(count, *chunk)
+
+    starts = tf.range(0, tf.maximum(batch, 1), count)
+    found = tf.map_fn(of_chunk, starts, fn_output_signature=tf.TensorSpec([None, *shape], inputs.dtype))
+    return tf.reshape(found, [-1, *shape])[:batch]
+
+
+def _side_by_side(sides: tf.Tensor) -> tf.Tensor:
+    """`(few, *spatial, channels)` as one image `(1, height, width, few x channels)`."""
+    if sides.shape.rank == 3:
+        sides = sides[:, tf.newaxis]
+    dynamic = tf.shape(sides)
+    image = tf.reshape(tf.transpose(sides, [1, 2, 0, 3]), [1, dynamic[1], dynamic[2], -1])
+    return tf.ensure_shape(image, [1, *sides.shape[1:3], None])
+
+
+def _plane(sizes: Sequence[int]) -> list[int]:
+    """Sizes along two axes, for one or two."""
+    return [1, *sizes][-2:]
