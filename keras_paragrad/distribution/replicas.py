@@ -40,8 +40,8 @@ class Preparation:
         shard_policy: How several workers share data that `fit` and `evaluate` are given as they are.
 
     Raises:
-        ValueError: The model has a `train_step` or loss of its own, so that what a part of its batch counts for can't
-            be known. The message says what to write.
+        ValueError: There are several replicas, and the model has a `train_step` or loss of its own, so that what a part
+            of its batch counts for can't be known. The message says what to write. On one replica, it is logged.
     """
 
     def __init__(
