@@ -8,6 +8,20 @@ from keras_suite.expected import COMPONENTS, REASONS, SAMPLE
 from own_process import run_pytest
 
 SITE = Path(keras.__file__).parent.parent
+SUITES = {
+    "trainers": ("trainer_test.py", "compile_utils_test.py", "epoch_iterator_test.py"),
+    "callbacks": ("",),
+    "models": ("",),
+    "saving": ("",),
+}
+# Keras's tests of callbacks read variables with int(), which mirrored ones don't take; those of models and saving
+# compile few models, and `microbatch` does most to them.
+WHOLE = {
+    "trainers": COMPONENTS,
+    "callbacks": ("microbatch", "callbacks"),
+    "models": ("microbatch",),
+    "saving": ("microbatch",),
+}
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -22,6 +36,23 @@ def run(component, tests, fails, monkeypatch, seconds):
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_a_sample(component, monkeypatch, tmp_path):
     run(component, SAMPLE, tmp_path / "fails", monkeypatch, seconds=240)
+
+
+@pytest.fixture(scope="module", params=SUITES)
+def suite(request, tmp_path_factory):
+    """A suite's name and files, and a file with the names of the tests that fail here with Keras alone."""
+    fails = tmp_path_factory.mktemp("keras") / "fails"
+    tests = [f"keras/src/{request.param}/{name}" for name in SUITES[request.param]]
+    with pytest.MonkeyPatch.context() as patch:
+        run("nothing", tests, fails, patch, seconds=1200)
+    return request.param, tests, fails
+
+
+@pytest.mark.long
+def test_a_whole_suite(suite, monkeypatch):
+    name, tests, fails = suite
+    for component in WHOLE[name]:
+        run(component, tests, fails, monkeypatch, seconds=3600)
 
 
 @pytest.mark.parametrize("reason", [reason for reason in REASONS if reason.docs], ids=lambda reason: reason.what)
