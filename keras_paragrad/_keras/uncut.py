@@ -14,6 +14,7 @@ from keras_paragrad._keras.weights import IndivisibleError, Measure
 
 _log = logging.getLogger("keras_paragrad")
 _SAID = "_keras_paragrad_said"
+_LOOKED = "_keras_paragrad_looked"
 # TensorFlow quotes what a check fails with, so that this can be found in it and a longer text can't.
 _ABOVE = "keras_paragrad: a batch is larger than a slice"
 
@@ -44,10 +45,12 @@ class Foreseen:
         except IndivisibleError as refusal:
             self.say(model, refusal)
 
-    def look(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> None:
-        """Says what is found in a step; takes what a `Measure` takes."""
-        if self.where in _said(model):
+    def look(self, model: Any, arguments: dict[str, Any], terms: list[LossTerm]) -> None:
+        """Says what is found in a step; takes what a `Measure` takes. Looks once for each `compile`."""
+        looked = model.__dict__.setdefault(_LOOKED, {})
+        if self.where in _said(model) or looked.get(self.where) is model._compile_config:
             return
+        looked[self.where] = model._compile_config
         # What is computed to find out is in a graph that is never run.
         with FuncGraph("foreseen").as_default():
             try:
