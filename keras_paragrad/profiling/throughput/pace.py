@@ -14,7 +14,7 @@ class Pace:
         batch_size: How many examples a batch has, where the model's loss doesn't count them.
 
     Attributes:
-        began: When it last began to count.
+        began: When it last began to count, or as much later as was left out since.
         steps: How many steps there were in this epoch.
         update: How many updates the optimizer had made by then.
     """
@@ -28,7 +28,7 @@ class Pace:
     def begin(self, now: float, steps: int = 0) -> None:
         """Counts from here, so many steps into the epoch."""
         self.began, self.steps, self._from = now, steps, steps
-        self._seconds_left_out, self._steps_left_out = 0.0, 0
+        self._steps_left_out = 0
         self._examples, self.update = self.examples() if steps else 0.0, self.updates()
 
     def examples(self) -> float | None:
@@ -45,7 +45,7 @@ class Pace:
 
     def leave_out(self, seconds: float, steps: int = 0) -> None:
         """Takes some time out of the next rates, and the steps that ran in it."""
-        self._seconds_left_out += seconds
+        self.began += seconds
         self._steps_left_out += steps
 
     def rates(self, now: float) -> dict[str, float | None]:
@@ -53,7 +53,7 @@ class Pace:
 
         How many examples a step had that is left out nobody has looked up: as many as the others on average.
         """
-        seconds = now - self.began - self._seconds_left_out
+        seconds = now - self.began
         steps = self.steps - self._from
         counted = steps - self._steps_left_out
         if seconds <= 0 or counted <= 0:
@@ -66,5 +66,5 @@ class Pace:
             "steps_per_second": counted / seconds,
         }
         self.began, self._from, self._examples, self.update = now, self.steps, examples, updates
-        self._seconds_left_out, self._steps_left_out = 0.0, 0
+        self._steps_left_out = 0
         return dict(self._rates)
