@@ -28,9 +28,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 def run(component, tests, fails, monkeypatch, seconds):
     monkeypatch.setenv("UNDER_EVERY_MODEL", component)
     monkeypatch.setenv("UNDER_EVERY_MODEL_FAILS", str(fails))
+    # Other tracebacks parse sources, at which Python 3.11 may fail while the threads of replicas do the same.
+    options = ["-q", "--tb=line", "-rf", "-W", "ignore", "-c", "/dev/null", "--rootdir", str(SITE)]
     plugins = ["-p", "keras_suite.under_every_model", "-p", "no:cacheprovider"]
     nodes = [str(SITE / test) for test in tests]
-    run_pytest(["-q", "-W", "ignore", "-c", "/dev/null", "--rootdir", str(SITE), *plugins, *nodes], seconds)
+    run_pytest([*options, *plugins, *nodes], seconds)
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
