@@ -63,6 +63,15 @@ def test_a_convolution_folded_into_channels(kind, data):
         check(case.model(), case.inputs(), False, beside_plain=data.draw(hypothesis.strategies.booleans()))
 
 
+@pytest.mark.parametrize("kind", ["conv2d", "depthwise2d"])
+@hypothesis.given(data=hypothesis.strategies.data())
+def test_a_convolution_with_taps_on_both_sides(kind, data):
+    case: LayerCase = data.draw(DRAWN[kind])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convolution, "MANY_TAPS", 2)
+        check(case.model(), case.inputs(), True, beside_plain=data.draw(hypothesis.strategies.booleans()))
+
+
 def test_grouped_gradients_are_asked_for_where_they_exist():
     program = "from keras_paragrad.per_example.rules import folded; print(folded.has_grouped_gradients())"
     environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}

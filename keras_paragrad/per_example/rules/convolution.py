@@ -10,7 +10,18 @@ import tensorflow as tf
 from keras_paragrad.per_example.registry import Call, register_rule
 from keras_paragrad.per_example.rules import folded
 from keras_paragrad.per_example.rules.linear import Linear, Product, flattened
-from keras_paragrad.per_example.rules.windows import Geometry, channels_last, first_axis_first, spatial, windows
+from keras_paragrad.per_example.rules.windows import (
+    Geometry,
+    channels_last,
+    first_axis_first,
+    spatial,
+    windows,
+    with_padding,
+)
+
+# From so many rows of taps on, XLA is faster with taps on both sides: 64 images of 16x16x16 and 7x7 taps took 10 ms
+# instead of 17, 32 of 28x28x32 and 5x5 taps 26 instead of 36, but 64 of 8x8x64 and 3x3 taps 8 instead of 4.
+MANY_TAPS = 5
 
 
 class Convolutional(Linear):
@@ -30,10 +41,24 @@ class ConvolutionRule(Convolutional):
     def product(self, call: Call) -> Product:
         layer: Any = call.layer
         inputs, cotangent = channels_last(call.input, layer), channels_last(call.cotangent, layer)
+        if self.shares_taps(call):
+            return product_of_shared_taps(inputs, cotangent, Geometry.of(layer))
         return grouped_product(inputs, cotangent, Geometry.of(layer), self.groups(layer, inputs), call.by_xla)
+
+    def shares_taps(self, call: Call) -> bool:
+        """Whether both sides of the product have taps, those of one axis each."""
+        layer: Any = call.layer
+        inputs, cotangent = channels_last(call.input, layer), channels_last(call.cotangent, layer)
+        known = inputs.shape[1:].is_fully_defined() and cotangent.shape[1:].is_fully_defined()
+        if not (call.by_xla and known and inputs.shape.rank == 4 and self.groups(layer, inputs) == 1):
+            return False
+        many = layer.kernel_size[0] >= MANY_TAPS and set(layer.strides) == {1}
+        return many and not _is_ghost(math.prod(spatial(cotangent)), layer.kernel.shape)
 
     def columns(self, call: Call) -> list[int]:
         layer: Any = call.layer
+        if self.shares_taps(call):
+            return []
         return [call.cotangent.shape.rank - 1 if layer.data_format == "channels_last" else 1]
 
     def groups(self, layer: Any, inputs: tf.Tensor) -> int:
@@ -79,13 +104,13 @@ class ConvolutionRule(Convolutional):
         if positions is None or pixels is None:
             return False
         rows, columns = math.prod(shape[:-1]), shape[-1]
-        is_ghost = positions * (rows + columns) <= rows * columns
         # With oneDNN on one thread, in milliseconds, folded and laid out: 64 examples of 32x32x16 and 3x3 taps 4.2 and
         # 11.9; 32x32x32 and 7x7 with stride 2 16.5 and 39; 16x16x64 and 3x3 12.5 and 16.2; 32x32x32 and 3x3 with
         # stride 2 5.5 and 5.7; but 8x8x64 and 3x3 4.4 and 3.3; 16 of 8x8x256 and 3x3 30 and 11.8.
         windows = positions * rows * call.layer.groups
         folded_sides = pixels * call.input.shape[-1] + positions * columns
-        return not is_ghost and math.prod(shape[:-2]) > 1 and 2 * windows > folded_sides + 4 * rows * columns
+        costs_less = 2 * windows > folded_sides + 4 * rows * columns
+        return costs_less and math.prod(shape[:-2]) > 1 and not _is_ghost(positions, shape)
 
 
 @register_rule(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
@@ -125,6 +150,28 @@ def grouped_product(inputs: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry,
     return Product(_grouped(found, groups), _grouped(flat(cotangent)[:, :, tf.newaxis], groups))
 
 
+def product_of_shared_taps(inputs: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry) -> Product:
+    """The gradient of a kernel, with the taps of the last axis on the left side and those of the first on the right.
+
+    A row of the input meets each row of the cotangent that has it in its windows. So both sides together have as many
+    copies as the kernel has rows and columns, rather than taps.
+    """
+    rows, columns = spatial(cotangent)
+    taps, dilation = geometry.kernel_size, geometry.dilation
+    reach = (taps[0] - 1) * dilation[0]
+    images: Any = tf.transpose(with_padding(inputs, geometry, [rows, columns])[:, : rows + reach], [0, 3, 1, 2])
+    along = [images[..., tap * dilation[1] : tap * dilation[1] + columns] for tap in range(taps[1])]
+    returned = tf.transpose(cotangent, [0, 3, 1, 2])
+    starts = [tap * dilation[0] for tap in range(taps[0])]
+    across = [tf.pad(returned, [[0, 0], [0, 0], [start, reach - start], [0, 0]]) for start in starts]
+    return Product(_positions_from_last(tf.concat(along, 1)), _positions_from_last(tf.concat(across, 1)))
+
+
+def _positions_from_last(side: tf.Tensor) -> tf.Tensor:
+    """`(batch, channels, *spatial)` as `(batch, 1, positions, channels)`; XLA folds the transpose into the product."""
+    return tf.transpose(flattened(side, 2, 4), [0, 2, 1])[:, tf.newaxis]
+
+
 def grouped_kernel(shape: tf.TensorShape, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
     """A kernel's gradient `(..., groups, taps x channels, columns)` in its own shape, after the leading axes."""
     leading = [-1] if product.shape.rank == 4 else []
@@ -132,6 +179,10 @@ def grouped_kernel(shape: tf.TensorShape, product: tf.Tensor, by_xla: bool) -> t
     groups, rows, columns = sizes
     taps: Any = list(shape[:-2])
     channels = rows // math.prod(taps)
+    if groups == 1 and columns != shape[-1]:
+        # Of `product_of_shared_taps`.
+        apart = tf.reshape(product, [*leading, taps[1], shape[2], taps[0], shape[3]])
+        return tf.transpose(apart, [*range(len(leading)), *(len(leading) + axis for axis in (2, 0, 1, 3))])
     step = 1 if first_axis_first(groups * channels, by_xla) else -1
     if groups == 1 and (step == 1 or len(taps) == 1):
         return tf.reshape(product, [*leading, *shape])
@@ -150,6 +201,12 @@ def convolution_bias(layer: Any, rank: int) -> Sequence[int]:
 def flat(tensor: tf.Tensor) -> tf.Tensor:
     """`(batch, *spatial, channels)` as `(batch, positions, channels)`."""
     return flattened(tensor, 1, tensor.shape.rank - 1)
+
+
+def _is_ghost(positions: int, shape: Any) -> bool:
+    """Whether the inner products of windows take less than the gradients of a kernel."""
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    return positions * (rows + columns) <= rows * columns
 
 
 def _grouped(found: tf.Tensor, groups: int) -> tf.Tensor:
