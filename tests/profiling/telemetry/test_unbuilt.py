@@ -153,15 +153,29 @@ class OtherOptimizer(OwnStep):
         self.other = adam()
 
 
+def frozen():
+    model = sequential()
+    model.trainable = False
+    return model
+
+
+def weightless():
+    return keras.Sequential([keras.layers.Flatten()])
+
+
 def overflowing():
     return keras.optimizers.LossScaleOptimizer(adam(), initial_scale=2.0**127, dynamic_growth_steps=10**6)
 
 
+# Keras says it of every step.
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights:UserWarning")
 @pytest.mark.parametrize(
     ("make", "make_optimizer", "every", "says"),
     [
         (sequential, adam, 7, "training made updates 1 to 6, of which none is a multiple of every=7. Write every=1."),
         (OtherOptimizer, adam, 1, "the model's optimizer, 'adam', made none. Only its updates are measured"),
+        (frozen, adam, 1, "the model has no trainable weights."),
+        (weightless, adam, 1, "the model has no trainable weights."),
         (sequential, overflowing, 1, "A LossScaleOptimizer skips updates whose gradient overflows"),
     ],
 )
