@@ -1,5 +1,6 @@
 """All variables that training goes on from, and where in its epochs a model is."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -52,13 +53,19 @@ def begin_in(model: Any, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
-def pass_over(model: keras.Model, batches: int) -> None:
-    """Makes `fit` take so many batches and train on none of them."""
+def pass_over(model: keras.Model, batches: int, then: Callable[[], None] | None = None) -> None:
+    """Makes `fit` take so many batches and train on none of them.
+
+    Args:
+        model: The model.
+        batches: How many.
+        then: Called after them, when all metrics have their variables, and before the first step.
+    """
     builder = StepBuilder.of(model)
     if batches and "make_train_function" not in model.__dict__:
         # Nothing has asked for a train function of ours, and Keras's own can't leave batches out.
         builder.build()
-    builder.pass_over(batches)
+    builder.pass_over(batches, then)
 
 
 def _with_inner(optimizer: Any) -> list[Any]:

@@ -26,6 +26,7 @@ def compile_steps(
     spread: Spread | None = None,
     passed_over: Callable[[int], int] = lambda batches: 0,
     limit: Limit | None = None,
+    goes_on: Callable[[Any], None] = lambda batch: None,
 ) -> Callable[[Any], dict]:
     """Makes a train function in which each batch is run by one of several steps, compiled apart.
 
@@ -40,6 +41,7 @@ def compile_steps(
         spread: How batches are spread over replicas, or `None` for Keras's way.
         passed_over: How many of so many next batches to take and not to run.
         limit: How large batches may be, if there is a limit.
+        goes_on: Called with the last batch that was passed over, before the first that is run.
 
     Returns:
         A function for `model.train_function`.
@@ -51,8 +53,9 @@ def compile_steps(
     def train_function(iterator: Any) -> dict:
         batches = model.steps_per_execution
         try:
+            batch = None
             for _ in range(passed := passed_over(batches)):
-                _next_batch(iterator)
+                batch = _next_batch(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):
             # The rest of them, or the model's next `fit` would pass over what nobody has seen.
             passed_over(sys.maxsize)
@@ -62,6 +65,8 @@ def compile_steps(
             ) from None
         if schedule and passed:
             schedule.passed_over(passed)
+        if passed:
+            goes_on(batch)
         if passed == batches:
             return {}
         batches -= passed

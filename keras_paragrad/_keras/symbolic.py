@@ -80,19 +80,29 @@ def losses_built(model: Any) -> bool:
     return model._compile_loss is None or model._compile_loss.built
 
 
-def build_losses(model: Any, data: Any) -> None:
-    """Builds the compiled losses, within a step, from a part of a batch; does nothing if they are built.
+def build_losses(model: Any, data: Any, *, metrics: bool = False) -> None:
+    """Builds the compiled losses from a part of a batch, within a step or before it; does nothing if they are built.
 
     Under a strategy Keras has built them before.
+
+    Args:
+        model: A compiled model.
+        data: The part, as `train_step` takes it.
+        metrics: Whether to build the compiled metrics too.
     """
-    if losses_built(model):
+    compiled = model._compile_metrics if metrics else None
+    if losses_built(model) and (compiled is None or compiled.built):
         return
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    with recorded_terms(model, untracked=True):
-        if has_own_compute_loss(model):
-            model._compute_loss(x=x, y=y, y_pred=model(x), sample_weight=sample_weight, training=False)
-        else:
-            model._compile_loss(y, model(x), sample_weight)
+    y_pred = model(x)
+    if not losses_built(model):
+        with recorded_terms(model, untracked=True):
+            if has_own_compute_loss(model):
+                model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
+            else:
+                model._compile_loss(y, y_pred, sample_weight)
+    if compiled is not None and not compiled.built:
+        compiled.build(y, y_pred)
 
 
 def _all_built(model: Any) -> bool:

@@ -50,6 +50,7 @@ class StepBuilder:
         self.spread: Spread | None = None
         self.loss_window: LossWindow | None = None
         self._pass_over = 0
+        self._then: Callable[[], None] | None = None
         self._built: dict[Any, Callable] = {}
         self._built_for: Any = None
 
@@ -91,7 +92,8 @@ class StepBuilder:
 
     def _compiled(self, apply: Any, telemetry: Telemetry | None = None) -> Callable[[Any], dict]:
         limit = Limit(self.model, self.split)
-        return compile_steps(self.model, self._steps(telemetry, limit), apply, self.spread, self._passed_over, limit)
+        steps = self._steps(telemetry, limit)
+        return compile_steps(self.model, steps, apply, self.spread, self._passed_over, limit, self._goes_on)
 
     def _picked(self, telemetry: Telemetry) -> Callable[[Any], dict]:
         ahead = LookAhead(self.apply) if self.apply else None
@@ -115,9 +117,24 @@ class StepBuilder:
     def _next_batches(self) -> int:
         return 0 if self._pass_over else self.model.steps_per_execution
 
-    def pass_over(self, batches: int) -> None:
-        """Takes the next batches and trains on none of them: where training goes on, it has seen them already."""
-        self._pass_over = batches
+    def pass_over(self, batches: int, then: Callable[[], None] | None = None) -> None:
+        """Takes the next batches and trains on none of them: where training goes on, it has seen them already.
+
+        Args:
+            batches: How many.
+            then: Called after them, when the compiled losses and metrics have been built.
+        """
+        self._pass_over, self._then = batches, then
+
+    def _goes_on(self, batch: Any) -> None:
+        if self._pass_over or self._then is None:
+            return
+        then, self._then = self._then, None
+        if not has_own_train_step(self.model):
+            build_losses(self.model, batch, metrics=True)
+        if self.apply and losses_built(self.model):
+            self._make_loss_window()
+        then()
 
     def _passed_over(self, batches: int) -> int:
         passed = min(self._pass_over, batches)

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 from keras_paragrad.__main__ import main
@@ -252,3 +254,59 @@ def test_the_example_backs_up_and_goes_on(tmp_path):
     assert f"Epoch {epoch + 2}/{epoch + 2}" in done.stdout
     assert not epoch or "Epoch 1/" not in done.stdout
     assert not list(tmp_path.glob("backups/*.backup"))
+
+
+@pytest.mark.long
+def test_the_example_that_loses_a_worker_ends_where_an_undisturbed_one_does(tmp_path):
+    """Two workers, started by the launcher; one is killed, and all are started again."""
+
+    def launched(name):
+        places = ["--backups", str(tmp_path / name), "--weights", str(tmp_path / f"{name}.weights.h5")]
+        launch = [sys.executable, "-P", "-m", "keras_paragrad", "launch", "--workers", "2", "--grace-seconds", "10"]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen([*launch, str(CLUSTER / "train.py"), "--epochs", "12", *places], **streams)
+
+    def ended(process):
+        try:
+            said = process.communicate(timeout=200)[0]
+        finally:
+            process.kill()
+        return process.returncode, said
+
+    with launched("undisturbed") as undisturbed:
+        status, expected = ended(undisturbed)
+    assert status == 0, expected[-3000:]
+    with launched("killed") as killed:
+        try:
+            deadline = time.monotonic() + 150
+            while not list(tmp_path.glob("killed/epoch-00000[2-9]*.backup")):
+                assert killed.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            os.kill(_worker_of(killed.pid), signal.SIGKILL)
+        finally:
+            status, said = ended(killed)
+    assert status not in (0, None), said[-3000:]
+    assert not (tmp_path / "killed.weights.h5").exists()
+    with launched("killed") as again:
+        status, said = ended(again)
+    assert status == 0, said[-3000:]
+    assert "Epoch 12/12" in said and "Epoch 1/12" not in said
+    assert said.splitlines()[-1] == expected.splitlines()[-1]
+    with h5py.File(tmp_path / "undisturbed.weights.h5") as one, h5py.File(tmp_path / "killed.weights.h5") as other:
+        names = []
+        one.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+        for name in names:
+            np.testing.assert_allclose(other[name][()], one[name][()], rtol=0, atol=1e-6, err_msg=name)
+    assert len(names) >= 4
+
+
+def _worker_of(launcher):
+    """A process that runs the example, started by the launcher or by one of its children."""
+    waiting = [launcher]
+    while waiting:
+        pid = waiting.pop()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if pid != launcher and any(word.endswith(b"train.py") for word in words) and b"launch" not in words:
+            return pid
+        waiting += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    raise AssertionError("the launcher runs no worker")

@@ -1,5 +1,6 @@
 """Putting a `fit` that has just begun where another one was."""
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,13 @@ class Resumption:
             # Again: Keras has reset the metrics, and callbacks may have changed what they change at an epoch's start.
             self._restore(self._fitting_variables())
             self._restore_metrics(seam.assign_all)
-            seam.pass_over(self.model, self.position.batch)
+            # Where Keras makes metrics' variables in the first step, they are made from a batch that is passed over:
+            # that step may close a window of which the backup holds the rest.
+            then = None if self._metrics_restored else functools.partial(self._restore_metrics, seam.assign_all)
+            seam.pass_over(self.model, self.position.batch, then)
 
     def after_first_batch(self) -> None:
-        """Adds what the metrics had counted, if Keras has made their variables only in the first step."""
+        """Adds what the metrics had counted, if they got their variables only in the first step."""
         self._restore_metrics(seam.add_all)
 
     def restore_callbacks(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:

@@ -1,5 +1,6 @@
 """One process that is broken off and started again ends where an undisturbed one does."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from backed_up import BATCH_SIZE, EPOCHS, STEPS, build, data, limited_files
+from histories import CASES, MicroBatches, assert_same
 
-from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
 from keras_paragrad.distribution.checkpoint.stopping import TrainingInterrupted
@@ -124,6 +126,38 @@ def test_a_new_position_in_the_middle_of_a_window(tmp_path):
         fit(resumed, [ExactAccumulation(), Backup(tmp_path, every=3), look])
     # Six batches, a window of five: one is in the next, and the first call passes over a batch that was seen.
     assert (look.position, look.logs) == (1, {})
+
+
+def fit_in_windows(case, strategy=None, callbacks=()):
+    """One epoch in windows of three batches, whose losses are divided by masks."""
+    dist = DistributedFit(strategy=strategy, jit=False) if strategy else None
+    with dist.scope() if dist else contextlib.nullcontext():
+        model = case.model(AccumulatingOptimizer(keras.optimizers.SGD(0.05), 3), run_eagerly=True)
+    if dist:
+        dist.prepare(model)
+    batches = MicroBatches(case.columns)
+    data = dist.dataset(batches) if dist else batches
+    return model.fit(data, verbose=0, shuffle=False, callbacks=[ExactAccumulation(), *callbacks]).history
+
+
+def check_windows(directory, names, breaks, strategy=None):
+    for name in names:
+        case = CASES[name]
+        expected = fit_in_windows(case, strategy)
+        for after in breaks:
+            with pytest.raises(KeyboardInterrupt):
+                fit_in_windows(case, strategy, [Backup(directory, every=1), BreakOff(after, interrupt)])
+            assert_same(fit_in_windows(case, strategy, [Backup(directory, every=1)]), expected)
+
+
+def test_losses_are_those_of_undisturbed_windows(tmp_path):
+    # The first batch that follows is the second of its window, the last of it, and the first.
+    check_windows(tmp_path / "backups", ("mask", "two outputs"), (1, 2, 3))
+
+
+@pytest.mark.own_process
+def test_losses_are_those_of_undisturbed_windows_on_replicas(mirrored, tmp_path):
+    check_windows(tmp_path / "backups", ("mask",), (2,), mirrored)
 
 
 @pytest.mark.own_process
