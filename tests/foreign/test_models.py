@@ -26,8 +26,8 @@ SHORT = {
     "GPT2CausalLM": ("in_slices", "wrapped"),
     "LlamaCausalLM": ("norms",),
     "ViTImageClassifier": ("accumulating",),
-    "mnist_convnet": ("accumulating", "watched"),
-    "text_transformer": ("in_slices", "norms"),
+    "mnist_convnet": ("accumulating", "watched", "replicas"),
+    "text_transformer": ("in_slices", "norms", "replicas"),
     "bidirectional_lstm": ("accumulating",),
     "vision_transformer": ("wrapped",),
     "segmentation": ("in_slices", "norms"),
@@ -50,6 +50,12 @@ def test_accumulation(name):
 @pytest.mark.parametrize("name", models("in_slices"))
 def test_slices(name):
     assert error(in_slices(name), reference(name).trained) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name, ways in SHORT.items() if not ways])
+def test_slices_without_a_graph(name):
+    """Of those that take long to compile."""
+    assert error(in_slices(name, run_eagerly=True), reference(name).trained) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", models("norms"))
@@ -80,9 +86,8 @@ def test_watched(name, tmp_path):
     assert ("keras_paragrad.json" in written) == profiles
 
 
-@pytest.mark.long
 @pytest.mark.own_process(seconds=900)
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", models("replicas"))
 def test_replicas(mirrored, name):
     assert error(on_replicas(name, mirrored), reference(name).trained) < TOLERANCE
 
