@@ -290,6 +290,69 @@ def a_model_with_a_fit_of_its_own(dist, worker):
     return results_of_pipeline(lambda *data, **options: dist.fit(made, *data, **options), made)
 
 
+# What is tried on made-up rows before the first step.
+
+
+def own_parts(scope, *, mixes=False, metric="distance"):
+    """A model with a layer and a metric that Keras does not know, and with replicas that meet in the forward pass."""
+    import keras
+    from keras import layers, ops
+
+    class Centered(layers.Layer):
+        def build(self, input_shape):
+            self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="sum")
+
+        def call(self, inputs):
+            self.seen.assign_add(ops.sum(inputs) / 48)
+            return inputs - ops.mean(inputs, 0 if mixes else 1, keepdims=True)
+
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.largest = self.add_variable((), "zeros")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.largest.assign(ops.maximum(self.largest, ops.max(y_pred)))
+
+        def result(self):
+            return ops.convert_to_tensor(self.largest)
+
+    def distance(y_true, y_pred):
+        return ops.abs(y_true - y_pred)
+
+    with scope:
+        keras.utils.set_random_seed(1)
+        synchronized = layers.BatchNormalization(synchronized=True)
+        made = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(3), synchronized, Centered(name="own"), layers.Dense(1)]
+        )
+        made.compile(keras.optimizers.SGD(0.1), "mse", metrics=[Largest() if metric == "largest" else distance])
+    return made
+
+
+@case
+def a_layer_that_mixes_examples(dist, worker):
+    return train(dist, own_parts(dist.scope(), mixes=True))
+
+
+@case
+def a_running_maximum(dist, worker):
+    return train(dist, own_parts(dist.scope(), metric="largest"))
+
+
+@case
+def parts_of_its_own(dist, worker):
+    made = own_parts(dist.scope())
+    return results_of(lambda *data, **options: dist.fit(made, *data, **options), made)
+
+
+def results_of(fit, made):
+    """What training and evaluation come to."""
+    history = fit(*data(), batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    norms = [float(abs(each).sum()) for each in made.get_weights()]
+    return {**history, "evaluated": made.evaluate(*data(), batch_size=16, verbose=0), "norms": norms}
+
+
 # Stops.
 
 

@@ -141,6 +141,36 @@ class ComputesLoss(keras.Sequential):
         return super().compute_loss(x, y, y_pred, sample_weight) + 0.1 * keras.ops.mean(keras.ops.abs(y_pred))
 
 
+class SumsLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.sum(keras.ops.square(y - y_pred)) + sum(map(keras.ops.sum, self.losses))
+
+
+class AddsLoss(keras.layers.Layer):
+    """Adds what a function makes of the squares of its inputs."""
+
+    def __init__(self, function: Callable[[Any], Any]):
+        super().__init__()
+        self.function = function
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(self.function(keras.ops.square(inputs)))
+        return inputs
+
+
+def _adds_values(squares: Any) -> Any:
+    return keras.ops.sum(squares, -1)
+
+
+def _adding(function: Callable[[Any], Any], loss: Any, model_class: type = keras.Sequential) -> Callable[..., Any]:
+    def build(compiled):
+        model = model_class([keras.Input((4,)), keras.layers.Dense(2), AddsLoss(function)])
+        model.compile(**{"loss": loss, **compiled})
+        return model
+
+    return build
+
+
 def _cases() -> dict[str, Case]:
     tokens, labels = _tokens(), _generator.integers(0, 3, (ROWS, 5))
     # Most of the first rows of each batch are left out, so that its parts count for different numbers of elements.
@@ -175,6 +205,11 @@ def _cases() -> dict[str, Case]:
         ),
         "one number": Case(_dense(_one_number), (x, y), "examples"),
         "loss with __call__": Case(_dense(ReducesItself()), (x, y), "examples"),
+        "added values": Case(_adding(_adds_values, _squared(reduction="sum")), (x, y)),
+        "added values alone": Case(_adding(_adds_values, None), (x, y)),
+        "added sum": Case(_adding(keras.ops.sum, _squared(reduction="sum")), (x, y), "sum"),
+        "added mean": Case(_adding(keras.ops.mean, "mse"), (x, y), "examples"),
+        "compute_loss of sums": Case(_adding(_adds_values, None, SumsLoss), (x, y), "sum"),
         "compute_loss": Case(_dense("mse", model_class=ComputesLoss), (x, y), "examples"),
     }
 

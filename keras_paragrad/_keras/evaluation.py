@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_paragrad._keras.execution import compile_steps
 from keras_paragrad._keras.forward import compiled_apart
 from keras_paragrad._keras.gradient_functions import releasing
+from keras_paragrad._keras.independence import check_metrics
 from keras_paragrad._keras.logs import results_of_all, update_metrics
 from keras_paragrad._keras.loss_scale import not_divided_by_replicas
 from keras_paragrad._keras.loss_sums import LossSums, loss_sums
@@ -35,6 +36,8 @@ def test_function(model: keras.Model, spread: Spread) -> Callable[[Any], dict]:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(filled)
         batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
         presence.run(lambda: update_metrics(model, batch))
+        if spread.weigh is not None:
+            check_metrics(model, y, y_pred, sample_weight)
         return results_of_all(model, TrackedLosses(model, sums.only_if(presence.some)))
 
     return compile_steps(model, [step], spread=spread)

@@ -1,8 +1,12 @@
 """What a model brings of its own."""
 
+import weakref
 from typing import Any
 
 import keras
+
+# Models that have added losses of several values, and no others.
+_ADDS_VALUES: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
 
 
 def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
@@ -15,9 +19,16 @@ def added_losses(model: keras.Model) -> list[Any]:
     return [loss for layer in model._flatten_layers() for loss in layer._get_own_losses()]
 
 
-def is_summed_by_keras(loss: Any) -> bool:
-    """Whether an added loss has several values, as one for each example, which Keras sums."""
-    return loss.shape.num_elements() != 1
+def summed_by_keras(model: keras.Model) -> list[bool]:
+    """For each added loss of this step whether it has several values, as one for each example, which Keras sums.
+
+    One value of one example is told from a mean by what the model has added in other steps.
+    """
+    losses = added_losses(model)
+    several = [loss.shape.num_elements() != 1 for loss in losses]
+    if losses and all(several):
+        _ADDS_VALUES.add(model)
+    return several if model not in _ADDS_VALUES else [loss.shape.rank > 0 for loss in losses]
 
 
 def has_own_compute_loss(model: keras.Model) -> bool:

@@ -11,6 +11,7 @@ from keras.src.losses.loss import unscale_loss_for_distribution
 
 from keras_paragrad._keras.apply import apply_everywhere, unscaled
 from keras_paragrad._keras.forward import Share, Weigh, Weight, compiled_pass, pass_through, scaled_gradient
+from keras_paragrad._keras.independence import check_metrics
 from keras_paragrad._keras.logs import update_metrics
 from keras_paragrad._keras.loss_sums import LossSums
 from keras_paragrad._keras.optimizer import WrappingOptimizer
@@ -107,6 +108,8 @@ def gradient_of(
         show = functools.partial(_show, model, passed.loss, batch)
     else:
         presence.run(lambda: update_metrics(model, batch))
+    if weigh is not None:
+        check_metrics(model, y, passed.y_pred, sample_weight)
     weight = passed.weight and passed.weight._replace(value=presence.weight(passed.weight.value))
     found = passed.sums and passed.sums.only_if(presence.some)
     return Gradient(presence.gradients(passed.gradients), passed.loss, rows_of(x), weight, found, show)

@@ -1,6 +1,7 @@
 """Batches that are trained on whole, under a component that would divide larger ones or divide them over devices."""
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,8 @@ class Foreseen:
             return
         looked[self.where] = model._compile_config
         # What is computed to find out is in a graph that is never run.
-        with FuncGraph("foreseen").as_default():
+        with FuncGraph("foreseen").as_default(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             try:
                 self.measure.check(model)
                 self.measure(model, arguments, terms)

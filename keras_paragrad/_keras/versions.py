@@ -39,6 +39,7 @@ HOOKS = (
     Hook("keras.src.backend.common.masking", "get_keras_mask", ("x",)),
     Hook("keras.src.backend.common.masking", "set_keras_mask", ("x", "mask")),
     Hook("keras.src.backend.common.global_state", "get_global_attribute", ("name",)),
+    Hook("keras.src.ops.numpy", "Add"),
     Hook("keras.src.backend.common.symbolic_scope", "in_symbolic_scope"),
     Hook("keras.src.backend.common.variables", "AutocastScope"),
     Hook("keras.src.backend.tensorflow.core", "Variable._direct_assign", ("value",)),

@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from keras_paragrad._keras.divisors import SUM, UnknownDivisorError, gradient_divisor_of
 from keras_paragrad._keras.forward import Weight
+from keras_paragrad._keras.independence import independence_refusal
 from keras_paragrad._keras.losses import LossTerm
 from keras_paragrad._keras.model import (
-    added_losses,
     all_layers,
     has_own_compute_loss,
     has_own_train_step,
-    is_summed_by_keras,
+    summed_by_keras,
 )
 from keras_paragrad._keras.presence import rows_of
 
@@ -25,6 +25,8 @@ _ALIKE = {
     "DistributedFit": "write DistributedFit(..., exact=False)",
     "microbatch": "write AccumulatingOptimizer(..., weighting='uniform'), and give fit() the micro-batches",
 }
+# What to write for examples that have a part in each other.
+_ALL_THE_SAME = {**_ALIKE, "microbatch": "write microbatch(..., weighting='examples')"}
 
 
 class IndivisibleError(ValueError):
@@ -71,15 +73,29 @@ class Measure:
 
     def __call__(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight:
         """The weight of the micro-batch whose loss was just computed; see `keras_paragrad._keras.step.Weigh`."""
+        weight = self._weight(model, arguments, terms)
+        self._refuse_mixing(model, arguments, terms, training=True)
+        return weight
+
+    def _weight(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight:
         stated = self._stated(model, arguments, terms)
         return _of_terms(model, terms, self._say) if stated is None else stated
+
+    def _refuse_mixing(
+        self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm], *, training: bool
+    ) -> None:
+        weigh = _undivided if self.weighting == "sum" else _STATED.get(self.weighting)
+        refusal = independence_refusal(model, arguments, terms, asked_by=self.asked_by, training=training, weigh=weigh)
+        if refusal:
+            raise IndivisibleError(f"{refusal} To go on anyway, {_ALL_THE_SAME[self.asked_by]}.")
 
     def in_evaluation(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Weight | None:
         """The weight of a part of a batch that is evaluated, whose outputs may have losses that divide differently.
 
         Raises:
-            ValueError: It can't be known what the total divides by.
+            ValueError: It can't be known what the total divides by, or the model mixes examples.
         """
+        self._refuse_mixing(model, arguments, terms, training=False)
         return self._stated(model, arguments, terms)
 
     def in_own_step(self, model: keras.Model, data: Any, terms: Sequence[LossTerm], what: str) -> Weight:
@@ -97,7 +113,9 @@ class Measure:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         if terms or self.weighting in ("examples", "sample_weight", "sum"):
             y_pred = terms[0].y_pred if terms else None
-            return self(model, {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}, list(terms))
+            arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+            self._refuse_mixing(model, arguments, list(terms), training=False)
+            return self._weight(model, arguments, list(terms))
         raise ValueError(
             f"{type(model).__name__} has a test_step of its own, and what {what} divides by can't be seen, so that "
             "uneven parts of a batch would bias it. Let the step compute its loss by self.compute_loss(...), and give "
@@ -129,8 +147,7 @@ class Measure:
         Raises:
             ValueError: They add others.
         """
-        added = added_losses(model)
-        summed = [is_summed_by_keras(loss) for loss in added]
+        summed = summed_by_keras(model)
         if any(summed) and not all(term.is_sum for term in terms):
             raise IndivisibleError(
                 "A layer adds a loss of one value for each example by add_loss(). Keras sums those, and other losses "
@@ -143,7 +160,7 @@ class Measure:
                 "A layer adds a loss by add_loss() or an activity regularizer, and whether that is a sum or a mean "
                 f"over the examples can't be seen. {self._say}"
             )
-        return bool(added)
+        return bool(summed)
 
     @property
     def _say(self) -> str:
@@ -163,6 +180,10 @@ def warn_of_batch_statistics(model: keras.Model) -> None:
             "training is not that of the whole batch. Use GroupNormalization, or set trainable=False on them.",
             stacklevel=3,
         )
+
+
+def _undivided(arguments: dict[str, Any]) -> Weight:
+    return Weight(tf.constant(1.0), summed=True)
 
 
 def _examples(arguments: dict[str, Any]) -> Weight:

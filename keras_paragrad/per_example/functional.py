@@ -15,6 +15,7 @@ from keras_paragrad.arguments import check_flag, check_instance, check_integer, 
 from keras_paragrad.per_example.arguments import check_rows
 from keras_paragrad.per_example.capture import Capture
 from keras_paragrad.per_example.losses import check_loss, row_losses
+from keras_paragrad.per_example.mixing import check_layer
 from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.quantities import Quantities
 
@@ -187,6 +188,7 @@ def _compile(quantity: Quantity, reference: Any, loss: Any, training: bool, jit_
     @releasing
     def compiled(x, y, sample_weight):
         model, anchor = reference(), tf.zeros([])
+        check_layer(model, x, training=training)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(anchor)
             capture = Capture(model, units_for(model, (x,), {"training": training}), anchor, True)

@@ -4,13 +4,11 @@ import weakref
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
+from keras_paragrad._keras.loss_probe import mixes_rows
 from keras_paragrad._keras.losses import LossTerm
 
-# How many examples a loss is tried on: several of each of two classes.
-_MADE_UP = 5
 _CHECKED: "weakref.WeakSet[keras.losses.Loss]" = weakref.WeakSet()
 
 
@@ -34,7 +32,7 @@ def check_loss(term: LossTerm) -> None:
             f"The loss {loss.name!r} gives one number for the whole batch, so that an example has no loss of its own. "
             "Let it give a value for each example; for Dice and Tversky write axis=, without the batch's axis 0."
         )
-    if _mixes_examples(term):
+    if mixes_rows(term, one_value_each=True):
         raise ValueError(
             f"The loss {loss.name!r} gives an example another value when other examples are beside it, so that it has "
             "no gradient of its own. Use a loss that is a sum over the examples."
@@ -57,35 +55,3 @@ def row_losses(term: LossTerm) -> tf.Tensor:
     inner = list(range(1, values.shape.rank))
     total = tf.reduce_sum(values * weight * mask, inner)
     return total if term.is_sum else total * tf.math.reciprocal_no_nan(tf.reduce_sum(mask, inner))
-
-
-def _mixes_examples(term: LossTerm) -> bool:
-    """Tries the loss on made-up examples, together and one by one."""
-    generator = np.random.default_rng(0)
-
-    def target(tensor):
-        return tf.cast(generator.integers(0, 2, _made_up_shape(tensor)), tensor.dtype)
-
-    def prediction(tensor):
-        return tf.cast(generator.uniform(0.1, 0.9, _made_up_shape(tensor)), tensor.dtype)
-
-    with tf.init_scope():
-        whole = keras.tree.map_structure(target, term.y_true), keras.tree.map_structure(prediction, term.y_pred)
-        rows = [keras.tree.map_structure(lambda each, row=row: each[row : row + 1], whole) for row in range(_MADE_UP)]
-        try:
-            together = _values(term, *whole)
-            alone = [_values(term, *row) for row in rows]
-        except Exception:
-            # A loss may well refuse what was made up; then nothing is known of it.
-            return False
-    return together.shape[:1] != (_MADE_UP,) or not np.allclose(
-        together, np.concatenate(alone), atol=1e-5, equal_nan=True
-    )
-
-
-def _values(term: LossTerm, y_true: Any, y_pred: Any) -> np.ndarray:
-    return LossTerm(term.loss, y_true, y_pred, None).values.numpy()
-
-
-def _made_up_shape(tensor: Any) -> list[int]:
-    return [_MADE_UP, *(4 if size is None else size for size in tensor.shape[1:])]

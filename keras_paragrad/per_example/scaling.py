@@ -11,13 +11,13 @@ from keras_paragrad._keras.forward import share_of
 from keras_paragrad._keras.layers import outermost_layer
 from keras_paragrad._keras.losses import LossTerm, recorded_terms
 from keras_paragrad._keras.model import (
-    added_losses,
     has_own_compute_loss,
     has_own_train_step,
-    is_summed_by_keras,
+    summed_by_keras,
 )
 from keras_paragrad._keras.replicas import replica_count
 from keras_paragrad.per_example.losses import check_loss, row_losses
+from keras_paragrad.per_example.mixing import check_model
 
 
 class Divisor:
@@ -51,6 +51,7 @@ class Divisor:
         Raises:
             ValueError: A loss is no sum over the examples, or the outputs' losses are divided by different things.
         """
+        check_model(self.model)
         for term in self.terms:
             check_loss(term)
         self._check_masked_mean()
@@ -138,7 +139,7 @@ class Divisor:
 
     def _adds_up(self) -> bool:
         """Whether a layer of the model added a loss of several values, which Keras sums."""
-        summed = self.model is not None and any(map(is_summed_by_keras, added_losses(self.model)))
+        summed = self.model is not None and any(summed_by_keras(self.model))
         if summed and self.reduction == "sum_over_batch_size":
             raise ValueError(
                 "loss_reduction='sum_over_batch_size' says that losses are means over the examples, and a layer adds "

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.capture import Capture
+from keras_paragrad.per_example.mixing import check_layer
 from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.scaling import Divisor
@@ -37,6 +38,7 @@ class Step:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Calls the layer."""
+        check_layer(self.layer, *arguments, training=keywords.get("training") is not False)
         units = units_for(self.layer, arguments, keywords)
         self.capture = Capture(self.layer, units, self._anchor(), self.detached)
         return self.capture(*arguments, **keywords)

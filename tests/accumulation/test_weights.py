@@ -248,8 +248,9 @@ def test_the_weight_is_what_the_loss_divides_by():
         model = masked_model(reduction)("sgd")
         y_pred = model(x)
         with recorded_terms(model) as terms:
-            loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights)
-        weight = Measure()(model, {}, terms)
+            arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": weights}
+            loss = model.compute_loss(**arguments)
+        weight = Measure()(model, arguments, terms)
         by_hand = np.square(y - y_pred.numpy()).mean(-1) * weights * (x != 0)
         assert not weight.summed
         np.testing.assert_allclose(float(loss) * float(weight.value), by_hand.sum(), rtol=1e-5)

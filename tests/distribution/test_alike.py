@@ -1,5 +1,6 @@
 """What workers compare before they train together, and what two of them that differ are told."""
 
+import contextlib
 import functools
 import re
 
@@ -344,6 +345,8 @@ def found():
         ("a rate that one changes behind the back", "after epoch 0.*learning rate 0.1.*and worker 1 1.1"),
         ("weights that one changes behind the back", "same weights after epoch 0.*kernel"),
         ("fewer batches", "worker 0 has batches of data 3, and worker 1 2"),
+        ("a layer that mixes examples", "The output of 'own' for one example depends on the others"),
+        ("a running maximum", "The results of the metrics largest differ when a batch is split"),
         ("larger batches", "the 3 batches that worker 0 has read had other shapes than those of worker 1"),
     ],
 )
@@ -365,6 +368,15 @@ def test_workers_that_differ_get_one_error(found, name, says):
 )
 def test_workers_stop_together(found, name, expected):
     assert [worker[name] for worker in found] == [expected] * 2
+
+
+def test_what_is_tried_on_made_up_rows_starts_no_collective(found):
+    """A trial of one worker that waited for the other would be waited for in turn, or shift their collectives."""
+    first, second = (worker["parts of its own"] for worker in found)
+    assert first == second
+    made = alike_worker.own_parts(contextlib.nullcontext())
+    for name, value in alike_worker.results_of(made.fit, made).items():
+        np.testing.assert_allclose(first[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_what_may_differ_trains(found):

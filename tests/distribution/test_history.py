@@ -8,7 +8,8 @@ from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulat
 from keras_paragrad.distribution.data import distributed_dataset
 
 TWO_REPLICAS = ["CPU:0", "CPU:1"]
-ON_REPLICAS = ("ignore_class", "sum", "not reduced", "two of different kinds", "one number", "compute_loss")
+ADDED = ("added values", "added values alone", "added sum", "added mean", "compute_loss of sums")
+ON_REPLICAS = ("ignore_class", "sum", "not reduced", "two of different kinds", "one number", "compute_loss", *ADDED)
 TRAINED = {name: case for name, case in CASES.items() if case.trains}
 
 

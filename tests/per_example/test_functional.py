@@ -118,8 +118,8 @@ def test_it_is_compiled_once():
     loss, y = Counting(), np.ones((11, 3), "float32")
     for _ in range(3):
         per_example_gradients(model, x, y, loss, batch_size=4)
-    # Once for the result, once more to see that it is one value for each example.
-    assert traces.count(False) <= 2
+    # Once for the result, once more to see that it is one value for each example, and twice on made-up rows.
+    assert traces.count(False) <= 4
 
 
 def test_weights_that_are_frozen_later():

@@ -8,6 +8,7 @@ import tensorflow as tf
 from histories import BATCHES, CASES, MicroBatches, assert_same, shown_by
 from hypothesis import given, settings
 
+from keras_paragrad._keras.row_probe import mixing_layer
 from keras_paragrad.distribution import servers
 
 own_process = pytest.mark.own_process(seconds=280)
@@ -234,3 +235,11 @@ def test_undo(strategy):
     servers.prepare_for_servers(model)
     model.fit(x, y, verbose=0)
     assert int(model.optimizer.iterations) == 2
+
+
+@own_process
+def test_weights_are_not_fetched_for_a_trial(strategy, caplog):
+    model = build(strategy, layers=[keras.layers.Dense(16, activation=lambda x: x - keras.ops.mean(x, 0))])
+    with caplog.at_level("DEBUG", "keras_paragrad"):
+        assert mixing_layer(model, tf.TensorSpec([None, 8])) is None
+    assert "weights are not fetched from parameter servers" in caplog.text

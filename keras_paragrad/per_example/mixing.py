@@ -1,0 +1,48 @@
+"""Refuses layers whose output for one example depends on the others, so that it has no gradient of its own."""
+
+import weakref
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.row_probe import mixing_layer
+
+_FOUND: "weakref.WeakKeyDictionary[keras.layers.Layer, dict]" = weakref.WeakKeyDictionary()
+
+
+def check_layer(layer: keras.layers.Layer, *arguments: Any, training: bool = True) -> None:
+    """Refuses a layer that mixes examples; it is tried once for arguments of the same shapes.
+
+    Args:
+        layer: A built layer or model.
+        *arguments: What it is called with, of which only shapes and dtypes count.
+        training: Whether it is called to train.
+
+    Raises:
+        ValueError: It mixes examples, or a layer within it does.
+    """
+    known = _FOUND.setdefault(layer, {})
+    key = (training, *map(_kind, keras.tree.flatten(arguments)))
+    if key not in known:
+        known[key] = mixing_layer(layer, *arguments, training=training)
+    if known[key]:
+        raise ValueError(
+            f"The output of {known[key]!r} for one example depends on the others in the batch, so an example has no "
+            "gradient of its own. Reduce over other axes than the batch's, axis 0."
+        )
+
+
+def check_model(model: Any) -> None:
+    """Refuses a model that mixes examples, if it says what it is called with.
+
+    Raises:
+        ValueError: A layer mixes examples.
+    """
+    if getattr(model, "inputs", None):
+        inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+        check_layer(model, keras.tree.map_structure(lambda each: tf.TensorSpec(each.shape, each.dtype), inputs))
+
+
+def _kind(value: Any) -> Any:
+    return (value.dtype, *value.shape[1:]) if isinstance(value, (tf.Tensor, tf.TensorSpec)) else repr(value)

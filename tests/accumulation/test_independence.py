@@ -1,0 +1,431 @@
+"""Models, losses and metrics that mix the examples of a batch are found, and refused or warned of."""
+
+import random
+import re
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from keras_paragrad import (
+    AccumulatingOptimizer,
+    DistributedFit,
+    ExactAccumulation,
+    microbatch,
+    per_example_norms,
+    wrap,
+)
+from keras_paragrad._keras import trial
+from keras_paragrad._keras.loss_probe import mixes_rows
+from keras_paragrad._keras.losses import LossTerm
+from keras_paragrad._keras.row_probe import mixing_layer
+from keras_paragrad._keras.state_probe import layers_apart, metrics_apart
+
+
+class MinusBatchMean(layers.Layer):
+    def call(self, inputs):
+        return inputs - ops.mean(inputs, 0, keepdims=True)
+
+
+class OverBatch(layers.Layer):
+    def call(self, inputs):
+        return ops.cumsum(inputs, 0)
+
+
+class InTraining(layers.Layer):
+    def call(self, inputs, training=False):
+        return inputs - ops.mean(inputs, 0) if training else inputs
+
+
+class Unseeded(layers.Layer):
+    def call(self, inputs, training=False):
+        return inputs + tf.random.normal(tf.shape(inputs)) if training else inputs
+
+
+class Shifted(layers.Layer):
+    """Has a number of the whole batch in its computation, and not in its output."""
+
+    def call(self, inputs):
+        return inputs - ops.stop_gradient(ops.max(inputs)) + ops.stop_gradient(ops.max(inputs))
+
+
+class RunningMean(layers.Layer):
+    def build(self, input_shape):
+        self.mean = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="mean")
+
+    def call(self, inputs, training=False):
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(inputs))
+        return inputs
+
+
+class Recommender(keras.Model):
+    """The one of keras.io, whose `tensordot` sums over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.user, self.item = (layers.Embedding(50, 8, embeddings_initializer="he_normal") for _ in range(2))
+        self.bias = layers.Embedding(50, 1)
+
+    def call(self, inputs):
+        score = ops.tensordot(self.user(inputs[:, 0]), self.item(inputs[:, 1]), 2)
+        return ops.sigmoid(score + self.bias(inputs[:, 0]))
+
+
+def sequential(*within):
+    return keras.Sequential([keras.Input((4,)), layers.Dense(3), *within, layers.Dense(2, activation="softmax")])
+
+
+def values(variables):
+    return [keras.ops.convert_to_numpy(variable) for variable in variables]
+
+
+def recommender():
+    model = Recommender()
+    model(np.zeros((2, 2), "int32"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda: sequential(layers.Dropout(0.5), layers.BatchNormalization(), layers.GaussianNoise(1.0)), None),
+        (lambda: sequential(Unseeded()), None),
+        (lambda: sequential(Shifted()), None),
+        (lambda: sequential(layers.LayerNormalization(), layers.SpectralNormalization(layers.Dense(3))), None),
+        (lambda: sequential(MinusBatchMean(name="mixes")), "mixes"),
+        (lambda: sequential(layers.Dropout(0.5), OverBatch(name="mixes")), "mixes"),
+        (lambda: sequential(InTraining(name="mixes")), "mixes"),
+        (lambda: sequential(Unseeded(), MinusBatchMean(name="mixes")), "mixes"),
+        # The last layer lets nothing through.
+        (lambda: sequential(MinusBatchMean(name="mixes"), layers.Dense(2, kernel_initializer="zeros")), "mixes"),
+        (recommender, "recommender"),
+    ],
+)
+def test_layers(make, found):
+    model = make()
+    batch = tf.zeros((4, 2), "int32") if isinstance(model, Recommender) else tf.zeros((4, 4))
+    before = values(model.variables)
+    assert mixing_layer(model, batch) == found
+    np.testing.assert_equal(values(model.variables), before)
+    assert not model.losses
+
+
+def test_a_layer_that_mixes_in_training_alone():
+    model = sequential(InTraining(name="mixes"))
+    y = np.zeros((3, 2), "float32")
+    assert per_example_norms(model, X[:3], y, "mse").shape == (3,)
+    with pytest.raises(ValueError, match="The output of 'mixes' for one example"):
+        per_example_norms(model, X[:3], y, "mse", training=True)
+
+
+def test_a_fault_of_the_trial_breaks_no_training(monkeypatch, caplog):
+    def fault(*_):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(trial.Pure, "__call__", fault)
+    model = sequential(MinusBatchMean())
+    model.compile("sgd", "sparse_categorical_crossentropy", metrics=[Maximum()])
+    with caplog.at_level("DEBUG", "keras_paragrad"), microbatch(model, 3):
+        model.fit(X, Y, verbose=0)
+    assert "a fault" in caplog.text
+
+
+class Leaves(layers.Layer):
+    """Leaves a trace of each call, in every way that a layer has."""
+
+    def build(self, input_shape):
+        self.state, self.calls, self.last = self.add_weight(shape=(), initializer="zeros", trainable=False), [], None
+
+    def call(self, inputs):
+        self.calls.append(inputs.shape)
+        self.last = inputs
+        self.state.assign_add(ops.sum(inputs))
+        self.add_loss(ops.mean(inputs) * np.random.uniform() * random.random())
+        return inputs + 0.01 * keras.random.normal(ops.shape(inputs)) + 0.01 * tf.random.normal(tf.shape(inputs))
+
+
+class Counts(keras.Model):
+    """Its metric is of what a layer has seen last."""
+
+    def __init__(self):
+        super().__init__()
+        self.leaves, self.kernel, self.rows = Leaves(), layers.Dense(2), keras.metrics.Sum("rows")
+        self.within = keras.Sequential([layers.Dropout(0.5), layers.BatchNormalization(), layers.Dense(2)])
+
+    def call(self, inputs, training=False):
+        return self.within(self.leaves(self.kernel(inputs)), training=training)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.rows.update_state(ops.shape(self.leaves.last)[0])
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+def test_a_trial_leaves_nothing_behind(monkeypatch):
+    tried = []
+
+    def trained():
+        keras.utils.set_random_seed(0)
+        model = Counts()
+        model.compile("adam", "mse", metrics=[Maximum(0.9)], jit_compile=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sliced = microbatch(model, 3, weighting="examples")
+            history = model.fit(X, X[:, :2], batch_size=6, epochs=2, shuffle=False, verbose=0).history
+            sliced.undo()
+        drawn = [random.random(), np.random.uniform(), tf.random.uniform([]).numpy()]
+        drawn.append(ops.convert_to_numpy(keras.random.uniform(())))
+        variables = model.variables + model.metrics_variables + model.optimizer.variables
+        calls = [tuple(shape) for shape in model.leaves.calls]
+        return values(variables), drawn, calls, len(model.leaves._losses), history
+
+    compute = trial.Pure.__call__
+    monkeypatch.setattr(trial.Pure, "__call__", lambda *given: tried.append(given) or compute(*given))
+    found = trained()
+    assert len(tried) > 8
+    monkeypatch.setattr(trial, "ThreadPoolExecutor", None)
+    np.testing.assert_equal(found, trained())
+    assert found[-1]["rows"] == [6, 6]
+
+
+def test_a_state_that_keras_does_not_know_is_left_alone():
+    class Draws(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.generator = tf.random.Generator.from_seed(1)
+
+        def call(self, inputs):
+            return inputs + self.generator.normal(tf.shape(inputs)) - ops.mean(inputs, 0)
+
+    model = sequential(Draws())
+    before = model.layers[1].generator.state.numpy()
+    assert mixing_layer(model, tf.zeros((4, 4))) is None
+    np.testing.assert_equal(model.layers[1].generator.state.numpy(), before)
+
+
+class InBatchNegatives(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return -ops.diagonal(ops.log_softmax(ops.matmul(y_pred, ops.transpose(y_true))))
+
+
+class OfPairs(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return ops.relu(1.0 - (y_pred[::2] - y_pred[1::2]))
+
+
+class OfNeighbours(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        pairs = ops.flip(ops.reshape(y_pred, (-1, 2, y_pred.shape[-1])), 1)
+        return ops.mean(ops.square(y_pred - ops.reshape(pairs, ops.shape(y_pred))), -1)
+
+
+class OfElements(keras.losses.Loss):
+    """Flattens the examples' elements, as losses of tokens do."""
+
+    def call(self, y_true, y_pred):
+        return ops.reshape(ops.square(y_pred - y_true), (-1,))
+
+
+class DividesItself(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return ops.mean(ops.square(y_pred - y_true), -1) / ops.cast(ops.shape(y_pred)[0], y_pred.dtype)
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "mixes"),
+    [
+        (keras.losses.Circle(), ((4,), "int32"), True),
+        (keras.losses.Circle(), ((4, 1), "float32"), True),
+        (InBatchNegatives(), ((4, 5), "float32"), True),
+        (OfPairs(), ((4, 5), "float32"), True),
+        (OfNeighbours(), ((4, 5), "float32"), True),
+        (DividesItself(), ((4, 5), "float32"), True),
+        (OfElements(), ((4, 5), "float32"), False),
+        (keras.losses.MeanSquaredError(), ((4, 5), "float32"), False),
+        (keras.losses.CategoricalCrossentropy(from_logits=True), ((4, 5), "float32"), False),
+        (keras.losses.SparseCategoricalCrossentropy(ignore_class=0), ((4,), "int32"), False),
+        (keras.losses.Dice(axis=-1), ((4, 5), "float32"), False),
+    ],
+)
+def test_losses(loss, targets, mixes):
+    assert mixes_rows(LossTerm(loss, tf.zeros(*targets), tf.zeros((4, 5)), None)) == mixes
+
+
+class Maximum(keras.metrics.Metric):
+    def __init__(self, decay=None, name="maximum"):
+        super().__init__(name=name)
+        self.decay, self.state = decay, self.add_variable((), "zeros", name="state")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        if self.decay is None:
+            self.state.assign(ops.maximum(self.state, ops.max(y_pred)))
+        else:
+            self.state.assign(self.decay * self.state + (1 - self.decay) * ops.mean(y_pred))
+
+    def result(self):
+        return ops.convert_to_tensor(self.state)
+
+
+def error(y_true, y_pred):
+    return ops.mean(ops.abs(y_true - y_pred))
+
+
+@pytest.mark.parametrize(
+    ("metric", "beside", "one_after_the_other"),
+    [
+        (keras.metrics.AUC(), ([], []), ([], [])),
+        (keras.metrics.R2Score(), ([], []), ([], [])),
+        (Maximum(), (["maximum"], []), ([], [])),
+        (Maximum(0.9), (["maximum"], []), (["maximum"], [])),
+        (error, ([], ["error"]), ([], ["error"])),
+    ],
+)
+def test_metrics(metric, beside, one_after_the_other):
+    model = sequential()
+    model.compile("sgd", "mse", metrics=[metric])
+    model.test_on_batch(np.zeros((4, 4), "float32"), np.zeros((4, 2), "float32"))
+    before = values(model.metrics_variables)
+    tensors = [tf.zeros((4, 2)), tf.zeros((4, 2)), None]
+    assert metrics_apart(model, *tensors, beside=True) == beside
+    assert metrics_apart(model, *tensors, beside=False) == one_after_the_other
+    np.testing.assert_equal(values(model.metrics_variables), before)
+
+
+def test_states_of_layers():
+    model = sequential(layers.Normalization(mean=0, variance=1), RunningMean(name="running"), layers.Dropout(0.5))
+    assert layers_apart(model, tf.zeros((4, 4)), beside=True) == []
+    assert layers_apart(model, tf.zeros((4, 4)), beside=False) == ["running"]
+    assert float(model.get_layer("running").mean.numpy()) == 0.0
+
+
+X, Y = np.random.default_rng(0).normal(size=(6, 4)).astype("float32"), np.array([0, 1] * 3)
+MIXING = [
+    (
+        lambda: sequential(MinusBatchMean(name="mixes")),
+        "sparse_categorical_crossentropy",
+        "The output of 'mixes' for one example depends on the others",
+    ),
+    (sequential, keras.losses.Circle(), "The loss 'circle' compares examples"),
+]
+
+
+@pytest.mark.parametrize(("make", "loss", "says"), MIXING)
+def test_who_is_refused(make, loss, says):
+    model = make()
+    model.compile(AccumulatingOptimizer("sgd", 2), loss)
+    with pytest.raises(ValueError, match=rf"{says}.*write AccumulatingOptimizer\(..., weighting='uniform'\)"):
+        model.fit(X, Y, batch_size=3, verbose=0, callbacks=[ExactAccumulation()])
+    model.compile("sgd", loss)
+    sliced = microbatch(model, 3)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"{says}.*write microbatch\(..., weighting='examples'\)"):
+            model.fit(X, Y, verbose=0)
+    sliced.undo()
+    wrapped = wrap(model)
+    wrapped.compile("sgd", loss)
+    with pytest.raises(ValueError, match="The output of 'mixes' for one example|when other examples are beside it"):
+        wrapped.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize(("make", "loss", "says"), MIXING)
+def test_what_is_not_cut_is_not_refused(make, loss, says, caplog):
+    model = make()
+    model.compile("sgd", loss)
+    with microbatch(model, 4):
+        model.fit(X[:4], Y[:4], batch_size=3, verbose=0)
+        assert re.search(f"would be refused: {says}", caplog.text)
+        with pytest.raises(ValueError, match=f"A batch has more than size=4 .*{says}"):
+            model.fit(X, Y, batch_size=5, verbose=0)
+
+
+@pytest.mark.parametrize(("make", "loss", "says"), MIXING)
+def test_what_it_names_instead(make, loss, says):
+    model = make()
+    model.compile(AccumulatingOptimizer("sgd", 2, weighting="uniform"), loss)
+    model.fit(X, Y, batch_size=3, verbose=0, callbacks=[ExactAccumulation()])
+    model.compile("sgd", loss)
+    with microbatch(model, 3, weighting="examples"), pytest.warns(UserWarning, match=says):
+        model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.own_process
+def test_on_replicas(mirrored):
+    dist = DistributedFit(mirrored)
+
+    def fit(make, loss="sparse_categorical_crossentropy", metrics=(), dist=dist):
+        with dist.scope():
+            model = make()
+            model.compile("sgd", loss, metrics=[metric() for metric in metrics])
+        dist.fit(model, X, Y, verbose=0)
+        return dist, model
+
+    for make, loss, says in MIXING:
+        with pytest.raises(ValueError, match=rf"{says}.*write DistributedFit\(..., exact=False\)"):
+            fit(make, loss)
+        with dist.scope():
+            model = make()
+            model.compile("sgd", loss)
+        dist.prepare(model)
+        with pytest.raises(ValueError, match=rf"{says}.*write DistributedFit\(..., exact=False\)"):
+            model.evaluate(dist.dataset(X, Y), verbose=0)
+    fit(*MIXING[1][:2], dist=DistributedFit(mirrored, exact=False))
+    with pytest.raises(ValueError, match="maximum differ when a batch is split"):
+        fit(sequential, metrics=[Maximum])
+    with pytest.warns(UserWarning, match="parts of different sizes"):
+        fit(sequential, metrics=[lambda: lambda y_true, y_pred: ops.mean(y_pred)])
+    dist, model = fit(lambda: sequential(layers.BatchNormalization(synchronized=True), layers.Dropout(0.5)))
+    with dist.scope():
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=[Maximum()])
+    dist.prepare(model)
+    with pytest.raises(ValueError, match="maximum differ when a batch is split"):
+        model.evaluate(dist.dataset(X, Y), verbose=0)
+
+
+class OwnLoss(keras.Model):
+    def __init__(self, loss):
+        super().__init__()
+        self.dense, self.own_loss = layers.Dense(1), loss
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return self.own_loss(y_pred)
+
+
+class Adds(layers.Layer):
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+
+    def call(self, inputs):
+        self.add_loss(self.loss(inputs))
+        return inputs
+
+
+def mean_of_squares(values):
+    return ops.mean(ops.square(values))
+
+
+def sum_of_squares(values):
+    return ops.sum(ops.square(values))
+
+
+def square_of_mean(values):
+    return ops.sum(ops.square(ops.mean(values, 0)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_right"), [(mean_of_squares, True), (sum_of_squares, False), (square_of_mean, False)]
+)
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_loss_that_is_not_divided_as_was_said(loss, is_right, adds):
+    model = sequential(Adds(loss)) if adds else OwnLoss(loss)
+    model.compile("sgd", "sparse_categorical_crossentropy" if adds else None)
+    with microbatch(model, 3, weighting="examples"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(X, Y, verbose=0)
+    assert any("weighted by `weighting`" in str(each.message) for each in caught) == (not is_right)
