@@ -13,7 +13,7 @@ from keras_paragrad._keras.losses import LossTerm
 from keras_paragrad._keras.model import added_losses, has_own_compute_loss
 from keras_paragrad._keras.replicas import replica_count
 from keras_paragrad._keras.row_probe import mixing_layer
-from keras_paragrad._keras.state_probe import layers_apart, metrics_apart
+from keras_paragrad._keras.state_probe import layers_apart, metrics_apart, own_metrics_apart
 
 # What the parts of a batch are called, by the component that splits it.
 _PARTS = {
@@ -107,8 +107,15 @@ def _found(
 ) -> _Found:
     parts = _PARTS[asked_by]
     wrong = list(_mixing(model, arguments, terms, parts, training))
+    inexact = []
+    names = own_metrics_apart(model, arguments, beside=replica_count() > 1, training=training)
+    if names:
+        inexact.append(
+            f"The metrics {', '.join(names)}, which are updated in call() or compute_loss(), take one number for each "
+            f"of {parts}, and show something else than for the whole batch. Update them with one value per example."
+        )
     if not training:
-        return _Found(wrong, [])
+        return _Found(wrong, inexact)
     cannot_be_seen = has_own_compute_loss(model) or bool(added_losses(model)) or any(map(_is_opaque, terms))
     if not wrong and weigh and cannot_be_seen and not parts_make_up_the_whole(model, arguments, weigh):
         wrong.append(
@@ -116,11 +123,12 @@ def _found(
             "divided by something else, or it is not a sum over the examples."
         )
     names = layers_apart(model, arguments["x"], beside=replica_count() > 1)
-    inexact = (
-        f"The state of {', '.join(names)} is updated from {parts} separately, and ends up different from one update on "
-        "the whole batch."
-    )
-    return _Found(wrong, [inexact] if names else [])
+    if names:
+        inexact.append(
+            f"The state of {', '.join(names)} is updated from {parts} separately, and ends up different from one "
+            "update on the whole batch."
+        )
+    return _Found(wrong, inexact)
 
 
 def _is_opaque(term: LossTerm) -> bool:

@@ -104,6 +104,42 @@ def layers_apart(model: Any, x: Any, *, beside: bool) -> list[str]:
     return attempt(find, *SIZES, otherwise=[])
 
 
+def own_metrics_apart(model: Any, arguments: dict[str, Any], *, beside: bool, training: bool) -> list[str]:
+    """The metrics updated in `call` or `compute_loss` that show something else for a batch in two parts.
+
+    Args:
+        model: A built and compiled model.
+        arguments: Those of its `compute_loss`, of which only shapes and dtypes count.
+        beside: Whether the parts are on two replicas; else one follows the other.
+        training: Whether the batch is trained on.
+    """
+    metrics = [metric for layer in (model, *all_layers(model)) for metric in layer._metrics]
+
+    def results(data):
+        if data is not None:
+            x, sample_weight, y = data
+            given = {"x": x, "y": y, "y_pred": called(model, (x,), training), "sample_weight": sample_weight}
+            model._compute_loss(**given, training=training)
+        return [keras.tree.flatten(metric.result()) for metric in metrics]
+
+    def find(size):
+        if not metrics:
+            return []
+        inputs = made_up((arguments["x"], arguments["sample_weight"]), ROWS, seed=1, size=size)
+        data = [*inputs, made_up(arguments["y"], ROWS, seed=0, size=size, labels=True)]
+        compute = Pure(model, results)
+        _, start = Pure(model, lambda _: model.reset_metrics())(None)
+        (whole, _), (reseeded, _) = compute(data, start), compute(data, with_other_seeds(start))
+        parts, _ = compute(None, _after_parts(compute, data, _UNEVEN, start, beside=beside))
+        return [
+            metric.name
+            for metric, *values in zip(metrics, whole, reseeded, parts, strict=True)
+            if all(map(_close, values[0], values[1])) and not all(map(_close, values[0], values[2]))
+        ]
+
+    return attempt(find, *SIZES, otherwise=[])
+
+
 def _is_otherwise(start: Any, whole: Any, reseeded: Any, parts: Any) -> bool:
     return not _close(start, whole) and _close(whole, reseeded) and not _close(whole, parts)
 

@@ -351,6 +351,29 @@ def test_what_it_names_instead(make, loss, says):
         model.fit(X, Y, verbose=0)
 
 
+class Tracked(keras.Sequential):
+    """Keeps metrics of its own, as a variational autoencoder does."""
+
+    def __init__(self):
+        super().__init__([keras.Input((4,)), layers.Dense(1)])
+        self.of_batches, self.of_examples = keras.metrics.Mean("of_batches"), keras.metrics.Mean("of_examples")
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        losses = ops.mean(ops.square(y_pred - ops.cast(ops.reshape(y, (-1, 1)), "float32")), -1)
+        self.of_examples.update_state(losses)
+        loss = ops.mean(losses)
+        self.of_batches.update_state(loss)
+        return loss
+
+
+def test_metrics_of_the_models_own():
+    model = Tracked()
+    model.compile("sgd")
+    with microbatch(model, 5, weighting="examples"), pytest.warns(UserWarning, match="metrics of_batches, which"):
+        history = model.fit(X, Y, batch_size=len(X), verbose=0).history
+    np.testing.assert_allclose(history["of_examples"], history["loss"], rtol=1e-6)
+
+
 @pytest.mark.own_process
 def test_on_replicas(mirrored):
     dist = DistributedFit(mirrored)
