@@ -281,6 +281,7 @@ PUBLIC = {
             "transform": FUNCTION | NONE,
             "capacity": COUNT | NONE,
             "loss_reduction": NONE,
+            "masked_mean": NOTHING,
             "kwargs": ELSEWHERE,
         },
         {"layer": lambda: keras.layers.Dense(1)},
