@@ -49,6 +49,26 @@ class Loss(keras.Model):
         return {"own": self.tracker.result(), "loss": _loss(y, y_pred), "hidden": self.hidden.result()}
 
 
+class Tracking(keras.Model):
+    """A loss of the model's own, which gives a tracker one number for each batch."""
+
+    def __init__(self, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        self.tracker = keras.metrics.Mean(name="own")
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        loss = _loss(y, y_pred)
+        self.tracker.update_state(loss)
+        return loss
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y = data[:2]
+        loss = self.compute_loss(y=y, y_pred=self(x, training=False))
+        return {"own": self.tracker.result(), "loss": loss}
+
+
 class Examples(keras.Model):
     """Metrics that are given every example, and losses that are not compiled."""
 
@@ -88,6 +108,7 @@ CASES = {
     "Guide, sum": (Guide, {}, {"loss": keras.losses.MeanSquaredError(reduction="sum")}),
     "Loss": (Loss, {"weighting": "examples"}, {}),
     "Loss, not exact": (Loss, {"exact": False}, {}),
+    "Tracking": (Tracking, {"weighting": "examples"}, {"metrics": None}),
     "Examples": (Examples, {}, {"metrics": None}),
     "PerplexityOfParts": (PerplexityOfParts, {}, {}),
 }

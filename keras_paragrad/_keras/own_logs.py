@@ -13,6 +13,7 @@ from keras_paragrad._keras.losses import LossTerm, recorded_terms
 from keras_paragrad._keras.presence import Presence
 from keras_paragrad._keras.replaced import Replacement, replaced
 from keras_paragrad._keras.replicas import replica_count, replica_index, sum_over_replicas
+from keras_paragrad._keras.trial import is_trial
 from keras_paragrad._keras.weights import Measure
 
 _METRICS = "_keras_paragrad_own_logs"
@@ -146,14 +147,14 @@ class _OverAllReplicas(Replacement):
                 self.replace(metric, "update_state", update)
 
     def _result(self, metric: Any, compute: Callable[[], Any]) -> Any:
-        return self.parts[replica_index()].result(metric, compute)
+        return compute() if is_trial() else self.parts[replica_index()].result(metric, compute)
 
     def _update_mean(
         self, metric: Any, update: Callable[..., None], scale: float, values: Any, sample_weight: Any = None
     ) -> None:
         values = _number(values)
         values = values if scale == 1 else values * scale
-        if values.shape.rank != 0 or sample_weight is not None:
+        if values.shape.rank != 0 or sample_weight is not None or is_trial():
             update(values, sample_weight=sample_weight)
             return
         # One number for the batch, which counts once.

@@ -34,6 +34,11 @@ class Replacement:
         self._replaced.close()
 
 
+def is_replaced(owner: Any, name: str) -> bool:
+    """Whether a method of an object is replaced now."""
+    return name in owner.__dict__
+
+
 @contextlib.contextmanager
 def replaced(owner: Any, key: str, make: Callable[[], Made]) -> Iterator[Made]:
     """Replaces methods while a step is traced in it; entered on every replica.

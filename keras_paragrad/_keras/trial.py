@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ _SMALL_VARIABLE = 2**20
 _HIDES = 1e-3
 
 _log = logging.getLogger("keras_paragrad")
+_thread = threading.local()
 
 Result = TypeVar("Result")
 State = list[tf.Tensor]
@@ -41,6 +43,7 @@ def attempt(run: Callable[..., Result], *choices: Any, otherwise: Result) -> Res
     """
 
     def alone(choice: Any) -> Result:
+        _thread.is_trial = True
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return run(choice)
@@ -120,6 +123,11 @@ def some_rows(nested: Any, start: int, stop: int) -> Any:
     return keras.tree.map_structure(lambda tensor: None if tensor is None else tensor[start:stop], nested)
 
 
+def is_trial() -> bool:
+    """Whether this code runs in a trial, in which there are no other replicas."""
+    return getattr(_thread, "is_trial", False)
+
+
 class Pure:
     """A computation of a model as a function of data and of its state, which it returns and does not change.
 
@@ -139,7 +147,10 @@ class Pure:
         if not model.built:
             raise Unknown("made-up rows are not to build a model")
         self.model, self.compute = model, compute
-        variables = [*model.variables, *getattr(model, "metrics_variables", ())]
+        # `metrics` may be a property of the model's own that leaves some out.
+        metrics = [metric for layer in (model, *all_layers(model)) for metric in layer._metrics]
+        owners = [*metrics, *getattr(model, "metrics", ())]
+        variables = [*model.variables, *(variable for metric in owners for variable in metric.variables)]
         self.variables = list({id(variable): variable for variable in variables}.values())
         self.start = [_value_of(variable) for variable in self.variables]
         # In a graph, so that functions which the model calls are traced for it alone.
@@ -165,13 +176,23 @@ class Pure:
                 stack.enter_context(_restored(vars(layer)))
                 if isinstance(layer, keras.layers.BatchNormalization):
                     stack.enter_context(attributes(layer, call=_to_predict(layer.call)))
-            scope = stack.enter_context(keras.StatelessScope(mapping, collect_losses=True))
+            scope = stack.enter_context(_OfKnownVariables(mapping, collect_losses=True))
             results = self.compute(data)
             after = [scope.get_current_value(variable) for variable in self.variables]
             # A variable among them has its value only here.
             return keras.tree.map_structure(
                 lambda each: each.value if isinstance(each, keras.Variable) else each, (results, after)
             )
+
+
+class _OfKnownVariables(keras.StatelessScope):
+    """A scope in which only mapped variables can be read: of others, the state of a metric starts a collective."""
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor:
+        value = super().get_current_value(variable)
+        if value is None:
+            raise Unknown(f"{variable.path} is not among the model's variables")
+        return value
 
 
 def with_other_seeds(state: State) -> State:
@@ -216,7 +237,9 @@ def _to_predict(call: Any) -> Any:
 
 def _value_of(variable: keras.Variable) -> tf.Tensor:
     """A variable's value, on several replicas that of the first of this process; one that hides nothing."""
-    local = tf.distribute.get_strategy().experimental_local_results(variable.value)[0]
+    held = variable.value
+    # To read the state of a metric as such is an all-reduce, for which this thread would wait forever.
+    local = held.values[0] if isinstance(held, tf.distribute.DistributedValues) else held
     if tf.DeviceSpec.from_string(getattr(local, "device", None) or "").job == "ps":
         raise Unknown("weights are not fetched from parameter servers")
     value = tf.convert_to_tensor(local)

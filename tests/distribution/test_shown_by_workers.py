@@ -11,7 +11,7 @@ from own_steps import CASES as OWN_STEPS
 METRICS = ["metrics: of batches read", "metrics: of whole batches"]
 SHORT = [
     *(f"loss: {name}" for name in ("mask", "sum", "two outputs", "two weighted")),
-    *("own step: Guide", "own step: Loss", *METRICS, "task: with a preprocessor"),
+    *("own step: Guide", "own step: Loss", "own step: Tracking", *METRICS, "task: with a preprocessor"),
 ]
 ALL = [
     *(f"loss: {name}" for name in CASES),

@@ -124,7 +124,7 @@ def test_a_generator(tmp_path):
     profiled.model().fit(batches(), shuffle=False, verbose=0, callbacks=[callback])
     (summary,) = callback.summaries
     assert [step.step for step in summary.steps] == list(range(7, 15))
-    assert_as_xprof(tmp_path, summary)
+    assert_as_xprof(tmp_path, summary, from_python=True)
 
 
 @pytest.mark.parametrize("kind", ["ours", "keras"])
