@@ -19,8 +19,9 @@ from keras_paragrad.per_example.rules.windows import (
     with_padding,
 )
 
-# From so many rows of taps on, XLA is faster with taps on both sides: 64 images of 16x16x16 and 7x7 taps took 10 ms
-# instead of 17, 32 of 28x28x32 and 5x5 taps 26 instead of 36, but 64 of 8x8x64 and 3x3 taps 8 instead of 4.
+# From so many rows of taps on, XLA is faster with taps on both sides. On two cores, 64 images of 16x16x16 and 7x7 taps
+# took 3.8 ms instead of 6.4, 32 of 28x28x32 and 5x5 taps 10.8 instead of 15.4, but 64 of 8x8x64 and 3x3 taps 2.7
+# instead of 2.1.
 MANY_TAPS = 5
 
 
@@ -104,12 +105,12 @@ class ConvolutionRule(Convolutional):
         if positions is None or pixels is None:
             return False
         rows, columns = math.prod(shape[:-1]), shape[-1]
-        # With oneDNN on one thread, in milliseconds, folded and laid out: 64 examples of 32x32x16 and 3x3 taps 4.2 and
-        # 11.9; 32x32x32 and 7x7 with stride 2 16.5 and 39; 16x16x64 and 3x3 12.5 and 16.2; 32x32x32 and 3x3 with
-        # stride 2 5.5 and 5.7; but 8x8x64 and 3x3 4.4 and 3.3; 16 of 8x8x256 and 3x3 30 and 11.8.
+        # With oneDNN on two cores, norms of 64 examples in milliseconds, folded and laid out: 32x32x16 and 3x3 taps 2.9
+        # and 4.5; 28x28x8 and 5x5 2.5 and 5.2; 32x32x32 and 7x7 with stride 2 11.4 and 19.2; 16x16x32 and 3x3 2.9 and
+        # 2.9; but 32x32x32 and 3x3 with stride 2 3.7 and 3.3, and 16x16x16 and 3x3 with 32 filters 2.2 and 1.9.
         windows = positions * rows * call.layer.groups
         folded_sides = pixels * call.input.shape[-1] + positions * columns
-        costs_less = 2 * windows > folded_sides + 4 * rows * columns
+        costs_less = windows > 3 * folded_sides + 2 * rows * columns
         return costs_less and math.prod(shape[:-2]) > 1 and not _is_ghost(positions, shape)
 
 

@@ -15,14 +15,15 @@ import tensorflow as tf
 from keras_paragrad.per_example.registry import Call
 from keras_paragrad.per_example.rules.windows import Geometry, with_padding
 
-# Numbers in the inputs of the examples that are folded together. With oneDNN on two cores, 64 examples of 32x32x16 and
-# 3x3 taps took 2.5 ms in chunks of this size, 3.3 in those of a fourth and 2.6 at once; of 32x32x32 with stride 2 they
-# took 3.7, 6.7 and 3.7.
+# Numbers in the inputs of the examples that are folded together. With oneDNN on two cores, norms of 64 examples of
+# 32x32x16 and 3x3 taps took 2.6 ms in chunks of this size, 3.5 in those of a fourth and 3.0 at once; of 32x32x32 with
+# stride 2 they took 3.8, 5.5 and 3.9.
 CHUNK = 2**19
 # Of a chunk whose images are of unknown size.
 EXAMPLES = 32
-# Larger depthwise kernels are faster with the cotangents as kernels: 16 examples of 16x16x64 and 7x7 taps took 1.1 ms,
-# against 6.6 by the gradient of the kernel; of 32x32x32 and 3x3 taps 1.3 and 1.0.
+# Larger depthwise kernels are faster with the cotangents as kernels. On two cores, 16 examples of 16x16x64 and 7x7 taps
+# took 1.5 ms, against 4.1 by the gradient of the kernel, and 32 of 7x7x768 5.9 against 292; but 16 of 32x32x32 and 3x3
+# taps 1.6 against 1.3.
 FEW_TAPS = 9
 
 
