@@ -5,6 +5,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import tensorflow as tf
+
 from keras_paragrad._keras.apply import unscaled
 from keras_paragrad._keras.forward import Share, Weigh
 from keras_paragrad._keras.logs import SharedResults
@@ -26,6 +28,7 @@ class TrainStep(NamedTuple):
     Attributes:
         model: A compiled model.
         split, weigh, apply, spread: Stages; see `keras_paragrad._keras.trainer.StepBuilder`.
+        transformed: Whether the *transform* stage is filled, which takes gradients that have been all-reduced.
         window: The losses of the micro-batches since the last update, with an `apply` stage.
         update: Whether the step ends with an update, with an `apply` stage.
         limit: How large batches may be that can't be cut, with a `split` stage.
@@ -34,6 +37,7 @@ class TrainStep(NamedTuple):
     model: Any
     split: Split | None
     weigh: Weigh | None
+    transformed: bool
     apply: Apply | None
     spread: Spread | None
     window: LossWindow | None
@@ -47,6 +51,11 @@ class TrainStep(NamedTuple):
                 self.split.weigh.check(self.model)
             except IndivisibleError as refusal:
                 self.limit.leave_whole(data, refusal)
+        if self.transformed and replica_count() > 1 and not self._accumulates:
+            raise ValueError(
+                f"{type(self.model).__name__} has a train_step of its own, which applies the gradients of each replica "
+                "where those of the whole batch can't be transformed. Move what train_step does into compute_loss."
+            )
         with self._gathering(None):
             if self.spread and replica_count() > 1:
                 return trained_by_own_step(self.model, data)
@@ -67,13 +76,14 @@ class TrainStep(NamedTuple):
             losses = TrackedLosses(self.model, gradient.sums, self.window, ends=self.update)
         elif gradient.show is None and (loss := gradient.loss) is not None:
             presence.run(lambda: track_loss(self.model, loss, presence.rows))
-        if sharing and gradient.weight is not None and not self._accumulates:
-            show_before_sum(self.model, gradient.gradients, sharing(gradient.weight))
+        whole = gradient.weight is not None or self.transformed
+        if sharing and whole and not self._accumulates:
+            share = tf.constant(1.0) if gradient.weight is None else sharing(gradient.weight)
+            show_before_sum(self.model, gradient.gradients, share)
         shown = SharedResults(self.model, losses) if self.spread and sharing else None
         if losses and shown is None:
             losses.track()
         with self._gathering(gradient):
-            whole = gradient.weight is not None
             sums = apply_gradient(self.model, gradient.gradients, whole=whole, beside=shown.parts if shown else ())
         if shown is None:
             return gradient.show() if gradient.show else self.model.get_metrics_result()

@@ -1,7 +1,7 @@
 """The one place that builds a train function, from the stages that components fill.
 
-A step has six stages: *take* batches from the iterator, *split* a batch into slices, *gradient* of a slice, *combine*
-the gradients, *apply* them, *log*. Keras's own way is what an unfilled stage does.
+A step has seven stages: *take* batches from the iterator, *split* a batch into slices, *gradient* of a slice, *combine*
+the gradients, *transform* that of a whole update, *apply* it, *log*. Keras's own way is what an unfilled stage does.
 """
 
 import contextlib
@@ -22,8 +22,9 @@ from keras_paragrad._keras.replicas import replica_count
 from keras_paragrad._keras.stages import Apply, Split, Spread
 from keras_paragrad._keras.symbolic import build_losses, losses_built
 from keras_paragrad._keras.telemetry_execution import LATEST, LookAhead, Telemetry, pick_watched
-from keras_paragrad._keras.telemetry_watch import updates_each_batch, watched
+from keras_paragrad._keras.telemetry_watch import updates_each_batch, updating, watched
 from keras_paragrad._keras.train_step import TrainStep
+from keras_paragrad._keras.transform import Transform, install
 from keras_paragrad._keras.uncut import Limit
 
 
@@ -33,6 +34,7 @@ class StepBuilder:
     Attributes:
         split: Cuts a batch up and puts its gradient together again, or `None`.
         weigh: Measures what a gradient counts for, or `None`.
+        transform: Changes the gradient of a whole update, or `None`.
         apply: Decides when gradients reach the weights, or `None`.
         observe: Sees the gradients on their way to them, or `None`.
         telemetry: Looks at some updates of the weights, or `None`.
@@ -44,6 +46,7 @@ class StepBuilder:
         self.model = model
         self.split: Split | None = None
         self.weigh: Weigh | None = None
+        self.transform: Transform | None = None
         self.apply: Apply | None = None
         self.observe: Observe | None = None
         self.telemetry: Telemetry | None = None
@@ -53,6 +56,7 @@ class StepBuilder:
         self._then: Callable[[], None] | None = None
         self._built: dict[Any, Callable] = {}
         self._built_for: Any = None
+        self._transforms: Any = None
 
     @classmethod
     def of(cls, model: keras.Model) -> "StepBuilder":
@@ -64,6 +68,7 @@ class StepBuilder:
         """Fills stages, or empties them with `None`; with the last one emptied the model is Keras's again."""
         for stage, filler in stages.items():
             setattr(self, stage, filler)
+        self._install_transform()
         self.model.train_function = None
         if any(self._stages):
             self.model.__dict__["make_train_function"] = self.make_train_function
@@ -84,11 +89,21 @@ class StepBuilder:
         configuration, key = self.model._compile_config, self._stages
         if self._built_for is not configuration:
             self._built_for, self._built, self.loss_window = configuration, {}, None
+            self._install_transform()
         if self.apply and losses_built(self.model):
             self._make_loss_window()
         if key not in self._built:
             self._built[key] = self._picked(self.telemetry) if self.telemetry else self._compiled(self.apply)
         self.model.train_function = self._built[key]
+
+    def _install_transform(self) -> None:
+        """Installs the transform in the optimizer that updates the weights, which `compile` may have replaced."""
+        optimizer = updating(self.model.optimizer) if self.model.compiled else None
+        if self._transforms not in (None, optimizer):
+            install(self._transforms, None)
+        if optimizer is not None:
+            install(optimizer, self.transform)
+        self._transforms = optimizer
 
     def _compiled(self, apply: Any, telemetry: Telemetry | None = None) -> Callable[[Any], dict]:
         limit = Limit(self.model, self.split)
@@ -143,7 +158,7 @@ class StepBuilder:
 
     @property
     def _stages(self) -> tuple:
-        return self.split, self.weigh, self.apply, self.observe, self.telemetry, self.spread
+        return self.split, self.weigh, self.transform, self.apply, self.observe, self.telemetry, self.spread
 
     def _steps(self, telemetry: Telemetry | None, limit: Limit) -> list[Callable[[Any], dict]]:
         choices = (False, True) if self.apply else (False,)
@@ -151,7 +166,8 @@ class StepBuilder:
 
     def _step(self, data: Any, update: bool, telemetry: Telemetry | None, limit: Limit) -> dict:
         window = self._window_of(data)
-        step = TrainStep(self.model, self.split, self.weigh, self.apply, self.spread, window, update, limit)
+        reduced = self.transform is not None
+        step = TrainStep(self.model, self.split, self.weigh, reduced, self.apply, self.spread, window, update, limit)
         presence = Presence.of(data)
         with observed(self.model, self.observe, presence.rows), watched(self.model, telemetry):
             logs = step.in_its_own_way(data) if has_own_train_step(self.model) else step(data, presence)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -13,6 +13,7 @@ from keras_paragrad._keras.forward import Weight
 from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.replicas import coordinate, first_replica, replica_count, replica_index, run_if
+from keras_paragrad._keras.transform import installed
 from keras_paragrad.accumulation.advice import advise_the_callback
 from keras_paragrad.accumulation.arguments import (
     ACCUMULATOR_DTYPES,
@@ -243,9 +244,17 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """The host's count of micro-batches, which `ExactAccumulation` goes by."""
         return HostSchedule(self)
 
-    @functools.cached_property
-    def _compiled_update(self):
-        return tf.function(releasing(lambda: self._strategy.run(self.end_micro_batch, args=(True,))), autograph=False)
+    @property
+    def _compiled_update(self) -> Callable[[], None]:
+        transform = installed(self.inner_optimizer)
+        traced_with, update = self.__dict__.get("_compiled_updates", (None, None))
+        if update is None or traced_with is not transform:
+            update = tf.function(
+                releasing(lambda: self._strategy.run(self.end_micro_batch, args=(True,))), autograph=False
+            )
+            # Straight into `__dict__`: Keras tracks and saves what is assigned as an attribute.
+            self.__dict__["_compiled_updates"] = transform, update
+        return update
 
     @functools.cached_property
     def _compiled_clear(self):

@@ -62,7 +62,8 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
 
 def _check_stages(model: keras.Model) -> None:
     builder = StepBuilder.of(model)
-    stages = [name for name in ("split", "weigh", "apply", "observe", "spread") if getattr(builder, name) is not None]
+    names = ("split", "weigh", "transform", "apply", "observe", "spread")
+    stages = [name for name in names if getattr(builder, name) is not None]
     if stages:
         raise ValueError(
             f"The model's training step is being changed ({', '.join(stages)}): by a callback, such as "
