@@ -1,14 +1,32 @@
 """Keras's and TensorFlow's private names stay in one package, and a missing one is named."""
 
 import ast
+import functools
+import importlib
+import random
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from keras.src.trainers.compile_utils import CompileLoss
+from seam_uses import SEAM, all_names, private_attributes, private_imports
+from tensorflow.python.eager import context
 
 import keras_paragrad
-from keras_paragrad._keras.versions import HOOKS, Hook, check_hooks
+from keras_paragrad import (
+    AccumulatingOptimizer,
+    DistributedFit,
+    ExactAccumulation,
+    GradientNoiseScale,
+    GradientTelemetry,
+    Throughput,
+    microbatch,
+)
+from keras_paragrad._keras.hooks import ASSIGNED, HOOKS, OF_OBJECTS, Hook
+from keras_paragrad._keras.versions import check_hooks, check_objects
 
 PACKAGE = Path(keras_paragrad.__file__).parent
 OUTSIDE = [path for path in PACKAGE.rglob("*.py") if "_keras" not in path.relative_to(PACKAGE).parts]
@@ -61,27 +79,201 @@ def test_the_search_finds_them(source):
     assert private_uses(source)
 
 
-def test_every_private_import_of_the_seam_is_probed():
-    probed = {hook.module for hook in HOOKS}
-    for path in (PACKAGE / "_keras").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("keras.src", "tensorflow.python")):
-                assert node.module in probed, f"{path.name} imports {node.module}"
+ALL_HOOKS = (*HOOKS, *ASSIGNED, *OF_OBJECTS)
+# They name private parts to look for them.
+PROBES = ("hooks", "samples", "versions")
+MODULES = {path.stem: path for path in sorted(SEAM.glob("*.py")) if path.stem not in PROBES}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_private_name_in_the_seam_is_probed(module):
+    source = MODULES[module].read_text()
+    probed = {(hook.module, part) for hook in ALL_HOOKS if module in hook.users for part in ("", *hook.path.split("."))}
+    attributes = {name for _, name in probed}
+    missing = [
+        *(f"{found} of {owner}" for owner, found in private_imports(source) if (owner, found) not in probed),
+        *(private_attributes(source, f"keras_paragrad._keras.{module}") - attributes),
+    ]
+    assert not missing, f"in keras_paragrad/_keras/hooks.py no hook that {module} uses has {sorted(missing)}"
+
+
+@pytest.mark.parametrize("hook", ALL_HOOKS, ids=lambda hook: f"{hook.module}:{hook.path}")
+def test_what_a_hook_says_to_use_it_does(hook):
+    assert hook.users
+    name = hook.path.rpartition(".")[2] or hook.module
+    for user in hook.users:
+        names = all_names(MODULES[user].read_text())
+        # A class may be used by one of its attributes, which is not spelled out.
+        assert name in names or hook.path.rpartition(".")[0] in names, user
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("model._new_loss", "_new_loss"),
+        ("def f(self): self._unknown._new", "_new"),
+        ("class A:\n    def f(self): return self.model._new", "_new"),
+        ("getattr(model, '_new')", "_new"),
+        ("vars(model)['_new'] = 1", "_new"),
+        ("attributes(model, _new=1)", "_new"),
+        ("tf.__internal__", "__internal__"),
+        ("strategy.extended.update(v, f)", "update"),
+    ],
+)
+def test_the_scan_finds_attributes(source, found):
+    assert found in private_attributes(source)
+
+
+def test_the_scan_tells_attributes_of_a_base_from_our_own(monkeypatch):
+    source = (
+        "class Ours(keras.layers.Layer):\n"
+        "    def _flatten_layers(self): return self._own\n"
+        "    def f(self): return self._call_has_training_arg, self._metrics\n"
+    )
+    module = type(keras)("ours")
+    exec(source, vars(module) | {"keras": keras}, vars(module))
+    monkeypatch.setattr(importlib, "import_module", lambda name: module)
+    assert private_attributes(source, "ours") == {"_flatten_layers", "_call_has_training_arg", "_metrics"}
+
+
+def test_every_attribute_of_instances_is_found():
+    check_objects.cache_clear()
+    check_objects()
 
 
 @pytest.mark.parametrize(
     ("hook", "says"),
     [
-        (Hook("keras.src.nowhere", "Thing"), "keras.src.nowhere:Thing is missing"),
-        (Hook("keras.src.trainers.trainer", "Trainer._gone"), "Trainer._gone is missing"),
-        (Hook("keras.src.losses.loss", "apply_mask", ("other",)), "apply_mask no longer takes other"),
+        (Hook("keras.src.nowhere", "Thing", ("data",)), "keras.src.nowhere:Thing is missing"),
+        (Hook("keras.src.trainers.trainer", "Trainer._gone", ("data",)), "Trainer._gone is missing"),
+        (Hook("keras.src.losses.loss", "apply_mask", ("data",), ("other",)), "apply_mask no longer takes other"),
     ],
 )
-def test_a_missing_hook_is_named_with_the_versions(hook, says):
+def test_a_missing_hook_is_named_with_the_versions_and_its_users(hook, says):
     with pytest.raises(ImportError, match=says) as caught:
         check_hooks([hook])
-    for part in (keras.__version__, tf.__version__, "Known to work: keras 3.15"):
+    for part in (keras.__version__, tf.__version__, "Known to work: keras 3.15", "used by keras_paragrad._keras.data"):
         assert part in str(caught.value)
+
+
+def _renamed(monkeypatch, owner, method, attribute):
+    """Has what a method assigned to `attribute` elsewhere, as after a rename."""
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    def renaming(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        vars(self)["_renamed"] = vars(self).pop(attribute)
+
+    monkeypatch.setattr(owner, method, renaming)
+
+
+def test_a_method_that_was_renamed_is_found(monkeypatch):
+    monkeypatch.delattr(keras.layers.Layer, "_get_own_losses")
+    with pytest.raises(ImportError, match=r"_get_own_losses is missing \(used by keras_paragrad._keras.model\)"):
+        check_hooks()
+
+
+def test_an_attribute_that_code_no_longer_assigns_is_found(monkeypatch):
+    def other(self, *args, **kwargs):
+        self._renamed = None
+
+    monkeypatch.setattr(TFEpochIterator, "__init__", other)
+    with pytest.raises(ImportError, match=r"_distributed_dataset is missing \(used by keras_paragrad._keras.prepared"):
+        check_hooks()
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "attribute", "user"),
+    [
+        (keras.Model, "compile", "_compile_loss", "losses"),
+        (keras.src.trainers.trainer.Trainer, "__init__", "_initial_epoch", "checkpoint_state"),
+        (CompileLoss, "build", "_flat_losses", "losses"),
+        (keras.src.backend.Variable, "__init__", "_value", "metric_states"),
+        (type(keras.optimizers.SGD()).__base__, "build", "_trainable_variables_indices", "optimizer"),
+        (keras.metrics.MeanMetricWrapper, "__init__", "_fn", "built_in"),
+        (keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter, "__init__", "_num_samples", "data"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_attribute_of_instances_that_was_renamed_is_found(monkeypatch, owner, method, attribute, user):
+    _renamed(monkeypatch, owner, method, attribute)
+    check_objects.cache_clear()
+    with pytest.raises(ImportError, match="keras_paragrad cannot work with the installed keras") as caught:
+        check_objects()
+    # Keras may need the attribute too, and then fails to make the sample.
+    assert attribute in str(caught.value)
+
+
+def test_looking_leaves_names_seeds_and_scopes_alone():
+    keras.utils.set_random_seed(3)
+
+    def state():
+        draws = random.random(), np.random.random(), float(tf.random.uniform(()))
+        layer = keras.layers.Dense(2)
+        model = keras.Sequential([keras.Input((3,)), layer])
+        names = layer.name, model.name, keras.optimizers.SGD().name, keras.metrics.Mean().name
+        return draws, names, layer.kernel.numpy().tolist(), keras.random.uniform((2,)).numpy().tolist()
+
+    expected = state()
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(3)
+    with keras.name_scope("scope"), tf.device("CPU:1"), keras.StatelessScope():
+        check_objects.cache_clear()
+        check_objects()
+    assert state() == expected
+
+
+def test_looking_runs_nothing(monkeypatch):
+    def start(self):
+        raise AssertionError("TensorFlow's devices can no longer be configured")
+
+    check_objects.cache_clear()
+    monkeypatch.setattr(context.Context, "ensure_initialized", start)
+    check_objects()
+
+
+def _model(optimizer="sgd"):
+    return _compiled(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]), optimizer)
+
+
+def _compiled(model, optimizer="sgd"):
+    model.compile(optimizer, "mse")
+    return model
+
+
+def _accumulating():
+    return _model(AccumulatingOptimizer("sgd", steps=2))
+
+
+def _fit(model, *callbacks, fit=keras.Model.fit):
+    fit(model, np.zeros((4, 3)), np.zeros((4, 1)), verbose=0, callbacks=[*callbacks])
+
+
+# What is made before, and its first use.
+FIRST_USES = {
+    "AccumulatingOptimizer": (lambda: "sgd", lambda inner: AccumulatingOptimizer(inner, steps=2)),
+    "ExactAccumulation": (_accumulating, lambda model: _fit(model, ExactAccumulation())),
+    "microbatch": (_model, lambda model: microbatch(model, 2)),
+    "PerExampleGradients": (lambda: _compiled(keras_paragrad.wrap(_model())), _fit),
+    "GradientNoiseScale": (_accumulating, lambda model: _fit(model, GradientNoiseScale())),
+    "GradientTelemetry": (_model, lambda model: _fit(model, GradientTelemetry())),
+    "Throughput": (_model, lambda model: _fit(model, Throughput())),
+    "DistributedFit": (_model, lambda model: _fit(model, fit=DistributedFit().fit)),
+}
+
+
+@pytest.mark.parametrize("component", FIRST_USES)
+def test_the_first_use_of_a_component_looks(monkeypatch, component):
+    def break_down(*args, **kwargs):
+        raise AttributeError("gone upstream")
+
+    make, use = FIRST_USES[component]
+    made = make()
+    check_objects.cache_clear()
+    monkeypatch.setattr("keras_paragrad._keras.samples.CompileLoss", break_down)
+    with pytest.raises(ImportError, match="a small model can't be made .AttributeError: gone upstream"):
+        use(made)
 
 
 def test_another_backend_is_refused(monkeypatch):

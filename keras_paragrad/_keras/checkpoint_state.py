@@ -8,6 +8,7 @@ import numpy as np
 
 from keras_paragrad._keras.saved import SavedVariables
 from keras_paragrad._keras.trainer import StepBuilder
+from keras_paragrad._keras.versions import check_objects
 
 
 def training_variables(model: keras.Model) -> dict[str, list[keras.Variable]]:
@@ -50,6 +51,7 @@ def build_optimizer(model: Any) -> None:
 
 def begin_in(model: Any, epoch: int | None) -> None:
     """Says in which epoch the running `fit` begins, and the next ones do until told `None`."""
+    check_objects()
     model._initial_epoch = epoch
 
 

@@ -17,6 +17,8 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from tensorflow.python.distribute.input_ops import auto_shard_dataset
 
+from keras_paragrad._keras.versions import check_objects
+
 
 class OwnAdapter(DataAdapter):
     """What Keras's trainer reads without an adapter of its own; see `DataAdapter` for what it asks of it."""
@@ -24,6 +26,7 @@ class OwnAdapter(DataAdapter):
 
 def adapter_of(x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
     """What Keras reads some data with: a `DataAdapter`, or an error if it can't."""
+    check_objects()
     return get_data_adapter(x, y, sample_weight, **options)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
+from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
 from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad._keras.replicas import of_first_replica
@@ -107,7 +108,7 @@ def _compile_step(model: keras.Model, step: Step, spread: Spread | None, limit: 
             # XLA can't compile what several devices meet in.
             jit_compile=model.jit_compile and (spread is None or strategy.num_replicas_in_sync == 1),
             autograph=False,
-            experimental_attributes={"_noinline": True},
+            experimental_attributes={NO_INLINE: True},
         )
     return model._autoconvert_optionals(limit.watch(one_step) if limit else one_step)
 

@@ -12,6 +12,7 @@ from keras.src.backend.common.masking import get_keras_mask
 from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
 
 from keras_paragrad._keras.replicas import replica_index
+from keras_paragrad._keras.versions import check_objects
 
 _LISTENERS = "_keras_paragrad_listeners"
 MEANS = ("sum_over_batch_size", "mean")
@@ -148,6 +149,7 @@ def recorded_terms(
         untracked: Whether to keep Keras's trackers of outputs' losses from counting what is computed.
         by_example: Whether masked means have the gradient of the mean of each example's own. Their values stay.
     """
+    check_objects()
     terms: list[LossTerm] = []
     compiled = model._compile_loss
     if compiled is None:

@@ -5,6 +5,8 @@ from typing import Any
 
 import keras
 
+from keras_paragrad._keras.versions import check_objects
+
 # Models that have added losses of several values, and no others.
 _ADDS_VALUES: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
 
@@ -38,6 +40,7 @@ def has_own_compute_loss(model: keras.Model) -> bool:
 
 def leaves_xla_open(model: keras.Model) -> bool:
     """Whether a model was compiled with `jit_compile="auto"`, and XLA can compile its layers."""
+    check_objects()
     asked = model._compile_config.config.get("jit_compile", "auto")
     return asked == "auto" and all(layer.supports_jit for layer in model._flatten_layers())
 
@@ -69,4 +72,5 @@ def has_own_predict_step(model: keras.Model) -> bool:
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """What `compile` was given, by the names of its arguments."""
+    check_objects()
     return dict(model._compile_config.config)

@@ -8,6 +8,8 @@ import keras
 import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope, no_automatic_dependency_tracking
 
+from keras_paragrad._keras.versions import check_objects
+
 _SETTINGS = (
     "weight_decay",
     "clipnorm",
@@ -46,6 +48,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
     """
 
     def __init__(self, inner_optimizer: keras.optimizers.Optimizer, name: str | None = None):
+        check_objects()
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
         self.loss_is_scaled_outside = False

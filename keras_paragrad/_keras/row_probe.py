@@ -12,6 +12,7 @@ from keras_paragrad._keras.built_in import computes_rows_apart
 from keras_paragrad._keras.layers import attributes
 from keras_paragrad._keras.model import all_layers
 from keras_paragrad._keras.trial import SIZES, Pure, attempt, called, is_coarse, made_up, with_changed_rows
+from keras_paragrad._keras.versions import check_objects
 
 # Rows are changed before and after those that are compared, so that sums along the batch are found in either direction,
 # and in pairs with them.
@@ -34,6 +35,8 @@ def mixing_layer(model: Any, *arguments: Any, training: bool = True) -> str | No
         The name of the innermost layer or operation that does it first; `None` also where the model could not be
         called on made-up rows.
     """
+
+    check_objects()
 
     def find(size: int) -> str | None:
         if computes_rows_apart(model):

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_paragrad._keras.metric_states import Tally
 from keras_paragrad._keras.served_steps import prediction_step, step_on_worker
 from keras_paragrad._keras.symbolic import build_from
+from keras_paragrad._keras.versions import check_objects
 
 _METHODS = (
     "_maybe_symbolic_build",
@@ -46,6 +47,7 @@ class ServedModel:
     """
 
     def __init__(self, model: keras.Model, sender: Send, check: Callable[[], None]):
+        check_objects()
         self._model: Any = model
         self._sender = sender
         self._check = check

@@ -7,12 +7,14 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.gradient_functions import releasing
+from keras_paragrad._keras.versions import check_objects
 
 _DEPTH = 8
 
 
 def examples_seen(model: Any) -> float | None:
     """How many examples this worker's part of the model's mean loss counts in this epoch; `None` without that."""
+    check_objects()
     tracker = getattr(model, "_loss_tracker", None)
     if tracker is None:
         return None
@@ -23,6 +25,7 @@ def examples_seen(model: Any) -> float | None:
 
 def compiled_functions(function: Any) -> list[Any]:
     """The `tf.function`s that a train function calls, found in what it refers to."""
+    check_objects()
     found: dict[int, Any] = {}
     seen: set[int] = set()
     level = [function]

@@ -26,6 +26,7 @@ from keras_paragrad._keras.telemetry_watch import updates_each_batch, updating, 
 from keras_paragrad._keras.train_step import TrainStep
 from keras_paragrad._keras.transform import Transform, install
 from keras_paragrad._keras.uncut import Limit
+from keras_paragrad._keras.versions import check_objects
 
 
 class StepBuilder:
@@ -43,6 +44,7 @@ class StepBuilder:
     """
 
     def __init__(self, model: keras.Model):
+        check_objects()
         self.model = model
         self.split: Split | None = None
         self.weigh: Weigh | None = None
