@@ -122,7 +122,10 @@ HOOKS = (
     Hook("keras.src.optimizers.optimizer", "Optimizer._clip_gradients", ("telemetry_watch",), ("grads",)),
     Hook("keras.src.optimizers.optimizer", "Optimizer._get_variable_index", ("optimizer",), ("variable",)),
     Hook(
-        "keras.src.optimizers.optimizer", "Optimizer._overwrite_variable_with_gradient", ("optimizer",), ("variable",)
+        "keras.src.optimizers.optimizer",
+        "Optimizer._overwrite_variable_with_gradient",
+        ("optimizer", "transform"),
+        ("variable",),
     ),
     Hook("keras.src.optimizers.optimizer", "Optimizer._var_key", ("optimizer",), ("variable",)),
     Hook("keras.src.saving.keras_saveable", "KerasSaveable._obj_type", ("saved",)),
@@ -239,7 +242,7 @@ OF_OBJECTS = (
     Hook(
         "keras.src.optimizers.base_optimizer",
         "BaseOptimizer._trainable_variables",
-        ("apply", "optimizer", "telemetry_watch"),
+        ("apply", "optimizer", "telemetry_watch", "transform"),
     ),
     Hook("keras.src.optimizers.base_optimizer", "BaseOptimizer._trainable_variables_indices", ("optimizer",)),
     Hook("keras.src.optimizers.base_optimizer", "BaseOptimizer._variables", ("optimizer",)),
