@@ -6,10 +6,24 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml README.md LICENSE $(shell find keras_paragrad -name __pycache__ -prune -o -print)
 
+# Which releases of Keras and TensorFlow to install: `pinned` in constraints.txt with all that was tested with them; the
+# `oldest` that pyproject.toml allows; the `newest`, with the newest of what they need; or `pre`, pre-releases too.
+RELEASES ?= pinned
+OLDEST := s/^keras==.*/keras==3.15.0/; s/^tensorflow==.*/tensorflow==2.21.0/
+# Newer linters would report what older ones did not.
+LINTERS := ^(pyright|ruff)==
+constraints-pinned := cat constraints.txt
+constraints-oldest := sed '$(OLDEST)' constraints.txt
+constraints-newest := grep -E '$(LINTERS)' constraints.txt
+constraints-pre := (echo --pre; $(constraints-newest))
+# Keras's pre-releases have a name of their own, by which they don't count as what others need.
+KERAS_NIGHTLY := $(PIP) uninstall -y keras && $(PIP) install --pre --no-deps keras-nightly
+CONSTRAINTS := $(or $(constraints-$(RELEASES)),$(error RELEASES is pinned, oldest, newest or pre, not $(RELEASES)))
+
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
-.PHONY: demo test test-all bench bench-peers exactness clean
+.PHONY: demo test test-all bench bench-peers exactness clean FORCE
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
@@ -54,12 +68,17 @@ clean:
 	echo "Install one, or name it: make PYTHON=/path/to/python" >&2; \
 	exit 1
 
-.venv/.demo: .venv/.created constraints.txt $(SOURCES)
-	$(PIP) install -c constraints.txt '.[demo]'
+# Written only when it changes, so that nothing is installed again unless it does.
+.venv/.constraints: .venv/.created constraints.txt Makefile FORCE
+	@$(CONSTRAINTS) | cmp -s - $@ || $(CONSTRAINTS) > $@
+
+.venv/.demo: .venv/.constraints $(SOURCES)
+	$(PIP) install -c $< '.[demo]'
 	@touch $@
 
-.venv/.dev: .venv/.created constraints.txt pyproject.toml
-	$(PIP) install -c constraints.txt '.[dev]'
+.venv/.dev: .venv/.constraints pyproject.toml
+	$(PIP) install -c $< '.[dev]'
+	$(if $(filter pre,$(RELEASES)),$(KERAS_NIGHTLY))
 	@touch $@
 
 .venv-peers/%/.installed: benchmarks/peers/requirements-%.txt .venv/.created
