@@ -16,6 +16,7 @@ from keras_paragrad import (
     GradientNoiseScale,
     GradientTelemetry,
 )
+from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.trainer import StepBuilder
 
 # Keras says so of the weight without a gradient.
@@ -98,6 +99,18 @@ def test_the_stage_stays_with_a_model_that_is_compiled_anew():
     options = {"batch_size": MICRO_BATCH, "epochs": transforms.EPOCHS, "shuffle": False, "verbose": 0}
     model.fit(x, y, sample_weight=sample_weight, callbacks=[ExactAccumulation()], **options)
     check(model.get_weights(), shifted)
+
+
+class Handing(WrappingOptimizer):
+    """Hands gradients on."""
+
+    def apply(self, grads, trainable_variables=None):
+        self.inner_optimizer.apply(grads, trainable_variables)
+
+
+def test_wrappers_nest():
+    model = made(lambda: Handing(AccumulatingOptimizer(Handing(inner()), BATCH // MICRO_BATCH)))
+    check(fitted(model, shifted, batch_size=MICRO_BATCH, callbacks=[ExactAccumulation()]), shifted)
 
 
 def test_the_noise_scale_sees_gradients_before_and_telemetry_after():

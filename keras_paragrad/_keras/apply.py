@@ -4,21 +4,10 @@ import functools
 
 import keras
 
+from keras_paragrad._keras.capabilities import parts
 from keras_paragrad._keras.replicas import run_if
 
 _REDUCE = "_all_reduce_sum_gradients"
-
-
-def unscaled(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """The optimizer that a `LossScaleOptimizer` is around, or the optimizer itself."""
-    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    return optimizer.inner_optimizer if scaled else optimizer
-
-
-def parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that update variables: the one given or inside it, and those a `MultiOptimizer` hands on to."""
-    optimizer = unscaled(optimizer)
-    return [optimizer, *getattr(optimizer, "optimizers", [])]
 
 
 def apply_everywhere(run, optimizer: keras.optimizers.Optimizer, gradients, variables) -> None:

@@ -7,9 +7,8 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.apply import unscaled
+from keras_paragrad._keras.capabilities import accumulating, unscaled, updating
 from keras_paragrad._keras.forward import scaled_gradient
-from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.replaced import Replacement, replaced
 from keras_paragrad._keras.replicas import replica_count, replica_index
 
@@ -72,8 +71,8 @@ class _Window(Replacement):
 
     def replace_all(self) -> None:
         optimizer: Any = self.optimizer
-        if isinstance(optimizer, WrappingOptimizer):
-            self._before(optimizer.inner_optimizer, self.observe.update)
+        if accumulating(optimizer):
+            self._before(updating(optimizer), self.observe.update)
         elif replica_count() == 1:
             self._before(optimizer, self.observe.update)
         else:

@@ -1,6 +1,5 @@
 """Wrapping an optimizer so that everybody else takes the wrapper for the one inside it."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,10 +85,6 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
     def trainable_variables(self) -> list[keras.Variable]:
         """The model's variables that the optimizer was built with, in that order."""
         return self._trainable_variables
-
-    def weighed(self, weight: Any) -> contextlib.AbstractContextManager[Any]:
-        """The context in which `apply` is given a gradient that counts for so much on this replica."""
-        return contextlib.nullcontext()
 
     def index_of(self, variable: keras.Variable) -> int:
         """The place of one of the model's variables in `trainable_variables`."""

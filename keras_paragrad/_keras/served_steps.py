@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.apply import parts
+from keras_paragrad._keras.capabilities import parts
 from keras_paragrad._keras.gradient_functions import releasing
 from keras_paragrad._keras.metric_states import Tally
 

@@ -9,12 +9,12 @@ import keras
 import tensorflow as tf
 from keras.src.losses.loss import unscale_loss_for_distribution
 
-from keras_paragrad._keras.apply import apply_everywhere, unscaled
+from keras_paragrad._keras.apply import apply_everywhere
+from keras_paragrad._keras.capabilities import accumulating, unscaled
 from keras_paragrad._keras.forward import Share, Weigh, Weight, compiled_pass, pass_through, scaled_gradient
 from keras_paragrad._keras.independence import check_metrics
 from keras_paragrad._keras.logs import update_metrics
 from keras_paragrad._keras.loss_sums import LossSums
-from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.presence import Presence, rows_of
 from keras_paragrad._keras.replicas import coordinate, replica_count, sum_over_replicas
 from keras_paragrad._keras.uncut import Foreseen
@@ -142,8 +142,7 @@ def apply_gradient(
         model: A compiled model.
         gradients: A gradient for each of its `trainable_weights`, or `None`.
         whole: Whether the sum over the replicas is exactly the gradient of the batch. Then they are added up before
-            they are clipped, so that the step is that of one device. An optimizer that wraps another sees to that
-            itself.
+            they are clipped, so that the step is that of one device. An optimizer that accumulates sees to that itself.
         beside: Other tensors to add up over the replicas, in the same collective.
 
     Returns:
@@ -157,7 +156,7 @@ def apply_gradient(
     if replica_count() == 1 or not whole:
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
         return None
-    if isinstance(unscaled(optimizer), WrappingOptimizer):
+    if accumulating(optimizer):
         if unscaled(optimizer) is not optimizer:
             gradients = _nonfinite_everywhere(gradients)
         optimizer.apply_gradients(zip(gradients, variables, strict=True))

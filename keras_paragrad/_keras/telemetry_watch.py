@@ -8,8 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.additions import Additions
-from keras_paragrad._keras.apply import parts, unscaled
-from keras_paragrad._keras.optimizer import WrappingOptimizer
+from keras_paragrad._keras.capabilities import accumulating, accumulation_steps, parts, updating
 from keras_paragrad._keras.replaced import Replacement, replaced
 from keras_paragrad._keras.replicas import replica_count, replica_index, sum_over_replicas
 
@@ -73,25 +72,9 @@ def watched(model: Any, watcher: Watcher | None) -> Iterator[None]:
         yield
 
 
-def updating(optimizer: keras.optimizers.Optimizer) -> Any:
-    """The optimizer whose `apply` updates the weights: the one inside those that scale the loss or accumulate."""
-    optimizer = unscaled(optimizer)
-    return optimizer.inner_optimizer if isinstance(optimizer, WrappingOptimizer) else optimizer
-
-
 def updates_each_batch(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether the optimizer makes an update whenever it gets a gradient."""
-    inside = unscaled(optimizer)
-    accumulates = isinstance(inside, WrappingOptimizer) or any(
-        part.gradient_accumulation_steps for part in parts(inside)
-    )
-    return not accumulates
-
-
-def clips(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether the optimizer clips gradients."""
-    names = ("clipnorm", "global_clipnorm", "clipvalue")
-    return any(getattr(part, name) for part in parts(updating(optimizer)) for name in names)
+    return accumulating(optimizer) is None and accumulation_steps(optimizer) == 1
 
 
 def _difference(weight: Any, before: tf.Tensor) -> tf.Tensor:

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_paragrad._keras.apply import unscaled
+from keras_paragrad._keras.capabilities import Accumulating, accumulating
 from keras_paragrad._keras.forward import Share, Weigh
 from keras_paragrad._keras.logs import SharedResults
 from keras_paragrad._keras.loss_tracking import LossWindow, TrackedLosses
 from keras_paragrad._keras.observe import show_before_sum
-from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.own_logs import trained_by_own_step
 from keras_paragrad._keras.presence import Presence
 from keras_paragrad._keras.replicas import replica_count, sum_over_replicas
@@ -51,7 +50,7 @@ class TrainStep(NamedTuple):
                 self.split.weigh.check(self.model)
             except IndivisibleError as refusal:
                 self.limit.leave_whole(data, refusal)
-        if self.transformed and replica_count() > 1 and not self._accumulates:
+        if self.transformed and replica_count() > 1 and not self._accumulator:
             raise ValueError(
                 f"{type(self.model).__name__} has a train_step of its own, which applies the gradients of each replica "
                 "where those of the whole batch can't be transformed. Move what train_step does into compute_loss."
@@ -70,14 +69,14 @@ class TrainStep(NamedTuple):
         """
         sharing = Sharing(presence) if replica_count() > 1 else None
         # An accumulating optimizer weighs the replicas itself, once for the whole window.
-        gradient = self._gradient(presence.filled(data), presence, None if self._accumulates else sharing)
+        gradient = self._gradient(presence.filled(data), presence, None if self._accumulator else sharing)
         losses = None
         if gradient.sums is not None:
             losses = TrackedLosses(self.model, gradient.sums, self.window, ends=self.update)
         elif gradient.show is None and (loss := gradient.loss) is not None:
             presence.run(lambda: track_loss(self.model, loss, presence.rows))
         whole = gradient.weight is not None or self.transformed
-        if sharing and whole and not self._accumulates:
+        if sharing and whole and not self._accumulator:
             share = tf.constant(1.0) if gradient.weight is None else sharing(gradient.weight)
             show_before_sum(self.model, gradient.gradients, share)
         shown = SharedResults(self.model, losses) if self.spread and sharing else None
@@ -90,16 +89,15 @@ class TrainStep(NamedTuple):
         return shown.results(sum_over_replicas(shown.parts) if sums is None else sums)
 
     @property
-    def _accumulates(self) -> bool:
-        return isinstance(unscaled(self.model.optimizer), WrappingOptimizer)
+    def _accumulator(self) -> Accumulating | None:
+        return accumulating(self.model.optimizer)
 
     def _gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
         if self.apply:
             return self.apply.gathering(gradient)
-        optimizer = unscaled(self.model.optimizer)
-        if gradient is None or gradient.weight is None or not isinstance(optimizer, WrappingOptimizer):
+        if gradient is None or gradient.weight is None or self._accumulator is None:
             return contextlib.nullcontext()
-        return optimizer.weighed(gradient.weight)
+        return self._accumulator.weighed(gradient.weight)
 
     def _gradient(self, data: Any, presence: Presence, share: Share | None) -> Gradient:
         if self.split:
@@ -113,7 +111,7 @@ class TrainStep(NamedTuple):
         split.weigh.check(self.model)
         if split.cuts(data) is False:
             # What is not cut needs no weight, but where it is accumulated with what has one.
-            return self._of_part(presence, split if self._accumulates else None)(data, share=share)
+            return self._of_part(presence, split if self._accumulator else None)(data, share=share)
         gradient = split(self.model, self._of_part(presence, split), data)
         return shared(gradient, share) if share else gradient
 

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.capabilities import updating
 from keras_paragrad._keras.execution import compile_steps
 from keras_paragrad._keras.forward import Weigh
 from keras_paragrad._keras.loss_tracking import LossWindow
@@ -22,7 +23,7 @@ from keras_paragrad._keras.replicas import replica_count
 from keras_paragrad._keras.stages import Apply, Split, Spread
 from keras_paragrad._keras.symbolic import build_losses, losses_built
 from keras_paragrad._keras.telemetry_execution import LATEST, LookAhead, Telemetry, pick_watched
-from keras_paragrad._keras.telemetry_watch import updates_each_batch, updating, watched
+from keras_paragrad._keras.telemetry_watch import updates_each_batch, watched
 from keras_paragrad._keras.train_step import TrainStep
 from keras_paragrad._keras.transform import Transform, install
 from keras_paragrad._keras.uncut import Limit

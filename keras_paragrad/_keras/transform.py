@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.apply import parts
+from keras_paragrad._keras.capabilities import accumulation_steps
 
 _TRANSFORM = "_keras_paragrad_transform"
 
@@ -41,7 +41,7 @@ def install(optimizer: Any, transform: Transform | None) -> None:
         if optimizer.__dict__.pop(_TRANSFORM, None) is not None:
             del optimizer.__dict__["apply"]
         return
-    steps = max(part.gradient_accumulation_steps or 1 for part in parts(optimizer))
+    steps = accumulation_steps(optimizer)
     if steps > 1:
         raise ValueError(
             f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps={steps}), where the gradient "

@@ -5,9 +5,8 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.apply import parts, unscaled
+from keras_paragrad._keras.capabilities import accumulating, accumulation_steps, unscaled
 from keras_paragrad._keras.model import has_own_train_step
-from keras_paragrad._keras.optimizer import WrappingOptimizer
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -58,7 +57,7 @@ def _lines_for_several(model: Any, names: list[str]) -> str:
     lines = []
     for name in names:
         optimizer = getattr(model, name)
-        if not isinstance(optimizer, WrappingOptimizer):
+        if accumulating(optimizer) is None:
             lines += _alone(optimizer, f"model.{name}")
             wrapped = f"keras_paragrad.AccumulatingOptimizer(model.{name}, steps=4, weighting='uniform')"
             lines.append(f"model.{name} = {wrapped}")
@@ -82,6 +81,6 @@ def _lines_for_one(model: Any) -> str:
 
 def _alone(optimizer: Any, name: str) -> list[str]:
     """Lines that take Keras's own accumulation off an optimizer."""
-    if any(part.gradient_accumulation_steps for part in parts(optimizer)):
+    if accumulation_steps(optimizer) > 1:
         return [f"{name}.gradient_accumulation_steps = None"]
     return []

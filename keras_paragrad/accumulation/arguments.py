@@ -4,8 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.apply import parts
-from keras_paragrad._keras.optimizer import WrappingOptimizer
+from keras_paragrad._keras.capabilities import accumulating, accumulation_steps
 from keras_paragrad.arguments import refusal
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
@@ -30,14 +29,14 @@ def checked_inner(inner_optimizer: Any) -> keras.optimizers.Optimizer:
             "`inner_optimizer` is a LossScaleOptimizer, which must see every micro-batch and so belongs outside. Write "
             "LossScaleOptimizer(AccumulatingOptimizer(inner)), or leave it to compile(), which adds it by itself."
         )
-    if isinstance(inner, WrappingOptimizer):
+    if accumulating(inner):
         raise ValueError(
             f"`inner_optimizer` is {type(inner).__name__}, which accumulates already. Wrap its optimizer instead: "
             "AccumulatingOptimizer(optimizer.inner_optimizer, steps=...)."
         )
-    if any(part.gradient_accumulation_steps for part in parts(inner)):
+    if accumulation_steps(inner) > 1:
         raise ValueError(
-            f"`inner_optimizer` has gradient_accumulation_steps={inner.gradient_accumulation_steps}, and would "
+            f"`inner_optimizer` has gradient_accumulation_steps={accumulation_steps(inner)}, and would "
             "accumulate what has been accumulated. Leave it out there, and write steps= here."
         )
     return inner

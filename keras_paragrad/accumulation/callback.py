@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.apply import unscaled
+from keras_paragrad._keras.capabilities import accumulating
 from keras_paragrad._keras.trainer import StepBuilder
 from keras_paragrad._keras.weights import Measure, warn_of_batch_statistics
 from keras_paragrad.accumulation.advice import advice
@@ -84,12 +84,12 @@ class ExactAccumulation(keras.callbacks.Callback):
 
 
 def accumulating_optimizer(model: keras.Model) -> AccumulatingOptimizer:
-    """The `AccumulatingOptimizer` that a model was compiled with, out of the `LossScaleOptimizer` around it.
+    """The `AccumulatingOptimizer` that a model was compiled with, out of what is around it.
 
     Raises:
         ValueError: It was compiled with another optimizer, or has several. The message ends with the lines to write.
     """
-    optimizer = unscaled(model.optimizer)
+    optimizer = accumulating(model.optimizer)
     if isinstance(optimizer, AccumulatingOptimizer):
         return optimizer
     raise ValueError(advice(model))

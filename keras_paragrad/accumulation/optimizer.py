@@ -77,6 +77,8 @@ class AccumulatingOptimizer(WrappingOptimizer):
         gradient that is computed in parts must be normalized by.
     """
 
+    accumulates = True
+
     def __init__(
         self,
         inner_optimizer: Any,

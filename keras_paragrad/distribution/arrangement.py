@@ -5,9 +5,8 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.apply import unscaled
+from keras_paragrad._keras.capabilities import accumulating
 from keras_paragrad.accumulation.callback import ExactAccumulation
-from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.writers import with_one_writer
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs
@@ -39,8 +38,7 @@ def arranged(
     backups = [callback for callback in callbacks if isinstance(callback, Backup)]
     others = [callback for callback in callbacks if not isinstance(callback, Backup)]
     ours: list[keras.callbacks.Callback] = [FollowEpochs(data)] if data is not None else []
-    accumulates = isinstance(unscaled(model.optimizer), AccumulatingOptimizer)
-    if accumulates and not any(isinstance(callback, ExactAccumulation) for callback in others):
+    if accumulating(model.optimizer) and not any(isinstance(callback, ExactAccumulation) for callback in others):
         ours.append(ExactAccumulation())
     if rate_factor != 1:
         ours.append(ScaledLearningRate(rate_factor, warmup_steps))

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.apply import unscaled
+from keras_paragrad._keras.capabilities import accumulating
 from keras_paragrad._keras.model import all_layers, has_own_predict
 from keras_paragrad._keras.prepared import distributing_by, gather_up, spread_over_replicas
 from keras_paragrad._keras.stages import Spread
@@ -84,7 +84,8 @@ class Preparation:
         gather_up(self.model)
 
     def _measure(self, weighting: str) -> Measure | None:
-        stated = getattr(unscaled(self.model.optimizer), "weighting", "auto")
+        accumulator = accumulating(self.model.optimizer)
+        stated = accumulator.weighting if accumulator else "auto"
         if stated == "uniform":
             return None
         return Measure(weighting if stated == "auto" else stated, "DistributedFit")

@@ -4,9 +4,8 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.apply import unscaled
+from keras_paragrad._keras.capabilities import accumulating, clips
 from keras_paragrad._keras.losses import is_summed
-from keras_paragrad._keras.optimizer import WrappingOptimizer
 from keras_paragrad._keras.trainer import StepBuilder
 from keras_paragrad.arguments import check_choice, check_integer, check_number
 from keras_paragrad.per_example.noise_estimate import Noise, NoiseEstimate
@@ -105,11 +104,10 @@ class GradientNoiseScale(keras.callbacks.Callback):
     def _made(self) -> NoiseEstimate:
         model: Any = self.model
         layer: Any = find_layer(model)
-        optimizer = unscaled(model.optimizer)
         replicas = model.distribute_strategy.num_replicas_in_sync
         there = {
             "examples": bool(layer) and layer.kept == {"norms"} and not layer.reweighs,
-            "accumulation": isinstance(optimizer, WrappingOptimizer),
+            "accumulation": accumulating(model.optimizer) is not None,
             "replicas": replicas > 1,
         }
         source = next((name for name, found in there.items() if found), None) if self.source == "auto" else self.source
@@ -119,10 +117,10 @@ class GradientNoiseScale(keras.callbacks.Callback):
                 "model with keras_paragrad.wrap(model), without clip_norm or transform; or compile it with an "
                 "AccumulatingOptimizer of several steps; or train it on several replicas."
             )
-        clips = any(getattr(optimizer, name, None) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
-        spread = StepBuilder.of(model).spread
-        sums_first = there["accumulation"] or (spread is not None and spread.weigh is not None)
-        if replicas > 1 and clips and not sums_first:
+        builder = StepBuilder.of(model)
+        weighed = builder.spread is not None and builder.spread.weigh is not None
+        sums_first = there["accumulation"] or weighed or builder.transform is not None
+        if replicas > 1 and clips(model.optimizer) and not sums_first:
             raise ValueError(
                 "Under a strategy Keras clips gradients before it adds them up over the replicas, so that the gradient "
                 "of the whole batch is not to be seen. Train with DistributedFit(), or write "

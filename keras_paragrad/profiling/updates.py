@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.apply import unscaled
+from keras_paragrad._keras.capabilities import accumulating, updating
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 
 
@@ -30,7 +30,8 @@ class UpdateCount:
     """
 
     def __init__(self, optimizer: Any):
-        self._optimizer = unscaled(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else None
+        known = isinstance(optimizer, keras.optimizers.Optimizer)
+        self._optimizer: Any = (accumulating(optimizer) or updating(optimizer)) if known else None
         self.update = self.position = 0
         self.each = 1
         self.read()

@@ -5,8 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.apply import parts, unscaled
-from keras_paragrad._keras.optimizer import WrappingOptimizer
+from keras_paragrad._keras.capabilities import accumulating, accumulation_steps, parts
 from keras_paragrad._keras.trainer import StepBuilder
 
 
@@ -45,9 +44,9 @@ def check_model(model: Any) -> None:
 
 
 def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
-    wraps = isinstance(unscaled(optimizer), WrappingOptimizer)
-    if wraps or any(part.gradient_accumulation_steps for part in parts(optimizer)):
-        found = type(unscaled(optimizer)).__name__ if wraps else "gradient_accumulation_steps"
+    accumulator = accumulating(optimizer)
+    if accumulator or accumulation_steps(optimizer) > 1:
+        found = type(accumulator).__name__ if accumulator else "gradient_accumulation_steps"
         raise ValueError(
             f"The optimizer accumulates gradients ({found}), and workers that take steps at the same time would add to "
             "one window and close it under each other. Compile with the optimizer itself, and give fit a larger "

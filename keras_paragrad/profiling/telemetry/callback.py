@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_paragrad._keras.telemetry_watch import clips
+from keras_paragrad._keras.capabilities import clips
 from keras_paragrad._keras.trainer import StepBuilder
 from keras_paragrad.arguments import check_integer, check_number, check_path
 from keras_paragrad.distribution.workers import place_of

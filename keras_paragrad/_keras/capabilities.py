@@ -1,0 +1,65 @@
+"""What an optimizer does for itself: asked of its attributes, never of its type.
+
+An optimizer that wraps another has it as `inner_optimizer`; wrappers nest. One that says `accumulates = True` has the
+methods of `Accumulating`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import keras
+
+_CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
+
+
+class Accumulating(Protocol):
+    """An optimizer that gathers gradients and all-reduces their sum once for an update, before that is clipped."""
+
+    accumulates: bool
+    inner_optimizer: keras.optimizers.Optimizer
+    weighting: str
+
+    def weighed(self, weight: Any) -> contextlib.AbstractContextManager[Any]:
+        """The context in which `apply` is given a gradient that counts for so much on this replica."""
+        ...
+
+
+def nested(optimizer: Any) -> Iterator[Any]:
+    """An optimizer and those inside it, from the outermost to the one that updates the weights."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def updating(optimizer: Any) -> Any:
+    """The optimizer whose `apply` updates the weights: the innermost."""
+    *_, innermost = nested(optimizer)
+    return innermost
+
+
+def parts(optimizer: Any) -> list[Any]:
+    """The optimizers that update variables: the innermost, and those that a `MultiOptimizer` hands on to."""
+    innermost = updating(optimizer)
+    return [innermost, *getattr(innermost, "optimizers", [])]
+
+
+def unscaled(optimizer: Any) -> Any:
+    """The optimizer that a `LossScaleOptimizer` is around, or the optimizer itself."""
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return optimizer.inner_optimizer if scaled else optimizer
+
+
+def accumulating(optimizer: Any) -> Accumulating | None:
+    """The optimizer among those nested that gathers gradients, or `None`."""
+    return next((each for each in nested(optimizer) if getattr(each, "accumulates", False)), None)
+
+
+def accumulation_steps(optimizer: Any) -> int:
+    """How many gradients Keras's own accumulation gathers for an update; 1 without it."""
+    return max(part.gradient_accumulation_steps or 1 for part in parts(optimizer))
+
+
+def clips(optimizer: Any) -> bool:
+    """Whether an optimizer clips gradients."""
+    return any(getattr(part, name, None) for part in parts(optimizer) for name in _CLIPPING)
