@@ -16,8 +16,9 @@ constraints-pinned := cat constraints.txt
 constraints-oldest := sed '$(OLDEST)' constraints.txt
 constraints-newest := grep -E '$(LINTERS)' constraints.txt
 constraints-pre := (echo --pre; $(constraints-newest))
-# Keras's pre-releases have a name of their own, by which they don't count as what others need.
-KERAS_NIGHTLY := $(PIP) uninstall -y keras && $(PIP) install --pre --no-deps keras-nightly
+# TensorFlow's are held back by tensorflow-text, which KerasHub does without; Keras's and KerasHub's have names of their own.
+PRE_RELEASES := $(PIP) install --pre --upgrade tensorflow && $(PIP) uninstall -y keras keras-hub tensorflow-text \
+	&& $(PIP) install --pre --no-deps keras-nightly keras-hub-nightly
 CONSTRAINTS := $(or $(constraints-$(RELEASES)),$(error RELEASES is pinned, oldest, newest or pre, not $(RELEASES)))
 
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
@@ -78,7 +79,7 @@ clean:
 
 .venv/.dev: .venv/.constraints pyproject.toml
 	$(PIP) install -c $< '.[dev]'
-	$(if $(filter pre,$(RELEASES)),$(KERAS_NIGHTLY))
+	$(if $(filter pre,$(RELEASES)),$(PRE_RELEASES))
 	@touch $@
 
 .venv-peers/%/.installed: benchmarks/peers/requirements-%.txt .venv/.created
