@@ -93,6 +93,11 @@ def first_batch(adapter: Any) -> Any:
     return next(iter(adapter.get_tf_dataset()))
 
 
+def counts_readers(adapter: Any) -> bool:
+    """Whether what an iterator has read, or read ahead, may be missing from the next one: generators, `PyDataset`."""
+    return isinstance(adapter, (GeneratorDataAdapter, PyDatasetAdapter))
+
+
 def read_once(adapter: Any) -> None:
     """Makes every iterator go on where the last one stopped. Keras begins each of them with the first two batches."""
     if isinstance(adapter, GeneratorDataAdapter):

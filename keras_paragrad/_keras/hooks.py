@@ -121,7 +121,27 @@ HOOKS = (
     ),
     Hook("keras.src.trainers.data_adapters.data_adapter", "DataAdapter.on_epoch_begin", ("data",)),
     Hook("keras.src.trainers.data_adapters.generator_data_adapter", "GeneratorDataAdapter", ("data",)),
-    Hook("keras.src.trainers.data_adapters.py_dataset_adapter", "PyDatasetAdapter._standardize_batch", ("data",)),
+    Hook(
+        "keras.src.trainers.data_adapters.py_dataset_adapter",
+        "OrderedEnqueuer",
+        ("parallel_reading",),
+        ("py_dataset", "workers", "use_multiprocessing", "max_queue_size", "shuffle"),
+    ),
+    Hook(
+        "keras.src.trainers.data_adapters.py_dataset_adapter",
+        "PyDatasetAdapter._finite_generator",
+        ("parallel_reading",),
+    ),
+    Hook(
+        "keras.src.trainers.data_adapters.py_dataset_adapter",
+        "PyDatasetAdapter._infinite_generator",
+        ("parallel_reading",),
+    ),
+    Hook(
+        "keras.src.trainers.data_adapters.py_dataset_adapter",
+        "PyDatasetAdapter._standardize_batch",
+        ("data", "parallel_reading"),
+    ),
     Hook("keras.src.utils.python_utils", "is_default", ("symbolic",), ("method",)),
     Hook("keras.src.utils.tracking", "DotNotTrackScope", ("optimizer",)),
     Hook("keras.src.utils.tracking", "no_automatic_dependency_tracking", ("optimizer",)),

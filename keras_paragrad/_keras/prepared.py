@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.evaluation import predict_function, test_function
+from keras_paragrad._keras.parallel_reading import read_by_own_workers
 from keras_paragrad._keras.stages import Spread
 from keras_paragrad._keras.symbolic import build_from
 from keras_paragrad._keras.trainer import StepBuilder
@@ -41,6 +42,8 @@ def spread_over_replicas(model: keras.Model, spread: Spread, cut: Cut | None = N
         # The first that Keras does with data that it is about to train or evaluate on.
         if cut and iterator is not None:
             _cut_up(iterator, cut)
+        elif iterator is not None:
+            read_by_own_workers(iterator.data_adapter)
         build_from(model, iterator, data_batch)
 
     own["_maybe_symbolic_build"] = build

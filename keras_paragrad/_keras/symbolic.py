@@ -6,6 +6,7 @@ import keras
 from keras.src.backend import compute_output_spec
 from keras.src.utils.python_utils import is_default
 
+from keras_paragrad._keras.data import counts_readers, first_batch
 from keras_paragrad._keras.losses import recorded_terms
 from keras_paragrad._keras.model import has_own_compute_loss
 
@@ -115,6 +116,8 @@ def _first_batch(iterator: Any) -> Any:
     first = getattr(iterator.data_adapter, "first_batch", None)
     if first:
         return first()
+    if counts_readers(iterator.data_adapter):
+        return first_batch(iterator.data_adapter)
     for _, _, batches in iterator:
         return next(batches)
     raise ValueError("The data has no batch. Give fit() some.")

@@ -98,7 +98,7 @@ class DistributedData(OwnAdapter):
         """Begins the next epoch. Keras calls this."""
         if not self._endless:
             self._feed.begin(self.next_epoch, self._skip)
-        self._source.begin(self.next_epoch)
+        self._source.begin()
         self.next_epoch, self._skip = self.next_epoch + 1, 0
 
     def on_epoch_end(self) -> None:

@@ -1,6 +1,6 @@
 """A distributed dataset that is another one in every epoch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -24,6 +24,10 @@ class Pieces:
         self._policy = policy
         self._place = place
         self._made: tf.data.Dataset | None = None
+
+    def reorder(self, epoch: int) -> None:
+        """Draws the order of an epoch, if the pieces stay a dataset and are read in another order."""
+        self._source.reorder(epoch)
 
     def __call__(self, epoch: int) -> tf.data.Dataset:
         if self._source.changes:
@@ -61,7 +65,7 @@ class Feed(tf.distribute.DistributedDataset):
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        pieces: Callable[[int], tf.data.Dataset],
+        pieces: Pieces,
         local: int,
         changes: bool,
         equal_steps: bool,
@@ -87,6 +91,7 @@ class Feed(tf.distribute.DistributedDataset):
 
     def __iter__(self) -> Iterator[Any]:
         distributed = self._distributed(self._epoch if self._changes else 0, self._skip)
+        self._pieces.reorder(self._epoch)
         # Keras asks for another iterator in the middle of an epoch when it has read the data to their end.
         self.begin(self._epoch + 1)
         if self._tally:

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.data import ArrayRows, first_batch, read_once
+from keras_paragrad._keras.parallel_reading import read_by_own_workers
 from keras_paragrad.distribution.data.order import ReorderedDataset, order_of
 
 
@@ -37,7 +38,10 @@ class Source:
         """The first batch, which is still there to be read."""
         return first_batch(self.adapter)
 
-    def begin(self, epoch: int) -> None:
+    def reorder(self, epoch: int) -> None:
+        """To be called before an iterator is made; one may be read in several epochs of `fit`."""
+
+    def begin(self) -> None:
         """To be called before an epoch is read."""
         self.adapter.on_epoch_begin()
 
@@ -98,6 +102,7 @@ class StreamSource(Source):
         super().__init__(adapter)
         self._reordered = reordered
         read_once(adapter)
+        read_by_own_workers(adapter)
         self._batches = adapter.get_tf_dataset()
         if size:
             self._batches = self._batches.rebatch(size)
@@ -107,10 +112,9 @@ class StreamSource(Source):
     def batches(self, epoch: int) -> tf.data.Dataset:
         return self._batches
 
-    def begin(self, epoch: int) -> None:
+    def reorder(self, epoch: int) -> None:
         if self._reordered:
             self._reordered.reorder(epoch)
-        super().begin(epoch)
 
 
 def static_rows(batches: tf.data.Dataset) -> int | None:

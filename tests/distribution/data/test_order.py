@@ -75,6 +75,44 @@ def test_a_py_dataset_is_read_in_a_new_order_each_epoch(workers):
     assert batches.epochs == 2
 
 
+@pytest.mark.parametrize("count", [None, 40])
+def test_a_dataset_read_by_several_workers_goes_on_in_the_next_epoch(count):
+    class Batches(keras.utils.PyDataset):
+        num_batches = count
+
+        def __getitem__(self, index):
+            return (np.array([index]),)
+
+    data = distributed_dataset(DEFAULT, Batches(workers=2, max_queue_size=2), steps_per_epoch=3)
+    batches = iter(data.get_tf_dataset())
+    found = []
+    # More than is read ahead.
+    for _ in range(10):
+        data.on_epoch_begin()
+        found += [int(next(batches)[0][0]) for _ in range(3)]
+        data.on_epoch_end()
+        found.append(int(next(batches)[0][0]))
+    assert found == list(range(40))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_order_lasts_until_all_batches_are_read(workers):
+    class Batches(keras.utils.PyDataset):
+        num_batches = 12
+
+        def __getitem__(self, index):
+            return (np.array([index]),)
+
+    data = distributed_dataset(DEFAULT, Batches(workers=workers), shuffle=True, seed=5, steps_per_epoch=3)
+    for read in range(2):
+        batches, found = iter(data.get_tf_dataset()), []
+        for _ in range(4):
+            data.on_epoch_begin()
+            found += [int(next(batches)[0][0]) for _ in range(3)]
+            data.on_epoch_end()
+        assert found == order_of(12, 1, True, 5, read).tolist()
+
+
 def test_a_resumed_fit_reads_what_an_undisturbed_one_reads():
     x = np.random.default_rng(0).normal(size=(22, 3)).astype("float32")
 

@@ -1,5 +1,7 @@
 """Under MirroredStrategy: what each replica gets, and stock `fit` on it."""
 
+import itertools
+
 import hypothesis.strategies as st
 import keras
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given
 
+from keras_paragrad import DistributedFit
 from keras_paragrad.distribution.data import FollowEpochs, distributed_dataset, normalize_inputs
 from keras_paragrad.distribution.workers import place_of
 
@@ -124,3 +127,31 @@ def check_fit(mirrored, kind):
         np.testing.assert_allclose(history[name], values, atol=1e-5)
     data = distributed_dataset(mirrored, X, batch_size=8)
     np.testing.assert_allclose(two.predict(data, verbose=0), one.predict(X, verbose=0), atol=1e-5)
+
+
+class Endless(keras.utils.PyDataset):
+    num_batches = None
+
+    def __getitem__(self, index):
+        return X[index % 30 : index % 30 + 2], Y[index % 30 : index % 30 + 2]
+
+
+@own_process
+def test_batches_that_no_second_reader_gets_are_those_of_one_device(mirrored):
+    dist = DistributedFit(mirrored)
+    endless = Endless()
+
+    def trained(fit, data, prepare=lambda model: None):
+        keras.utils.set_random_seed(0)
+        # Not built, so that Keras asks for a batch before the first epoch.
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), loss="mse")
+        prepare(model)
+        history = fit(model, data(), steps_per_epoch=4, epochs=5, shuffle=False, verbose=0)
+        return [*history.history["loss"], model.evaluate(data(), steps=3, verbose=0)]
+
+    expected = trained(keras.Model.fit, lambda: endless)
+    with dist.scope():
+        for data in (lambda: Endless(workers=2), lambda: (endless[index] for index in itertools.count())):
+            np.testing.assert_allclose(trained(keras.Model.fit, data, dist.prepare), expected, rtol=1e-5)
+            np.testing.assert_allclose(trained(dist.fit, data), expected, rtol=1e-5)
