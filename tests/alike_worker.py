@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import time
 import warnings
 
 CASES = {}
@@ -70,6 +71,17 @@ def shared(dist):
 def train(dist, made=None, rows=48, **options):
     history = dist.fit(made or shared(dist), *data(rows), **{"epochs": 2, "verbose": 0, "batch_size": 16, **options})
     return {"loss": history.history["loss"], "norm": [float(abs(each).sum()) for each in history.model.get_weights()]}
+
+
+@case
+def a_second_start(dist, worker):
+    from keras_paragrad import DistributedFit
+
+    began = time.monotonic()
+    try:
+        DistributedFit(startup_timeout=5)
+    except RuntimeError as error:
+        return {"said": str(error), "at once": time.monotonic() - began < 4}
 
 
 @case

@@ -170,6 +170,8 @@ HOOKS = (
     Hook("tensorflow.python.distribute.input_lib", "DistributedIteratorSpec._element_spec", ("telemetry_counts",)),
     Hook("tensorflow.python.distribute.input_ops", "auto_shard_dataset", ("data",)),
     Hook("tensorflow.python.distribute.values", "PerReplicaSpec._value_specs", ("telemetry_counts",)),
+    Hook("tensorflow.python.eager.context", "Context.coordination_service", ("workers",)),
+    Hook("tensorflow.python.eager.context", "context", ("workers",)),
     Hook("tensorflow.python.eager.polymorphic_function.attributes", "NO_INLINE", ("execution",)),
     Hook(
         "tensorflow.python.eager.polymorphic_function.polymorphic_function",

@@ -5,6 +5,12 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+from tensorflow.python.eager.context import context
+
+
+def has_joined_a_cluster() -> bool:
+    """Whether a strategy for several workers has been made in this process, by whomever."""
+    return context().coordination_service is not None
 
 
 class NamedDevicesStrategy(tf.distribute.MultiWorkerMirroredStrategy):

@@ -66,6 +66,7 @@ class DistributedFit:
 
     Raises:
         ValueError: What was asked for can't be had here. The message says what to write.
+        RuntimeError: Several workers are asked for, and this process has joined its cluster or made tensors already.
 
     Example:
 

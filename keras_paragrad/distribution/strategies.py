@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad._keras.workers import NamedDevicesStrategy
+from keras_paragrad._keras.workers import NamedDevicesStrategy, has_joined_a_cluster
 from keras_paragrad.distribution.alike import versions
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.meeting import meet
@@ -30,12 +30,22 @@ def make_strategy(plan: Plan, hardware: Hardware, options: Options) -> tf.distri
     Returns:
         The strategy; where the plan has none, TensorFlow's default, which distributes nothing. A process that serves
         others, as a worker or a parameter server, never returns from here.
+
+    Raises:
+        RuntimeError: TensorFlow has been set up for several workers in this process before, or too late.
     """
     if options.given is not None:
         return options.given
     if plan.strategy.value == "parameter_server":
         serve_if_asked(hardware.cluster)
     if plan.strategy.value == "multi_worker" and hardware.cluster:
+        if has_joined_a_cluster():
+            # TensorFlow listens at this worker's address by now, so that the workers could not meet there again.
+            raise RuntimeError(
+                "This process has joined its cluster already, by an earlier DistributedFit(...) or "
+                "MultiWorkerMirroredStrategy(), and can't join it twice. Use that one again, or give its strategy to "
+                "another: DistributedFit(strategy=first.strategy)."
+            )
         meet(hardware.cluster, options.startup_timeout, _facts(plan))
     return _MAKERS[plan.strategy.value](plan, hardware)
 

@@ -356,6 +356,12 @@ def test_workers_that_differ_get_one_error(found, name, says):
     assert re.search(f"refused: .*{says}", str(first)), first
 
 
+def test_a_cluster_is_started_once_in_a_process(found):
+    for worker in found:
+        assert "DistributedFit(strategy=first.strategy)" in worker["a second start"]["said"]
+        assert worker["a second start"]["at once"]
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
