@@ -12,11 +12,13 @@ METRICS = ["metrics: of batches read", "metrics: of whole batches"]
 SHORT = [
     *(f"loss: {name}" for name in ("mask", "sum", "two outputs", "two weighted")),
     *("own step: Guide", "own step: Loss", "own step: Tracking", *METRICS, "task: with a preprocessor"),
+    "masked mean of examples: clipped",
 ]
 ALL = [
     *(f"loss: {name}" for name in CASES),
     *(f"own step: {name}" for name in OWN_STEPS),
     *("task: preprocessor=None", "task: with a preprocessor"),
+    *("masked mean of examples: plain", "masked mean of examples: clipped"),
 ]
 
 
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*shuffle=True.* was passed, but
 @pytest.fixture(scope="module")
 def shown():
     """What each case of `SHORT` has shown on each of two workers of one cluster."""
-    return own_process.on_workers(shown_worker.main, SHORT, seconds=280)
+    return own_process.on_workers(shown_worker.main, SHORT, seconds=360)
 
 
 def check(name, found):
@@ -42,6 +44,9 @@ def check(name, found):
         for each in (first, second):
             hub_task.assert_same(each, expected)
         return
+    if shown_worker.NORMS in first:
+        norms = np.sort(np.concatenate([worker.pop(shown_worker.NORMS) for worker in (first, second)]))
+        np.testing.assert_allclose(norms, np.sort(expected.pop(shown_worker.NORMS)), rtol=1e-6)
     assert first == second
     assert first.keys() == expected.keys()
     for key, values in expected.items():
