@@ -13,7 +13,6 @@ import numpy as np
 import own_steps
 from histories import BATCHES, CASES, MicroBatches, shown_by
 
-
 # Of the examples on one worker alone.
 NORMS = "norms"
 

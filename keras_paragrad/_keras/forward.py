@@ -88,9 +88,10 @@ def pass_through(
             loss = model._compute_loss(**arguments, training=True)
         with tape.stop_recording():
             weight = weigh(model, arguments, terms) if weigh else None
-            if look:
-                look(model, arguments, terms)
             found = loss_sums(model, loss, terms, rows_of(x), weight, divided=weigh is None) if sums else None
+            if look:
+                # Last, as terms keep what they compute, and this computes it in a graph of its own.
+                look(model, arguments, terms)
             factor = share(weight) if weight is not None and share else None
         shared = loss if factor is None else loss * tf.cast(factor, loss.dtype)
         if weight is not None and not weight.summed and replica_count() > 1:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_paragrad._keras.capabilities import Accumulating, accumulating
-from keras_paragrad._keras.forward import Share, Weigh
+from keras_paragrad._keras.forward import Share, Weigh, Weight
 from keras_paragrad._keras.logs import SharedResults
 from keras_paragrad._keras.loss_tracking import LossWindow, TrackedLosses
 from keras_paragrad._keras.observe import show_before_sum
@@ -68,7 +68,7 @@ class TrainStep(NamedTuple):
             presence: Whether there are examples in it.
         """
         sharing = Sharing(presence) if replica_count() > 1 else None
-        # An accumulating optimizer weighs the replicas itself, once for the whole window.
+        # An accumulating optimizer weighs the replicas itself.
         gradient = self._gradient(presence.filled(data), presence, None if self._accumulator else sharing)
         losses = None
         if gradient.sums is not None:
@@ -82,7 +82,7 @@ class TrainStep(NamedTuple):
         shown = SharedResults(self.model, losses) if self.spread and sharing else None
         if losses and shown is None:
             losses.track()
-        with self._gathering(gradient):
+        with self._gathering(self._in_window(gradient, sharing)):
             sums = apply_gradient(self.model, gradient.gradients, whole=whole, beside=shown.parts if shown else ())
         if shown is None:
             return gradient.show() if gradient.show else self.model.get_metrics_result()
@@ -91,6 +91,16 @@ class TrainStep(NamedTuple):
     @property
     def _accumulator(self) -> Accumulating | None:
         return accumulating(self.model.optimizer)
+
+    def _in_window(self, gradient: Gradient, sharing: Sharing | None) -> Gradient:
+        """The gradient with what it counts for in an accumulation window, on this replica."""
+        weight = gradient.weight
+        if self.weigh or weight is None or not self._accumulator:
+            return gradient
+        if sharing is None or weight.summed:
+            return gradient._replace(weight=None)
+        # Micro-batches count the same, as nothing weighs them. Of one, this replica has a share.
+        return gradient._replace(weight=Weight(sharing(weight) / replica_count()))
 
     def _gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
         if self.apply:
@@ -110,8 +120,7 @@ class TrainStep(NamedTuple):
     def _in_slices(self, split: Split, data: Any, presence: Presence, share: Share | None) -> Gradient:
         split.weigh.check(self.model)
         if split.cuts(data) is False:
-            # What is not cut needs no weight, but where it is accumulated with what has one.
-            return self._of_part(presence, split if self._accumulator else None)(data, share=share)
+            return self._of_part(presence)(data, share=share)
         gradient = split(self.model, self._of_part(presence, split), data)
         return shared(gradient, share) if share else gradient
 

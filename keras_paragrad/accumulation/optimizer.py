@@ -153,8 +153,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         with tf.control_dependencies(None if tf.executing_eagerly() else gradients):
             window.add_gradients(indices, gradients, weight, drop_nonfinite=self._drops_nonfinite)
             if not self._gathers_only:
-                if weight is None:
-                    self._advise()
+                self._advise()
                 self.end_micro_batch()
 
     @contextlib.contextmanager
@@ -170,7 +169,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
     @contextlib.contextmanager
     def weighed(self, weight: Weight | None) -> Iterator[None]:
         """Within it, `apply` is given a gradient of this weight on this replica."""
-        self._weights[replica_index()] = None if self.weighting == "uniform" else weight
+        self._weights[replica_index()] = weight
         try:
             yield
         finally:

@@ -83,12 +83,11 @@ class Preparation:
             self.model.__dict__.pop(method, None)
         gather_up(self.model)
 
-    def _measure(self, weighting: str) -> Measure | None:
+    def _measure(self, weighting: str) -> Measure:
         accumulator = accumulating(self.model.optimizer)
         stated = accumulator.weighting if accumulator else "auto"
-        if stated == "uniform":
-            return None
-        return Measure(weighting if stated == "auto" else stated, "DistributedFit")
+        # Uniform micro-batches count the same, but replicas have uneven parts of them.
+        return Measure(weighting if stated in ("auto", "uniform") else stated, "DistributedFit")
 
     def _warn_of_batch_statistics(self) -> None:
         names = [layer.name for layer in self._batch_normalizations() if not layer.synchronized]

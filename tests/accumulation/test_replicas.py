@@ -17,7 +17,7 @@ from cases import REDUCTIONS, DataCase, OptimizerCase, build_model, optimizer_ca
 from hypothesis import given
 from oracles import largest_difference, train_on_whole_windows, windows
 
-from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
 
 TOLERANCE = 1e-6
 own_process = pytest.mark.own_process(seconds=280)
@@ -99,6 +99,31 @@ def test_without_the_callback(mirrored):
     assert parallel.optimizer.iterations.numpy() == 5
     whole.train_on_batch(*(np.concatenate(parts) for parts in zip(*data.batches()[-2:], strict=True)))
     assert largest_difference(parallel, whole) < TOLERANCE
+
+
+@own_process
+@pytest.mark.parametrize(
+    ("reduction", "weighting", "size"),
+    [("sum_over_batch_size", "auto", None), ("sum_over_batch_size", "uniform", 3), ("sum", "auto", None)],
+)
+def test_windows_in_which_all_micro_batches_count_the_same(mirrored, reduction, weighting, size):
+    """Uneven ones too, whose parts on replicas are uneven, and one of which leaves a replica without rows."""
+    data = DataCase((4, 7, 1, 5, 2), weighted=True)
+
+    def trained(strategy=None, **mode):
+        inner = keras.optimizers.SGD
+        model = build_model(
+            lambda: AccumulatingOptimizer(inner(0.5), 3, weighting=weighting), reduction, strategy, **mode
+        )
+        if strategy:
+            DistributedFit(strategy=mirrored).prepare(model)
+            if size:
+                microbatch(model, size)
+        callbacks = [ExactAccumulation()] if weighting == "uniform" else []
+        model.fit(data.dataset(), shuffle=False, verbose=0, callbacks=callbacks)
+        return model
+
+    assert largest_difference(trained(mirrored), trained(run_eagerly=True)) < TOLERANCE
 
 
 @own_process
