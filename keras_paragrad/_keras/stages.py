@@ -48,6 +48,11 @@ class Split(Protocol):
 class Apply(Protocol):
     """Fills the *combine* and *apply* stages: when gradients that were gathered reach the weights."""
 
+    @property
+    def foreseen(self) -> Foreseen | None:
+        """Where each batch makes an update by itself, says what several would refuse."""
+        ...
+
     def plan(self, batches: int) -> list[bool]:
         """Whether each of the next batches ends with an update; asked by the host before they are run."""
         ...

@@ -131,7 +131,8 @@ class TrainStep(NamedTuple):
         by_xla = bool(self.spread and self.spread.by_xla and replica_count() > 1)
         # Keras's trackers know nothing of a batch of which there are parts.
         parts = bool(split or self.apply or (self.spread and replica_count() > 1))
-        foreseen = None if weigh else next((each.foreseen for each in (self.split, self.spread) if each), None)
+        foreseen = [stage.foreseen for stage in (self.split, self.spread, self.apply) if stage and stage.foreseen]
+        foreseen = foreseen[0] if foreseen and not weigh else None
         return functools.partial(
             gradient_of, self.model, weigh=weigh, presence=presence, by_xla=by_xla, sums=parts, foreseen=foreseen
         )

@@ -6,6 +6,7 @@ import keras
 
 from keras_paragrad._keras.capabilities import accumulating
 from keras_paragrad._keras.trainer import StepBuilder
+from keras_paragrad._keras.uncut import Foreseen
 from keras_paragrad._keras.weights import Measure, warn_of_batch_statistics
 from keras_paragrad.accumulation.advice import advice
 from keras_paragrad.accumulation.host import HostSchedule
@@ -24,7 +25,7 @@ class ExactAccumulation(keras.callbacks.Callback):
     Raises:
         ValueError: When `fit` begins: the model was not compiled with an `AccumulatingOptimizer`, or the weight of its
             micro-batches can't be known because it has a `train_step` or loss of its own. The message says what to
-            write.
+            write. With `steps=1` on one replica it is trained, with a log message that says so once.
 
     Example:
 
@@ -51,10 +52,15 @@ class ExactAccumulation(keras.callbacks.Callback):
         """Takes over the weighing and the timing of the optimizer's updates."""
         optimizer = accumulating_optimizer(self.model)
         measure = None if optimizer.weighting == "uniform" else Measure(optimizer.weighting)
-        if measure:
-            measure.check(self.model)
-        warn_of_batch_statistics(self.model)
         self._schedule = optimizer.host_schedule
+        self._schedule.foreseen = foreseen = self._foreseen(optimizer, measure)
+        if foreseen:
+            foreseen.check(self.model)
+            measure = None
+        else:
+            if measure:
+                measure.check(self.model)
+            warn_of_batch_statistics(self.model)
         builder = StepBuilder.of(self.model)
         builder.fill(weigh=measure, apply=self._schedule)
         builder.build()
@@ -77,6 +83,14 @@ class ExactAccumulation(keras.callbacks.Callback):
         if self._schedule:
             StepBuilder.of(self.model).fill(weigh=None, apply=None)
             self._schedule = None
+
+    def _foreseen(self, optimizer: AccumulatingOptimizer, measure: Measure | None) -> Foreseen | None:
+        """Says what larger windows would refuse, where each batch makes an update and none has been left open."""
+        alone = optimizer.schedule.is_constant and optimizer.schedule.at(0) == 1
+        opened = optimizer.built and int(optimizer.window.position.numpy()) > 0
+        if measure is None or not alone or opened or self.model.distribute_strategy.num_replicas_in_sync > 1:
+            return None
+        return Foreseen(measure, "is trained on whole batches. Two or more to an update")
 
     def _end_epoch(self) -> None:
         if self._schedule:

@@ -4,6 +4,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from keras_paragrad._keras.step import Gradient
+from keras_paragrad._keras.uncut import Foreseen
 
 if TYPE_CHECKING:
     from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
@@ -17,11 +18,16 @@ class HostSchedule:
 
     Args:
         optimizer: The optimizer whose windows it counts.
+
+    Attributes:
+        batches_left: How many batches are left of the epoch, or `None` if that isn't known.
+        foreseen: Where each batch makes an update by itself, says what several would refuse.
     """
 
     def __init__(self, optimizer: "AccumulatingOptimizer"):
         self.optimizer = optimizer
         self.batches_left: int | None = None
+        self.foreseen: Foreseen | None = None
         self._position = 0
         self._update = 0
         self._counting = False

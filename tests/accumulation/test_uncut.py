@@ -185,6 +185,34 @@ def test_one_replica_says_what_two_would_refuse(name, caplog):
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, "eager") for name in INDIVISIBLE), ("one number", "xla"), ("train_step", "plain")]
+)
+def test_windows_of_one_batch_are_trained_whole(name, mode, caplog):
+    plain, ours = indivisible(name, **MODES[mode]), indivisible(name, **MODES[mode])
+    options = {"epochs": 2, "shuffle": False, "verbose": 0}
+    expected = plain.fit(batches(4, 3), **options).history
+    arguments = {"loss": ours.loss, "metrics": ["mae"], **MODES[mode]}
+    ours.compile(AccumulatingOptimizer(keras.optimizers.SGD(0.1), 1), **arguments)
+    history = ours.fit(batches(4, 3), callbacks=[ExactAccumulation()], **options).history
+    for shown, values in expected.items():
+        np.testing.assert_allclose(history[shown], values, rtol=1e-6, err_msg=shown)
+    assert largest_difference(ours, plain) < 1e-6
+    (said,) = caplog.messages
+    assert "is trained on whole batches. Two or more to an update would be refused" in said
+    assert WORDS.get(name, name) in said
+    ours.compile(AccumulatingOptimizer(keras.optimizers.SGD(0.1), 2), **arguments)
+    with pytest.raises(ValueError, match=WORDS.get(name, name)):
+        ours.fit(batches(4, 3), callbacks=[ExactAccumulation()], **options)
+
+
+@pytest.mark.filterwarnings("error")
+def test_windows_of_one_batch_are_not_warned_of():
+    model = keras.Sequential([keras.Input((5,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
+    model.compile(AccumulatingOptimizer("sgd", 1), "mse", run_eagerly=True)
+    model.fit(batches(4, 3), shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
+
+
 def test_what_is_foreseen_is_not_run(caplog):
     """A loss that counts its calls counts those of the step alone."""
     calls = tf.Variable(0)
