@@ -136,6 +136,11 @@ def indivisible(name, **mode):
     return model
 
 
+def said_in(caplog):
+    """What the package has logged; TensorFlow may warn of retracing after other tests."""
+    return [record.getMessage() for record in caplog.records if record.name == "keras_paragrad"]
+
+
 def batches(*sizes):
     """Batches whose sizes a graph does not know."""
     rows = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
@@ -161,7 +166,7 @@ def test_what_can_not_be_cut_is_trained_whole(name, mode, caplog):
     history = ours.fit(batches(4, 4, 3, 2), epochs=2, **options).history
     assert history == expected
     assert largest_difference(ours, plain) == 0
-    (said,) = caplog.messages
+    (said,) = said_in(caplog)
     assert "more than size=4 examples would be refused" in said
     assert WORDS.get(name, name) in said
     assert "microbatch(" in said or name == "train_step"
@@ -176,13 +181,13 @@ def test_one_replica_says_what_two_would_refuse(name, caplog):
     prepared = DistributedFit("none").prepare(ours)
     assert ours.fit(batches(4, 3), epochs=2, shuffle=False, verbose=0).history == expected
     assert largest_difference(ours, plain) == 0
-    (said,) = caplog.messages
+    (said,) = said_in(caplog)
     assert "is trained on one replica. Two would be refused" in said
     assert WORDS.get(name, name) in said
     prepared.undo()
     DistributedFit("none").prepare(ours)
     ours.fit(batches(4, 3), shuffle=False, verbose=0)
-    assert len(caplog.messages) == 1
+    assert len(said_in(caplog)) == 1
 
 
 @pytest.mark.parametrize(
@@ -198,7 +203,7 @@ def test_windows_of_one_batch_are_trained_whole(name, mode, caplog):
     for shown, values in expected.items():
         np.testing.assert_allclose(history[shown], values, rtol=1e-6, err_msg=shown)
     assert largest_difference(ours, plain) < 1e-6
-    (said,) = caplog.messages
+    (said,) = said_in(caplog)
     assert "is trained on whole batches. Two or more to an update would be refused" in said
     assert WORDS.get(name, name) in said
     ours.compile(AccumulatingOptimizer(keras.optimizers.SGD(0.1), 2), **arguments)
@@ -230,7 +235,7 @@ def test_what_is_foreseen_is_not_run(caplog):
             tf.data.Dataset.from_tensor_slices((X[:12], Y[:12])).batch(4, drop_remainder=True), shuffle=False, verbose=0
         )
         assert int(calls) == 3
-    assert len(caplog.messages) == 2
+    assert len(said_in(caplog)) == 2
 
 
 def test_an_eager_step_is_looked_at_once(monkeypatch):
@@ -266,7 +271,7 @@ def test_divisible_models_are_trained_without_a_word(caplog):
         way(model)
         model.fit(batches(4, 3), shuffle=False, verbose=0)
         model.train_on_batch(X[:4], Y[:4])
-    assert not caplog.messages
+    assert not said_in(caplog)
 
 
 def test_what_is_not_cut_is_not_weighed():
