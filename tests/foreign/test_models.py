@@ -35,6 +35,8 @@ SHORT = {
 }
 # Rounding in float32, which plain Keras has too between a batch and its parts.
 TOLERANCE = 1e-6
+# Of norms after a step. Plain Keras's own move by 1.6e-6 where weights differ by 7.5e-9, as between two ways to sum.
+NORMS_TOLERANCE = {"ConvNeXtTiny": 3e-6}
 
 
 def models(way):
@@ -70,7 +72,7 @@ def test_wrapped(name):
     trained, shown = wrapped(name)
     assert error(trained, reference(name).trained) < TOLERANCE
     wanted = norms_one_by_one(name, reference(name).middle)
-    assert np.abs(shown - wanted).max() < TOLERANCE * wanted.max()
+    assert np.abs(shown - wanted).max() < NORMS_TOLERANCE.get(name, TOLERANCE) * wanted.max()
 
 
 @pytest.mark.parametrize("name", models("watched"))
