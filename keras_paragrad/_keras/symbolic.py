@@ -23,6 +23,8 @@ def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any
         return
 
     def of_any_size(tensor):
+        if tensor is None:
+            return None
         # Shapes of examples are what weights are made from.
         return keras.KerasTensor((None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype))
 
@@ -51,9 +53,10 @@ def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None
         data_batch = _first_batch(iterator)
 
     def of_any_size(tensor):
-        if tensor is None:
-            return None
         local = strategy.experimental_local_results(tensor)[0]
+        # None where an optional input is left out.
+        if local is None:
+            return None
         return keras.KerasTensor((None, *local.shape[1:]), keras.backend.standardize_dtype(local.dtype))
 
     with strategy.scope():

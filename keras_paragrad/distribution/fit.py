@@ -77,7 +77,7 @@ class DistributedFit:
     ...     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
     ...     model.compile("adam", loss="mse")
     >>> history = dist.fit(model, np.ones((80, 8)), np.ones((80, 1)), epochs=2, verbose=0)
-    >>> int(model.optimizer.iterations)
+    >>> int(model.optimizer.iterations.numpy())
     6
     """
 

@@ -58,6 +58,7 @@ REASONS = (
             "two replicas": (
                 "test_compute_loss_no_training_backwards_compatibility",
                 "test_evaluate_with_custom_compute_loss",
+                "test_functional_list_outputs_with_custom_compute_loss",
                 "test_fwd_pass_loss_presence_in_compute_loss",
                 "test_metric_update_in_compute_loss",
             )
@@ -97,6 +98,17 @@ REASONS = (
         },
     ),
     Reason(
+        "inputs that are None",
+        "Spec' object has no attribute",
+        ("distribution_data.md", "it takes sparse tensors in order only, and no `None`"),
+        {
+            "two replicas": (
+                "test_functional_optional_inputs_generator_optional_none",
+                "test_functional_optional_inputs_optional_none",
+            )
+        },
+    ),
+    Reason(
         "asks the optimizer for sparse gradients, and slices are added up in a dense tensor",
         "False is not true",
         ("accumulation.md", "adds slices up in a dense tensor"),
@@ -106,13 +118,61 @@ REASONS = (
         "compares the names in a history, which the callbacks add to",
         "Lists differ",
         ("telemetry.md", "Both fill `logs`, and so Keras's progress bar and `History`"),
-        {"callbacks": ("test_recompile",)},
+        {
+            "callbacks": (
+                "test_functional_deeply_nested_outputs_struct_losses",
+                "test_functional_dict_outputs_dict_losses",
+                "test_functional_dict_outputs_dict_losses_with_undefined_loss",
+                "test_functional_dict_outputs_with_single_tensor",
+                "test_functional_list_outputs_dict_losses_metrics",
+                "test_functional_list_outputs_dict_losses_metrics_uniq_weighted",
+                "test_functional_list_outputs_dict_losses_partial_metrics",
+                "test_functional_list_outputs_invalid_nested_list_losses",
+                "test_functional_list_outputs_list_losses",
+                "test_functional_list_outputs_list_losses_abbr",
+                "test_functional_list_outputs_nested_list_losses",
+                "test_functional_list_outputs_with_custom_compute_loss",
+                "test_functional_single_output_single_dict_output_1",
+                "test_functional_single_output_single_dict_output_2",
+                "test_functional_single_output_single_dict_output_3",
+                "test_functional_single_output_single_dict_output_4",
+                "test_functional_single_output_single_list_output_1",
+                "test_functional_single_output_single_list_output_2",
+                "test_functional_single_output_single_list_output_3",
+                "test_functional_single_output_single_list_output_4",
+                "test_functional_single_output_single_output_1",
+                "test_functional_single_output_single_output_2",
+                "test_functional_single_output_single_output_3",
+                "test_functional_single_output_single_output_4",
+                "test_functional_struct_outputs_dict_struct_losses_not_weighted",
+                "test_functional_struct_outputs_dict_struct_losses_weighted",
+                "test_functional_struct_outputs_namedtuple_struct_losses",
+                "test_functional_struct_outputs_struct_losses0",
+                "test_functional_struct_outputs_struct_losses1",
+                "test_functional_struct_outputs_struct_losses6",
+                "test_functional_struct_outputs_struct_losses7",
+                "test_recompile",
+            )
+        },
+    ),
+    Reason(
+        "makes a strategy of its own, which TensorFlow can't enter within the scope of another",
+        "Mixing different tf.distribute.Strategy objects",
+        None,
+        {"two replicas": ("test_swap_ema_weights_with_tf_distribute",)},
     ),
     Reason(
         "predicts with a model that is never compiled, so that no component is under it",
         "",
         None,
-        {"two replicas": ("test_predict_flow_jit",)},
+        {
+            "two replicas": (
+                "test_predict_flow_jit",
+                "test_warning_for_mismatched_inputs_structure",
+                "test_weights_sharding_efficientnet_b0_10",
+                "test_weights_sharding_efficientnet_b0_512",
+            )
+        },
     ),
 )
 

@@ -14,14 +14,6 @@ SUITES = {
     "models": ("",),
     "saving": ("",),
 }
-# Keras's tests of callbacks read variables with int(), which mirrored ones don't take; those of models and saving
-# compile few models, and `microbatch` does most to them.
-WHOLE = {
-    "trainers": COMPONENTS,
-    "callbacks": ("microbatch", "callbacks"),
-    "models": ("microbatch",),
-    "saving": ("microbatch",),
-}
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -52,8 +44,8 @@ def suite(request, tmp_path_factory):
 
 @pytest.mark.long
 def test_a_whole_suite(suite, monkeypatch):
-    name, tests, fails = suite
-    for component in WHOLE[name]:
+    _, tests, fails = suite
+    for component in COMPONENTS:
         run(component, tests, fails, monkeypatch, seconds=3600)
 
 

@@ -13,20 +13,23 @@ import os
 import sys
 import tempfile
 import types
-import unittest
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.testing import TestCase
 from keras.src.trainers.trainer import Trainer
 from keras_suite.expected import expected
+from tensorflow.python.distribute.values import DistributedVariable
 
 from keras_paragrad import DistributedFit, GradientTelemetry, Profiler, ProfileSchedule, Throughput, microbatch
+from keras_paragrad._keras.versions import check_objects
 
 COMPONENT = os.environ["UNDER_EVERY_MODEL"]
 FAILS = Path(os.environ["UNDER_EVERY_MODEL_FAILS"])
@@ -40,6 +43,9 @@ sys.modules["conftest"] = mock.Mock(skip_if_backend=lambda backend, reason: lamb
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
 )
+
+# Compiles small models, once in a process: before a component is put under them.
+check_objects()
 
 failed: list[str] = []
 
@@ -66,7 +72,10 @@ def prepared_by(dist: DistributedFit) -> Callable[[Any], None]:
         before = model.__dict__.pop("_under_every_model", None)
         if before is not None:
             before.undo()
-        model.__dict__["_under_every_model"] = dist.prepare(model)
+        # Some of Keras's tests make a strategy of their own.
+        strategy = model.distribute_strategy
+        others = strategy is not dist.strategy and strategy.num_replicas_in_sync > 1
+        model.__dict__["_under_every_model"] = (DistributedFit(strategy) if others else dist).prepare(model)
 
     return prepare
 
@@ -75,18 +84,23 @@ def on_two_replicas() -> None:
     dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"])
     after_compile(prepared_by(dist))
     around_every_test(dist.scope)
+    # Keras's tests give NumPy and int() what mirrored variables only have in `numpy()`.
+    DistributedVariable.__int__ = lambda variable: int(variable.numpy())
+    DistributedVariable.__array__ = lambda variable, dtype=None, copy=None: np.array(variable.numpy(), dtype)
 
 
 def around_every_test(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-    """Around the method alone: `setUp` makes a new default graph, and a strategy's scope is the old one's."""
+    """Around a test and its class's `setUp`, after Keras has made a new default graph: a strategy's scope is of one."""
+    set_up = TestCase.setUp
 
-    def call(self: Any, method: Callable[[], Any]) -> Any:
+    @functools.wraps(set_up)
+    def set_up_within(self: Any) -> None:
+        set_up(self)
         # Some draw sparse matrices, whose order decides whether they can be divided.
         keras.utils.set_random_seed(0)
-        with context():
-            return method()
+        self.enterContext(context())
 
-    unittest.TestCase._callTestMethod = call
+    TestCase.setUp = set_up_within
 
 
 def with_callbacks() -> None:
