@@ -119,6 +119,8 @@ def with_callbacks() -> None:
     TensorFlowTrainer.fit = fit_with_callbacks
 
 
+# It compiles a model, once in a process, which is to have no component under it.
+check_objects()
 around_every_test(contextlib.nullcontext)
 {
     "nothing": lambda: None,
