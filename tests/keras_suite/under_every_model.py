@@ -44,9 +44,6 @@ tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
 )
 
-# Compiles small models, once in a process: before a component is put under them.
-check_objects()
-
 failed: list[str] = []
 
 
