@@ -95,11 +95,11 @@ class TrainStep(NamedTuple):
     def _in_window(self, gradient: Gradient, sharing: Sharing | None) -> Gradient:
         """The gradient with what it counts for in an accumulation window, on this replica."""
         weight = gradient.weight
-        if self.weigh or weight is None or not self._accumulator:
+        if weight is None or self._accumulator is None or self._accumulator.weighting != "uniform":
             return gradient
         if sharing is None or weight.summed:
             return gradient._replace(weight=None)
-        # Micro-batches count the same, as nothing weighs them. Of one, this replica has a share.
+        # Micro-batches count the same. Of one, this replica has a share.
         return gradient._replace(weight=Weight(sharing(weight) / replica_count()))
 
     def _gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
@@ -120,7 +120,8 @@ class TrainStep(NamedTuple):
     def _in_slices(self, split: Split, data: Any, presence: Presence, share: Share | None) -> Gradient:
         split.weigh.check(self.model)
         if split.cuts(data) is False:
-            return self._of_part(presence)(data, share=share)
+            # What is not cut needs no weight, but where it is accumulated with what has one.
+            return self._of_part(presence, split if self._accumulator else None)(data, share=share)
         gradient = split(self.model, self._of_part(presence, split), data)
         return shared(gradient, share) if share else gradient
 

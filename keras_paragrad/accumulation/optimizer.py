@@ -153,7 +153,8 @@ class AccumulatingOptimizer(WrappingOptimizer):
         with tf.control_dependencies(None if tf.executing_eagerly() else gradients):
             window.add_gradients(indices, gradients, weight, drop_nonfinite=self._drops_nonfinite)
             if not self._gathers_only:
-                self._advise()
+                if weight is None:
+                    self._advise()
                 self.end_micro_batch()
 
     @contextlib.contextmanager
