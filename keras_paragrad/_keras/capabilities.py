@@ -1,7 +1,7 @@
 """What an optimizer does for itself: asked of its attributes, never of its type.
 
-An optimizer that wraps another has it as `inner_optimizer`; wrappers nest. One that says `accumulates = True` has the
-methods of `Accumulating`.
+An optimizer that wraps another, as `LossScaleOptimizer` does, has it as `inner_optimizer`; wrappers nest. One that says
+`accumulates = True` has what `Accumulating` has.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ class Accumulating(Protocol):
     """An optimizer that gathers gradients and all-reduces their sum once for an update, before that is clipped."""
 
     accumulates: bool
-    inner_optimizer: keras.optimizers.Optimizer
     weighting: str
 
     def weighed(self, weight: Any) -> contextlib.AbstractContextManager[Any]:

@@ -210,7 +210,7 @@ ASSIGNED = (
 OF_OBJECTS = (
     Hook("keras", "Layer._call_has_training_arg", ("evaluation", "forward", "trial")),
     Hook("keras", "Layer._losses_override", ("own_methods",)),
-    Hook("keras", "Layer._metrics", ("state_probe", "trial")),
+    Hook("keras", "Layer._metrics", ("model",)),
     Hook("keras", "Layer._non_trainable_variables", ("state_probe",)),
     Hook("keras", "Model._compile_config", ("independence", "model", "own_methods", "trainer", "uncut")),
     Hook(

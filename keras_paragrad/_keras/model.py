@@ -16,6 +16,11 @@ def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return model._flatten_layers(include_self=False)
 
 
+def own_metrics(model: keras.Model) -> list[Any]:
+    """The metrics that the model and its layers have as attributes; `metrics` may be overridden and leave some out."""
+    return [metric for layer in model._flatten_layers() for metric in layer._metrics]
+
+
 def added_losses(model: keras.Model) -> list[Any]:
     """What layers added as losses in this step, as they added it; weight regularizers are not among them."""
     return [loss for layer in model._flatten_layers() for loss in layer._get_own_losses()]

@@ -76,7 +76,7 @@ class _Window(Replacement):
         elif replica_count() == 1:
             self._before(optimizer, self.observe.update)
         else:
-            self._after_reduction(optimizer)
+            self._after_reduction(updating(optimizer))
         # Last, so that it is called first.
         self._before(optimizer, self._arrived)
 

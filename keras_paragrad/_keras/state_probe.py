@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad._keras.built_in import computes_rows_apart, values_are_of_examples
-from keras_paragrad._keras.model import all_layers
+from keras_paragrad._keras.model import all_layers, own_metrics
 from keras_paragrad._keras.replaced import is_replaced
 from keras_paragrad._keras.trial import (
     SIZES,
@@ -114,9 +114,8 @@ def own_metrics_apart(model: Any, arguments: dict[str, Any], *, beside: bool, tr
         beside: Whether the parts are on two replicas; else one follows the other.
         training: Whether the batch is trained on.
     """
-    every = [metric for layer in (model, *all_layers(model)) for metric in layer._metrics]
     # In a step of the model's own, the numbers for the parts are put together.
-    metrics = [metric for metric in every if not is_replaced(metric, "update_state")]
+    metrics = [metric for metric in own_metrics(model) if not is_replaced(metric, "update_state")]
 
     def results(data):
         if data is not None:

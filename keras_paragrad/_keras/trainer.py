@@ -59,7 +59,8 @@ class StepBuilder:
         self._then: Callable[[], None] | None = None
         self._built: dict[Any, Callable] = {}
         self._built_for: Any = None
-        self._transforms: Any = None
+        # The optimizer that the transform is installed in.
+        self._transformed: Any = None
 
     @classmethod
     def of(cls, model: keras.Model) -> "StepBuilder":
@@ -102,11 +103,11 @@ class StepBuilder:
     def _install_transform(self) -> None:
         """Installs the transform in the optimizer that updates the weights, which `compile` may have replaced."""
         optimizer = updating(self.model.optimizer) if self.model.compiled else None
-        if self._transforms not in (None, optimizer):
-            install(self._transforms, None)
+        if self._transformed not in (None, optimizer):
+            install(self._transformed, None)
         if optimizer is not None:
             install(optimizer, self.transform)
-        self._transforms = optimizer
+        self._transformed = optimizer
 
     def _compiled(self, apply: Any, telemetry: Telemetry | None = None) -> Callable[[Any], dict]:
         limit = Limit(self.model, self.split)

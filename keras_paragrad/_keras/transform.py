@@ -67,9 +67,10 @@ def _apply(optimizer: Any, transform: Transform, grads: Sequence[Any], trainable
         for place, (gradient, variable) in enumerate(zip(grads, variables, strict=True))
         if gradient is not None and not optimizer._overwrite_variable_with_gradient(variable)
     ]
-    scale = optimizer.loss_scale_factor or 1.0
-    dense = [tf.convert_to_tensor(grads[place]) / scale for place in places]
-    transformed = transform(dense, [variables[place] for place in places])
+    scale = optimizer.loss_scale_factor
+    dense = [tf.convert_to_tensor(grads[place]) for place in places]
+    unscaled = [gradient / scale for gradient in dense] if scale else dense
+    transformed = transform(unscaled, [variables[place] for place in places])
     for place, gradient in zip(places, transformed, strict=True):
-        grads[place] = gradient * scale
+        grads[place] = gradient * scale if scale else gradient
     type(optimizer).apply(optimizer, grads, given)

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad._keras.layers import attributes
-from keras_paragrad._keras.model import all_layers
+from keras_paragrad._keras.model import all_layers, own_metrics
 
 # For axes of unknown size: a short sequence; else an image that can be halved often.
 SIZES = (8, 64)
@@ -147,10 +147,8 @@ class Pure:
         if not model.built:
             raise Unknown("made-up rows are not to build a model")
         self.model, self.compute = model, compute
-        # `metrics` may be a property of the model's own that leaves some out.
-        metrics = [metric for layer in (model, *all_layers(model)) for metric in layer._metrics]
-        owners = [*metrics, *getattr(model, "metrics", ())]
-        variables = [*model.variables, *(variable for metric in owners for variable in metric.variables)]
+        metrics = [*own_metrics(model), *getattr(model, "metrics", ())]
+        variables = [*model.variables, *(variable for metric in metrics for variable in metric.variables)]
         self.variables = list({id(variable): variable for variable in variables}.values())
         self.start = [_value_of(variable) for variable in self.variables]
         # In a graph, so that functions which the model calls are traced for it alone.
