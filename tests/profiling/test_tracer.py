@@ -295,10 +295,20 @@ class SlowBatches(keras.utils.PyDataset):
         return self.batch
 
 
+@pytest.fixture
+def switch_interval():
+    before = sys.getswitchinterval()
+    yield sys.setswitchinterval
+    sys.setswitchinterval(before)
+
+
 @pytest.mark.parametrize(
-    ("sleeps", "eagerly"), [(True, False), (False, False), (False, True)], ids=["sleeps", "lock", "lock, eagerly"]
+    ("sleeps", "eagerly", "interval"),
+    [(True, False, 5e-3), (False, False, 5e-3), (False, True, 5e-3), (False, True, 5e-5)],
+    ids=["sleeps", "lock", "lock, eagerly", "lock, eagerly, taken between calls"],
 )
-def test_python_that_makes_batches_is_waited_for(tmp_path, sleeps, eagerly):
+def test_python_that_makes_batches_is_waited_for(tmp_path, switch_interval, sleeps, eagerly, interval):
+    switch_interval(interval)
     callback = profiler(tmp_path)
     profiled.model(run_eagerly=eagerly).fit(SlowBatches(sleeps), shuffle=False, verbose=0, callbacks=[callback])
     (summary,) = callback.summaries

@@ -1,13 +1,21 @@
 """When a thread waits for Python's interpreter lock, as a trace shows it."""
 
 import bisect
+import itertools
 from collections.abc import Sequence
 
 from keras_paragrad.profiling.analysis.coverage import Span
 
+# Python asks a thread for the lock when another has waited this long (`sys.getswitchinterval`); in nanoseconds.
+SWITCH_INTERVAL = 5_000_000
+
 
 def lock_waits(calls: Sequence[Span], executions: Sequence[Span]) -> list[Span]:
-    """When calls into TensorFlow have done their work and wait for the interpreter lock to return to Python.
+    """When a thread waits for the interpreter lock: to return from TensorFlow, or between two calls into it.
+
+    A call waits from when its work is done. Between calls a thread is taken to wait from when Python has asked it for
+    the lock: a trace doesn't show whether it ran Python of its own then. So ask only for times in which another thread
+    runs Python.
 
     Args:
         calls: A thread's calls from Python into TensorFlow.
@@ -18,10 +26,14 @@ def lock_waits(calls: Sequence[Span], executions: Sequence[Span]) -> list[Span]:
     >>> from keras_paragrad.profiling.analysis.interpreter_lock import lock_waits
     >>> lock_waits([(0, 90), (100, 104)], [(1, 20), (101, 104)])
     [(20, 90)]
+    >>> lock_waits([(0, 10), (30_000_000, 30_000_010)], [])
+    [(5000010, 30000000)]
     """
-    executions = sorted(executions)
+    calls, executions = sorted(calls), sorted(executions)
+    returned = itertools.accumulate((end for _, end in calls), max)
+    asked = [end + SWITCH_INTERVAL for end in returned]
+    found = [(at, begin) for at, (begin, _) in zip(asked, calls[1:], strict=False) if at < begin]
     begins = [begin for begin, _ in executions]
-    found = []
     for begin, end in calls:
         inside = executions[bisect.bisect_left(begins, begin) : bisect.bisect_left(begins, end)]
         done = max((one_end for _, one_end in inside), default=end)
