@@ -1,48 +1,124 @@
-"""The code in the documentation runs as it stands, and its links lead somewhere."""
+"""The documentation holds: its code and commands run as written, its links lead somewhere, and its guides stay short."""
 
+import os
 import re
+import shlex
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = [
-    pytest.param(block, id=f"{path.relative_to(ROOT)}-{index}")
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    for index, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL))
-]
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_block_runs(block):
-    exec(compile(block, "documentation", "exec"), {"__name__": "documentation"})
-
-
-PAGES = [
-    path
-    for folder in (ROOT, ROOT / "docs", ROOT / ".github")
-    for path in sorted(folder.glob("*.md"))
-    if path.name != "CHANGELOG.md"
-]
+DOCS = ROOT / "docs"
+INDEX = DOCS / "index.md"
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+# A script is shown below the line that names it: As `train.py`:
+SCRIPT = re.compile(r"^As `([\w.]+\.py)`:\n\n```python\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page, language):
+    """The code blocks of a language on a page, with the number of lines before each."""
+    text = page.read_text()
+    return [(each[2], text.count("\n", 0, each.start(2))) for each in FENCE.finditer(text) if each[1] == language]
+
+
+def commands(page, *languages):
+    """The commands on a page as lists of words, joined where a line goes on in the next."""
+    text = "\n".join(code for language in languages for code, _ in blocks(page, language)).replace("\\\n", " ")
+    lines = text.splitlines() if "console" not in languages else re.findall(r"^\$ (.+)$", text, flags=re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+PAGES = sorted(DOCS.rglob("*.md"))
+WITH_PYTHON = [page for page in (ROOT / "README.md", *PAGES) if blocks(page, "python")]
+WITH_OUTPUT = [page for page in PAGES if blocks(page, "console")]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
+def test_code_runs(page, tmp_path, monkeypatch):
+    """The blocks of a page run in order, as the cells of a notebook."""
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "documentation"}
+    for code, above in blocks(page, "python"):
+        # Tracebacks show the line of the page, and functions that are traced are read from there.
+        exec(compile("\n" * above + code, page, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", WITH_OUTPUT, ids=name_of)
+def test_commands_print_what_is_shown(page, tmp_path):
+    """Each line shown is printed, in any order; durations differ, and `...` stands for lines left out."""
+    for name, code in SCRIPT.findall(page.read_text()):
+        (tmp_path / name).write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    for code, _ in blocks(page, "console"):
+        (line,) = re.findall(r"^\$ keras-paragrad (.+)$", code, flags=re.MULTILINE)
+        command = [sys.executable, "-P", "-m", "keras_paragrad", *shlex.split(line)]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        printed = re.sub(r"\d+ s\b", "N s", done.stdout + done.stderr).splitlines()
+        for shown in re.sub(r"\d+ s\b", "N s", code).splitlines()[1:]:
+            assert shown in printed or shown == "...", (line, printed)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name_of)
+def test_files_in_commands_exist(page):
+    given = {name for name, _ in SCRIPT.findall(page.read_text())}
+    for command in [*commands(page, "sh"), *commands(page, "console")]:
+        for word in command:
+            if re.search(r"\.(py|sbatch|yaml)$", word):
+                assert word in given or (ROOT / word).exists(), (page, word)
+
+
+@pytest.mark.parametrize("guide", sorted((DOCS / "guides").glob("*.md")), ids=name_of)
+def test_a_guide_has_at_most_800_words(guide):
+    assert len(guide.read_text().split()) <= 800
+
+
+def test_a_task_fits_on_one_screen():
+    tasks = re.split(r"^## ", INDEX.read_text(), flags=re.MULTILINE)[1:]
+    for task in tasks:
+        assert len(task.splitlines()) <= 40, task.splitlines()[0]
 
 
 def anchors(page):
     """The anchors of a page's headings, as GitHub makes them."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), flags=re.MULTILINE)
     kept = string.ascii_lowercase + string.digits + "-_ "
     return {"".join(each for each in heading.lower() if each in kept).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
-    for link in LINK.findall(page.read_text()):
+def links(page):
+    """The pages and files that a page links to, with anchors."""
+    for link in LINK.findall(FENCE.sub("", page.read_text())):
         name, _, anchor = link.partition("#")
-        target = page.parent / name if name else page
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+        yield (page.parent / name).resolve() if name else page, anchor
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *(page for page in [*ROOT.glob("*.md"), *(ROOT / ".github").glob("*.md")] if page.name != "CHANGELOG.md")],
+    ids=name_of,
+)
+def test_links_lead_somewhere(page):
+    for target, anchor in links(page):
+        assert target.exists(), target
+        assert not anchor or anchor in anchors(target), (target, anchor)
+
+
+def test_every_page_is_reached_from_the_index():
+    reached, found = set(), [INDEX]
+    while found:
+        page = found.pop()
+        reached.add(page)
+        found += [target for target, _ in links(page) if target.suffix == ".md" and target not in reached]
+    assert set(PAGES) <= reached
+    assert INDEX in [target for target, _ in links(ROOT / "README.md")]
 
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", ".github/pull_request_template.md"])
@@ -57,5 +133,5 @@ def test_paths_that_are_named_exist(name):
 
 
 def test_the_first_example_is_short():
-    lines = [line for line in BLOCKS[0].values[0].splitlines() if line.strip()]
-    assert len(lines) <= 15
+    first, _ = blocks(ROOT / "README.md", "python")[0]
+    assert len([line for line in first.splitlines() if line.strip()]) <= 15

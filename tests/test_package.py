@@ -29,7 +29,7 @@ def test_what_is_public_is_there():
 
 def test_the_page_on_a_package_index_has_no_links_that_lead_nowhere():
     page = DISTRIBUTION.metadata.get_payload()
-    assert "`docs/accumulation.md`" in page
+    assert "`docs/index.md`" in page
     assert not [link for link in re.findall(r"\]\(([^)]+)\)", page) if not link.startswith("https://")]
 
 

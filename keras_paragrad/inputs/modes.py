@@ -56,7 +56,7 @@ class Jacobian(NamedTuple):
 
 
 def _fewer_passes(flat: tf.Tensor, free: Sequence[tf.Tensor]) -> str:
-    # A pass takes about as long either way: see the crossover in docs/input_gradients.md.
+    # A pass takes about as long either way: see the crossover in docs/benchmarks/input_gradients.md.
     return "forward" if sum(width(tensor) for tensor in free) < width(flat) else "reverse"
 
 
