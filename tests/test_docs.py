@@ -1,4 +1,4 @@
-"""The documentation holds: its code and commands run as written, its links lead somewhere, and its guides stay short."""
+"""The documentation holds: code and commands run as written, links lead somewhere, and guides stay short."""
 
 import os
 import re
