@@ -26,8 +26,8 @@ from keras_paragrad import (
     Throughput,
     microbatch,
 )
-from keras_paragrad._keras.hooks import ASSIGNED, HOOKS, OF_OBJECTS, Hook
-from keras_paragrad._keras.versions import check_hooks, check_objects
+from keras_paragrad._keras.hooks.check import check_hooks, check_objects
+from keras_paragrad._keras.hooks.names import ASSIGNED, HOOKS, OF_OBJECTS, Hook
 
 PACKAGE = Path(keras_paragrad.__file__).parent
 OUTSIDE = [path for path in PACKAGE.rglob("*.py") if "_keras" not in path.relative_to(PACKAGE).parts]
@@ -82,8 +82,9 @@ def test_the_search_finds_them(source):
 
 ALL_HOOKS = (*HOOKS, *ASSIGNED, *OF_OBJECTS)
 # They name private parts to look for them.
-PROBES = ("hooks", "samples", "versions")
-MODULES = {path.stem: path for path in sorted(SEAM.glob("*.py")) if path.stem not in PROBES}
+MODULES = {
+    f"{path.parent.name}.{path.stem}": path for path in sorted(SEAM.glob("*/*.py")) if path.parent.name != "hooks"
+}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -95,7 +96,7 @@ def test_every_private_name_in_the_seam_is_probed(module):
         *(f"{found} of {owner}" for owner, found in private_imports(source) if (owner, found) not in probed),
         *(private_attributes(source, f"keras_paragrad._keras.{module}") - attributes),
     ]
-    assert not missing, f"in keras_paragrad/_keras/hooks.py no hook that {module} uses has {sorted(missing)}"
+    assert not missing, f"in keras_paragrad/_keras/hooks/names.py no hook that {module} uses has {sorted(missing)}"
 
 
 @pytest.mark.parametrize("hook", ALL_HOOKS, ids=lambda hook: f"{hook.module}:{hook.path}")
@@ -145,15 +146,23 @@ def test_every_attribute_of_instances_is_found():
 @pytest.mark.parametrize(
     ("hook", "says"),
     [
-        (Hook("keras.src.nowhere", "Thing", ("data",)), "keras.src.nowhere:Thing is missing"),
-        (Hook("keras", "Model._gone", ("data",)), "keras:Model._gone is missing"),
-        (Hook("keras.src.losses.loss", "apply_mask", ("data",), ("other",)), "apply_mask no longer takes other"),
+        (Hook("keras.src.nowhere", "Thing", ("objects.data",)), "keras.src.nowhere:Thing is missing"),
+        (Hook("keras", "Model._gone", ("objects.data",)), "keras:Model._gone is missing"),
+        (
+            Hook("keras.src.losses.loss", "apply_mask", ("objects.data",), ("other",)),
+            "apply_mask no longer takes other",
+        ),
     ],
 )
 def test_a_missing_hook_is_named_with_the_versions_and_its_users(hook, says):
     with pytest.raises(ImportError, match=says) as caught:
         check_hooks([hook])
-    for part in (keras.__version__, tf.__version__, "Known to work: keras 3.15", "used by keras_paragrad._keras.data"):
+    for part in (
+        keras.__version__,
+        tf.__version__,
+        "Known to work: keras 3.15",
+        "used by keras_paragrad._keras.objects.data",
+    ):
         assert part in str(caught.value)
 
 
@@ -171,7 +180,9 @@ def _renamed(monkeypatch, owner, method, attribute):
 
 def test_a_method_that_was_renamed_is_found(monkeypatch):
     monkeypatch.delattr(keras.layers.Layer, "_get_own_losses")
-    with pytest.raises(ImportError, match=r"_get_own_losses is missing \(used by keras_paragrad._keras.model\)"):
+    with pytest.raises(
+        ImportError, match=r"_get_own_losses is missing \(used by keras_paragrad._keras.objects.model\)"
+    ):
         check_hooks()
 
 
@@ -180,14 +191,16 @@ def test_an_attribute_that_code_no_longer_assigns_is_found(monkeypatch):
         self._renamed = None
 
     monkeypatch.setattr(TFEpochIterator, "__init__", other)
-    with pytest.raises(ImportError, match=r"_distributed_dataset is missing \(used by keras_paragrad._keras.prepared"):
+    with pytest.raises(
+        ImportError, match=r"_distributed_dataset is missing \(used by keras_paragrad._keras.replicas.prepared"
+    ):
         check_hooks()
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "attribute", "user"),
     [
-        (keras.Model, "compile", "_compile_loss", "losses"),
+        (keras.Model, "compile", "_compile_loss", "losses.terms"),
         (keras.Model, "__init__", "_initial_epoch", "checkpoint_state"),
         (CompileLoss, "build", "_flat_losses", "losses"),
         (keras.Variable, "__init__", "_value", "metric_states"),
@@ -272,7 +285,7 @@ def test_the_first_use_of_a_component_looks(monkeypatch, component):
     make, use = FIRST_USES[component]
     made = make()
     check_objects.cache_clear()
-    monkeypatch.setattr("keras_paragrad._keras.samples.CompileLoss", break_down)
+    monkeypatch.setattr("keras_paragrad._keras.hooks.samples.CompileLoss", break_down)
     with pytest.raises(ImportError, match="a small model can't be made .AttributeError: gone upstream"):
         use(made)
 

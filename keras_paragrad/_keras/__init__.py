@@ -4,6 +4,6 @@ Importing it checks that every private hook is where it was, so that an unsuppor
 met by one clear sentence and not by a traceback from the middle of training.
 """
 
-from keras_paragrad._keras.versions import check_hooks
+from keras_paragrad._keras.hooks.check import check_hooks
 
 check_hooks()

@@ -5,8 +5,8 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.capabilities import accumulating, accumulation_steps, unscaled
-from keras_paragrad._keras.model import has_own_train_step
+from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps, unscaled
+from keras_paragrad._keras.objects.model import has_own_train_step
 
 _log = logging.getLogger("keras_paragrad")
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.capabilities import accumulating, accumulation_steps
+from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps
 from keras_paragrad.arguments import refusal
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")

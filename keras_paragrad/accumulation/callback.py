@@ -4,10 +4,10 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.capabilities import accumulating
-from keras_paragrad._keras.trainer import StepBuilder
-from keras_paragrad._keras.uncut import Foreseen
-from keras_paragrad._keras.weights import Measure, warn_of_batch_statistics
+from keras_paragrad._keras.losses.normalization import LossNormalization, warn_of_batch_statistics
+from keras_paragrad._keras.objects.capabilities import accumulating
+from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad.accumulation.advice import advice
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
@@ -51,7 +51,7 @@ class ExactAccumulation(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Takes over the weighing and the timing of the optimizer's updates."""
         optimizer = accumulating_optimizer(self.model)
-        measure = None if optimizer.weighting == "uniform" else Measure(optimizer.weighting)
+        measure = None if optimizer.weighting == "uniform" else LossNormalization(optimizer.weighting)
         self._schedule = optimizer.host_schedule
         self._schedule.foreseen = foreseen = self._foreseen(optimizer, measure)
         if foreseen:
@@ -62,7 +62,7 @@ class ExactAccumulation(keras.callbacks.Callback):
                 measure.check(self.model)
             warn_of_batch_statistics(self.model)
         builder = StepBuilder.of(self.model)
-        builder.fill(weigh=measure, apply=self._schedule)
+        builder.fill(normalize=measure, apply=self._schedule)
         builder.build()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -81,10 +81,10 @@ class ExactAccumulation(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Gives the model its own training step back."""
         if self._schedule:
-            StepBuilder.of(self.model).fill(weigh=None, apply=None)
+            StepBuilder.of(self.model).fill(normalize=None, apply=None)
             self._schedule = None
 
-    def _foreseen(self, optimizer: AccumulatingOptimizer, measure: Measure | None) -> Foreseen | None:
+    def _foreseen(self, optimizer: AccumulatingOptimizer, measure: LossNormalization | None) -> Foreseen | None:
         """Says what larger windows would refuse, where each batch makes an update and none has been left open."""
         alone = optimizer.schedule.is_constant and optimizer.schedule.at(0) == 1
         opened = optimizer.built and int(optimizer.window.position.numpy()) > 0

@@ -3,8 +3,8 @@
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from keras_paragrad._keras.step import Gradient
-from keras_paragrad._keras.uncut import Foreseen
+from keras_paragrad._keras.step.gradient import Gradient
+from keras_paragrad._keras.step.uncut import Foreseen
 
 if TYPE_CHECKING:
     from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
@@ -62,7 +62,7 @@ class HostSchedule:
             self._update += 1
         return full
 
-    def passed_over(self, batches: int) -> None:
+    def skipped(self, batches: int) -> None:
         """Leaves out batches that training has seen already."""
         if self.batches_left is not None:
             self.batches_left -= batches

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.loss_sums import zero_sums
-from keras_paragrad._keras.presence import rows_of
-from keras_paragrad._keras.step import Gradient
-from keras_paragrad._keras.symbolic import build_losses
-from keras_paragrad._keras.trainer import StepBuilder
-from keras_paragrad._keras.uncut import Foreseen
-from keras_paragrad._keras.weights import Measure, warn_of_batch_statistics
+from keras_paragrad._keras.losses.normalization import LossNormalization, warn_of_batch_statistics
+from keras_paragrad._keras.losses.sums import zero_sums
+from keras_paragrad._keras.replicas.shard import rows_of
+from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad._keras.step.gradient import Gradient
+from keras_paragrad._keras.step.symbolic import build_losses
+from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad.arguments import check_choice, check_instance, check_integer
 from keras_paragrad.distribution.choices import WEIGHTINGS
 
@@ -53,7 +53,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context, like cont
     def __init__(self, model: keras.Model, size: int, *, weighting: str = "auto"):
         check_instance("model", model, keras.Model, "a Keras model")
         size = check_integer("size", size, most=2**31 - 1, example=64)
-        measure = Measure(check_choice("weighting", weighting, WEIGHTINGS), "microbatch")
+        measure = LossNormalization(check_choice("weighting", weighting, WEIGHTINGS), "microbatch")
         warn_of_batch_statistics(model)
         self.model = model
         StepBuilder.of(model).fill(split=Slices(size, measure))
@@ -82,16 +82,16 @@ class Slices(NamedTuple):
 
     Attributes:
         size: The most examples in a slice.
-        weigh: Measures what a slice counts for.
+        normalize: Measures what a slice counts for.
     """
 
     size: int
-    weigh: Measure
+    normalize: LossNormalization
 
     @property
     def foreseen(self) -> Foreseen:
         """Says of batches that are one slice what several would refuse."""
-        return Foreseen(self.weigh, f"is trained on whole batches. One of more than size={self.size} examples")
+        return Foreseen(self.normalize, f"is trained on whole batches. One of more than size={self.size} examples")
 
     def cuts(self, data: Any) -> bool | None:
         """Whether a batch has more examples than a slice; `None` where its shapes don't say."""

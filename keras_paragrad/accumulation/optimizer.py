@@ -8,12 +8,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.apply import apply_everywhere
-from keras_paragrad._keras.forward import Weight
-from keras_paragrad._keras.gradient_functions import releasing
-from keras_paragrad._keras.optimizer import WrappingOptimizer
-from keras_paragrad._keras.replicas import coordinate, first_replica, replica_count, replica_index, run_if
-from keras_paragrad._keras.transform import installed
+from keras_paragrad._keras.objects.optimizer import WrappingOptimizer
+from keras_paragrad._keras.replicas.collectives import (
+    cross_replica,
+    first_replica,
+    replica_count,
+    replica_index,
+    run_if,
+)
+from keras_paragrad._keras.step.apply import apply_everywhere
+from keras_paragrad._keras.step.forward import Normalizer
+from keras_paragrad._keras.step.gradient_functions import releasing
+from keras_paragrad._keras.step.transform import installed
 from keras_paragrad.accumulation.advice import advise_the_callback
 from keras_paragrad.accumulation.arguments import (
     ACCUMULATOR_DTYPES,
@@ -105,7 +111,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self._window: GradientWindow | None = None
         self._strategy = tf.distribute.get_strategy()
         self._gathers_only = False
-        self._weights: dict[int, Weight | None] = {}
+        self._weights: dict[int, Normalizer | None] = {}
         self._with_gradient: set[int] = set()
         self._advised = False
 
@@ -158,7 +164,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
                 self.end_micro_batch()
 
     @contextlib.contextmanager
-    def gathering(self, weight: Weight | None = None) -> Iterator[None]:
+    def gathering(self, weight: Normalizer | None = None) -> Iterator[None]:
         """Within it, `apply` only adds a gradient of this weight to the window; `end_micro_batch` has to follow."""
         self._gathers_only = True
         try:
@@ -168,7 +174,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
             self._gathers_only = False
 
     @contextlib.contextmanager
-    def weighed(self, weight: Weight | None) -> Iterator[None]:
+    def weighed(self, weight: Normalizer | None) -> Iterator[None]:
         """Within it, `apply` is given a gradient of this weight on this replica."""
         self._weights[replica_index()] = weight
         try:
@@ -185,15 +191,15 @@ class AccumulatingOptimizer(WrappingOptimizer):
         if not self.built:
             return  # The model has no trainable weights.
 
-        def end(run):
+        def end(per_replica):
             position = self.window.position
             last = position + 1 >= self.schedule(self.iterations) if update is None else update
             position.assign_add(1)
-            run_if(last, lambda: self._update(run))
+            run_if(last, lambda: self._update(per_replica))
 
-        coordinate(end)
+        cross_replica(end)
 
-    def _update(self, run) -> None:
+    def _update(self, per_replica) -> None:
         window, count = self.window, len(self.trainable_variables)
         # A window that was loaded, and not yet added to, does not know which variables get gradients.
         indices = sorted(self._with_gradient) or range(count)
@@ -203,13 +209,13 @@ class AccumulatingOptimizer(WrappingOptimizer):
             gradients = dict(zip(indices, means, strict=True))
             return [gradients.get(index) for index in range(count)], weight
 
-        gradients, weight = run(mean)
+        gradients, weight = per_replica(mean)
         # A window in which nothing was finite makes no update, not even one with a gradient of zero.
         run_if(
             first_replica(weight) > 0 if self._drops_nonfinite else True,
-            lambda: apply_everywhere(run, self.inner_optimizer, gradients, self.trainable_variables),
+            lambda: apply_everywhere(per_replica, self.inner_optimizer, gradients, self.trainable_variables),
         )
-        run(window.clear)
+        per_replica(window.clear)
         window.position.assign(0)
 
     @property

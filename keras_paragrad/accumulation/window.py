@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from keras_paragrad._keras.forward import Weight
-from keras_paragrad._keras.optimizer import WrappingOptimizer
-from keras_paragrad._keras.replicas import replica_count, sum_over_replicas
-from keras_paragrad._keras.saved import SavedVariables
+from keras_paragrad._keras.objects.optimizer import WrappingOptimizer
+from keras_paragrad._keras.objects.saved import SavedVariables
+from keras_paragrad._keras.replicas.collectives import replica_count, sum_over_replicas
+from keras_paragrad._keras.step.forward import Normalizer
 
 
 class GradientWindow(SavedVariables):
@@ -41,7 +41,7 @@ class GradientWindow(SavedVariables):
         ]
 
     def add_gradients(
-        self, indices: Sequence[int], gradients: Sequence, weight: Weight | None, *, drop_nonfinite: bool
+        self, indices: Sequence[int], gradients: Sequence, weight: Normalizer | None, *, drop_nonfinite: bool
     ) -> None:
         """Adds one micro-batch's gradients.
 

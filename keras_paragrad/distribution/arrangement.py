@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.capabilities import accumulating
+from keras_paragrad._keras.objects.capabilities import accumulating
 from keras_paragrad.accumulation.callback import ExactAccumulation
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.writers import with_one_writer

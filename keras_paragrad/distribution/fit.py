@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.model import has_own_fit, leaves_xla_open
-from keras_paragrad._keras.validation import split_for_validation
+from keras_paragrad._keras.objects.data import split_for_validation
+from keras_paragrad._keras.objects.model import has_own_fit, leaves_xla_open
 from keras_paragrad.distribution.alike import (
     AgreeEachEpoch,
     check_alike,

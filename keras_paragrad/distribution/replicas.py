@@ -11,12 +11,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.capabilities import accumulating
-from keras_paragrad._keras.model import all_layers, has_own_predict
-from keras_paragrad._keras.prepared import distributing_by, gather_up, spread_over_replicas
-from keras_paragrad._keras.stages import Spread
-from keras_paragrad._keras.uncut import Foreseen
-from keras_paragrad._keras.weights import Measure
+from keras_paragrad._keras.losses.normalization import LossNormalization
+from keras_paragrad._keras.objects.capabilities import accumulating
+from keras_paragrad._keras.objects.model import all_layers, has_own_predict
+from keras_paragrad._keras.replicas.prepared import distributing_by, spread_over_replicas, uninstall
+from keras_paragrad._keras.step.stages import Spread
+from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad.distribution.alike import SAME_CODE, ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.workers import place_of
@@ -81,13 +81,13 @@ class Preparation:
         self.model.jit_compile = self._jit_compile
         for method in ("fit", "predict"):
             self.model.__dict__.pop(method, None)
-        gather_up(self.model)
+        uninstall(self.model)
 
-    def _measure(self, weighting: str) -> Measure:
+    def _measure(self, weighting: str) -> LossNormalization:
         accumulator = accumulating(self.model.optimizer)
         stated = accumulator.weighting if accumulator else "auto"
         # Uniform micro-batches count the same, but replicas have uneven parts of them.
-        return Measure(weighting if stated in ("auto", "uniform") else stated, "DistributedFit")
+        return LossNormalization(weighting if stated in ("auto", "uniform") else stated, "DistributedFit")
 
     def _warn_of_batch_statistics(self) -> None:
         names = [layer.name for layer in self._batch_normalizations() if not layer.synchronized]

@@ -5,12 +5,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad._keras.workers import NamedDevicesStrategy, has_joined_a_cluster
+from keras_paragrad._keras.replicas.workers import NamedDevicesStrategy, has_joined_a_cluster
 from keras_paragrad.distribution.alike import versions
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.meeting import meet
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import Plan
+from keras_paragrad.distribution.rendezvous import meet
 from keras_paragrad.distribution.servers import make_parameter_server_strategy, serve_if_asked
 
 _IMPLEMENTATIONS = {

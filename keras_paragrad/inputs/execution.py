@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.gradient_functions import releasing
+from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad.inputs.chunks import MOST_ROWS, bytes_in_graph, bytes_of_derivative
 from keras_paragrad.inputs.derivative import Derivative
 from keras_paragrad.inputs.function import RowFunction

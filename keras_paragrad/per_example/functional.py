@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.gradient_functions import releasing
-from keras_paragrad._keras.losses import LossTerm
-from keras_paragrad._keras.symbolic import build_by_calling
+from keras_paragrad._keras.losses.terms import LossTerm
+from keras_paragrad._keras.step.gradient_functions import releasing
+from keras_paragrad._keras.step.symbolic import build_by_calling
 from keras_paragrad.arguments import check_flag, check_instance, check_integer, refusal
 from keras_paragrad.per_example.arguments import check_rows
 from keras_paragrad.per_example.capture import Capture

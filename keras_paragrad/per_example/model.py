@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.own_methods import IN_THE_WAY, lend, lent, overrides, preprocesses
+from keras_paragrad._keras.objects.own_methods import IN_THE_WAY, lend, lent, overrides, preprocesses
 from keras_paragrad.arguments import check_instance
 from keras_paragrad.per_example.reads import LossReads
 from keras_paragrad.per_example.wrapper import PerExampleGradients

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas import replica_count, sum_over_replicas
+from keras_paragrad._keras.replicas.collectives import replica_count, sum_over_replicas
 
 
 class Noise(NamedTuple):
@@ -46,7 +46,7 @@ class NoiseEstimate:
         self.average = _local_variable(3)
 
     def gradient(self, gradients: Sequence[Any], rows: tf.Tensor) -> None:
-        """Takes note of the gradient of a replica's micro-batch; see `keras_paragrad._keras.observe.Observe`."""
+        """Records the gradient of a replica's micro-batch; see `keras_paragrad._keras.telemetry.observe.Observe`."""
         rows = tf.cast(rows, "float32")
         if self.examples is not None:
             small = [self.examples(), rows, rows, rows]

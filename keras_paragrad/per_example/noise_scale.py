@@ -4,9 +4,9 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.capabilities import accumulating, clips
-from keras_paragrad._keras.losses import is_summed
-from keras_paragrad._keras.trainer import StepBuilder
+from keras_paragrad._keras.losses.terms import is_summed
+from keras_paragrad._keras.objects.capabilities import accumulating, clips
+from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad.arguments import check_choice, check_integer, check_number
 from keras_paragrad.per_example.noise_estimate import Noise, NoiseEstimate
 from keras_paragrad.per_example.search import find_layer
@@ -118,7 +118,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
                 "AccumulatingOptimizer of several steps; or train it on several replicas."
             )
         builder = StepBuilder.of(model)
-        weighed = builder.spread is not None and builder.spread.weigh is not None
+        weighed = builder.spread is not None and builder.spread.normalize is not None
         sums_first = there["accumulation"] or weighed or builder.transform is not None
         if replicas > 1 and clips(model.optimizer) and not sums_first:
             raise ValueError(

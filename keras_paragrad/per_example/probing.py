@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.gradient_functions import releasing
-from keras_paragrad._keras.layers import called_for_training
+from keras_paragrad._keras.objects.layers import called_for_training
+from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad.per_example.capture import Capture
 from keras_paragrad.per_example.units import Unit, holders_of, units_of
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.layers import mask_of, with_mask
+from keras_paragrad._keras.objects.layers import mask_of, with_mask
 from keras_paragrad.arguments import shown
 from keras_paragrad.sums import row_sums
 
@@ -131,7 +131,7 @@ class Rule:
         return [tf.add_n(list(parts)) for parts in zip(*map(self.gradients, calls), strict=True)]
 
     def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
-        """The same, or `keras_paragrad.per_example.kept.Parts` that each is made of, where those take less room."""
+        """The same, or the `factored_gradients.Parts` that each is made of, where those take less memory."""
         return self.gradients_of_all(calls)
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:

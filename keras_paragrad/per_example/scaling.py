@@ -7,15 +7,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.forward import share_of
-from keras_paragrad._keras.layers import outermost_layer
-from keras_paragrad._keras.losses import LossTerm, recorded_terms
-from keras_paragrad._keras.model import (
+from keras_paragrad._keras.losses.terms import LossTerm, recorded_terms
+from keras_paragrad._keras.objects.layers import outermost_layer
+from keras_paragrad._keras.objects.model import (
     has_own_compute_loss,
     has_own_train_step,
     summed_by_keras,
 )
-from keras_paragrad._keras.replicas import replica_count
+from keras_paragrad._keras.replicas.collectives import replica_count
+from keras_paragrad._keras.step.forward import replica_scale_of
 from keras_paragrad.per_example.losses import check_loss, row_losses
 from keras_paragrad.per_example.mixing import check_model
 
@@ -75,7 +75,7 @@ class Divisor:
         ((kind, divisor),) = divisors.items()
         # Keras divides by the number of replicas, unless the loss is a sum.
         replicas = 1 if kind == ("sum",) else replica_count()
-        share = tf.constant(1.0) if self.model is None else share_of(self.model)
+        share = tf.constant(1.0) if self.model is None else replica_scale_of(self.model)
         # No share at all is that of a replica without examples.
         return tf.math.divide_no_nan(divisor * replicas, share * self._loss_scale())
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.model import all_layers
+from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 
 

@@ -9,12 +9,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.gradient_functions import keep_with_graphs_of
-from keras_paragrad._keras.layers import compiled_by_xla, may_be_differentiated
-from keras_paragrad._keras.model import all_layers
-from keras_paragrad._keras.own_methods import metrics_of_its_own, uncompile
-from keras_paragrad._keras.replicas import replica_index
-from keras_paragrad._keras.symbolic import build_by_calling, has_build
+from keras_paragrad._keras.objects.layers import compiled_by_xla, may_be_differentiated
+from keras_paragrad._keras.objects.model import all_layers
+from keras_paragrad._keras.objects.own_methods import metrics_of_its_own, uncompile
+from keras_paragrad._keras.replicas.collectives import replica_index
+from keras_paragrad._keras.step.gradient_functions import keep_with_graphs_of
+from keras_paragrad._keras.step.symbolic import build_by_calling, has_build
 from keras_paragrad.arguments import check_choice, check_function, check_instance, check_integer, check_number
 from keras_paragrad.per_example.results import StepResults, capacity_for, check_room
 from keras_paragrad.per_example.scaling import Divisor

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.capabilities import accumulating, updating
+from keras_paragrad._keras.objects.capabilities import accumulating, updating
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 
 

@@ -18,11 +18,11 @@ from keras_paragrad import (
     per_example_norms,
     wrap,
 )
-from keras_paragrad._keras import trial
-from keras_paragrad._keras.loss_probe import mixes_rows
-from keras_paragrad._keras.losses import LossTerm
-from keras_paragrad._keras.row_probe import mixing_layer
-from keras_paragrad._keras.state_probe import layers_apart, metrics_apart
+from keras_paragrad._keras.losses.terms import LossTerm
+from keras_paragrad._keras.probes import trial
+from keras_paragrad._keras.probes.losses import mixes_rows
+from keras_paragrad._keras.probes.rows import mixing_layer
+from keras_paragrad._keras.probes.states import layers_apart, metrics_apart
 
 
 class MinusBatchMean(layers.Layer):

@@ -9,7 +9,7 @@ import tensorflow as tf
 from oracles import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, GradientTelemetry, microbatch
-from keras_paragrad._keras.weights import Measure
+from keras_paragrad._keras.losses.normalization import LossNormalization
 
 X = np.random.default_rng(0).normal(size=(14, 5)).astype("float32")
 Y = X[:, :2] - 1
@@ -240,8 +240,10 @@ def test_what_is_foreseen_is_not_run(caplog):
 
 def test_an_eager_step_is_looked_at_once(monkeypatch):
     looks = []
-    measure = Measure.__call__
-    monkeypatch.setattr(Measure, "__call__", lambda self, *arguments: looks.append(self) or measure(self, *arguments))
+    measure = LossNormalization.__call__
+    monkeypatch.setattr(
+        LossNormalization, "__call__", lambda self, *arguments: looks.append(self) or measure(self, *arguments)
+    )
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
     model.compile("sgd", "mse", run_eagerly=True)
     DistributedFit("none").prepare(model)

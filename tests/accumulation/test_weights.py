@@ -239,8 +239,8 @@ def test_a_subclassed_model_that_is_not_built():
 
 
 def test_the_weight_is_what_the_loss_divides_by():
-    from keras_paragrad._keras.losses import recorded_terms
-    from keras_paragrad._keras.weights import Measure
+    from keras_paragrad._keras.losses.normalization import LossNormalization
+    from keras_paragrad._keras.losses.terms import recorded_terms
 
     x, y = sequences()
     weights = generator.uniform(0.1, 2, (ROWS, 7)).astype("float32")
@@ -250,7 +250,7 @@ def test_the_weight_is_what_the_loss_divides_by():
         with recorded_terms(model) as terms:
             arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": weights}
             loss = model.compute_loss(**arguments)
-        weight = Measure()(model, arguments, terms)
+        weight = LossNormalization()(model, arguments, terms)
         by_hand = np.square(y - y_pred.numpy()).mean(-1) * weights * (x != 0)
         assert not weight.summed
         np.testing.assert_allclose(float(loss) * float(weight.value), by_hand.sum(), rtol=1e-5)

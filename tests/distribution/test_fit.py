@@ -218,7 +218,7 @@ def test_the_noise_scale_sees_replicas_that_are_clipped_after_the_sum():
 
 
 def test_replicas_know_their_place_in_a_graph():
-    from keras_paragrad._keras.replicas import replica_index
+    from keras_paragrad._keras.replicas.collectives import replica_index
 
     seen = []
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

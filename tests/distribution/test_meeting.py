@@ -9,7 +9,7 @@ import time
 import pytest
 
 from keras_paragrad.distribution.cluster import Cluster
-from keras_paragrad.distribution.meeting import _description, meet
+from keras_paragrad.distribution.rendezvous import _description, meet
 from keras_paragrad.distribution.sealed import LONGEST, Seal
 
 
@@ -294,7 +294,7 @@ def test_the_others_learn_why_the_first_worker_failed(monkeypatch):
     def fail(*_):
         raise RuntimeError("no reason")
 
-    monkeypatch.setattr("keras_paragrad.distribution.meeting._judge", fail)
+    monkeypatch.setattr("keras_paragrad.distribution.rendezvous._judge", fail)
     hosts = addresses(2)
     found = {}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.data import readable_again
+from keras_paragrad._keras.objects.data import readable_again
 from keras_paragrad.distribution.alike.comparison import check_alike
 from keras_paragrad.distribution.alike.epochs import AgreeEachEpoch
 from keras_paragrad.distribution.alike.fingerprint import arguments_of, fingerprint

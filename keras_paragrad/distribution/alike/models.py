@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.model import all_layers, compile_arguments
+from keras_paragrad._keras.objects.model import all_layers, compile_arguments
 from keras_paragrad.distribution.alike.code import is_of_a_library
 from keras_paragrad.distribution.alike.values import Entries, attributes_of, config_of, entries_of, kind_of
 

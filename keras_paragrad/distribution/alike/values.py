@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.losses import bound_arguments
+from keras_paragrad._keras.losses.terms import bound_arguments
 from keras_paragrad.distribution.alike.code import digest_of_class, digest_of_code, is_of_a_library, marshalled_code
 
 # What does not shape the computation: where something is written, how much is printed, and what only numbers objects.

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas import local_values
+from keras_paragrad._keras.replicas.collectives import local_values
 from keras_paragrad.distribution.workers import gather, place_of
 
 # Workers with other processors round otherwise, and their weights part slowly: over 10^5 steps by some 1e-5.

@@ -7,13 +7,13 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras import checkpoint_state as seam
+from keras_paragrad._keras.objects import checkpoint_state as seam
 from keras_paragrad.arguments import check_each, check_flag, check_integer
 from keras_paragrad.distribution.checkpoint.agreement import common_backup
+from keras_paragrad.distribution.checkpoint.callback_state import HISTORY, check_storable, state_of, with_epoch
 from keras_paragrad.distribution.checkpoint.content import Content
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, Stored
 from keras_paragrad.distribution.checkpoint.pace import StopChecks
-from keras_paragrad.distribution.checkpoint.remembered import HISTORY, check_storable, state_of, with_epoch
 from keras_paragrad.distribution.checkpoint.resuming import Resumption
 from keras_paragrad.distribution.checkpoint.stopping import StopRequest, TrainingInterrupted
 from keras_paragrad.distribution.checkpoint.values import UnstorableError
@@ -93,7 +93,7 @@ class Backup(keras.callbacks.Callback):
         self._request = StopRequest()
         self._resumption: Resumption | None = None
         self._position = Position(0, 0)
-        self._passed_over = 0
+        self._skipped = 0
         self._backed_up_at = 0
         self._ended: tuple[int, dict[str, Any]] | None = None
         self._failing = False
@@ -119,15 +119,15 @@ class Backup(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Passes over the batches of the epoch that training has seen."""
         self._position, self._ended = Position(epoch, 0), None
-        self._passed_over = self._backed_up_at = 0
+        self._skipped = self._backed_up_at = 0
         if self._resumption:
             self._resumption.in_first_epoch(epoch, self._others)
-            self._passed_over = self._backed_up_at = self._resumption.position.batch
+            self._skipped = self._backed_up_at = self._resumption.position.batch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Backs up, if it is time to or SIGTERM was received."""
         done = batch + 1
-        if done <= self._passed_over:
+        if done <= self._skipped:
             return
         self._position = Position(self._position.epoch, done)
         if self._resumption:
@@ -172,7 +172,7 @@ class Backup(keras.callbacks.Callback):
         self._resumption = None
         if self.model is not None:
             seam.begin_in(self.model, None)
-            seam.pass_over(self.model, 0)
+            seam.skip_batches(self.model, 0)
 
     def save(self) -> bool:
         """Backs up now, at the end of a batch or an epoch; called on every worker after the same step.

@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras import checkpoint_state as seam
+from keras_paragrad._keras.objects import checkpoint_state as seam
+from keras_paragrad.distribution.checkpoint.callback_state import restore_state
 from keras_paragrad.distribution.checkpoint.content import Content
 from keras_paragrad.distribution.checkpoint.files import Stored
-from keras_paragrad.distribution.checkpoint.remembered import restore_state
 
 # What is there before the first step; metrics may make their variables in it.
 _BEFORE_STEPS = ("model", "optimizer")
@@ -70,7 +70,7 @@ class Resumption:
             # Where Keras makes metrics' variables in the first step, they are made from a batch that is passed over:
             # that step may close a window of which the backup holds the rest.
             then = None if self._metrics_restored else functools.partial(self._restore_metrics, seam.assign_all)
-            seam.pass_over(self.model, self.position.batch, then)
+            seam.skip_batches(self.model, self.position.batch, then)
 
     def after_first_batch(self) -> None:
         """Adds what the metrics had counted, if they got their variables only in the first step."""

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.data import share_of_files
+from keras_paragrad._keras.objects.data import share_of_files
 from keras_paragrad.distribution.data.moments import Moments
 from keras_paragrad.distribution.data.policies import choose_policy
 from keras_paragrad.distribution.data.sources import is_endless

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad._keras.data import OwnAdapter
+from keras_paragrad._keras.objects.data import OwnAdapter
 from keras_paragrad.arguments import check_instance
 from keras_paragrad.distribution.data.agreement import common_steps
 from keras_paragrad.distribution.data.arguments import Request

@@ -5,9 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad._keras.data import trust_equal_steps
+from keras_paragrad._keras.objects.data import trust_equal_steps
 from keras_paragrad.distribution.data.arguments import Request
-from keras_paragrad.distribution.data.pieces import cut
+from keras_paragrad.distribution.data.batch_sharding import cut
 from keras_paragrad.distribution.data.policies import worker_batches
 from keras_paragrad.distribution.data.sources import Source
 from keras_paragrad.distribution.data.tally import Tally

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.served import ServedModel
-from keras_paragrad._keras.validation import split_for_validation
+from keras_paragrad._keras.objects.data import split_for_validation
+from keras_paragrad._keras.parameter_servers.model import ParameterServerModel
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs, distributed_dataset
 from keras_paragrad.distribution.servers.ahead import PredictedAhead
@@ -74,7 +74,7 @@ class ServerPreparation:
         self.model: Any = model
         coordinator = coordinator or tf.distribute.coordinator.ClusterCoordinator(self.model.distribute_strategy)
         self._dispatcher = Dispatcher(coordinator, count_workers(), in_flight)
-        self._served = ServedModel(model, self._dispatcher, lambda: check_model(model))
+        self._served = ParameterServerModel(model, self._dispatcher, lambda: check_model(model))
         for name in _METHODS:
             # Straight into `__dict__`: Keras tracks and saves what is assigned as an attribute.
             self.model.__dict__[name] = getattr(self, f"_{name}")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.kept import Parts
+from keras_paragrad.per_example.factored_gradients import Parts
 from keras_paragrad.per_example.registry import Call, Rule, register_rule
 
 # Up to so many, comparing all with all is faster than sorting them.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.kept import Parts
+from keras_paragrad.per_example.factored_gradients import Parts
 from keras_paragrad.per_example.registry import Call, Rule, squared_norm, zeroed
 from keras_paragrad.sums import row_sums
 

@@ -8,15 +8,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas import replica_index
-from keras_paragrad._keras.telemetry_watch import Update
+from keras_paragrad._keras.replicas.collectives import replica_index
+from keras_paragrad._keras.telemetry.watch import Update
 from keras_paragrad.distribution.workers import place_of
 from keras_paragrad.profiling.telemetry.report import HEADER, QUANTITIES, Weight
 from keras_paragrad.sums import row_sums
 
 
 class Meter:
-    """Measures every so many updates; fills the *telemetry* stage of `keras_paragrad._keras.trainer.StepBuilder`.
+    """Measures every so many updates; fills the *telemetry* stage of `keras_paragrad._keras.step.builder.StepBuilder`.
 
     A model without weights gets them in its first step. So the vector is made when that step is traced; where several
     replicas train, Keras has built the model before, and it is made right away.

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.telemetry_counts import batch_spec, gradient_graph
+from keras_paragrad._keras.telemetry.counts import batch_spec, gradient_graph
 from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
 from keras_paragrad.distribution.workers import place_of
 from keras_paragrad.profiling.stops import Stops

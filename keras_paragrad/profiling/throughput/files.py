@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_paragrad._keras.telemetry_counts import Trace
+from keras_paragrad._keras.telemetry.counts import Trace
 from keras_paragrad.profiling.telemetry.scalars import Scalars
 from keras_paragrad.profiling.telemetry.sinks import Guarded
 from keras_paragrad.profiling.telemetry.tables import Table, begin_csv

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from keras_paragrad._keras.telemetry_counts import examples_seen
+from keras_paragrad._keras.telemetry.counts import examples_seen
 from keras_paragrad.distribution.workers import place_of
 
 

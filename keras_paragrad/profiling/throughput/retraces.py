@@ -3,7 +3,7 @@
 from collections.abc import Sized
 from typing import Any
 
-from keras_paragrad._keras.telemetry_counts import Trace, compiled_functions, graphs_of, newest_trace
+from keras_paragrad._keras.telemetry.counts import Trace, compiled_functions, graphs_of, newest_trace
 
 
 class Retraces:

@@ -8,7 +8,7 @@ import tensorflow as tf
 from histories import BATCHES, CASES, MicroBatches, assert_same, shown_by
 from hypothesis import given, settings
 
-from keras_paragrad._keras.row_probe import mixing_layer
+from keras_paragrad._keras.probes.rows import mixing_layer
 from keras_paragrad.distribution import servers
 
 own_process = pytest.mark.own_process(seconds=280)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad._keras.additions import Additions
+from keras_paragrad._keras.telemetry.weight_deltas import Additions
 
 ADDED = [
     lambda: keras.optimizers.SGD(0.1, momentum=0.9),

@@ -1,0 +1,1 @@
+"""What losses divide by, and what `fit` and `evaluate` show of them."""

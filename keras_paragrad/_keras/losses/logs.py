@@ -1,0 +1,75 @@
+"""What `fit` shows of a step that several replicas took."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.losses.tracking import TrackedLosses
+from keras_paragrad._keras.replicas.collectives import sum_over_replicas
+
+
+def update_metrics(model: keras.Model, batch: dict[str, Any]) -> None:
+    """Gives a model's metrics a part of a batch; what they come to is asked of `get_metrics_result` for all parts.
+
+    Args:
+        model: A compiled model.
+        batch: The arguments of its `compute_metrics`.
+
+    Raises:
+        ValueError: A `compute_metrics` of the model's own shows something else.
+    """
+    found = model.compute_metrics(**batch)
+    if type(model).compute_metrics is keras.Model.compute_metrics and "compute_metrics" not in vars(model):
+        return
+    shown = model.get_metrics_result()
+    if set(found) != set(shown):
+        raise ValueError(
+            f"compute_metrics of {type(model).__name__} returns {sorted(found)}, and get_metrics_result "
+            f"{sorted(shown)}. A batch is computed in parts here, and what is shown of all of them is what "
+            "get_metrics_result returns. Let that return the same: override it too, and compute what it adds from the "
+            "states of metrics."
+        )
+
+
+class SharedResults:
+    """The model's metrics over the examples of all replicas, the same on each.
+
+    Keras averages the replicas' metrics, which is right if all had as many examples. This adds up what the metrics are
+    made of.
+
+    Args:
+        model: The model, once its metrics have seen the batch.
+        losses: The batch's losses, which have not been tracked yet, or `None` if they have.
+
+    Attributes:
+        parts: What has to be added up over the replicas: a vector for each dtype, and the losses.
+    """
+
+    def __init__(self, model: keras.Model, losses: TrackedLosses | None = None):
+        self.model = model
+        self.losses = losses
+        self.variables = [variable for variable in model.metrics_variables if variable.aggregation == "sum"]
+        dtypes = dict.fromkeys(variable.dtype for variable in self.variables)
+        self._groups = [[variable for variable in self.variables if variable.dtype == dtype] for dtype in dtypes]
+        self.parts = [tf.concat([tf.reshape(each.value, [-1]) for each in group], 0) for group in self._groups]
+        if losses is not None:
+            self.parts.append(losses.part)
+
+    def results(self, sums: Sequence[tf.Tensor]) -> dict[str, Any]:
+        """What `get_metrics_result` returns of the replicas' `parts`, added up."""
+        state = {}
+        for group, total in zip(self._groups, sums, strict=False):
+            pieces = tf.split(total, [variable.shape.num_elements() for variable in group])
+            state |= {id(each): tf.reshape(piece, each.shape) for each, piece in zip(group, pieces, strict=True)}
+        for variable, added in self.losses.add(sums[-1]) if self.losses else ():
+            state[id(variable)] += added
+        with keras.StatelessScope(state_mapping=[(each, state[id(each)]) for each in self.variables]):
+            return self.model.get_metrics_result()
+
+
+def results_of_all(model: keras.Model, losses: TrackedLosses | None = None) -> dict[str, Any]:
+    """The model's metrics over the examples of all replicas, by one collective; called on every replica."""
+    results = SharedResults(model, losses)
+    return results.results(sum_over_replicas(results.parts))

@@ -1,0 +1,1 @@
+"""Keras's models, layers, optimizers and datasets: what they bring and how they are wrapped, patched and saved."""

@@ -1,0 +1,95 @@
+"""All variables that training goes on from, and where in its epochs a model is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_paragrad._keras.hooks.check import check_objects
+from keras_paragrad._keras.objects.saved import SavedVariables
+from keras_paragrad._keras.step.builder import StepBuilder
+
+
+def training_variables(model: keras.Model) -> dict[str, list[keras.Variable]]:
+    """Every variable that a step reads or writes, by what it belongs to; in the same order in every process."""
+    optimizers = _with_inner(model.optimizer)
+    sections = {
+        "model": model.variables,
+        "optimizer": [variable for optimizer in optimizers for variable in _variables_of(optimizer)],
+        "metrics": [*model.metrics_variables, *_loss_window(model)],
+    }
+    seen: set[int] = set()
+    return {name: [each for each in variables if _is_new(each, seen)] for name, variables in sections.items()}
+
+
+def read_all(sections: dict[str, list[keras.Variable]]) -> dict[str, list[np.ndarray]]:
+    """The variables' values, summed or averaged over the replicas; all workers must call this."""
+    return {name: [np.asarray(variable.numpy()) for variable in variables] for name, variables in sections.items()}
+
+
+def assign_all(sections: dict[str, list[keras.Variable]], values: dict[str, list[np.ndarray]]) -> None:
+    """Gives the variables their values back, on any number of replicas; all workers must call this."""
+    for name, variables in sections.items():
+        for variable, value in zip(variables, values[name], strict=True):
+            variable.assign(value)
+
+
+def add_all(sections: dict[str, list[keras.Variable]], values: dict[str, list[np.ndarray]]) -> None:
+    """Adds values to the variables, as those of another replica are added; all workers must call this."""
+    for name, variables in sections.items():
+        for variable, value in zip(variables, values[name], strict=True):
+            variable.assign(variable.numpy() + value)
+
+
+def build_optimizer(model: Any) -> None:
+    """Makes the optimizer's variables, if no step has."""
+    if model.optimizer is not None and not model.optimizer.built:
+        with model.distribute_strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+
+
+def begin_in(model: Any, epoch: int | None) -> None:
+    """Says in which epoch the running `fit` begins, and the next ones do until told `None`."""
+    check_objects()
+    model._initial_epoch = epoch
+
+
+def skip_batches(model: keras.Model, batches: int, then: Callable[[], None] | None = None) -> None:
+    """Makes `fit` take so many batches and train on none of them.
+
+    Args:
+        model: The model.
+        batches: How many.
+        then: Called after them, when all metrics have their variables, and before the first step.
+    """
+    builder = StepBuilder.of(model)
+    if batches and "make_train_function" not in model.__dict__:
+        # Nothing has asked for a train function of ours, and Keras's own can't leave batches out.
+        builder.build()
+    builder.skip_batches(batches, then)
+
+
+def _with_inner(optimizer: Any) -> list[Any]:
+    if optimizer is None:
+        return []
+    inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
+    return [optimizer, *(found for each in inner for found in _with_inner(each))]
+
+
+def _variables_of(optimizer: Any) -> list[keras.Variable]:
+    saved = [part for part in vars(optimizer).values() if isinstance(part, SavedVariables)]
+    return [*optimizer.variables, *(variable for part in saved for variable in part.variables.values())]
+
+
+def _loss_window(model: keras.Model) -> list[keras.Variable]:
+    builder = StepBuilder.of(model)
+    if not builder.apply or builder.loss_window is None:
+        return []
+    return list(builder.loss_window.variables.values())
+
+
+def _is_new(variable: keras.Variable, seen: set[int]) -> bool:
+    new = id(variable) not in seen
+    seen.add(id(variable))
+    return new

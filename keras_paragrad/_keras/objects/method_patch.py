@@ -1,0 +1,62 @@
+"""Methods that are replaced while a step is traced, for all replicas together."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+Made = TypeVar("Made", bound="MethodPatch")
+
+
+class MethodPatch:
+    """Methods of objects, replaced from the first replica that comes to the last that leaves."""
+
+    def __init__(self):
+        self.inside = 0
+        self._replaced = contextlib.ExitStack()
+
+    def patch_all(self) -> None:
+        """Replaces what is to be replaced."""
+        raise NotImplementedError
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replaces a method or an attribute of one object until the last replica has left."""
+        before = {name: owner.__dict__[name]} if name in owner.__dict__ else {}
+        owner.__dict__[name] = value
+
+        def put_back():
+            del owner.__dict__[name]
+            owner.__dict__.update(before)
+
+        self._replaced.callback(put_back)
+
+    def put_back(self) -> None:
+        """Puts everything back."""
+        self._replaced.close()
+
+
+def is_patched(owner: Any, name: str) -> bool:
+    """Whether a method of an object is replaced now."""
+    return name in owner.__dict__
+
+
+@contextlib.contextmanager
+def patched(owner: Any, key: str, make: Callable[[], Made]) -> Iterator[Made]:
+    """Replaces methods while a step is traced in it; entered on every replica.
+
+    Args:
+        owner: The object that keeps the replacement, so that the other replicas find it.
+        key: The attribute in which it does.
+        make: Makes the replacement.
+    """
+    # Replicas are traced in turns, each up to where they meet: the first in replaces, the last out puts back.
+    replacement = owner.__dict__.setdefault(key, make())
+    replacement.inside += 1
+    try:
+        if replacement.inside == 1:
+            replacement.patch_all()
+        yield replacement
+    finally:
+        replacement.inside -= 1
+        if not replacement.inside:
+            replacement.put_back()
+            del owner.__dict__[key]

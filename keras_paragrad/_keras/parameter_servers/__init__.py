@@ -1,0 +1,1 @@
+"""Models whose weights lie on parameter servers."""

@@ -1,0 +1,114 @@
+"""Whether a loss compares the examples of a batch with each other, found by computing it on made-up rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad._keras.losses.terms import LossTerm
+from keras_paragrad._keras.probes.built_in import values_are_of_examples
+from keras_paragrad._keras.probes.trial import (
+    SIZES,
+    Pure,
+    Unknown,
+    attempt,
+    called,
+    is_coarse,
+    made_up,
+    some_rows,
+    with_changed_rows,
+    with_other_seeds,
+)
+from keras_paragrad._keras.step.forward import Normalizer
+
+_ROWS = 8
+# Whether targets are labels, and between what predictions are: probabilities, logits, embeddings.
+_DRAWS = ((True, 0.1, 0.9), (True, -3.0, 3.0), (False, -3.0, 3.0))
+# Rows before, between and after those that are compared, so that pairs of neighbours are found.
+_CHANGED = [0, 3]
+
+
+def mixes_rows(term: LossTerm, *, one_value_each: bool = False) -> bool:
+    """Whether a loss gives an example another value when the other examples in its batch change, or their number.
+
+    Args:
+        term: The loss and what it is called with, of which only shapes and dtypes count.
+        one_value_each: Whether a loss that has not one row of values for each example counts as one that does.
+
+    Returns:
+        `False` also where the loss could not be called on made-up rows, or returns one number for all of them.
+    """
+    compute = tf.function(lambda y_true, y_pred: LossTerm(term.loss, y_true, y_pred, None).values, autograph=False)
+
+    def find(draw: tuple[bool, float, float]) -> bool:
+        return not values_are_of_examples(term.loss) and _mixes(term, compute, one_value_each, *draw)
+
+    return any(attempt(find, draw, otherwise=False) for draw in _DRAWS)
+
+
+def parts_make_up_the_whole(
+    model: Any, arguments: dict[str, Any], normalize: Callable[[dict[str, Any]], Normalizer]
+) -> bool:
+    """Whether a model's loss, times what it was divided by, is the sum of those of two parts of a batch.
+
+    That is what replicas and micro-batches rely on. For losses that can't be seen into: a `compute_loss` of the
+    model's own, and what layers add.
+
+    Args:
+        model: A built and compiled model.
+        arguments: Those of its `compute_loss`, of which only shapes and dtypes count.
+        normalize: From such arguments to what the loss is said to be divided by.
+
+    Returns:
+        `True` also where the loss could not be computed on made-up rows, or is random.
+    """
+
+    def undivided(data):
+        x, sample_weight, y = data
+        given = {"x": x, "y": y, "y_pred": called(model, (x,), training=False), "sample_weight": sample_weight}
+        loss = model._compute_loss(**given, training=True)
+        weight = normalize(given)
+        # Of several values, Keras differentiates the sum.
+        return tf.cast(tf.reduce_sum(loss), "float32") * (1.0 if weight.summed else weight.value)
+
+    def find(size):
+        x, y, weights = (arguments[name] for name in ("x", "y", "sample_weight"))
+        targets = made_up(y, _ROWS, seed=0, size=size, labels=True)
+        data = [*made_up((x, weights), _ROWS, seed=1, size=size), targets]
+        compute = Pure(model, undivided)
+        whole, other = float(compute(data)[0]), float(compute(data, with_other_seeds(compute.start))[0])
+        parts = [float(compute(some_rows(data, *rows))[0]) for rows in ((0, _ROWS // 2), (_ROWS // 2, _ROWS))]
+        tolerance = 1e-2 if is_coarse(model) else 1e-3
+        return whole != other or bool(np.isclose(whole, sum(parts), rtol=tolerance))
+
+    return attempt(find, *SIZES, otherwise=True)
+
+
+def _mixes(term: LossTerm, compute: Any, one_value_each: bool, labels: bool, low: float, high: float) -> bool:
+    def values(y_true, y_pred):
+        found = np.asarray(compute(y_true, y_pred), "float64")
+        # Values of several elements of an example may be flattened with the examples.
+        rows = len(keras.tree.flatten(y_pred)[0])
+        return found if len(found) % rows or one_value_each else found.reshape(rows, -1)
+
+    def are_alike(one, other):
+        return np.allclose(one, other, atol=1e-5 * np.abs(one[np.isfinite(one)]).max(initial=1.0), equal_nan=True)
+
+    whole, others = (
+        (
+            made_up(term.y_true, _ROWS, seed=seed, labels=labels),
+            made_up(term.y_pred, _ROWS, seed=seed + 1, low=low, high=high),
+        )
+        for seed in (0, 2)
+    )
+    whole, changed = with_changed_rows(whole, others, _CHANGED)
+    together, beside_others = values(*whole), values(*changed)
+    if together.shape[:1] != (_ROWS,):
+        return True
+    if not are_alike(together, values(*whole)):
+        raise Unknown("the loss is random")
+    kept = [row for row in range(_ROWS) if row not in _CHANGED]
+    parts = [values(*some_rows(whole, *rows)) for rows in ((0, _ROWS // 2), (_ROWS // 2, _ROWS))]
+    return not (are_alike(together[kept], beside_others[kept]) and are_alike(together, np.concatenate(parts)))

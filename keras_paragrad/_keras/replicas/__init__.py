@@ -1,0 +1,1 @@
+"""Several devices and workers: collectives, empty shards, a model prepared for them."""

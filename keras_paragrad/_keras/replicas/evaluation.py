@@ -1,0 +1,121 @@
+"""Evaluation and prediction on replicas: every example once, and in order."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.losses.logs import results_of_all, update_metrics
+from keras_paragrad._keras.losses.own_logs import evaluated_by_own_step
+from keras_paragrad._keras.losses.sums import LossSums, loss_sums
+from keras_paragrad._keras.losses.terms import recorded_terms
+from keras_paragrad._keras.losses.tracking import TrackedLosses
+from keras_paragrad._keras.losses.undivided import not_divided_by_replicas
+from keras_paragrad._keras.objects.model import has_own_predict_step, has_own_test_step
+from keras_paragrad._keras.probes.independence import check_metrics
+from keras_paragrad._keras.replicas.collectives import replica_count
+from keras_paragrad._keras.replicas.shard import Shard, rows_of
+from keras_paragrad._keras.step.execution import compile_steps
+from keras_paragrad._keras.step.forward import compiled_apart
+from keras_paragrad._keras.step.gradient_functions import releasing
+from keras_paragrad._keras.step.stages import Spread
+from keras_paragrad._keras.step.symbolic import build_from_inputs
+
+
+def test_function(model: keras.Model, spread: Spread) -> Callable[[Any], dict]:
+    """What to evaluate a model with, for `model.test_function`."""
+
+    def step(data: Any) -> dict:
+        if has_own_test_step(model):
+            return evaluated_by_own_step(model, data, spread.normalize)
+        shard = Shard.of(data)
+        filled = shard.filled(data)
+        y_pred, sums = _evaluated(model, filled, spread)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(filled)
+        batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+        shard.run(lambda: update_metrics(model, batch))
+        if spread.normalize is not None:
+            check_metrics(model, y, y_pred, sample_weight)
+        return results_of_all(model, TrackedLosses(model, sums.only_if(shard.nonempty)))
+
+    return compile_steps(model, [step], spread=spread)
+
+
+def predict_function(model: keras.Model, spread: Spread) -> Callable[[list], Any]:
+    """What to predict with, for `model.predict_function`."""
+    strategy = model.distribute_strategy
+
+    def step(data: Any) -> Any:
+        if has_own_predict_step(model):
+            return model.predict_step(data)
+        shard = Shard.of(data)
+        return shard.cut(_apart(_predicted, spread)(model, shard.filled(data)))
+
+    def predicted(batch: Any) -> Any:
+        outputs = strategy.run(model._autoconvert_optionals(step), args=(batch,))
+        if strategy.num_replicas_in_sync == 1:
+            return outputs
+        return keras.tree.map_structure(lambda output: _gathered(strategy, output), outputs)
+
+    if not model.run_eagerly:
+        predicted = tf.function(releasing(predicted), reduce_retracing=True, autograph=False)
+
+    def predict(batches: list) -> Any:
+        if spread.by_xla:
+            # XLA can't make weights that several devices have.
+            build_from_inputs(model, batches[0])
+        outputs = [predicted(batch) for batch in batches]
+        return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+    return predict
+
+
+def _gathered(strategy: tf.distribute.Strategy, output: Any) -> Any:
+    """The replicas' parts of an output, one after the other."""
+    parts = strategy.experimental_local_results(output)
+    if not isinstance(parts[0], tf.RaggedTensor):
+        return strategy.gather(output, axis=0)
+    if len(parts) < strategy.num_replicas_in_sync:
+        raise ValueError(
+            "The model predicts ragged tensors, which several workers can't gather. Let it predict dense ones: end it "
+            "with keras.layers.Lambda(lambda x: x.to_tensor(shape=...))."
+        )
+    return tf.concat(parts, 0)
+
+
+def _apart(function: Callable[[Any, Any], Any], spread: Spread) -> Callable[[Any, Any], Any]:
+    if not spread.by_xla or replica_count() == 1:
+        return function
+    return lambda model, data: compiled_apart(functools.partial(function, model), data)
+
+
+def _evaluated(model: Any, data: Any, spread: Spread) -> tuple[Any, LossSums]:
+    forms = []
+
+    def evaluated(model: Any, data: Any) -> tuple[Any, tf.Tensor]:
+        y_pred, sums = _losses_of(model, data, spread)
+        forms.append(sums.form)
+        return y_pred, sums.vector
+
+    y_pred, vector = _apart(evaluated, spread)(model, data)
+    return y_pred, LossSums(vector, forms[-1])
+
+
+def _losses_of(model: Any, data: Any, spread: Spread) -> tuple[Any, LossSums]:
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    y_pred = _called(model, x)
+    arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+    with recorded_terms(model, untracked=True) as terms, not_divided_by_replicas():
+        loss = model._compute_loss(**arguments, training=False)
+    weight = spread.normalize.in_evaluation(model, arguments, terms) if spread.normalize else None
+    return y_pred, loss_sums(model, loss, terms, rows_of(x), weight)
+
+
+def _predicted(model: Any, data: Any) -> Any:
+    return _called(model, keras.utils.unpack_x_y_sample_weight(data)[0])
+
+
+def _called(model: Any, x: Any) -> Any:
+    return model(x, training=False) if model._call_has_training_arg else model(x)

@@ -1,0 +1,107 @@
+"""Methods of one model, in place of those of its class."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.replicas.evaluation import predict_function, test_function
+from keras_paragrad._keras.replicas.parallel_reading import read_by_own_workers
+from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad._keras.step.stages import Spread
+from keras_paragrad._keras.step.symbolic import build_from
+from keras_paragrad._keras.step.whole_batches import predict_on_batch
+
+Cut = Callable[[Any, int | None], Any]
+
+_METHODS = ("_maybe_symbolic_build", "make_test_function", "make_predict_function", "predict_on_batch")
+
+
+def spread_over_replicas(model: keras.Model, spread: Spread, cut: Cut | None = None) -> None:
+    """Trains, evaluates and predicts a model on replicas in our way, until `uninstall`.
+
+    Args:
+        model: The model.
+        spread: How batches are spread.
+        cut: What `fit` and `evaluate` have data cut up by, from Keras's adapter and the steps of an epoch to another
+            adapter or `None`; Keras's way, if there is none.
+    """
+    builder = StepBuilder.of(model)
+    if builder.spread == spread:
+        # What is compiled stays good.
+        return
+    builder.fill(spread=spread)
+    if model.distribute_strategy.num_replicas_in_sync == 1:
+        return
+    own = model.__dict__
+
+    def build(iterator: Any = None, data_batch: Any = None) -> None:
+        # The first that Keras does with data that it is about to train or evaluate on.
+        if cut and iterator is not None:
+            _cut_up(iterator, cut)
+        elif iterator is not None:
+            read_by_own_workers(iterator.data_adapter)
+        build_from(model, iterator, data_batch)
+
+    own["_maybe_symbolic_build"] = build
+    own["make_test_function"] = _maker(model, "test_function", lambda: test_function(model, spread))
+    own["predict_on_batch"] = functools.partial(predict_on_batch, model)
+    own["make_predict_function"] = _maker(model, "predict_function", lambda: predict_function(model, spread))
+    _forget_functions(model)
+
+
+def uninstall(model: keras.Model) -> None:
+    """Gives a model its class's methods back."""
+    for method in _METHODS:
+        model.__dict__.pop(method, None)
+    _forget_functions(model)
+    StepBuilder.of(model).fill(spread=None)
+
+
+@contextlib.contextmanager
+def distributing_by(model: Any, cut: Callable[[Any], Any]) -> Iterator[None]:
+    """Within it, data that the model's own methods make are distributed by `cut`, from a dataset to an adapter."""
+    own = model.__dict__
+    before = own["_distribute_strategy"]
+    own["_distribute_strategy"] = _Distributes(model.distribute_strategy, cut)
+    try:
+        yield
+    finally:
+        own["_distribute_strategy"] = before
+
+
+class _Distributes:
+    """A strategy, with another way to distribute a dataset."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, cut: Callable[[Any], Any]):
+        self._strategy = strategy
+        self._cut = cut
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """The dataset for Keras's trainer."""
+        return self._cut(dataset).get_tf_dataset()
+
+
+def _cut_up(iterator: Any, cut: Cut) -> None:
+    adapter = cut(iterator.data_adapter, iterator.steps_per_epoch)
+    if adapter is not None:
+        iterator.data_adapter, iterator._num_batches = adapter, adapter.num_batches
+        iterator._distributed_dataset = adapter.get_tf_dataset()
+
+
+def _maker(model: keras.Model, attribute: str, make: Callable[[], Any]) -> Callable[..., None]:
+    def make_function(force: bool = False) -> None:
+        if force or getattr(model, attribute) is None:
+            setattr(model, attribute, make())
+
+    return make_function
+
+
+def _forget_functions(model: Any) -> None:
+    model.test_function = model.predict_function = None

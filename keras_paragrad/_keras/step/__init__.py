@@ -1,0 +1,1 @@
+"""The train function and the stages of a step."""

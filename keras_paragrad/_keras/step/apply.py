@@ -1,0 +1,101 @@
+"""The *apply* stage: the gradient of a batch, handed to the optimizer on every replica."""
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.objects.capabilities import accumulating, parts, unscaled
+from keras_paragrad._keras.replicas.collectives import cross_replica, replica_count, run_if, sum_over_replicas
+from keras_paragrad._keras.step.forward import scaled_gradient
+
+_REDUCE = "_all_reduce_sum_gradients"
+
+
+def apply_gradient(
+    model: keras.Model, gradients: list[Any], *, whole: bool, beside: Sequence[tf.Tensor] = ()
+) -> list[tf.Tensor] | None:
+    """Hands gradients to the model's optimizer; called on every replica.
+
+    Args:
+        model: A compiled model.
+        gradients: A gradient for each of its `trainable_weights`, or `None`.
+        whole: Whether the sum over the replicas is exactly the gradient of the batch. Then they are added up before
+            they are clipped, so that the step is that of one device. An optimizer that accumulates sees to that itself.
+        beside: Other tensors to add up over the replicas, in the same collective.
+
+    Returns:
+        Their sums, or `None` if gradients were not added up here.
+    """
+    optimizer, variables = model.optimizer, model.trainable_weights
+    if not variables:
+        # As Keras does: such a model is trained for its metrics and what its layers count.
+        warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        return None
+    if replica_count() == 1 or not whole:
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return None
+    if accumulating(optimizer):
+        if unscaled(optimizer) is not optimizer:
+            gradients = _nonfinite_everywhere(gradients)
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return None
+    present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    summed = sum_over_replicas([*(gradients[index] for index in present), *beside])
+    sums = dict(zip(present, summed, strict=False))
+    total = [sums.get(index) for index in range(len(gradients))]
+    cross_replica(lambda per_replica, total: apply_everywhere(per_replica, optimizer, total, variables), total)
+    return summed[len(present) :]
+
+
+def _nonfinite_everywhere(gradients: list[Any]) -> list[Any]:
+    """NaN on every replica if a gradient is not finite on one: a `LossScaleOptimizer` looks at the first alone."""
+    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients if each is not None]
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+    (elsewhere,) = sum_over_replicas([tf.cast(tf.logical_not(finite), "float32")])
+    poison = tf.where(elsewhere > 0, float("nan"), 1.0)
+    return [scaled_gradient(gradient, poison) for gradient in gradients]
+
+
+def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradients, variables) -> None:
+    """Applies gradients that have been summed over the replicas, on each of them; called once for all.
+
+    Args:
+        per_replica: Runs a function on every replica; see `keras_paragrad._keras.replicas.collectives.cross_replica`.
+        optimizer: A built optimizer.
+        gradients: A gradient or `None` for each variable, grouped by replica.
+        variables: The variables that the optimizer was built with.
+    """
+    frequencies = [(part, part.ema_overwrite_frequency) for part in parts(optimizer)]
+    before = [part.__dict__.get(_REDUCE) for part, _ in frequencies]
+    for part, _ in frequencies:
+        part.__dict__[_REDUCE] = list
+        # Keras overwrites in a branch on each replica, and a strategy refuses to update a variable in there.
+        part.ema_overwrite_frequency = None
+    try:
+        per_replica(lambda gradients: optimizer.apply(gradients, variables), gradients)
+    finally:
+        for (part, frequency), replaced in zip(frequencies, before, strict=True):
+            part.ema_overwrite_frequency = frequency
+            if replaced is None:
+                del part.__dict__[_REDUCE]
+            else:
+                part.__dict__[_REDUCE] = replaced
+    for part, frequency in frequencies:
+        if part.use_ema and frequency and part.built:
+            run_if(part.iterations % frequency == 0, functools.partial(_overwrite_with_average, per_replica, part))
+
+
+def _overwrite_with_average(per_replica, optimizer: keras.optimizers.Optimizer) -> None:
+    variables = optimizer._trainable_variables
+
+    def constrain():
+        for variable in variables:
+            if variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
+
+    optimizer._overwrite_model_variables_with_average_value(variables)
+    per_replica(constrain)

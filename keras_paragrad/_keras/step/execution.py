@@ -1,0 +1,179 @@
+"""Taking batches from the iterator and running compiled steps on them: the outermost part of a train function."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import reduce_per_replica
+from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
+
+from keras_paragrad._keras.replicas.collectives import of_first_replica
+from keras_paragrad._keras.step.gradient_functions import releasing
+from keras_paragrad._keras.step.stages import Spread
+from keras_paragrad._keras.step.uncut import Limit
+from keras_paragrad._keras.step.whole_batches import divided
+
+Step = Callable[[Any], dict]
+# From an iterator, and whether each batch ends with an update, to the last batch's logs; `None` if there was no batch.
+Execute = Callable[[Any, list[bool]], dict | None]
+
+
+def compile_steps(
+    model: keras.Model,
+    steps: Sequence[Step],
+    schedule: Any = None,
+    spread: Spread | None = None,
+    skipped: Callable[[int], int] = lambda batches: 0,
+    limit: Limit | None = None,
+    goes_on: Callable[[Any], None] = lambda batch: None,
+) -> Callable[[Any], dict]:
+    """Makes a train function in which each batch is run by one of several steps, compiled apart.
+
+    The host picks the step: the branch lies outside what XLA compiles, so that a step costs nothing where it isn't run.
+
+    Args:
+        model: The model that is trained; its `jit_compile`, `run_eagerly` and `steps_per_execution` hold.
+        steps: One step, or two: without and with an update.
+        schedule: Its `plan(batches)` says for each batch whether to take the second step; its `ended(batches,
+            exhausted)` is told that they have run, and its `skipped(batches)` that they have not. Needed for two
+            steps.
+        spread: How batches are spread over replicas, or `None` for Keras's way.
+        skipped: How many of so many next batches to take and not to run.
+        limit: How large batches may be, if there is a limit.
+        goes_on: Called with the last batch that was passed over, before the first that is run.
+
+    Returns:
+        A function for `model.train_function`.
+    """
+    compiled = [_compile_step(model, step, spread, limit) for step in steps]
+    by_host = _by_host(model, compiled, cuts=spread is not None)
+    run = _in_graph(model, compiled) if model.distribute_strategy.num_replicas_in_sync == 1 else by_host
+
+    def train_function(iterator: Any) -> dict:
+        batches = model.steps_per_execution
+        try:
+            batch = None
+            for _ in range(passed := skipped(batches)):
+                batch = _next_batch(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            # The rest of them, or the model's next `fit` would pass over what nobody has seen.
+            skipped(sys.maxsize)
+            raise ValueError(
+                "The data ended before the batch that training is to go on from. Give fit the data, batch_size and "
+                "steps_per_epoch that it had, or give Backup another directory to begin anew."
+            ) from None
+        if schedule and passed:
+            schedule.skipped(passed)
+        if passed:
+            goes_on(batch)
+        if passed == batches:
+            return {}
+        batches -= passed
+        updates = schedule.plan(batches) if schedule else [False] * batches
+        in_graph = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not passed
+        execute = run if in_graph else by_host
+        try:
+            logs = execute(iterator, updates)
+        except tf.errors.InvalidArgumentError as error:
+            if limit:
+                limit.explain(error)
+            raise
+        if schedule:
+            schedule.ended(batches, exhausted=logs is None)
+        if logs is None:
+            raise StopIteration
+        return logs
+
+    return train_function
+
+
+def _next_batch(iterator: Any) -> Any:
+    return iterator.get_next() if hasattr(iterator, "get_next") else next(iterator)
+
+
+def _compile_step(model: keras.Model, step: Step, spread: Spread | None, limit: Limit | None) -> Step:
+    strategy = model.distribute_strategy
+
+    def one_step(data: Any) -> dict:
+        logs = strategy.run(step, args=(data,))
+        return of_first_replica(strategy, logs) if spread else reduce_per_replica(logs, strategy, reduction="auto")
+
+    if not model.run_eagerly:
+        # Not inlined, so that nothing in it, such as a counter, runs ahead of a batch that turns out not to exist.
+        one_step = tf.function(
+            releasing(one_step),
+            reduce_retracing=True,
+            # XLA can't compile what several devices meet in.
+            jit_compile=model.jit_compile and (spread is None or strategy.num_replicas_in_sync == 1),
+            autograph=False,
+            experimental_attributes={NO_INLINE: True},
+        )
+    return model._autoconvert_optionals(limit.watch(one_step) if limit else one_step)
+
+
+def _in_graph(model: keras.Model, steps: Sequence[Step]) -> Execute:
+    """Takes all the batches of a call in one graph."""
+    per_call = model.steps_per_execution
+
+    def pick(update: tf.Tensor, data: Any) -> dict:
+        return steps[0](data) if len(steps) == 1 else tf.cond(update, lambda: steps[1](data), lambda: steps[0](data))
+
+    def take(iterator: Any, updates: tf.Tensor) -> dict:
+        logs = pick(updates[0], iterator.get_next())
+        if per_call == 1:
+            return logs
+
+        def next_batch(index, logs, _):
+            batch = iterator.get_next_as_optional()
+            return tf.cond(
+                batch.has_value(),
+                lambda: (index + 1, pick(updates[index], batch.get_value()), True),
+                lambda: (index, logs, False),
+            )
+
+        def more(index, _, found):
+            return tf.logical_and(index < per_call, found)
+
+        return tf.while_loop(more, next_batch, (tf.constant(1), logs, tf.constant(True)), parallel_iterations=1)[1]
+
+    if not model.run_eagerly:
+        take = tf.function(take, reduce_retracing=True, autograph=False)
+
+    def execute(iterator: Any, updates: list[bool]) -> dict | None:
+        try:
+            return take(iterator, tf.constant(updates))
+        except tf.errors.OutOfRangeError:
+            return None
+
+    return execute
+
+
+def _by_host(model: keras.Model, steps: Sequence[Step], *, cuts: bool) -> Execute:
+    """Takes one batch after the other: TensorFlow can't run a branch in which several devices meet."""
+    strategy = model.distribute_strategy
+
+    def take_next(iterator: Any) -> Any:
+        # From `train_on_batch` and `test_on_batch`, which know nothing of replicas.
+        batch = next(iterator)
+        return divided(strategy, batch) if cuts and strategy.num_replicas_in_sync > 1 else batch
+
+    def take_one(step: Step) -> Callable[[Any], dict]:
+        def take(iterator: Any) -> dict:
+            return step(iterator.get_next())
+
+        return take if model.run_eagerly else tf.function(take, reduce_retracing=True, autograph=False)
+
+    takes = [take_one(step) for step in steps]
+
+    def execute(iterator: Any, updates: list[bool]) -> dict | None:
+        logs = None
+        for update in updates:
+            try:
+                logs = takes[update](iterator) if hasattr(iterator, "get_next") else steps[update](take_next(iterator))
+            except (StopIteration, tf.errors.OutOfRangeError):
+                break
+        return logs
+
+    return execute

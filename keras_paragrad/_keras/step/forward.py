@@ -1,0 +1,176 @@
+"""The forward and backward pass of one batch on one device, in the graph around it or compiled by XLA on its own."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.losses.sums import LossSums, loss_sums
+from keras_paragrad._keras.losses.terms import LossTerm, recorded_terms
+from keras_paragrad._keras.losses.undivided import not_divided_by_replicas
+from keras_paragrad._keras.objects.layers import mask_of, with_mask
+from keras_paragrad._keras.replicas.collectives import replica_count, replica_index
+from keras_paragrad._keras.replicas.shard import rows_of
+
+_SHARES = "_keras_paragrad_shares"
+
+
+class Normalizer(NamedTuple):
+    """The number that a micro-batch's loss was divided by, which is what its gradient counts for.
+
+    Attributes:
+        value: What the loss was divided by, a float32 scalar: the gradient of two micro-batches together is the
+            average of their gradients, weighted by it.
+        summed: Whether the loss was not divided at all, so that the gradients of two micro-batches add up.
+        stated: The `weighting` that the user asked for, or `None` if the compiled losses tell.
+    """
+
+    value: tf.Tensor
+    summed: bool = False
+    stated: str | None = None
+
+
+# From a model, the arguments its `compute_loss` was called with, and the loss terms it called, to the weight.
+Normalize = Callable[[keras.Model, dict[str, Any], list[LossTerm]], Normalizer]
+# Takes what a `Normalize` takes, and gives nothing.
+Look = Callable[[keras.Model, dict[str, Any], list[LossTerm]], None]
+# From a weight to what the loss is multiplied with before the backward pass.
+ReplicaScale = Callable[[Normalizer], tf.Tensor]
+
+
+class Passed(NamedTuple):
+    """What a forward and backward pass leaves behind.
+
+    Attributes:
+        gradients: A gradient for each of the model's `trainable_weights`, or `None` where there is none.
+        loss: The loss as the model computed it.
+        y_pred: The model's outputs.
+        weight: What the gradient counts for, or `None` if nobody asked.
+        sums: What the losses are made of, or `None` if Keras keeps track of them.
+    """
+
+    gradients: list[Any]
+    loss: tf.Tensor
+    y_pred: Any
+    weight: Normalizer | None
+    sums: LossSums | None
+
+
+def pass_through(
+    model: keras.Model,
+    data: Any,
+    normalize: Normalize | None = None,
+    replica_scale: ReplicaScale | None = None,
+    *,
+    sums: bool = False,
+    look: Look | None = None,
+) -> Passed:
+    """Does what Keras's `train_step` does from the inputs to the gradients.
+
+    Args:
+        model: A compiled model.
+        data: A batch, as `train_step` takes it.
+        normalize: Measures what the gradient counts for. On replicas, that of a mean is then divided by their number.
+        replica_scale: What the loss is multiplied with, by its weight.
+        sums: Whether to tell what the losses are made of, instead of leaving outputs' losses to Keras's trackers.
+        look: Is shown what `normalize` would be given.
+    """
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    with tf.GradientTape() as tape:
+        y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+        arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+        with (
+            recorded_terms(model, untracked=sums) as terms,
+            not_divided_by_replicas() if normalize else contextlib.nullcontext(),
+        ):
+            loss = model._compute_loss(**arguments, training=True)
+        with tape.stop_recording():
+            weight = normalize(model, arguments, terms) if normalize else None
+            found = loss_sums(model, loss, terms, rows_of(x), weight, divided=normalize is None) if sums else None
+            if look:
+                # Last, as terms keep what they compute, and this computes it in a graph of its own.
+                look(model, arguments, terms)
+            factor = replica_scale(weight) if weight is not None and replica_scale else None
+        shared = loss if factor is None else loss * tf.cast(factor, loss.dtype)
+        if weight is not None and not weight.summed and replica_count() > 1:
+            shared *= tf.cast(1 / replica_count(), shared.dtype)
+        scaled = model.optimizer.scale_loss(shared)
+    with _with_replica_scale(model, factor):
+        gradients = tape.gradient(scaled, model.trainable_weights)
+    return Passed(gradients, loss, y_pred, weight, found)
+
+
+def compiled_pass(
+    model: keras.Model,
+    data: Any,
+    normalize: Normalize | None = None,
+    replica_scale: ReplicaScale | None = None,
+    *,
+    sums: bool = False,
+    look: Look | None = None,
+) -> Passed:
+    """`pass_through`, compiled by XLA apart from everything else in the step.
+
+    On several replicas no more than this can be compiled: XLA knows one device. What it is given and gives back is the
+    same, but for the replica loss scale, which comes from other replicas and is multiplied with the gradients.
+    """
+    traced = []
+
+    def parts(data):
+        passed = pass_through(model, data, normalize, sums=sums, look=look)
+        traced.append(passed)
+        value = None if passed.weight is None else passed.weight.value
+        return passed.gradients, passed.loss, passed.y_pred, value, passed.sums.vector if passed.sums else None
+
+    gradients, loss, y_pred, value, vector = compiled_apart(parts, data)
+    # What is no tensor is as it was when the step was traced.
+    weight, found = traced[-1].weight, traced[-1].sums
+    weight = weight and weight._replace(value=value)
+    found = found and found._replace(vector=vector)
+    if weight is not None and replica_scale:
+        gradients = [scaled_gradient(gradient, replica_scale(weight)) for gradient in gradients]
+    return Passed(gradients, loss, y_pred, weight, found)
+
+
+def compiled_apart(function: Callable[[Any], Any], data: Any) -> Any:
+    """Calls a function on one replica, compiled by XLA on its own; the masks on what it returns are kept."""
+
+    # Made anew on each replica: a function that they shared would be traced for the device of the first.
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled(data):
+        outputs = function(data)
+        return outputs, [mask_of(output) for output in keras.tree.flatten(outputs)]
+
+    outputs, masks = compiled(data)
+    marked = [with_mask(*pair) for pair in zip(keras.tree.flatten(outputs), masks, strict=True)]
+    return keras.tree.pack_sequence_as(outputs, marked)
+
+
+def scaled_gradient(gradient: Any, factor: tf.Tensor) -> Any:
+    """A gradient, dense or `tf.IndexedSlices` or `None`, times a scalar."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = scaled_gradient(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def replica_scale_of(model: keras.Model) -> tf.Tensor:
+    """What the loss was multiplied with in the backward pass that is being traced on this replica."""
+    return model.__dict__.get(_SHARES, {}).get(replica_index(), tf.constant(1.0))
+
+
+@contextlib.contextmanager
+def _with_replica_scale(model: keras.Model, factor: tf.Tensor | None) -> Iterator[None]:
+    if factor is None:
+        yield
+        return
+    shares = model.__dict__.setdefault(_SHARES, {})
+    shares[replica_index()] = factor
+    try:
+        yield
+    finally:
+        del shares[replica_index()]

@@ -1,0 +1,137 @@
+"""The *gradient* stage: forward and backward pass of a slice, and what its gradient counts for in the batch."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src.losses.loss import unscale_loss_for_distribution
+
+from keras_paragrad._keras.losses.logs import update_metrics
+from keras_paragrad._keras.losses.sums import LossSums
+from keras_paragrad._keras.probes.independence import check_metrics
+from keras_paragrad._keras.replicas.collectives import replica_count, sum_over_replicas
+from keras_paragrad._keras.replicas.shard import Shard, rows_of
+from keras_paragrad._keras.step.forward import (
+    Normalize,
+    Normalizer,
+    ReplicaScale,
+    compiled_pass,
+    pass_through,
+    scaled_gradient,
+)
+from keras_paragrad._keras.step.uncut import Foreseen
+
+
+class Gradient(NamedTuple):
+    """What came out of a forward and backward pass.
+
+    Attributes:
+        gradients: A gradient for each of the model's `trainable_weights`, or `None` where there is none.
+        loss: The loss as the model computed it, or `None` if there are only the `sums` of several.
+        rows: How many examples it was computed on.
+        weight: What the gradient counts for, or `None` if nobody asked.
+        sums: What the losses that are shown are made of, or `None` if they are left to Keras.
+        show: For a whole batch, tracks its loss and metrics as Keras does after the update, and returns the logs.
+    """
+
+    gradients: list[Any]
+    loss: tf.Tensor | None
+    rows: tf.Tensor
+    weight: Normalizer | None
+    sums: LossSums | None = None
+    show: Callable[[], dict[str, Any]] | None = None
+
+    def of_all(self, gradients: list[Any], rows: tf.Tensor, divisor: tf.Tensor, losses: tf.Tensor) -> "Gradient":
+        """That of a batch of which this is one slice, given the sums over all slices of weights and of losses."""
+        weight = self.weight and self.weight._replace(value=divisor)
+        return Gradient(gradients, None, rows, weight, self.sums and self.sums._replace(vector=losses))
+
+
+class ReplicaLossScale:
+    """How much of a batch's gradient one replica's is: its weight in that of all.
+
+    Args:
+        shard: Whether this replica has examples.
+    """
+
+    def __init__(self, shard: Shard):
+        self.shard = shard
+        self._known: tf.Tensor | None = None
+
+    def __call__(self, weight: Normalizer) -> tf.Tensor:
+        """What to multiply this replica's loss with, so that the replicas' gradients add up to that of the batch."""
+        if self._known is None:
+            self._known = self._share(weight)
+        return self._known
+
+    def _share(self, weight: Normalizer) -> tf.Tensor:
+        one = tf.constant(1.0)
+        if weight.summed:
+            return one
+        value = self.shard.weight(tf.cast(weight.value, "float32"))
+        (total,) = sum_over_replicas([value])
+        # The loss is divided by the number of replicas already.
+        return tf.where(total > 0, value * replica_count() / total, one)
+
+
+def gradient_of(
+    model: keras.Model,
+    data: Any,
+    normalize: Normalize | None = None,
+    *,
+    replica_scale: ReplicaScale | None = None,
+    shard: Shard | None = None,
+    by_xla: bool = False,
+    sums: bool = False,
+    foreseen: Foreseen | None = None,
+) -> Gradient:
+    """Does what Keras's `train_step` does up to the optimizer: forward, loss, backward, metrics.
+
+    Args:
+        model: A compiled model with Keras's own `train_step`.
+        data: A batch, as `train_step` takes it.
+        normalize: Measures what the gradient counts for.
+        replica_scale: What the loss is multiplied with, by its weight.
+        shard: Whether there are examples in the batch; there are, if `None`.
+        by_xla: Whether XLA compiles the forward and backward pass, and nothing else.
+        sums: Whether to tell what the losses are made of, instead of leaving outputs' losses to Keras's trackers.
+        foreseen: Looks at what is not weighed.
+
+    Returns:
+        The `Gradient`; the loss has not been tracked yet, and of a whole batch the metrics neither.
+    """
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    shard = shard or Shard(rows_of(x))
+    look = foreseen.look if foreseen else None
+    passed = (compiled_pass if by_xla else pass_through)(model, data, normalize, replica_scale, sums=sums, look=look)
+    batch = {"x": x, "y": y, "y_pred": passed.y_pred, "sample_weight": sample_weight}
+    show = None
+    if not sums and shard.nonempty is None:
+        show = functools.partial(_show, model, passed.loss, batch)
+    else:
+        shard.run(lambda: update_metrics(model, batch))
+    if normalize is not None:
+        check_metrics(model, y, passed.y_pred, sample_weight)
+    weight = passed.weight and passed.weight._replace(value=shard.weight(passed.weight.value))
+    found = passed.sums and passed.sums.only_if(shard.nonempty)
+    return Gradient(shard.gradients(passed.gradients), passed.loss, rows_of(x), weight, found, show)
+
+
+def _show(model: keras.Model, loss: tf.Tensor, batch: dict[str, Any]) -> dict[str, Any]:
+    track_loss(model, loss, rows_of(batch["x"]))
+    return model.compute_metrics(**batch)
+
+
+def scaled(gradient: Gradient, replica_scale: ReplicaScale) -> Gradient:
+    """A gradient times its share in that of all replicas."""
+    if gradient.weight is None:
+        return gradient
+    factor = replica_scale(gradient.weight)
+    return gradient._replace(gradients=[scaled_gradient(each, factor) for each in gradient.gradients])
+
+
+def track_loss(model: keras.Model, loss: tf.Tensor, rows: tf.Tensor) -> None:
+    """Adds a batch's loss, as the model computed it, to the mean that `fit` shows as `loss`; as Keras does."""
+    model._loss_tracker.update_state(unscale_loss_for_distribution(loss), sample_weight=rows)

@@ -1,0 +1,76 @@
+"""The *transform* stage: the gradient of a whole update, changed once on its way to the optimizer."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.objects.capabilities import accumulation_steps
+
+_TRANSFORM = "_keras_paragrad_transform"
+
+
+class Transform(Protocol):
+    """Fills the *transform* stage."""
+
+    def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> Sequence[tf.Tensor]:
+        """Returns what the optimizer is to clip and apply instead of `gradients`.
+
+        It is called while a step is traced, on every replica, and must return the same on each.
+
+        Args:
+            gradients: Dense, of all replicas and micro-batches of the update, without loss scale, before clipping.
+            variables: The weights that they belong to: all that have a gradient.
+        """
+        ...
+
+
+def install(optimizer: Any, transform: Transform | None) -> None:
+    """Makes an optimizer apply transformed gradients from now on, or those it is given, if `None`.
+
+    Args:
+        optimizer: The innermost, which is given the gradient of a whole update.
+        transform: The stage's filler.
+
+    Raises:
+        ValueError: The optimizer accumulates gradients in a way of its own.
+    """
+    if transform is None:
+        if optimizer.__dict__.pop(_TRANSFORM, None) is not None:
+            del optimizer.__dict__["apply"]
+        return
+    steps = accumulation_steps(optimizer)
+    if steps > 1:
+        raise ValueError(
+            f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps={steps}), where the gradient "
+            "of a whole update can't be transformed. Leave that out, and compile with "
+            f"AccumulatingOptimizer(optimizer, steps={steps})."
+        )
+    # Straight into `__dict__`: Keras tracks and saves what is assigned as an attribute.
+    optimizer.__dict__[_TRANSFORM] = transform
+    optimizer.__dict__["apply"] = functools.partial(_apply, optimizer, transform)
+
+
+def installed(optimizer: Any) -> Transform | None:
+    """What the gradients of an optimizer's updates pass through. Functions traced with another one are outdated."""
+    return optimizer.__dict__.get(_TRANSFORM)
+
+
+def _apply(optimizer: Any, transform: Transform, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+    grads, given = list(grads), None if trainable_variables is None else list(trainable_variables)
+    variables = optimizer._trainable_variables if given is None else given
+    # Float8 scales travel as gradients, and are none.
+    places = [
+        place
+        for place, (gradient, variable) in enumerate(zip(grads, variables, strict=True))
+        if gradient is not None and not optimizer._overwrite_variable_with_gradient(variable)
+    ]
+    scale = optimizer.loss_scale_factor
+    dense = [tf.convert_to_tensor(grads[place]) for place in places]
+    unscaled = [gradient / scale for gradient in dense] if scale else dense
+    transformed = transform(unscaled, [variables[place] for place in places])
+    for place, gradient in zip(places, transformed, strict=True):
+        grads[place] = gradient * scale if scale else gradient
+    type(optimizer).apply(optimizer, grads, given)

@@ -1,0 +1,1 @@
+"""Gradients and updates, watched on their way."""
