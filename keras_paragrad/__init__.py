@@ -3,14 +3,20 @@
 from typing import TYPE_CHECKING
 
 from keras_paragrad.command_line import is_command
+from keras_paragrad.exports import lazily
 
-# Importing the components takes Keras and TensorFlow, seconds that a command has no use for. Everybody else gets them
-# at once: Keras finds the classes that a saved model names only after they were imported.
 if TYPE_CHECKING or not is_command():
     import keras_paragrad._keras  # noqa: F401  (checks the installed Keras and TensorFlow before anything else)
-    from keras_paragrad.accumulation.callback import ExactAccumulation
-    from keras_paragrad.accumulation.microbatch import microbatch
+
+    # Keras finds the classes that a saved model names only after they were imported. A command has no use for them,
+    # and importing TensorFlow takes seconds.
     from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
+    from keras_paragrad.per_example.model import wrap
+    from keras_paragrad.per_example.wrapper import PerExampleGradients
+
+if TYPE_CHECKING:
+    from keras_paragrad.accumulation.callback import ExactAccumulation
+    from keras_paragrad.accumulation.slices import microbatch
     from keras_paragrad.distribution.fit import DistributedFit
     from keras_paragrad.inputs.attribution import integrated_gradients
     from keras_paragrad.inputs.gradients import input_gradients
@@ -18,9 +24,7 @@ if TYPE_CHECKING or not is_command():
     from keras_paragrad.inputs.second_order import hessian_vector_product
     from keras_paragrad.per_example.example_gradients import ExampleGradients
     from keras_paragrad.per_example.functional import per_example_gradients, per_example_norms
-    from keras_paragrad.per_example.model import wrap
     from keras_paragrad.per_example.noise_scale import GradientNoiseScale
-    from keras_paragrad.per_example.wrapper import PerExampleGradients
     from keras_paragrad.profiling.report import write_report
     from keras_paragrad.profiling.schedule import ProfileSchedule
     from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
@@ -49,3 +53,32 @@ __all__ = [
     "write_report",
 ]
 __version__ = "0.1.0"
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "AccumulatingOptimizer": "accumulation",
+        "DistributedFit": "distribution",
+        "ExactAccumulation": "accumulation",
+        "ExampleGradients": "per_example",
+        "GradientNoiseScale": "per_example",
+        "GradientTelemetry": "profiling",
+        "PerExampleGradients": "per_example",
+        "ProfileSchedule": "profiling",
+        "Profiler": "profiling",
+        "Throughput": "profiling",
+        "accumulation": "accumulation",
+        "distribution": "distribution",
+        "hessian_vector_product": "inputs",
+        "input_gradients": "inputs",
+        "input_jacobian": "inputs",
+        "inputs": "inputs",
+        "integrated_gradients": "inputs",
+        "microbatch": "accumulation",
+        "per_example": "per_example",
+        "per_example_gradients": "per_example",
+        "per_example_norms": "per_example",
+        "profiling": "profiling",
+        "wrap": "per_example",
+        "write_report": "profiling",
+    },
+)

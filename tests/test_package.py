@@ -1,8 +1,14 @@
 """What is tested is the installed wheel."""
 
+import ast
+import importlib
 import importlib.metadata
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import keras_paragrad
 
@@ -22,9 +28,57 @@ def test_the_wheel_brings_nothing_but_the_package():
     assert {file.parts[0] for file in files if not file.parts[0].endswith(".dist-info")} == {"keras_paragrad"}
 
 
-def test_what_is_public_is_there():
-    for name in keras_paragrad.__all__:
-        assert getattr(keras_paragrad, name).__doc__
+ROOT = Path(__file__).parents[1]
+# The map is for those who extend the step from inside.
+DOCS = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "architecture.md"]
+EXAMPLES = [*(ROOT / "examples").rglob("*.py"), ROOT / "README.md"]
+COMPONENTS = ("accumulation", "distribution", "inputs", "per_example", "profiling")
+PACKAGES = (keras_paragrad, *(getattr(keras_paragrad, name) for name in COMPONENTS))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_what_is_public_is_there_and_documented(package):
+    assert set(package.__all__) <= set(dir(package))
+    for name in package.__all__:
+        assert getattr(package, name).__doc__
+        assert getattr(package, name).__name__.rpartition(".")[2] == name
+    with pytest.raises(AttributeError, match="has no attribute 'nowhere'"):
+        _ = package.nowhere
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_type_checkers_see_what_is_public_where_it_is(package):
+    (checked,) = (
+        node
+        for node in ast.parse(Path(package.__file__).read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    seen = {alias.name: node.module for node in checked.body for alias in node.names}
+    eager = {"AccumulatingOptimizer", "PerExampleGradients", "wrap"} if package is keras_paragrad else set()
+    assert set(seen) == set(package.__all__) - eager
+    for name, module in seen.items():
+        assert getattr(importlib.import_module(module), name) is getattr(package, name)
+
+
+def test_docs_and_examples_import_what_is_public():
+    for path in (*DOCS, *EXAMPLES):
+        for package, names in re.findall(r"^(?:>>> )?from (keras_paragrad[\w.]*) import (.+)$", path.read_text(), re.M):
+            module = importlib.import_module(package)
+            for name in names.split(","):
+                assert name.strip() in module.__all__, f"{path.name}: from {package} import {name}"
+
+
+def test_classes_that_saved_models_name_are_imported_at_once_and_no_others():
+    program = (
+        "import sys, keras, keras_paragrad\n"
+        "registered = {name for name in keras.saving.get_custom_objects()}\n"
+        "print(sorted(registered), [name for name in sys.modules if name.startswith('keras_paragrad.distribution')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    names = ["AccumulatingOptimizer", "PerExampleGradients", "PerExampleModel"]
+    assert done.stdout.strip() == f"{[f'keras_paragrad>{name}' for name in names]} []"
 
 
 def test_the_page_on_a_package_index_has_no_links_that_lead_nowhere():

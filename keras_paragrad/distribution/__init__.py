@@ -1,1 +1,59 @@
 """One training step over many devices: what is here, what follows from it, and the step itself."""
+
+from typing import TYPE_CHECKING
+
+from keras_paragrad.exports import lazily
+
+if TYPE_CHECKING:
+    from keras_paragrad.distribution import servers
+    from keras_paragrad.distribution.checkpoint.backup import Backup
+    from keras_paragrad.distribution.checkpoint.failures import WorkerLostError
+    from keras_paragrad.distribution.checkpoint.files import DamagedBackupError
+    from keras_paragrad.distribution.data import (
+        FollowEpochs,
+        adapt_normalization,
+        distributed_dataset,
+        normalize_inputs,
+    )
+    from keras_paragrad.distribution.described import describe
+    from keras_paragrad.distribution.explain import Explanation
+    from keras_paragrad.distribution.fit import DistributedFit
+    from keras_paragrad.distribution.hardware import detect
+    from keras_paragrad.distribution.options import Options
+    from keras_paragrad.distribution.plan import make_plan
+
+__all__ = [
+    "Backup",
+    "DamagedBackupError",
+    "DistributedFit",
+    "Explanation",
+    "FollowEpochs",
+    "Options",
+    "WorkerLostError",
+    "adapt_normalization",
+    "describe",
+    "detect",
+    "distributed_dataset",
+    "make_plan",
+    "normalize_inputs",
+    "servers",
+]
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "Backup": "checkpoint.backup",
+        "DamagedBackupError": "checkpoint.files",
+        "DistributedFit": "fit",
+        "Explanation": "explain",
+        "FollowEpochs": "data",
+        "Options": "options",
+        "WorkerLostError": "checkpoint.failures",
+        "adapt_normalization": "data",
+        "describe": "described",
+        "detect": "hardware",
+        "distributed_dataset": "data",
+        "make_plan": "plan",
+        "normalize_inputs": "data",
+        "servers": "servers",
+    },
+)

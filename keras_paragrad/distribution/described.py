@@ -39,9 +39,9 @@ def describe(
 
     Example:
 
-    >>> from keras_paragrad.distribution.described import describe
-    >>> from keras_paragrad.distribution.options import Options
-    >>> from keras_paragrad.distribution.plan import make_plan
+    >>> from keras_paragrad.distribution import describe
+    >>> from keras_paragrad.distribution import Options
+    >>> from keras_paragrad.distribution import make_plan
     >>> make_plan(describe(gpus=8, workers=2), Options()).replicas.value
     16
     """

@@ -24,10 +24,10 @@ class Explanation:
 
     Example:
 
-    >>> from keras_paragrad.distribution.described import describe
-    >>> from keras_paragrad.distribution.explain import Explanation
-    >>> from keras_paragrad.distribution.options import Options
-    >>> from keras_paragrad.distribution.plan import make_plan
+    >>> from keras_paragrad.distribution import describe
+    >>> from keras_paragrad.distribution import Explanation
+    >>> from keras_paragrad.distribution import Options
+    >>> from keras_paragrad.distribution import make_plan
     >>> machine = describe(cpus=8)
     >>> print(str(Explanation(make_plan(machine, Options()), machine)).splitlines()[0])
     Found: 1 CPU in this process; no cluster

@@ -62,7 +62,7 @@ class Options:
 
     Example:
 
-    >>> from keras_paragrad.distribution.options import Options
+    >>> from keras_paragrad.distribution import Options
     >>> Options(strategy="mirrored", devices=["/device:CPU:0", "cpu:1"]).devices
     ('CPU:0', 'CPU:1')
     """

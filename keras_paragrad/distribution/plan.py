@@ -90,9 +90,9 @@ def make_plan(hardware: Hardware, options: Options) -> Plan:
 
     Example:
 
-    >>> from keras_paragrad.distribution.described import describe
-    >>> from keras_paragrad.distribution.options import Options
-    >>> from keras_paragrad.distribution.plan import make_plan
+    >>> from keras_paragrad.distribution import describe
+    >>> from keras_paragrad.distribution import Options
+    >>> from keras_paragrad.distribution import make_plan
     >>> plan = make_plan(describe(gpus=4, compute_capability=(9, 0)), Options())
     >>> plan.strategy.value, plan.communication.value, plan.jit.value
     ('mirrored', 'nccl', 'per_replica')

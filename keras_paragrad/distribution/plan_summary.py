@@ -18,9 +18,9 @@ def summary_lines(plan: Plan, hardware: Hardware) -> list[str]:
 
     Example:
 
-    >>> from keras_paragrad.distribution.described import describe
-    >>> from keras_paragrad.distribution.options import Options
-    >>> from keras_paragrad.distribution.plan import make_plan
+    >>> from keras_paragrad.distribution import describe
+    >>> from keras_paragrad.distribution import Options
+    >>> from keras_paragrad.distribution import make_plan
     >>> machine = describe(gpus=4, compute_capability=(9, 0))
     >>> print("\\n".join(summary_lines(make_plan(machine, Options()), machine)))
     Found: 1 CPU, 4 GPU in this process; no cluster

@@ -1,7 +1,42 @@
-"""Gradients of single examples."""
+"""Gradients of single examples, and rules that find them for a kind of layer."""
 
-from keras_paragrad.per_example import rules
-from keras_paragrad.per_example.registry import Call, Rule, register_rule
-from keras_paragrad.per_example.rules.generic import Generic
+from typing import TYPE_CHECKING
 
-__all__ = ["Call", "Generic", "Rule", "register_rule", "rules"]
+from keras_paragrad.exports import lazily
+
+if TYPE_CHECKING:
+    from keras_paragrad.per_example.example_gradients import ExampleGradients
+    from keras_paragrad.per_example.functional import per_example_gradients, per_example_norms
+    from keras_paragrad.per_example.model import wrap
+    from keras_paragrad.per_example.noise_scale import GradientNoiseScale
+    from keras_paragrad.per_example.registry import Call, Rule, register_rule
+    from keras_paragrad.per_example.rules.generic import Generic
+    from keras_paragrad.per_example.wrapper import PerExampleGradients
+
+__all__ = [
+    "Call",
+    "ExampleGradients",
+    "Generic",
+    "GradientNoiseScale",
+    "PerExampleGradients",
+    "Rule",
+    "per_example_gradients",
+    "per_example_norms",
+    "register_rule",
+    "wrap",
+]
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "Call": "registry",
+        "ExampleGradients": "example_gradients",
+        "Generic": "rules.generic",
+        "GradientNoiseScale": "noise_scale",
+        "PerExampleGradients": "wrapper",
+        "Rule": "registry",
+        "per_example_gradients": "functional",
+        "per_example_norms": "functional",
+        "register_rule": "registry",
+        "wrap": "model",
+    },
+)

@@ -1,1 +1,33 @@
 """Seeing where a training's time and its gradient go."""
+
+from typing import TYPE_CHECKING
+
+from keras_paragrad.exports import lazily
+
+if TYPE_CHECKING:
+    from keras_paragrad.profiling.analysis import summarize
+    from keras_paragrad.profiling.report import write_report
+    from keras_paragrad.profiling.schedule import ProfileSchedule
+    from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
+    from keras_paragrad.profiling.throughput.callback import Throughput
+    from keras_paragrad.profiling.tracer import Profiler
+
+__all__ = [
+    "GradientTelemetry",
+    "ProfileSchedule",
+    "Profiler",
+    "Throughput",
+    "summarize",
+    "write_report",
+]
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "GradientTelemetry": "telemetry.callback",
+        "ProfileSchedule": "schedule",
+        "Profiler": "tracer",
+        "Throughput": "throughput.callback",
+        "summarize": "analysis",
+        "write_report": "report",
+    },
+)

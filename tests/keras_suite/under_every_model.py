@@ -60,7 +60,7 @@ def after_compile(put_under: Callable[[Any], None]) -> None:
 
 def in_slices(model: Any) -> None:
     # Keras's tests train layers with a trainer mixed in, which are no models; all that is needed of them is there.
-    with mock.patch("keras_paragrad.accumulation.microbatch.check_instance"):
+    with mock.patch("keras_paragrad.accumulation.slices.check_instance"):
         microbatch(model, WHOLE)
 
 

@@ -59,7 +59,7 @@ class Backup(keras.callbacks.Callback):
     Example:
 
     >>> import tempfile, keras, numpy as np
-    >>> from keras_paragrad.distribution.checkpoint.backup import Backup
+    >>> from keras_paragrad.distribution import Backup
     >>> directory = tempfile.mkdtemp()
     >>> def trained(epochs, callbacks):
     ...     keras.utils.set_random_seed(0)
