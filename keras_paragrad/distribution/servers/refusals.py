@@ -61,7 +61,7 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
 
 def _check_stages(model: keras.Model) -> None:
     builder = StepBuilder.of(model)
-    names = ("split", "weigh", "transform", "apply", "observe", "spread")
+    names = ("split", "normalize", "transform", "apply", "observe", "spread")
     stages = [name for name in names if getattr(builder, name) is not None]
     if stages:
         raise ValueError(
