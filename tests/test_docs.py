@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 INDEX = DOCS / "index.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
-# A script is shown below the line that names it: As `train.py`:
-SCRIPT = re.compile(r"^As `([\w.]+\.py)`:\n\n```python\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+# A script is shown below a line that ends with its name, as in: As `train.py`:
+SCRIPT = re.compile(r"\bAs `([\w.]+\.py)`:\n\n```python\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
 
 
@@ -29,15 +29,19 @@ def blocks(page, language):
     return [(each[2], text.count("\n", 0, each.start(2))) for each in FENCE.finditer(text) if each[1] == language]
 
 
-def commands(page, *languages):
-    """The commands on a page as lists of words, joined where a line goes on in the next."""
-    text = "\n".join(code for language in languages for code, _ in blocks(page, language)).replace("\\\n", " ")
-    lines = text.splitlines() if "console" not in languages else re.findall(r"^\$ (.+)$", text, flags=re.MULTILINE)
-    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+def commands(code):
+    """The commands of a block, each as a list of words; a line may go on in the next."""
+    lines = re.findall(r"^(?:\$ )?(.+)$", code.replace("\\\n", " "), flags=re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines if not line.startswith("#")]
 
 
 PAGES = sorted(DOCS.rglob("*.md"))
-WITH_PYTHON = [page for page in (ROOT / "README.md", *PAGES) if blocks(page, "python")]
+WITH_PYTHON = [
+    # Servers within a process stay there until it ends.
+    pytest.param(page, marks=pytest.mark.own_process if "in_process_cluster" in page.read_text() else ())
+    for page in (ROOT / "README.md", *PAGES)
+    if blocks(page, "python")
+]
 WITH_OUTPUT = [page for page in PAGES if blocks(page, "console")]
 
 
@@ -58,21 +62,30 @@ def test_commands_print_what_is_shown(page, tmp_path):
         (tmp_path / name).write_text(code)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     for code, _ in blocks(page, "console"):
-        (line,) = re.findall(r"^\$ keras-paragrad (.+)$", code, flags=re.MULTILINE)
-        command = [sys.executable, "-P", "-m", "keras_paragrad", *shlex.split(line)]
+        line, *lines = code.splitlines()
+        command = [sys.executable, "-P", "-m", "keras_paragrad", *shlex.split(line.removeprefix("$ keras-paragrad "))]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-        printed = re.sub(r"\d+ s\b", "N s", done.stdout + done.stderr).splitlines()
-        for shown in re.sub(r"\d+ s\b", "N s", code).splitlines()[1:]:
-            assert shown in printed or shown == "...", (line, printed)
+        printed = without_times(done.stdout + done.stderr).splitlines()
+        for shown in lines:
+            assert without_times(shown) in printed or shown == "...", (line, printed)
+
+
+def without_times(text):
+    return re.sub(r"[\d.]+ s\b", "N s", text)
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name_of)
 def test_files_in_commands_exist(page):
     given = {name for name, _ in SCRIPT.findall(page.read_text())}
-    for command in [*commands(page, "sh"), *commands(page, "console")]:
-        for word in command:
-            if re.search(r"\.(py|sbatch|yaml)$", word):
-                assert word in given or (ROOT / word).exists(), (page, word)
+    shown = [commands(code.splitlines()[0]) for code, _ in blocks(page, "console")]
+    for block in [*shown, *(commands(code) for code, _ in blocks(page, "sh"))]:
+        folder = ROOT
+        for command in block:
+            if command[0] == "cd":
+                folder = ROOT / command[1]
+            for word in command:
+                if re.search(r"\.(py|sbatch|yaml)$", word):
+                    assert word in given or (folder / word).exists(), word
 
 
 @pytest.mark.parametrize("guide", sorted((DOCS / "guides").glob("*.md")), ids=name_of)

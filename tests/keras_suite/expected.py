@@ -40,7 +40,7 @@ REASONS = (
     Reason(
         "a train_step of one's own",
         "has a train_step of its own",
-        ("distribution.md", "A `train_step` of your own can't be seen into"),
+        ("limits/distribution.md", "a custom `train_step` | Refused: what it computes can't be seen"),
         {
             "two replicas": (
                 "test_evaluate_with_custom_test_step_dict",
@@ -53,7 +53,7 @@ REASONS = (
     Reason(
         "a compute_loss of one's own",
         "has a compute_loss of its own",
-        ("distribution.md", "A `compute_loss` of your own, `add_loss`, or a loss that returns one number"),
+        ("limits/distribution.md", "a custom `compute_loss`, `add_loss`, or a loss that returns one number"),
         {
             "two replicas": (
                 "test_compute_loss_no_training_backwards_compatibility",
@@ -67,13 +67,13 @@ REASONS = (
     Reason(
         "add_loss",
         "adds a loss by add_loss()",
-        ("distribution.md", "A `compute_loss` of your own, `add_loss`, or a loss that returns one number"),
+        ("limits/distribution.md", "a custom `compute_loss`, `add_loss`, or a loss that returns one number"),
         {"two replicas": ("test_internal_only_loss",)},
     ),
     Reason(
         "a loss that returns one number",
         "returns one number for the whole batch",
-        ("distribution.md", "a loss that returns one number"),
+        ("limits/distribution.md", "a loss that returns one number"),
         {
             "two replicas": (
                 "test_trainer_with_raggeds_functional",
@@ -85,7 +85,7 @@ REASONS = (
     Reason(
         "sparse tensors that are not in order",
         "Many sparse ops require sorted indices",
-        ("distribution_data.md", "it takes sparse tensors in order only"),
+        ("limits/data.md", "It takes sparse tensors in row-major order only"),
         {
             "two replicas": (
                 "test_evaluate_sparse_scipy_eager",
@@ -100,7 +100,7 @@ REASONS = (
     Reason(
         "inputs that are None",
         "Spec' object has no attribute",
-        ("distribution_data.md", "it takes sparse tensors in order only, and no `None`"),
+        ("limits/data.md", "It takes sparse tensors in row-major order only, and no `None`"),
         {
             "two replicas": (
                 "test_functional_optional_inputs_generator_optional_none",
