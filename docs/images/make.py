@@ -1,4 +1,4 @@
-"""Makes the pictures of `profiling.md`: trains on images that are slow to load, one after the other and in parallel.
+"""Makes the pictures of `guides/profiling.md`: trains on images that load slowly, one after the other and in parallel.
 
 Run it as `python docs/images/make.py`; it wants Chromium with its driver, and takes a minute. Look at what it has made.
 """
