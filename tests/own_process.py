@@ -1,6 +1,7 @@
 """Tests in processes of their own, forked from one that has imported TensorFlow and done nothing with it yet."""
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ _MARK = "KERAS_PARAGRAD_TEST_IN_OWN_PROCESS"
 
 # Importing takes seconds, and starts none of the threads that could not be forked.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["keras", "pytest"])
+_context.set_forkserver_preload(["keras", "keras_paragrad", "hypothesis", "pytest"])
 
 
 def is_this_one() -> bool:
@@ -35,7 +36,8 @@ def run_pytest(arguments: list[str], seconds: float) -> None:
         AssertionError: It failed or took longer; with what it printed.
     """
     with tempfile.NamedTemporaryFile() as output:
-        environment = {**os.environ, _MARK: "1"}
+        # Loading the installed plugins, which rewrites the assertions of Hypothesis, takes longer than most tests.
+        environment = {**os.environ, _MARK: "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         process = _context.Process(target=_run_pytest, args=(arguments, environment, output.name))
         process.start()
         process.join(seconds)
@@ -133,4 +135,6 @@ def _run_pytest(arguments: list[str], environment: dict[str, str], output: str) 
 
     import pytest
 
+    # Pytest collects garbage several times as it ends.
+    gc.freeze()
     raise SystemExit(pytest.main(arguments))
