@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from keras_paragrad.__main__ import main
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 INDEX = DOCS / "index.md"
@@ -56,18 +58,30 @@ def test_code_runs(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", WITH_OUTPUT, ids=name_of)
-def test_commands_print_what_is_shown(page, tmp_path):
-    """Each line shown is printed, in any order; durations differ, and `...` stands for lines left out."""
+def test_commands_print_what_is_shown(page, tmp_path, capsys):
+    """Each line shown is printed, in any order; times differ, and `...` stands for lines left out."""
     for name, code in SCRIPT.findall(page.read_text()):
         (tmp_path / name).write_text(code)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     for code, _ in blocks(page, "console"):
         line, *lines = code.splitlines()
-        command = [sys.executable, "-P", "-m", "keras_paragrad", *shlex.split(line.removeprefix("$ keras-paragrad "))]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-        printed = without_times(done.stdout + done.stderr).splitlines()
+        program, command, *words = shlex.split(line.removeprefix("$ "))
+        assert program == "keras-paragrad"
+        printed = launched(words, tmp_path) if command == "launch" else done_here([command, *words], capsys)
         for shown in lines:
-            assert without_times(shown) in printed or shown == "...", (line, printed)
+            assert without_times(shown) in without_times(printed).splitlines() or shown == "...", (line, printed)
+
+
+def launched(words, folder):
+    """What `launch` prints, in a process of its own as it handles signals."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-P", "-m", "keras_paragrad", "launch", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return done.stdout + done.stderr
+
+
+def done_here(words, capsys):
+    main(words)
+    return capsys.readouterr().out
 
 
 def without_times(text):
