@@ -14,7 +14,7 @@ from keras_paragrad import DistributedFit
 
 def main():
     """Trains, and prints what can be compared."""
-    # Several processes meet before TensorFlow does anything else.
+    # Waits for the other workers; must come before TensorFlow does anything else.
     dist = DistributedFit()
     digits = load_digits()
     images, labels = (digits.data / 16).astype("float32"), digits.target

@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--weights", help="a file for them, as in digits.weights.h5, which the first worker writes")
     given = parser.parse_args()
 
-    # All workers meet here, before TensorFlow does anything else.
+    # Waits for the other workers; must come before TensorFlow does anything else.
     dist = DistributedFit()
     # The same on all of them: the weights to begin with, and the order of the rows.
     keras.utils.set_random_seed(0)
