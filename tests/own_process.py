@@ -81,15 +81,37 @@ def call(
             process.join()
 
 
+def start(function: Callable[..., Any], argument: Any, environment: dict[str, str], output: Path) -> Any:
+    """Starts a function in a process of its own, which ends as a program would.
+
+    Args:
+        function: An importable function.
+        argument: What it gets.
+        environment: What is to be in the process's environment.
+        output: The file that it prints to.
+
+    Returns:
+        The process, which the caller has to end.
+    """
+    process = _context.Process(target=_run, args=(function, argument, dict(environment), str(output)))
+    process.start()
+    return process
+
+
 def on_workers(function: Callable[..., Any], argument: Any, seconds: float, workers: int = 2) -> list[Any]:
     """Calls a function in the processes of a cluster of workers on this machine; see `call`."""
+    return call(function, argument, environments_of_workers(workers), seconds)
+
+
+def environments_of_workers(workers: int = 2) -> list[dict[str, str]]:
+    """What is in the environment of each process of a cluster of workers on this machine."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(workers)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         hosts = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
     tasks = [{"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}} for index in range(workers)]
-    return call(function, argument, [{"TF_CONFIG": json.dumps(task)} for task in tasks], seconds)
+    return [{"TF_CONFIG": json.dumps(task)} for task in tasks]
 
 
 def _received(ends: Sequence[Any], deadline: float) -> list[Any]:
@@ -121,6 +143,12 @@ def _call(function: Callable[..., Any], argument: Any, environment: dict[str, st
     except Exception as error:
         result = False, f"{type(error).__name__}: {error}"
     end.send(result)
+
+
+def _run(function: Callable[..., Any], argument: Any, environment: dict[str, str], output: str) -> None:
+    _print_to(output)
+    os.environ.update(environment)
+    function(argument)
 
 
 def _print_to(path: str) -> None:

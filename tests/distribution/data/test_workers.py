@@ -1,50 +1,16 @@
 """Two workers in processes of their own: what each of their replicas gets, and one error on both."""
 
-import json
-import os
 import re
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
+import data_worker
 import numpy as np
+import own_process
 import pytest
 import tensorflow as tf
 
 from keras_paragrad.distribution.workers import agree, all_or_none, gather
 
-SCRIPT = Path(__file__).with_name("data_worker.py")
 ROWS = np.arange(20)
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-def run_workers(count, folder):
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(count)]}
-    processes = []
-    for index in range(count):
-        task = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
-        command = [sys.executable, "-P", str(SCRIPT), str(folder)]
-        environment = {**os.environ, "TF_CONFIG": task}
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-    try:
-        outputs = [process.communicate(timeout=240)[0].decode() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output[-4000:]
-    return [json.loads(output.split("FOUND ", 1)[1].splitlines()[0]) for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +18,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     for number, lines in enumerate([5, 6, 8]):
         folder.joinpath(f"{number}.txt").write_text("\n".join(str(100 * number + line) for line in range(lines)))
-    return run_workers(2, folder)
+    return own_process.on_workers(data_worker.main, folder, seconds=240)
 
 
 def global_batches(found, name):
