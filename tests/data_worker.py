@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.distribution.data import adapt_normalization, distributed_dataset
-from keras_paragrad.distribution.workers import place_of
+from keras_paragrad._keras.replicas.local import place_of
 
 ROWS = np.arange(20)
 

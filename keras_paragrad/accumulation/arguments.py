@@ -8,6 +8,8 @@ from keras_paragrad._keras.objects.capabilities import accumulating, accumulatio
 from keras_paragrad.arguments import refusal
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
+# Slices of a batch are weighted by what they hold, and are not counted the same.
+SLICE_WEIGHTINGS = tuple(each for each in WEIGHTINGS if each != "uniform")
 TAILS = ("flush", "carry", "drop")
 ACCUMULATOR_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
 

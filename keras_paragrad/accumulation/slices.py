@@ -13,8 +13,8 @@ from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad._keras.step.gradient import Gradient
 from keras_paragrad._keras.step.symbolic import build_losses
 from keras_paragrad._keras.step.uncut import Foreseen
+from keras_paragrad.accumulation.arguments import SLICE_WEIGHTINGS
 from keras_paragrad.arguments import check_choice, check_instance, check_integer
-from keras_paragrad.distribution.choices import WEIGHTINGS
 
 
 class microbatch:  # noqa: N801  (used as a function and as a context, like contextlib's own)
@@ -53,7 +53,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context, like cont
     def __init__(self, model: keras.Model, size: int, *, weighting: str = "auto"):
         check_instance("model", model, keras.Model, "a Keras model")
         size = check_integer("size", size, most=2**31 - 1, example=64)
-        measure = LossNormalization(check_choice("weighting", weighting, WEIGHTINGS), "microbatch")
+        measure = LossNormalization(check_choice("weighting", weighting, SLICE_WEIGHTINGS), "microbatch")
         warn_of_batch_statistics(model)
         self.model = model
         StepBuilder.of(model).fill(split=Slices(size, measure))

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.objects.data import split_for_validation
 from keras_paragrad._keras.objects.model import has_own_fit, leaves_xla_open
+from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad.distribution.alike import (
     AgreeEachEpoch,
     check_alike,
@@ -31,7 +32,7 @@ from keras_paragrad.distribution.plan import Plan, make_plan
 from keras_paragrad.distribution.replicas import Preparation, building_together, check_scope
 from keras_paragrad.distribution.servers import ServerPreparation, prepare_for_servers
 from keras_paragrad.distribution.strategies import make_strategy
-from keras_paragrad.distribution.workers import all_or_none, place_of
+from keras_paragrad.distribution.workers import all_or_none
 
 
 class DistributedFit:

@@ -14,12 +14,12 @@ import tensorflow as tf
 from keras_paragrad._keras.losses.normalization import LossNormalization
 from keras_paragrad._keras.objects.capabilities import accumulating
 from keras_paragrad._keras.objects.model import all_layers, has_own_predict
+from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.replicas.prepared import distributing_by, spread_over_replicas, uninstall
 from keras_paragrad._keras.step.stages import Spread
 from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad.distribution.alike import SAME_CODE, ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
-from keras_paragrad.distribution.workers import place_of
 
 _log = logging.getLogger("keras_paragrad")
 

@@ -1,50 +1,14 @@
-"""Which replicas are on this worker, and whether all workers mean the same."""
+"""What all workers know of each other, and whether they agree."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad._keras.replicas.local import place_of
+
 Result = TypeVar("Result")
-
-
-class Place(NamedTuple):
-    """Where this process stands among the replicas of a strategy.
-
-    Attributes:
-        replicas: How many replicas there are on all workers together.
-        local: How many of them are on this worker.
-        first: The number of the first of those.
-    """
-
-    replicas: int
-    local: int
-    first: int
-
-    @property
-    def workers(self) -> int:
-        """How many workers there are; each has as many replicas as this one."""
-        return self.replicas // self.local
-
-    @property
-    def worker(self) -> int:
-        """The number of this worker."""
-        return self.first // self.local
-
-
-def place_of(strategy: tf.distribute.Strategy) -> Place:
-    """Asks a strategy for the numbers of the replicas on this worker."""
-    if strategy.num_replicas_in_sync == 1:
-        return Place(1, 1, 0)
-    numbers = []
-
-    def note(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
-        numbers.append(int(context.replica_id_in_sync_group))
-        return tf.constant(0)
-
-    strategy.experimental_distribute_values_from_function(note)
-    return Place(strategy.num_replicas_in_sync, len(numbers), min(numbers))
 
 
 def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_paragrad._keras.replicas.collectives import replica_count, sum_over_replicas
+from keras_paragrad._keras.replicas.local import local_parts, replica_variable
 
 
 class Noise(NamedTuple):
@@ -41,9 +42,9 @@ class NoiseEstimate:
     def __init__(self, decay: float, is_summed: Callable[[], bool], examples: Callable[[], tf.Tensor] | None = None):
         self.decay, self.is_summed, self.examples = decay, is_summed, examples
         # Squared norms of the small gradients, the inverses of their sizes, their count; and the examples in them.
-        self.window = _local_variable(4)
+        self.window = replica_variable([4])
         # Signal and variance, and the sum of the weights in these averages.
-        self.average = _local_variable(3)
+        self.average = replica_variable([3])
 
     def gradient(self, gradients: Sequence[Any], rows: tf.Tensor) -> None:
         """Records the gradient of a replica's micro-batch; see `keras_paragrad._keras.telemetry.observe.Observe`."""
@@ -72,29 +73,15 @@ class NoiseEstimate:
 
     def begin(self) -> None:
         """Forgets a window that was left open; called by the host."""
-        for part in _parts(self.window):
+        for part in local_parts(self.window):
             part.assign(tf.zeros([4]))
 
     def read(self) -> Noise:
         """The average so far; called by the host."""
-        signal, variance, weight = (float(number) for number in _parts(self.average)[0].numpy())
+        signal, variance, weight = (float(number) for number in local_parts(self.average)[0].numpy())
         return Noise(signal / weight, variance / weight) if weight else Noise(float("nan"), float("nan"))
 
 
 def _squared_norm(gradients: Sequence[Any]) -> tf.Tensor:
     dense = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
     return tf.add_n([tf.reduce_sum(tf.square(tf.cast(gradient, "float32"))) for gradient in dense])
-
-
-def _local_variable(size: int) -> tf.Variable:
-    """A variable that each replica has for itself."""
-    return tf.Variable(
-        tf.zeros([size]),
-        trainable=False,
-        synchronization=tf.VariableSynchronization.ON_READ,
-        aggregation=tf.VariableAggregation.SUM,
-    )
-
-
-def _parts(variable: Any) -> Sequence[Any]:
-    return getattr(variable, "values", (variable,))

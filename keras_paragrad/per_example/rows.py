@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad._keras.replicas.local import local_parts, replica_variable
+
 
 class Rows:
     """A tensor with a row for each example of the last step; see `StepResults`.
@@ -27,7 +29,7 @@ class Rows:
         dtype: tf.DType = tf.float32,
     ):
         self.capacity, self.count, self.factor = capacity, count, factor
-        self.values = _variable([capacity, *shape], dtype)
+        self.values = replica_variable([capacity, *shape], dtype)
 
     def assign(self, rows: tf.Tensor) -> None:
         """Leaves rows, `(count, *shape)`; within a step, on each replica."""
@@ -54,7 +56,7 @@ class Rows:
                 f"A batch had {max(counts)} examples on one device, and in the compiled step there was room for "
                 f"{self.capacity}. Write PerExampleGradients(..., capacity={max(counts)})."
             )
-        rows = [part.numpy()[:count] for part, count in zip(_local(self.values), counts, strict=True)]
+        rows = [part.numpy()[:count] for part, count in zip(local_parts(self.values), counts, strict=True)]
         if self.factor is None:
             return rows
         return [part * factor for part, factor in zip(rows, self.factor.of_replicas(), strict=True)]
@@ -72,7 +74,7 @@ class Total:
     """A tensor of the last step of which each replica has a part."""
 
     def __init__(self, shape: Sequence[int], dtype: tf.DType = tf.float32):
-        self.value = _variable(shape, dtype)
+        self.value = replica_variable(shape, dtype)
 
     def assign(self, value: Any) -> None:
         """Leaves a replica's part."""
@@ -80,23 +82,8 @@ class Total:
 
     def of_replicas(self) -> list[np.ndarray]:
         """The parts of this process's replicas."""
-        return [part.numpy() for part in _local(self.value)]
+        return [part.numpy() for part in local_parts(self.value)]
 
     def numpy(self) -> np.ndarray:
         """The sum over this process's replicas."""
         return np.sum(self.of_replicas(), axis=0)
-
-
-def _variable(shape: Sequence[int | None], dtype: tf.DType) -> tf.Variable:
-    return tf.Variable(
-        tf.zeros([size or 0 for size in shape], dtype),
-        shape=tf.TensorShape(shape),
-        trainable=False,
-        synchronization=tf.VariableSynchronization.ON_READ,
-        aggregation=tf.VariableAggregation.SUM,
-    )
-
-
-def _local(variable: Any) -> Sequence[Any]:
-    """A variable's parts on this process's replicas."""
-    return getattr(variable, "values", (variable,))

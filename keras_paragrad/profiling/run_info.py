@@ -13,9 +13,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad.distribution.hardware import logical_devices
 from keras_paragrad.distribution.names import kind_of_device
-from keras_paragrad.distribution.workers import place_of
 from keras_paragrad.plain_json import read_json
 from keras_paragrad.profiling.summary import RunInfo
 

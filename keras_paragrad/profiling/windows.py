@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_paragrad._keras.objects.model import all_layers
-from keras_paragrad.distribution.workers import place_of
+from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad.extras import MissingExtraError
 from keras_paragrad.profiling.markers import StepMarkers
 from keras_paragrad.profiling.memory import PeakMemory

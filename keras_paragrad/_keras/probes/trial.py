@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.objects.layers import attributes
 from keras_paragrad._keras.objects.model import all_layers, own_metrics
+from keras_paragrad._keras.replicas.local import local_parts
 
 # For axes of unknown size: a short sequence; else an image that can be halved often.
 SIZES = (8, 64)
@@ -237,7 +238,7 @@ def _value_of(variable: keras.Variable) -> tf.Tensor:
     """A variable's value, on several replicas that of the first of this process; one that hides nothing."""
     held = variable.value
     # To read the state of a metric as such is an all-reduce, for which this thread would wait forever.
-    local = held.values[0] if isinstance(held, tf.distribute.DistributedValues) else held
+    local = local_parts(held)[0]
     if tf.DeviceSpec.from_string(getattr(local, "device", None) or "").job == "ps":
         raise Unknown("weights are not fetched from parameter servers")
     value = tf.convert_to_tensor(local)

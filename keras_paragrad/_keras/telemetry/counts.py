@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.hooks.check import check_objects
+from keras_paragrad._keras.replicas.local import local_parts
 from keras_paragrad._keras.step.gradient_functions import releasing
 
 _DEPTH = 8
@@ -18,9 +19,7 @@ def examples_seen(model: Any) -> float | None:
     tracker = getattr(model, "_loss_tracker", None)
     if tracker is None:
         return None
-    value = tracker.count.value
-    parts = getattr(value, "values", (value,))
-    return float(sum(part.numpy() for part in parts))
+    return float(sum(part.numpy() for part in local_parts(tracker.count.value)))
 
 
 def compiled_functions(function: Any) -> list[Any]:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad.distribution.checkpoint.agreement import from_chief
-from keras_paragrad.distribution.workers import gather, place_of
+from keras_paragrad.distribution.workers import gather
 
 SAME_CODE = (
     " Start the same script with the same arguments and the same versions of Python's packages everywhere; what "

@@ -6,7 +6,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad._keras.replicas.collectives import local_values
-from keras_paragrad.distribution.workers import gather, place_of
+from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad.distribution.workers import gather
 
 # Workers with other processors round otherwise, and their weights part slowly: over 10^5 steps by some 1e-5.
 TOLERANCE = 1e-4

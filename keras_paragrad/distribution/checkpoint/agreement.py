@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position, Stored
-from keras_paragrad.distribution.workers import gather, place_of
+from keras_paragrad.distribution.workers import gather
 
 # A broadcast is an all-reduce; this many bytes at a time, so that it takes no more memory than a large gradient.
 PIECE = 1 << 24

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from keras_paragrad._keras.objects import checkpoint_state as seam
+from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad.arguments import check_each, check_flag, check_integer
 from keras_paragrad.distribution.checkpoint.agreement import common_backup
 from keras_paragrad.distribution.checkpoint.callback_state import HISTORY, check_storable, state_of, with_epoch
@@ -18,7 +19,7 @@ from keras_paragrad.distribution.checkpoint.resuming import Resumption
 from keras_paragrad.distribution.checkpoint.stopping import StopRequest, TrainingInterrupted
 from keras_paragrad.distribution.checkpoint.values import UnstorableError
 from keras_paragrad.distribution.fit_arguments import checked_callback
-from keras_paragrad.distribution.workers import agree, gather, place_of
+from keras_paragrad.distribution.workers import agree, gather
 
 _log = logging.getLogger("keras_paragrad")
 

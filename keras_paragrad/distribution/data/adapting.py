@@ -12,10 +12,11 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.data import share_of_files
+from keras_paragrad._keras.replicas.local import Place, place_of
 from keras_paragrad.distribution.data.moments import Moments
 from keras_paragrad.distribution.data.policies import choose_policy
 from keras_paragrad.distribution.data.sources import is_endless
-from keras_paragrad.distribution.workers import Place, all_or_none, gather, place_of
+from keras_paragrad.distribution.workers import all_or_none, gather
 
 Select = Callable[[Any], Any]
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.distribution.workers import Place
+from keras_paragrad._keras.replicas.local import Place
 
 
 def cut(batches: tf.data.Dataset, place: Place) -> tf.data.Dataset:

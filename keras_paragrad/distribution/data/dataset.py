@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.data import OwnAdapter
+from keras_paragrad._keras.replicas.local import Place, place_of
 from keras_paragrad.arguments import check_instance
 from keras_paragrad.distribution.data.agreement import common_steps
 from keras_paragrad.distribution.data.arguments import Request
@@ -16,7 +17,7 @@ from keras_paragrad.distribution.data.order import common_seed
 from keras_paragrad.distribution.data.policies import choose_policy
 from keras_paragrad.distribution.data.sources import Source
 from keras_paragrad.distribution.data.tally import Tally
-from keras_paragrad.distribution.workers import Place, all_or_none, place_of
+from keras_paragrad.distribution.workers import all_or_none
 
 
 class DistributedData(OwnAdapter):

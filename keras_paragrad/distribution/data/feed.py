@@ -6,12 +6,12 @@ from typing import Any
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.data import trust_equal_steps
+from keras_paragrad._keras.replicas.local import Place
 from keras_paragrad.distribution.data.arguments import Request
 from keras_paragrad.distribution.data.batch_sharding import cut
 from keras_paragrad.distribution.data.policies import worker_batches
 from keras_paragrad.distribution.data.sources import Source
 from keras_paragrad.distribution.data.tally import Tally
-from keras_paragrad.distribution.workers import Place
 
 
 class Pieces:

@@ -6,11 +6,11 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.data import adapter_of, reads_arrays
+from keras_paragrad._keras.replicas.local import Place
 from keras_paragrad.distribution.data.arguments import Request
 from keras_paragrad.distribution.data.batch_sharding import check_batches, check_size
 from keras_paragrad.distribution.data.order import ReorderedDataset
 from keras_paragrad.distribution.data.sources import ArraySource, Source, StreamSource, static_rows
-from keras_paragrad.distribution.workers import Place
 
 KERAS_BATCH_SIZE = 32
 

@@ -5,10 +5,10 @@ from typing import Any
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.data import count_files, share_of_files
+from keras_paragrad._keras.replicas.local import Place
 from keras_paragrad.arguments import check_choice
 from keras_paragrad.distribution.choices import SHARD_POLICIES
 from keras_paragrad.distribution.data.batch_sharding import split
-from keras_paragrad.distribution.workers import Place
 
 AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 

@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad._keras.replicas.collectives import replica_index
+from keras_paragrad._keras.replicas.local import place_of, replica_variable
 from keras_paragrad._keras.telemetry.watch import Update
-from keras_paragrad.distribution.workers import place_of
 from keras_paragrad.profiling.telemetry.report import HEADER, QUANTITIES, Weight
 from keras_paragrad.sums import row_sums
 
@@ -131,7 +131,9 @@ class Meter:
         self._chosen = list(variables)
         self._named(weights_of(self.model, variables))
         with tf.init_scope(), self.model.distribute_strategy.scope():
-            self._vector = _local_variable(len(HEADER) + len(QUANTITIES) * len(self._chosen))
+            # 64 bits, so that it can count updates.
+            size = len(HEADER) + len(QUANTITIES) * len(self._chosen)
+            self._vector = replica_variable([size], tf.float64)
 
 
 def weights_of(model: keras.Model, variables: Sequence[Any]) -> list[Weight]:
@@ -181,13 +183,3 @@ def _nonfinite(tensor: Any) -> tf.Tensor:
     if tensor is None:
         return tf.constant(0.0)
     return tf.reduce_sum(tf.cast(tf.logical_not(tf.math.is_finite(tensor)), "float32"))
-
-
-def _local_variable(size: int) -> tf.Variable:
-    """A variable that each replica has for itself; 64 bits, so that it can count updates."""
-    return tf.Variable(
-        tf.zeros([size], "float64"),
-        trainable=False,
-        synchronization=tf.VariableSynchronization.ON_READ,
-        aggregation=tf.VariableAggregation.SUM,
-    )

@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
+from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.telemetry.counts import batch_spec, gradient_graph
 from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
-from keras_paragrad.distribution.workers import place_of
 from keras_paragrad.profiling.stops import Stops
 from keras_paragrad.profiling.throughput.clock import Clock, StepTimes
 from keras_paragrad.profiling.throughput.files import Files

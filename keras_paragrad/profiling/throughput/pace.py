@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.telemetry.counts import examples_seen
-from keras_paragrad.distribution.workers import place_of
 
 
 class Pace:

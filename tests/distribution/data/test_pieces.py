@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 
+from keras_paragrad._keras.replicas.local import Place
 from keras_paragrad.distribution.data.batch_sharding import check_batches, cut, split
-from keras_paragrad.distribution.workers import Place
 
 sizes = st.lists(st.integers(1, 11), min_size=1, max_size=4)
 

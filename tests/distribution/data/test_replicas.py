@@ -10,8 +10,8 @@ import tensorflow as tf
 from hypothesis import given
 
 from keras_paragrad import DistributedFit
+from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad.distribution.data import FollowEpochs, distributed_dataset, normalize_inputs
-from keras_paragrad.distribution.workers import place_of
 
 own_process = pytest.mark.own_process(seconds=280)
 X = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
