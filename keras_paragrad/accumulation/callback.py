@@ -62,7 +62,7 @@ class ExactAccumulation(keras.callbacks.Callback):
                 measure.check(self.model)
             warn_of_batch_statistics(self.model)
         builder = StepBuilder.of(self.model)
-        builder.fill(normalize=measure, apply=self._schedule)
+        builder.fill(combine=measure, apply=self._schedule)
         builder.build()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -81,7 +81,7 @@ class ExactAccumulation(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Gives the model its own training step back."""
         if self._schedule:
-            StepBuilder.of(self.model).fill(normalize=None, apply=None)
+            StepBuilder.of(self.model).fill(combine=None, apply=None)
             self._schedule = None
 
     def _foreseen(self, optimizer: AccumulatingOptimizer, measure: LossNormalization | None) -> Foreseen | None:

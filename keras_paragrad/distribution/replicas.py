@@ -16,7 +16,7 @@ from keras_paragrad._keras.objects.capabilities import accumulating
 from keras_paragrad._keras.objects.model import all_layers, has_own_predict
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.replicas.prepared import distributing_by, spread_over_replicas, uninstall
-from keras_paragrad._keras.step.stages import Spread
+from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad.distribution.alike import SAME_CODE, ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
@@ -70,7 +70,7 @@ class Preparation:
         several = place_of(self.model.distribute_strategy).workers > 1
         compared = ComparedFit.of(model, shard_policy) if several else None
         spread_over_replicas(
-            model, Spread(None if foreseen else measure, by_xla, foreseen), compared.cut if compared else None
+            model, Take(None if foreseen else measure, by_xla, foreseen), compared.cut if compared else None
         )
         if compared:
             self.model.__dict__["fit"] = compared

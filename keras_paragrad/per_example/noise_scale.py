@@ -117,9 +117,9 @@ class GradientNoiseScale(keras.callbacks.Callback):
                 "model with keras_paragrad.wrap(model), without clip_norm or transform; or compile it with an "
                 "AccumulatingOptimizer of several steps; or train it on several replicas."
             )
-        builder = StepBuilder.of(model)
-        weighed = builder.spread is not None and builder.spread.normalize is not None
-        sums_first = there["accumulation"] or weighed or builder.transform is not None
+        stages = StepBuilder.of(model).stages
+        weighed = stages.take is not None and stages.take.normalize is not None
+        sums_first = there["accumulation"] or weighed or stages.transform is not None
         if replicas > 1 and clips(model.optimizer) and not sums_first:
             raise ValueError(
                 "Under a strategy Keras clips gradients before it adds them up over the replicas, so that the gradient "

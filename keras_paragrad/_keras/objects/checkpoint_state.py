@@ -84,7 +84,7 @@ def _variables_of(optimizer: Any) -> list[keras.Variable]:
 
 def _loss_window(model: keras.Model) -> list[keras.Variable]:
     builder = StepBuilder.of(model)
-    if not builder.apply or builder.loss_window is None:
+    if not builder.stages.apply or builder.loss_window is None:
         return []
     return list(builder.loss_window.variables.values())
 

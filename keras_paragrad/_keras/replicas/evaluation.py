@@ -20,30 +20,30 @@ from keras_paragrad._keras.replicas.shard import Shard, rows_of
 from keras_paragrad._keras.step.execution import compile_steps
 from keras_paragrad._keras.step.forward import compiled_apart
 from keras_paragrad._keras.step.gradient_functions import releasing
-from keras_paragrad._keras.step.stages import Spread
+from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.symbolic import build_from_inputs
 
 
-def test_function(model: keras.Model, spread: Spread) -> Callable[[Any], dict]:
+def test_function(model: keras.Model, take: Take) -> Callable[[Any], dict]:
     """What to evaluate a model with, for `model.test_function`."""
 
     def step(data: Any) -> dict:
         if has_own_test_step(model):
-            return evaluated_by_own_step(model, data, spread.normalize)
+            return evaluated_by_own_step(model, data, take.normalize)
         shard = Shard.of(data)
         filled = shard.filled(data)
-        y_pred, sums = _evaluated(model, filled, spread)
+        y_pred, sums = _evaluated(model, filled, take)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(filled)
         batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
         shard.run(lambda: update_metrics(model, batch))
-        if spread.normalize is not None:
+        if take.normalize is not None:
             check_metrics(model, y, y_pred, sample_weight)
         return results_of_all(model, TrackedLosses(model, sums.only_if(shard.nonempty)))
 
-    return compile_steps(model, [step], spread=spread)
+    return compile_steps(model, [step], take=take)
 
 
-def predict_function(model: keras.Model, spread: Spread) -> Callable[[list], Any]:
+def predict_function(model: keras.Model, take: Take) -> Callable[[list], Any]:
     """What to predict with, for `model.predict_function`."""
     strategy = model.distribute_strategy
 
@@ -51,7 +51,7 @@ def predict_function(model: keras.Model, spread: Spread) -> Callable[[list], Any
         if has_own_predict_step(model):
             return model.predict_step(data)
         shard = Shard.of(data)
-        return shard.cut(_apart(_predicted, spread)(model, shard.filled(data)))
+        return shard.cut(_apart(_predicted, take)(model, shard.filled(data)))
 
     def predicted(batch: Any) -> Any:
         outputs = strategy.run(model._autoconvert_optionals(step), args=(batch,))
@@ -63,7 +63,7 @@ def predict_function(model: keras.Model, spread: Spread) -> Callable[[list], Any
         predicted = tf.function(releasing(predicted), reduce_retracing=True, autograph=False)
 
     def predict(batches: list) -> Any:
-        if spread.by_xla:
+        if take.by_xla:
             # XLA can't make weights that several devices have.
             build_from_inputs(model, batches[0])
         outputs = [predicted(batch) for batch in batches]
@@ -85,31 +85,31 @@ def _gathered(strategy: tf.distribute.Strategy, output: Any) -> Any:
     return tf.concat(parts, 0)
 
 
-def _apart(function: Callable[[Any, Any], Any], spread: Spread) -> Callable[[Any, Any], Any]:
-    if not spread.by_xla or replica_count() == 1:
+def _apart(function: Callable[[Any, Any], Any], take: Take) -> Callable[[Any, Any], Any]:
+    if not take.by_xla or replica_count() == 1:
         return function
     return lambda model, data: compiled_apart(functools.partial(function, model), data)
 
 
-def _evaluated(model: Any, data: Any, spread: Spread) -> tuple[Any, LossSums]:
+def _evaluated(model: Any, data: Any, take: Take) -> tuple[Any, LossSums]:
     forms = []
 
     def evaluated(model: Any, data: Any) -> tuple[Any, tf.Tensor]:
-        y_pred, sums = _losses_of(model, data, spread)
+        y_pred, sums = _losses_of(model, data, take)
         forms.append(sums.form)
         return y_pred, sums.vector
 
-    y_pred, vector = _apart(evaluated, spread)(model, data)
+    y_pred, vector = _apart(evaluated, take)(model, data)
     return y_pred, LossSums(vector, forms[-1])
 
 
-def _losses_of(model: Any, data: Any, spread: Spread) -> tuple[Any, LossSums]:
+def _losses_of(model: Any, data: Any, take: Take) -> tuple[Any, LossSums]:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred = _called(model, x)
     arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
     with recorded_terms(model, untracked=True) as terms, not_divided_by_replicas():
         loss = model._compute_loss(**arguments, training=False)
-    weight = spread.normalize.in_evaluation(model, arguments, terms) if spread.normalize else None
+    weight = take.normalize.in_evaluation(model, arguments, terms) if take.normalize else None
     return y_pred, loss_sums(model, loss, terms, rows_of(x), weight)
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_paragrad._keras.replicas.evaluation import predict_function, test_function
 from keras_paragrad._keras.replicas.parallel_reading import read_by_own_workers
 from keras_paragrad._keras.step.builder import StepBuilder
-from keras_paragrad._keras.step.stages import Spread
+from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.symbolic import build_from
 from keras_paragrad._keras.step.whole_batches import predict_on_batch
 
@@ -20,20 +20,20 @@ Cut = Callable[[Any, int | None], Any]
 _METHODS = ("_maybe_symbolic_build", "make_test_function", "make_predict_function", "predict_on_batch")
 
 
-def spread_over_replicas(model: keras.Model, spread: Spread, cut: Cut | None = None) -> None:
+def spread_over_replicas(model: keras.Model, take: Take, cut: Cut | None = None) -> None:
     """Trains, evaluates and predicts a model on replicas in our way, until `uninstall`.
 
     Args:
         model: The model.
-        spread: How batches are spread.
+        take: How batches are spread over them.
         cut: What `fit` and `evaluate` have data cut up by, from Keras's adapter and the steps of an epoch to another
             adapter or `None`; Keras's way, if there is none.
     """
     builder = StepBuilder.of(model)
-    if builder.spread == spread:
+    if builder.stages.take == take:
         # What is compiled stays good.
         return
-    builder.fill(spread=spread)
+    builder.fill(take=take)
     if model.distribute_strategy.num_replicas_in_sync == 1:
         return
     own = model.__dict__
@@ -47,9 +47,9 @@ def spread_over_replicas(model: keras.Model, spread: Spread, cut: Cut | None = N
         build_from(model, iterator, data_batch)
 
     own["_maybe_symbolic_build"] = build
-    own["make_test_function"] = _maker(model, "test_function", lambda: test_function(model, spread))
+    own["make_test_function"] = _maker(model, "test_function", lambda: test_function(model, take))
     own["predict_on_batch"] = functools.partial(predict_on_batch, model)
-    own["make_predict_function"] = _maker(model, "predict_function", lambda: predict_function(model, spread))
+    own["make_predict_function"] = _maker(model, "predict_function", lambda: predict_function(model, take))
     _forget_functions(model)
 
 
@@ -58,7 +58,7 @@ def uninstall(model: keras.Model) -> None:
     for method in _METHODS:
         model.__dict__.pop(method, None)
     _forget_functions(model)
-    StepBuilder.of(model).fill(spread=None)
+    StepBuilder.of(model).fill(take=None)
 
 
 @contextlib.contextmanager

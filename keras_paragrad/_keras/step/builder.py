@@ -19,14 +19,13 @@ from keras_paragrad._keras.objects.model import has_own_train_step
 from keras_paragrad._keras.replicas.collectives import replica_count
 from keras_paragrad._keras.replicas.shard import Shard
 from keras_paragrad._keras.step.execution import compile_steps
-from keras_paragrad._keras.step.forward import Normalize
-from keras_paragrad._keras.step.stages import Apply, Split, Spread
+from keras_paragrad._keras.step.stages import Stages
 from keras_paragrad._keras.step.symbolic import build_losses, losses_built
 from keras_paragrad._keras.step.train_step import TrainStep
-from keras_paragrad._keras.step.transform import Transform, install
+from keras_paragrad._keras.step.transform import install
 from keras_paragrad._keras.step.uncut import Limit
 from keras_paragrad._keras.telemetry.execution import LATEST, LookAhead, Telemetry, pick_watched
-from keras_paragrad._keras.telemetry.observe import Observe, observed
+from keras_paragrad._keras.telemetry.observe import observed
 from keras_paragrad._keras.telemetry.watch import updates_each_batch, watched
 
 
@@ -34,26 +33,14 @@ class StepBuilder:
     """Builds the train function of one model, in place of Keras while a stage is filled.
 
     Attributes:
-        split: Cuts a batch up and puts its gradient together again, or `None`.
-        normalize: Measures what a gradient counts for, or `None`.
-        transform: Changes the gradient of a whole update, or `None`.
-        apply: Decides when gradients reach the weights, or `None`.
-        observe: Sees the gradients on their way to them, or `None`.
-        telemetry: Looks at some updates of the weights, or `None`.
-        spread: How batches are spread over replicas, or `None` for Keras's way.
-        loss_window: The losses of the micro-batches since the last update, once an `apply` stage has run.
+        stages: What the stages are filled with.
+        loss_window: The losses of the micro-batches since the last update, once an *apply* stage has run.
     """
 
     def __init__(self, model: keras.Model):
         check_objects()
         self.model = model
-        self.split: Split | None = None
-        self.normalize: Normalize | None = None
-        self.transform: Transform | None = None
-        self.apply: Apply | None = None
-        self.observe: Observe | None = None
-        self.telemetry: Telemetry | None = None
-        self.spread: Spread | None = None
+        self.stages = Stages()
         self.loss_window: LossWindow | None = None
         self._to_skip = 0
         self._then: Callable[[], None] | None = None
@@ -69,36 +56,41 @@ class StepBuilder:
         return model.__dict__.setdefault("_keras_paragrad_step_builder", cls(model))
 
     def fill(self, **stages: Any) -> None:
-        """Fills stages, or empties them with `None`; with the last one emptied the model is Keras's again."""
-        for stage, filler in stages.items():
-            setattr(self, stage, filler)
+        """Fills stages, or empties them with `None`; with the last one emptied the model is Keras's again.
+
+        Args:
+            **stages: What to fill them with, by the names that `Stages` has.
+        """
+        self.stages = self.stages._replace(**stages)
         self._install_transform()
         self.model.train_function = None
-        if any(self._stages):
+        if self.stages.filled:
             self.model.__dict__["make_train_function"] = self.make_train_function
         else:
             self.model.__dict__.pop("make_train_function", None)
 
     def make_train_function(self, force: bool = False) -> None:
         """What the model's `make_train_function` does while a stage is filled."""
-        if not force and (self.apply or self.observe or self.telemetry):
+        of_callbacks = {"combine": None, "apply": None, "observe": None, "telemetry": None}
+        if not force and any(getattr(self.stages, stage) for stage in of_callbacks):
             # Keras calls this before a callback fills its stages: these were left by a `fit` that broke off.
-            self.fill(normalize=None, apply=None, observe=None, telemetry=None)
+            self.fill(**of_callbacks)
         if force or self.model.train_function is None:
             self.build()
 
     def build(self) -> None:
         """Gives the model its train function, compiled before if nothing has changed since."""
         # `compile` makes a new configuration, and a train function is only good for the one it was traced with.
-        configuration, key = self.model._compile_config, self._stages
+        configuration, stages = self.model._compile_config, self.stages
         if self._built_for is not configuration:
             self._built_for, self._built, self.loss_window = configuration, {}, None
             self._install_transform()
-        if self.apply and losses_built(self.model):
+        if stages.apply and losses_built(self.model):
             self._make_loss_window()
-        if key not in self._built:
-            self._built[key] = self._picked(self.telemetry) if self.telemetry else self._compiled(self.apply)
-        self.model.train_function = self._built[key]
+        if stages not in self._built:
+            telemetry = stages.telemetry
+            self._built[stages] = self._picked(telemetry) if telemetry else self._compiled(stages.apply)
+        self.model.train_function = self._built[stages]
 
     def _install_transform(self) -> None:
         """Installs the transform in the optimizer that updates the weights, which `compile` may have replaced."""
@@ -106,16 +98,16 @@ class StepBuilder:
         if self._transformed not in (None, optimizer):
             install(self._transformed, None)
         if optimizer is not None:
-            install(optimizer, self.transform)
+            install(optimizer, self.stages.transform)
         self._transformed = optimizer
 
     def _compiled(self, apply: Any, telemetry: Telemetry | None = None) -> Callable[[Any], dict]:
-        limit = Limit(self.model, self.split)
+        limit = Limit(self.model, self.stages.split)
         steps = self._steps(telemetry, limit)
-        return compile_steps(self.model, steps, apply, self.spread, self._skipped, limit, self._goes_on)
+        return compile_steps(self.model, steps, apply, self.stages.take, self._skipped, limit, self._goes_on)
 
     def _picked(self, telemetry: Telemetry) -> Callable[[Any], dict]:
-        ahead = LookAhead(self.apply) if self.apply else None
+        ahead = LookAhead(self.stages.apply) if self.stages.apply else None
         functions = self._compiled(ahead), self._compiled(ahead, telemetry)
         return pick_watched(*functions, telemetry, ahead, self._next_batches, updates_each_batch(self.model.optimizer))
 
@@ -127,7 +119,7 @@ class StepBuilder:
                 self.loss_window = LossWindow(self.model)
 
     def _window_of(self, data: Any) -> LossWindow | None:
-        if not self.apply or has_own_train_step(self.model):
+        if not self.stages.apply or has_own_train_step(self.model):
             return None
         build_losses(self.model, data)
         self._make_loss_window()
@@ -151,7 +143,7 @@ class StepBuilder:
         then, self._then = self._then, None
         if not has_own_train_step(self.model):
             build_losses(self.model, batch, metrics=True)
-        if self.apply and losses_built(self.model):
+        if self.stages.apply and losses_built(self.model):
             self._make_loss_window()
         then()
 
@@ -160,25 +152,17 @@ class StepBuilder:
         self._to_skip -= passed
         return passed
 
-    @property
-    def _stages(self) -> tuple:
-        return self.split, self.normalize, self.transform, self.apply, self.observe, self.telemetry, self.spread
-
     def _steps(self, telemetry: Telemetry | None, limit: Limit) -> list[Callable[[Any], dict]]:
-        choices = (False, True) if self.apply else (False,)
+        choices = (False, True) if self.stages.apply else (False,)
         return [functools.partial(self._step, update=update, telemetry=telemetry, limit=limit) for update in choices]
 
     def _step(self, data: Any, update: bool, telemetry: Telemetry | None, limit: Limit) -> dict:
-        window = self._window_of(data)
-        reduced = self.transform is not None
-        step = TrainStep(
-            self.model, self.split, self.normalize, reduced, self.apply, self.spread, window, update, limit
-        )
+        step = TrainStep(self.model, self.stages, self._window_of(data), update, limit)
         shard = Shard.of(data)
-        with observed(self.model, self.observe, shard.rows), watched(self.model, telemetry):
+        with observed(self.model, self.stages.observe, shard.rows), watched(self.model, telemetry):
             logs = step.in_its_own_way(data) if has_own_train_step(self.model) else step(data, shard)
-            if self.apply:
-                self.apply.end(update)
+            if self.stages.apply:
+                self.stages.apply.end(update)
         if telemetry and replica_count() == 1:
             logs = {**logs, LATEST: telemetry.latest()}
         return logs

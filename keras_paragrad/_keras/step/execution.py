@@ -11,7 +11,7 @@ from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
 from keras_paragrad._keras.replicas.collectives import of_first_replica
 from keras_paragrad._keras.step.gradient_functions import releasing
-from keras_paragrad._keras.step.stages import Spread
+from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.uncut import Limit
 from keras_paragrad._keras.step.whole_batches import divided
 
@@ -24,7 +24,7 @@ def compile_steps(
     model: keras.Model,
     steps: Sequence[Step],
     schedule: Any = None,
-    spread: Spread | None = None,
+    take: Take | None = None,
     skipped: Callable[[int], int] = lambda batches: 0,
     limit: Limit | None = None,
     goes_on: Callable[[Any], None] = lambda batch: None,
@@ -39,7 +39,7 @@ def compile_steps(
         schedule: Its `plan(batches)` says for each batch whether to take the second step; its `ended(batches,
             exhausted)` is told that they have run, and its `skipped(batches)` that they have not. Needed for two
             steps.
-        spread: How batches are spread over replicas, or `None` for Keras's way.
+        take: How batches are spread over replicas, or `None` for Keras's way.
         skipped: How many of so many next batches to take and not to run.
         limit: How large batches may be, if there is a limit.
         goes_on: Called with the last batch that was passed over, before the first that is run.
@@ -47,8 +47,8 @@ def compile_steps(
     Returns:
         A function for `model.train_function`.
     """
-    compiled = [_compile_step(model, step, spread, limit) for step in steps]
-    by_host = _by_host(model, compiled, cuts=spread is not None)
+    compiled = [_compile_step(model, step, take, limit) for step in steps]
+    by_host = _by_host(model, compiled, cuts=take is not None)
     run = _in_graph(model, compiled) if model.distribute_strategy.num_replicas_in_sync == 1 else by_host
 
     def train_function(iterator: Any) -> dict:
@@ -93,12 +93,12 @@ def _next_batch(iterator: Any) -> Any:
     return iterator.get_next() if hasattr(iterator, "get_next") else next(iterator)
 
 
-def _compile_step(model: keras.Model, step: Step, spread: Spread | None, limit: Limit | None) -> Step:
+def _compile_step(model: keras.Model, step: Step, take: Take | None, limit: Limit | None) -> Step:
     strategy = model.distribute_strategy
 
     def one_step(data: Any) -> dict:
         logs = strategy.run(step, args=(data,))
-        return of_first_replica(strategy, logs) if spread else reduce_per_replica(logs, strategy, reduction="auto")
+        return of_first_replica(strategy, logs) if take else reduce_per_replica(logs, strategy, reduction="auto")
 
     if not model.run_eagerly:
         # Not inlined, so that nothing in it, such as a counter, runs ahead of a batch that turns out not to exist.
@@ -106,7 +106,7 @@ def _compile_step(model: keras.Model, step: Step, spread: Spread | None, limit: 
             releasing(one_step),
             reduce_retracing=True,
             # XLA can't compile what several devices meet in.
-            jit_compile=model.jit_compile and (spread is None or strategy.num_replicas_in_sync == 1),
+            jit_compile=model.jit_compile and (take is None or strategy.num_replicas_in_sync == 1),
             autograph=False,
             experimental_attributes={NO_INLINE: True},
         )

@@ -1,4 +1,4 @@
-"""What fills the stages of a step."""
+"""The stages of a step, and what fills them."""
 
 import contextlib
 from collections.abc import Callable
@@ -7,15 +7,19 @@ from typing import Any, NamedTuple, Protocol
 import keras
 
 from keras_paragrad._keras.losses.normalization import LossNormalization
+from keras_paragrad._keras.step.forward import Normalize
 from keras_paragrad._keras.step.gradient import Gradient
+from keras_paragrad._keras.step.transform import Transform
 from keras_paragrad._keras.step.uncut import Foreseen
+from keras_paragrad._keras.telemetry.execution import Telemetry
+from keras_paragrad._keras.telemetry.observe import Observe
 
 
-class Spread(NamedTuple):
-    """Fills the *take* and *log* stages: how a batch is spread over replicas.
+class Take(NamedTuple):
+    """Fills the *take* stage: batches are spread over replicas, and what is shown is put together from all of them.
 
     Attributes:
-        normalize: Measures what a replica's gradient counts for, or `None` if those of all count the same.
+        normalize: The loss normalization of a replica's shard, or `None` if all count the same.
         by_xla: Whether XLA compiles each replica's forward and backward pass.
         foreseen: On one replica, says what more of them would refuse.
     """
@@ -26,7 +30,7 @@ class Spread(NamedTuple):
 
 
 class Split(Protocol):
-    """Fills the *split* stage: a batch cut into slices, and its gradient put together again."""
+    """Fills the *split* stage: a batch cut into slices, and its gradient put together again from theirs."""
 
     size: int
     normalize: LossNormalization
@@ -72,3 +76,48 @@ class Apply(Protocol):
     def end(self, update: bool) -> None:
         """Ends the step on this replica, with an update or without."""
         ...
+
+
+class Stages(NamedTuple):
+    """What the stages of a model's step are filled with, in the order in which a step goes through them.
+
+    Attributes:
+        take: How batches are spread over replicas, or `None` for Keras's way.
+        split: Cuts a batch and combines the gradients of its slices, or `None`.
+        combine: The loss normalization of micro-batches, by which their gradients are weighted, or `None`.
+        transform: Changes the gradient of a whole update, or `None`.
+        apply: Decides when gradients reach the weights, or `None`.
+        observe: Is shown gradients before they are transformed, or `None`. It changes nothing.
+        telemetry: Is shown some updates of the weights, or `None`. It changes nothing.
+    """
+
+    take: Take | None = None
+    split: Split | None = None
+    combine: Normalize | None = None
+    transform: Transform | None = None
+    apply: Apply | None = None
+    observe: Observe | None = None
+    telemetry: Telemetry | None = None
+
+    @property
+    def filled(self) -> list[str]:
+        """The names of the stages that are not left to Keras."""
+        return [name for name, filler in self._asdict().items() if filler is not None]
+
+    def normalization(self, *, of_slices: bool) -> Normalize | None:
+        """What measures the gradient of a part of a batch, as it is weighted among the others.
+
+        All components weight a part of a batch by what its loss divides by. Where several are given a `weighting`, that
+        of the accumulated micro-batches decides, then that of slices, then that of replicas' shards.
+
+        Args:
+            of_slices: Whether the batch is cut into slices, or accumulated with others that are.
+        """
+        split = self.split.normalize if self.split and of_slices else None
+        return self.combine or split or (self.take.normalize if self.take else None)
+
+    @property
+    def foreseen(self) -> Foreseen | None:
+        """Says what larger batches, more replicas or larger windows would refuse, where there are none."""
+        found = (stage.foreseen for stage in (self.split, self.take, self.apply) if stage)
+        return next((each for each in found if each), None)

@@ -15,7 +15,7 @@ from keras_paragrad._keras.objects.capabilities import Accumulating, accumulatin
 from keras_paragrad._keras.replicas.collectives import replica_count, sum_over_replicas
 from keras_paragrad._keras.replicas.shard import Shard
 from keras_paragrad._keras.step.apply import apply_gradient
-from keras_paragrad._keras.step.forward import Normalize, Normalizer, ReplicaScale
+from keras_paragrad._keras.step.forward import Normalizer, ReplicaScale
 from keras_paragrad._keras.step.gradient import (
     Gradient,
     ReplicaLossScale,
@@ -23,47 +23,42 @@ from keras_paragrad._keras.step.gradient import (
     scaled,
     track_loss,
 )
-from keras_paragrad._keras.step.stages import Apply, Split, Spread
+from keras_paragrad._keras.step.stages import Split, Stages
 from keras_paragrad._keras.step.uncut import Limit
 from keras_paragrad._keras.telemetry.observe import show_before_sum
 
 
 class TrainStep(NamedTuple):
-    """What a model does with a replica's part of a batch.
+    """What a model does with a replica's shard of a batch.
 
     Attributes:
         model: A compiled model.
-        split, normalize, apply, spread: Stages; see `keras_paragrad._keras.step.builder.StepBuilder`.
-        transformed: Whether the *transform* stage is filled, which takes gradients that have been all-reduced.
-        window: The losses of the micro-batches since the last update, with an `apply` stage.
-        update: Whether the step ends with an update, with an `apply` stage.
-        limit: How large batches may be that can't be cut, with a `split` stage.
+        stages: What its stages are filled with.
+        window: The losses of the micro-batches since the last update, with an *apply* stage.
+        update: Whether the step ends with an update, with an *apply* stage.
+        limit: How large batches may be that can't be cut, with a *split* stage.
     """
 
     model: Any
-    split: Split | None
-    normalize: Normalize | None
-    transformed: bool
-    apply: Apply | None
-    spread: Spread | None
+    stages: Stages
     window: LossWindow | None
     update: bool
     limit: Limit
 
     def in_its_own_way(self, data: Any) -> dict:
         """Takes the step as the model's own `train_step` does, and returns its logs."""
-        if self.split:
+        if self.stages.split:
             try:
-                self.split.normalize.check(self.model)
+                self.stages.split.normalize.check(self.model)
             except IndivisibleError as refusal:
                 self.limit.leave_whole(data, refusal)
-        if self.transformed and replica_count() > 1 and not self._accumulator:
+        if self.stages.transform and replica_count() > 1 and not self._accumulator:
             raise ValueError(
                 f"{type(self.model).__name__} has a train_step of its own, which applies the gradients of each replica "
                 "where those of the whole batch can't be transformed. Move what train_step does into compute_loss."
             )
         with self._gathering(None):
-            if self.spread and replica_count() > 1:
+            if self.stages.take and replica_count() > 1:
                 return trained_by_own_step(self.model, data)
             return self.model.train_step(data)
 
@@ -82,11 +77,11 @@ class TrainStep(NamedTuple):
             losses = TrackedLosses(self.model, gradient.sums, self.window, ends=self.update)
         elif gradient.show is None and (loss := gradient.loss) is not None:
             shard.run(lambda: track_loss(self.model, loss, shard.rows))
-        whole = gradient.weight is not None or self.transformed
+        whole = gradient.weight is not None or self.stages.transform is not None
         if sharing and whole and not self._accumulator:
             replica_scale = tf.constant(1.0) if gradient.weight is None else sharing(gradient.weight)
             show_before_sum(self.model, gradient.gradients, replica_scale)
-        shown = SharedResults(self.model, losses) if self.spread and sharing else None
+        shown = SharedResults(self.model, losses) if self.stages.take and sharing else None
         if losses and shown is None:
             losses.track()
         with self._gathering(self._in_window(gradient, sharing)):
@@ -110,16 +105,16 @@ class TrainStep(NamedTuple):
         return gradient._replace(weight=Normalizer(sharing(weight) / replica_count()))
 
     def _gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
-        if self.apply:
-            return self.apply.gathering(gradient)
+        if self.stages.apply:
+            return self.stages.apply.gathering(gradient)
         if gradient is None or gradient.weight is None or self._accumulator is None:
             return contextlib.nullcontext()
         return self._accumulator.weighed(gradient.weight)
 
     def _gradient(self, data: Any, shard: Shard, replica_scale: ReplicaScale | None) -> Gradient:
-        if self.split:
+        if self.stages.split:
             try:
-                return self._in_slices(self.split, data, shard, replica_scale)
+                return self._in_slices(self.stages.split, data, shard, replica_scale)
             except IndivisibleError as refusal:
                 self.limit.leave_whole(data, refusal)
         return self._of_part(shard)(data, replica_scale=replica_scale)
@@ -134,13 +129,11 @@ class TrainStep(NamedTuple):
 
     def _of_part(self, shard: Shard, split: Split | None = None) -> Callable[..., Gradient]:
         """What computes the gradient of a slice, or without a `split` that of a batch that is not weighed."""
-        stages = [stage.normalize for stage in (split, self.spread) if stage]
-        normalize = next((normalize for normalize in (self.normalize, *stages) if normalize), None)
-        by_xla = bool(self.spread and self.spread.by_xla and replica_count() > 1)
+        normalize = self.stages.normalization(of_slices=split is not None)
+        by_xla = bool(self.stages.take and self.stages.take.by_xla and replica_count() > 1)
         # Keras's trackers know nothing of a batch of which there are parts.
-        parts = bool(split or self.apply or (self.spread and replica_count() > 1))
-        foreseen = [stage.foreseen for stage in (self.split, self.spread, self.apply) if stage and stage.foreseen]
-        foreseen = foreseen[0] if foreseen and not normalize else None
+        parts = bool(split or self.stages.apply or (self.stages.take and replica_count() > 1))
+        foreseen = None if normalize else self.stages.foreseen
         return functools.partial(
             gradient_of, self.model, normalize=normalize, shard=shard, by_xla=by_xla, sums=parts, foreseen=foreseen
         )

@@ -1,12 +1,14 @@
 """Two train functions, one of which looks at what it does: between them the host picks."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorflow as tf
 
-from keras_paragrad._keras.step.stages import Apply
 from keras_paragrad._keras.telemetry.watch import Watcher
+
+if TYPE_CHECKING:
+    from keras_paragrad._keras.step.stages import Apply
 
 # Among a step's logs, what its telemetry has noted: an output costs nothing, and reading a variable an operation.
 LATEST = "_keras_paragrad_latest"
@@ -39,7 +41,7 @@ class LookAhead:
         apply: The stage.
     """
 
-    def __init__(self, apply: Apply):
+    def __init__(self, apply: "Apply"):
         self.apply = apply
         self._planned: list[bool] | None = None
 

@@ -60,12 +60,10 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _check_stages(model: keras.Model) -> None:
-    builder = StepBuilder.of(model)
-    names = ("split", "normalize", "transform", "apply", "observe", "spread")
-    stages = [name for name in names if getattr(builder, name) is not None]
-    if stages:
+    filled = StepBuilder.of(model).stages.filled
+    if filled:
         raise ValueError(
-            f"The model's training step is being changed ({', '.join(stages)}): by a callback, such as "
+            f"The model's training step is being changed ({', '.join(filled)}): by a callback, such as "
             "ExactAccumulation, by microbatch, or by another preparation. With parameter servers, workers take Keras's "
             "own step: leave those out, or undo() them."
         )

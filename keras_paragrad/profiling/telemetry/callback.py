@@ -107,7 +107,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         """Begins to look at updates; a second `fit` of the same model goes on with the same files."""
         model: Any = self.model
         builder = StepBuilder.of(model)
-        if builder.telemetry is not None:
+        if builder.stages.telemetry is not None:
             raise ValueError("There are two GradientTelemetry callbacks. Leave one out: it reports all layers.")
         resumes = self._start() or self._updates() > 0
         self._sinks = None
