@@ -142,6 +142,8 @@ def weights_of(model: keras.Model, variables: Sequence[Any]) -> list[Weight]:
     named = []
     for variable in variables:
         layer, _, name = variable.path.removeprefix(f"{model.name}/").rpartition("/")
+        # The model's own weights are in no layer.
+        layer = layer or model.name
         found[layer, name] = found.get((layer, name), 0) + 1
         count = found[layer, name]
         named.append(Weight(layer, name if count == 1 else f"{name}_{count}"))

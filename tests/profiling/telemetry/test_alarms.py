@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from keras_paragrad.profiling.telemetry.alarms import Alarms
 from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
+from keras_paragrad.profiling.telemetry.meter import weights_of
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(160, 6)).astype("float32")
@@ -71,6 +72,13 @@ def test_a_dead_relu_is_named_with_the_layers_behind_it(caplog):
     messages = said(caplog, [keras.layers.Dense(5, name="first"), dead], 5)
     assert len(messages) == 1
     assert "the gradient is 0 in 'first', 'dead' at update 15" in messages[0]
+
+
+def test_a_weight_of_the_model_s_own_is_named_by_the_model():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, name="last")], name="mine")
+    model.add_weight(shape=(2,), name="own")
+    named = [(weight.layer, weight.name) for weight in weights_of(model, model.trainable_variables)]
+    assert sorted(named) == [("last", "bias"), ("last", "kernel"), ("mine", "own")]
 
 
 def test_healthy_training_says_nothing(caplog):

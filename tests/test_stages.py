@@ -1,0 +1,106 @@
+"""Components fill the stages of a step in whatever order they are attached, and it is the same step."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import transforms
+from transforms import BATCH, MICRO_BATCH, inner, made, shifted
+
+from keras_paragrad import (
+    AccumulatingOptimizer,
+    DistributedFit,
+    ExactAccumulation,
+    GradientNoiseScale,
+    GradientTelemetry,
+    microbatch,
+)
+from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad._keras.step.stages import Stages
+
+# Keras says so of the weight without a gradient.
+pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
+
+wanted = functools.cache(transforms.by_hand)
+BEFORE_FIT = {
+    "microbatch": lambda model: microbatch(model, 2),
+    "transform": lambda model: StepBuilder.of(model).fill(transform=shifted),
+}
+CALLBACKS = {
+    "ExactAccumulation": ExactAccumulation,
+    "GradientNoiseScale": GradientNoiseScale,
+    "GradientTelemetry": functools.partial(GradientTelemetry, every=1),
+}
+# In one order and its reverse, each component comes before and after each other.
+FORWARD = (tuple(BEFORE_FIT), tuple(CALLBACKS))
+BACKWARD = (FORWARD[0][::-1], FORWARD[1][::-1])
+
+
+def trained(order, dist=None):
+    """Weights, history and what telemetry saw last, with everything attached in an order."""
+    before, called = order
+    model = made(lambda: AccumulatingOptimizer(inner(), BATCH // MICRO_BATCH), dist)
+    callbacks = {name: CALLBACKS[name]() for name in called}
+    for name in before:
+        BEFORE_FIT[name](model)
+    x, y, sample_weight = transforms.columns()
+    options = {"batch_size": MICRO_BATCH, "epochs": transforms.EPOCHS, "shuffle": False, "verbose": 0}
+    fit = functools.partial(dist.fit, model) if dist else model.fit
+    history = fit(x, y, sample_weight=sample_weight, callbacks=[*callbacks.values()], **options).history
+    return model, history, callbacks["GradientTelemetry"].last
+
+
+def check_orders(dist=None):
+    found = [trained(order, dist) for order in (FORWARD, BACKWARD)]
+    for model, _, _ in found:
+        for ours, theirs in zip(model.get_weights(), wanted(shifted), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    (_, history, last), (_, other_history, other_last) = found
+    assert history.keys() == other_history.keys()
+    for name, values in history.items():
+        np.testing.assert_array_equal(values, other_history[name], name)
+    for ours, theirs in zip(keras.tree.flatten(last), keras.tree.flatten(other_last), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_on_one_device():
+    check_orders()
+
+
+@pytest.mark.own_process(seconds=240)
+def test_on_replicas():
+    check_orders(DistributedFit(devices=["CPU:0", "CPU:1"], jit=False))
+
+
+def test_a_stage_that_is_emptied_leaves_the_others():
+    model = made(inner)
+    builder = StepBuilder.of(model)
+    cut = microbatch(model, 2)
+    builder.fill(transform=shifted)
+    assert builder.stages.filled == ["split", "transform"]
+    cut.undo()
+    assert builder.stages.filled == ["transform"] and "make_train_function" in vars(model)
+    builder.fill(transform=None)
+    assert builder.stages == Stages() and "make_train_function" not in vars(model)
+
+
+def test_the_innermost_part_of_an_update_says_how_losses_are_normalized():
+    model = made(inner)
+    builder = StepBuilder.of(model)
+    assert builder.stages.normalization(of_slices=True) is None
+    microbatch(model, 2, weighting="examples")
+    slices = builder.stages.split.normalize
+    assert builder.stages.normalization(of_slices=True) is slices
+    assert builder.stages.normalization(of_slices=False) is None
+
+    def of_micro_batches(model, arguments, terms):
+        raise AssertionError
+
+    builder.fill(combine=of_micro_batches)
+    assert builder.stages.normalization(of_slices=True) is of_micro_batches
+
+
+def test_another_name_is_no_stage():
+    with pytest.raises(ValueError, match="combined"):
+        StepBuilder.of(made(inner)).fill(combined=keras)
