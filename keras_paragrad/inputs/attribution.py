@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_integer, refusal
 from keras_paragrad.inputs.derivative import Derivative
 from keras_paragrad.inputs.function import RowFunction
-from keras_paragrad.inputs.options import Options
+from keras_paragrad.inputs.options import DerivativeOptions
 from keras_paragrad.inputs.run import differentiate
 
 
@@ -70,7 +70,7 @@ def integrated_gradients(
     """
     # The rule's points are eigenvalues of a matrix with so many rows.
     steps = check_integer("steps", steps, most=10_000, example=50)
-    options = Options(output, wrt, batch_size, jit_compile, out, stream, verbose)
+    options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
     rows = [_checked_row(row) for row in keras.tree.flatten(0.0 if baseline is None else baseline)]
     return differentiate(model, x, [_Path(rows, steps)], options)
 

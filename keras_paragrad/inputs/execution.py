@@ -11,7 +11,7 @@ from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad.inputs.chunks import MOST_ROWS, bytes_in_graph, bytes_of_derivative
 from keras_paragrad.inputs.derivative import Derivative
 from keras_paragrad.inputs.function import RowFunction
-from keras_paragrad.inputs.options import Options
+from keras_paragrad.inputs.options import DerivativeOptions
 from keras_paragrad.inputs.rows import Chunk
 from keras_paragrad.inputs.selection import Selection
 
@@ -27,7 +27,7 @@ class Execution:
         options: The arguments of the public function.
     """
 
-    def __init__(self, model: keras.Model, selection: Selection, options: Options):
+    def __init__(self, model: keras.Model, selection: Selection, options: DerivativeOptions):
         self.model = model
         self.selection = selection
         self.options = options

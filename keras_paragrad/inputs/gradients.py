@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.inputs.derivative import Derivative
 from keras_paragrad.inputs.function import RowFunction
-from keras_paragrad.inputs.options import Options
+from keras_paragrad.inputs.options import DerivativeOptions
 from keras_paragrad.inputs.run import differentiate
 
 
@@ -72,7 +72,7 @@ def input_gradients(
     Reference:
         Simonyan, Vedaldi and Zisserman, *Deep Inside Convolutional Networks*, 2013, https://arxiv.org/abs/1312.6034.
     """
-    options = Options(output, wrt, batch_size, jit_compile, out, stream, verbose)
+    options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
     return differentiate(model, x, [_gradient], options)
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice
 from keras_paragrad.inputs.modes import MODES, Jacobian
-from keras_paragrad.inputs.options import Options
+from keras_paragrad.inputs.options import DerivativeOptions
 from keras_paragrad.inputs.run import differentiate
 
 
@@ -73,7 +73,7 @@ def input_jacobian(
                 "memory. Leave jit_compile out, or write mode='reverse'."
             )
         jit_compile = True
-    options = Options(output, wrt, batch_size, jit_compile, out, stream, verbose)
+    options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
     ways = [Jacobian("auto"), Jacobian("reverse")] if mode == "auto" else [Jacobian(mode)]
     try:
         return differentiate(model, x, ways, options)

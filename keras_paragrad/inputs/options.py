@@ -6,7 +6,7 @@ from keras_paragrad.arguments import check_choice, check_flag, check_integer
 from keras_paragrad.inputs.outputs import checked_output
 
 
-class Options(NamedTuple):
+class DerivativeOptions(NamedTuple):
     """How a derivative is taken; see `input_gradients` for each of them."""
 
     output: Any
@@ -17,7 +17,7 @@ class Options(NamedTuple):
     stream: Any
     verbose: Any
 
-    def checked(self) -> "Options":
+    def checked(self) -> "DerivativeOptions":
         """The same, if each is what it may be.
 
         Raises:

@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
     rows: int
 
 
-class Rows:
+class InputRows:
     """Reads nested inputs and hands them on in chunks that are all of the same size.
 
     Args:

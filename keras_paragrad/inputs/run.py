@@ -11,14 +11,14 @@ from keras_paragrad.arguments import check_instance
 from keras_paragrad.inputs.chunks import rows_within_budget
 from keras_paragrad.inputs.execution import Differentiate, Execution
 from keras_paragrad.inputs.labels import check_labels_fit
-from keras_paragrad.inputs.options import Options
+from keras_paragrad.inputs.options import DerivativeOptions
 from keras_paragrad.inputs.results import sinks
-from keras_paragrad.inputs.rows import Chunk, Rows
+from keras_paragrad.inputs.rows import Chunk, InputRows
 from keras_paragrad.inputs.selection import Selection
 
 
 def differentiate(
-    model: keras.Model, x: Any, ways: Sequence[Differentiate], options: Options, beside: Any = None
+    model: keras.Model, x: Any, ways: Sequence[Differentiate], options: DerivativeOptions, beside: Any = None
 ) -> Any:
     """Takes a derivative of every row.
 
@@ -39,7 +39,7 @@ def differentiate(
     if isinstance(options.output, np.ndarray):
         check_labels_fit(options.output, x)
         extras.append(options.output)
-    rows = Rows((x, *extras) if extras else x)
+    rows = InputRows((x, *extras) if extras else x)
     structure = rows.structure[0] if extras else rows.structure
     selection = Selection.of(model, structure, rows.first, options.wrt)
     targets = sinks(options.out, selection.nesting, rows.known, (x, beside))

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.inputs.derivative import Derivative
 from keras_paragrad.inputs.function import RowFunction
-from keras_paragrad.inputs.options import Options
+from keras_paragrad.inputs.options import DerivativeOptions
 from keras_paragrad.inputs.rows import is_batched
 from keras_paragrad.inputs.run import differentiate
 
@@ -64,7 +64,7 @@ def hessian_vector_product(
     """
     if is_batched(x):
         raise ValueError(f"`x` is a {type(x).__name__}, and `vector` must go with it row by row. Give arrays for both.")
-    options = Options(output, wrt, batch_size, jit_compile, out, stream, verbose)
+    options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
     return differentiate(model, x, [_hessian_times_vector], options, beside=vector)
 
 

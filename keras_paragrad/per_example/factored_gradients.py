@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.per_example.rows import Rows, Total
+from keras_paragrad.per_example.rows import ReplicaRows, Total
 
 
 class Parts(NamedTuple):
@@ -36,7 +36,7 @@ class _Place(NamedTuple):
 
     shapes: Sequence[tuple]
     layout: Callable[..., Any]
-    rows: Sequence[Rows]
+    rows: Sequence[ReplicaRows]
 
 
 class KeptGradients:
@@ -96,7 +96,7 @@ class KeptGradients:
         types = [tf.float32 if dtype.is_floating else dtype for dtype, *_ in shapes]
         factors = [None] * (len(shapes) - 1) + [self.factor]
         rows = [
-            Rows(shape, self.capacity, self.count, factor, dtype)
+            ReplicaRows(shape, self.capacity, self.count, factor, dtype)
             for (_, *shape), factor, dtype in zip(shapes, factors, types, strict=True)
         ]
         return _Place(shapes, layout, rows)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.layers import compiled_by_xla
 from keras_paragrad.per_example.factored_gradients import KeptGradients
 from keras_paragrad.per_example.quantities import Quantities
-from keras_paragrad.per_example.rows import Rows, Total
+from keras_paragrad.per_example.rows import ReplicaRows, Total
 
 # A norm is four bytes, so this much room costs a step nothing.
 ROOM_FOR_NORMS = 2**14
@@ -31,7 +31,7 @@ class StepResults:
         # Gradients are multiplied when they are read. In the step, that would take a pass over them, or over cotangents
         # of which the backward pass may have the products already.
         self.factor = Total([])
-        self.norms = Rows([], capacity, self.count) if "norms" in kept else None
+        self.norms = ReplicaRows([], capacity, self.count) if "norms" in kept else None
         with_gradients = self.variables if "gradients" in kept else []
         self.gradients = [KeptGradients(v.shape, capacity, self.count, self.factor) for v in with_gradients]
         self.second_moment = [Total(v.shape) for v in variables] if "second_moment" in kept else []

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_paragrad._keras.replicas.local import local_parts, replica_variable
 
 
-class Rows:
+class ReplicaRows:
     """A tensor with a row for each example of the last step; see `StepResults`.
 
     Args:

@@ -2,7 +2,7 @@
 
 import math
 
-from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, Window
+from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, TraceWindow
 from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.windows import WindowTracer
 
@@ -58,7 +58,7 @@ class Following:
                 self.tracer.turn(batch)
         return closed
 
-    def _due(self, batch: int) -> Window | None:
+    def _due(self, batch: int) -> TraceWindow | None:
         """The window to open now: one that was asked for, or the schedule's."""
         if self.asked:
             self.asked = False
@@ -69,5 +69,5 @@ class Following:
         self._index += 1
         return window
 
-    def _scheduled(self) -> Window | None:
+    def _scheduled(self) -> TraceWindow | None:
         return self.schedule.window(self._index) if self.schedule else None

@@ -9,7 +9,7 @@ from keras_paragrad.arguments import check_integer
 MOST_ACTIVE = 200
 
 
-class Window(NamedTuple):
+class TraceWindow(NamedTuple):
     """A part of a training, in batches counted from 0: the profiler runs from `warmup`, and counts `begin` to `end`."""
 
     warmup: int
@@ -39,7 +39,7 @@ class ProfileSchedule:
     >>> from keras_paragrad import ProfileSchedule
     >>> schedule = ProfileSchedule(skip_first=10, wait=5, warmup=1, active=4, repeat=2)
     >>> [schedule.window(index) for index in (0, 1)]
-    [Window(warmup=15, begin=16, end=20), Window(warmup=25, begin=26, end=30)]
+    [TraceWindow(warmup=15, begin=16, end=20), TraceWindow(warmup=25, begin=26, end=30)]
     >>> schedule.window(2) is None
     True
     """
@@ -62,16 +62,16 @@ class ProfileSchedule:
                 f"small enough to look at. Write active=20, and repeat={-(-self.active // 20)} for more of them."
             )
 
-    def window(self, index: int) -> Window | None:
+    def window(self, index: int) -> TraceWindow | None:
         """The window of a number counted from 0, or `None` if there are not so many."""
         if self.repeat is not None and index >= self.repeat:
             return None
         warmup = self.skip_first + index * (self.wait + self.warmup + self.active) + self.wait
         return self.window_at(warmup)
 
-    def window_at(self, batch: int) -> Window:
+    def window_at(self, batch: int) -> TraceWindow:
         """A window that begins to warm up with a batch."""
-        return Window(batch, batch + self.warmup, batch + self.warmup + self.active)
+        return TraceWindow(batch, batch + self.warmup, batch + self.warmup + self.active)
 
 
 DEFAULT = ProfileSchedule()

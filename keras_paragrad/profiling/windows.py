@@ -11,7 +11,7 @@ from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad.extras import MissingExtraError
 from keras_paragrad.profiling.markers import StepMarkers
 from keras_paragrad.profiling.memory import PeakMemory
-from keras_paragrad.profiling.schedule import Window
+from keras_paragrad.profiling.schedule import TraceWindow
 from keras_paragrad.profiling.session import SUMMARY, Session, remove_oldest
 from keras_paragrad.profiling.stops import Stops
 from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
@@ -35,7 +35,7 @@ class WindowTracer:
     """
 
     def __init__(self, model: Any, log_dir: Path, run: RunInfo, keep: int):
-        self.window: Window | None = None
+        self.window: TraceWindow | None = None
         self.traced = 0
         self._model = model
         self._log_dir = log_dir
@@ -74,7 +74,7 @@ class WindowTracer:
         return True
 
     @Stops.counted()
-    def open(self, window: Window, batch: int) -> None:
+    def open(self, window: TraceWindow, batch: int) -> None:
         """Opens a window; before its first batch the profiler warms up.
 
         Args:
@@ -87,7 +87,7 @@ class WindowTracer:
         """
         # It begins later if a call has run beyond its beginning.
         late = max(batch - window.begin, 0)
-        self.window = Window(window.warmup, window.begin + late, window.end + late)
+        self.window = TraceWindow(window.warmup, window.begin + late, window.end + late)
         if self.window.begin > batch:
             self._session = Session(self._log_dir)
 
@@ -98,11 +98,13 @@ class WindowTracer:
         updates = UpdateCount(self._model.optimizer)
         per_call = self._model.steps_per_execution
         if per_call == 1 and updates.position:
-            self.window = Window(window.warmup, batch + updates.left, batch + updates.left + window.end - window.begin)
+            self.window = TraceWindow(
+                window.warmup, batch + updates.left, batch + updates.left + window.end - window.begin
+            )
             return
         if per_call == 1:
             length = window.end - window.begin
-            self.window = Window(window.warmup, batch, batch + -(-length // updates.each) * updates.each)
+            self.window = TraceWindow(window.warmup, batch, batch + -(-length // updates.each) * updates.each)
         if self._session is not None:
             self._session.discard()
         self._session = Session(self._log_dir)

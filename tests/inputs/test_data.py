@@ -9,7 +9,7 @@ from hypothesis import given
 
 from keras_paragrad.inputs.gradients import input_gradients
 from keras_paragrad.inputs.jacobian import input_jacobian
-from keras_paragrad.inputs.rows import Rows
+from keras_paragrad.inputs.rows import InputRows
 
 layers = keras.layers
 
@@ -75,7 +75,7 @@ def test_every_kind_of_data():
 @given(st.integers(1, 20), st.integers(1, 7), st.integers(1, 4), st.integers(1, 5))
 def test_chunks_have_one_size_and_hold_every_row_once(count, batch_size, multiple, size):
     x = np.arange(1, count + 1)
-    chunks = list(Rows(generator(x, [size], with_targets=False)).chunks(batch_size, multiple))
+    chunks = list(InputRows(generator(x, [size], with_targets=False)).chunks(batch_size, multiple))
     assert len({len(chunk.leaves[0]) for chunk in chunks}) == 1
     assert len(chunks[0].leaves[0]) % multiple == 0
     assert len(chunks[0].leaves[0]) < batch_size + multiple

@@ -12,7 +12,7 @@ from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
 from keras_paragrad.profiling.analysis.advice import advise, milliseconds_compiling
 from keras_paragrad.profiling.analysis.coverage import Coverage
-from keras_paragrad.profiling.analysis.events import Call, Compiled, Marker, Pull, Trace, Work
+from keras_paragrad.profiling.analysis.events import Compiled, Marker, Pull, Trace, TracedCall, Work
 from keras_paragrad.profiling.analysis.layers import LayerNames
 from keras_paragrad.profiling.analysis.operations import (
     Operation,
@@ -83,7 +83,11 @@ def test_what_a_device_computes_is_not_waited_for():
 def test_other_threads_work_counts_to_the_end_of_its_own_step():
     trace = Trace(markers=[marker(0, 10, step_num=0, _r=1), marker(10, 20, step_num=1, _r=1)])
     trace.host[0] = spans((0, 2))
-    trace.calls = [Call(1 * MILLISECOND, 0, "a"), Call(4 * MILLISECOND, 7, "b"), Call(5 * MILLISECOND, 9, "c")]
+    trace.calls = [
+        TracedCall(1 * MILLISECOND, 0, "a"),
+        TracedCall(4 * MILLISECOND, 7, "b"),
+        TracedCall(5 * MILLISECOND, 9, "c"),
+    ]
     # The second is called in the first; the third on a thread that does nothing for this training.
     trace.work = [Work(*spans((3, 5))[0], 7, "a"), Work(*spans((6, 14))[0], 8, "b"), Work(*spans((5, 9))[0], 9, "c")]
     first, second = step_times(trace)

@@ -12,7 +12,7 @@ import tensorflow as tf
 _ASSIGN = "_direct_assign"
 
 
-class Tally:
+class MetricStates:
     """A model's metrics, added up from what steps add to their states, in whatever order these arrive.
 
     Keras changes a metric's variables by reading and writing them, between which another worker writes too. Here each

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.hooks.check import check_objects
-from keras_paragrad._keras.parameter_servers.metric_states import Tally
+from keras_paragrad._keras.parameter_servers.metric_states import MetricStates
 from keras_paragrad._keras.parameter_servers.steps import prediction_step, step_on_worker
 from keras_paragrad._keras.step.symbolic import build_from
 
@@ -51,7 +51,7 @@ class ParameterServerModel:
         self._model: Any = model
         self._sender = sender
         self._check = check
-        self._tally: Tally | None = None
+        self._tally: MetricStates | None = None
         self._predict: Any = None
         self.waits = True
         self.install()
@@ -88,9 +88,9 @@ class ParameterServerModel:
         build_from(self._model, iterator, data_batch)
 
     @property
-    def _metrics(self) -> Tally:
+    def _metrics(self) -> MetricStates:
         if self._tally is None or not self._tally.is_of(self._model):
-            self._tally = Tally(self._model)
+            self._tally = MetricStates(self._model)
         return self._tally
 
     def _make_train_function(self, force: bool = False) -> None:

@@ -8,11 +8,11 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.capabilities import parts
-from keras_paragrad._keras.parameter_servers.metric_states import Tally
+from keras_paragrad._keras.parameter_servers.metric_states import MetricStates
 from keras_paragrad._keras.step.gradient_functions import releasing
 
 
-def step_on_worker(model: Any, tally: Tally, take: Callable[[Any], Any]) -> Callable[[Any], tf.Tensor]:
+def step_on_worker(model: Any, tally: MetricStates, take: Callable[[Any], Any]) -> Callable[[Any], tf.Tensor]:
     """A compiled step that returns what it adds to the metrics.
 
     Args:

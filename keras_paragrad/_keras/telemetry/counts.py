@@ -60,7 +60,7 @@ def graphs_of(function: Any) -> Sized:
     return function._function_cache._primary
 
 
-class Trace(NamedTuple):
+class TracedGraph(NamedTuple):
     """A graph that was traced.
 
     Attributes:
@@ -72,12 +72,12 @@ class Trace(NamedTuple):
     signature: str
 
 
-def newest_trace(function: Any) -> Trace:
+def newest_trace(function: Any) -> TracedGraph:
     """The graph of a `tf.function` that was traced last."""
     concrete = function._list_all_concrete_functions()[-1]
     arguments = concrete.structured_input_signature
     specs = [spec for leaf in tf.nest.flatten(arguments) for spec in _tensors(leaf)]
-    return Trace(function.__name__, ", ".join(f"{spec.dtype.name}{_shape(spec)}" for spec in specs))
+    return TracedGraph(function.__name__, ", ".join(f"{spec.dtype.name}{_shape(spec)}" for spec in specs))
 
 
 def _tensors(spec: Any) -> list[Any]:

@@ -46,7 +46,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """A function that is handed to other threads: when, in nanoseconds, on which thread, and the call's number."""
 
     begin: float
@@ -96,7 +96,7 @@ class Trace:
     made_by_python: list[tuple[float, float]] = field(default_factory=list)
     python_calls: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     without_lock: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
-    calls: list[Call] = field(default_factory=list)
+    calls: list[TracedCall] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     compiled: list[Compiled] = field(default_factory=list)
     functions: dict[str, list[tuple[float, float, int]]] = field(default_factory=lambda: defaultdict(list))

@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from keras_paragrad.profiling.analysis.coverage import Coverage, Span
-from keras_paragrad.profiling.analysis.events import Call, Trace, Work
+from keras_paragrad.profiling.analysis.events import Trace, TracedCall, Work
 
 
 def work_of(trace: Trace, line: int) -> list[Span]:
@@ -33,5 +33,5 @@ def work_of(trace: Trace, line: int) -> list[Span]:
     return [(each.begin, each.end) for each in found]
 
 
-def _begun(calls: list[Call], work: dict[str, list[Work]]) -> list[Work]:
+def _begun(calls: list[TracedCall], work: dict[str, list[Work]]) -> list[Work]:
     return [each for call in calls for each in work.pop(call.flow, [])]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_paragrad.extras import require
-from keras_paragrad.profiling.analysis.events import Call, Compiled, Marker, Pull, Trace, Work
+from keras_paragrad.profiling.analysis.events import Compiled, Marker, Pull, Trace, TracedCall, Work
 
 TRACES = "*.xplane.pb"
 # The devices' names as the profiler has them, and the lines of a device that hold what ran, not what it was part of.
@@ -97,7 +97,7 @@ def _keep_marker(trace: Trace, waits: _Waits, event: Any, span: tuple[float, flo
 
 
 def _keep_call(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    trace.calls.append(Call(span[0], line, _flow(event, _HANDS_ON)))
+    trace.calls.append(TracedCall(span[0], line, _flow(event, _HANDS_ON)))
 
 
 def _keep_work(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:

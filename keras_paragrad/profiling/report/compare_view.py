@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from keras_paragrad.profiling.report.figures import IN_WORDS, PARTS, figures_of
 from keras_paragrad.profiling.report.lines import LineChart, named
-from keras_paragrad.profiling.report.runs import Run, Window
+from keras_paragrad.profiling.report.runs import ProfiledWindow, Run
 from keras_paragrad.profiling.report.series_view import (
     GRADIENT_CHARTS,
     LAYER_QUANTITIES,
@@ -37,7 +37,7 @@ class Pair:
     change: str
 
 
-def newest_window(run: Run) -> Window | None:
+def newest_window(run: Run) -> ProfiledWindow | None:
     """The last window of a run that has steps, of the first worker if there are several; or `None`."""
     with_steps = [window for window in run.windows if window.summary.steps]
     first = min((window.summary.run.worker for window in with_steps), default=0)

@@ -16,7 +16,7 @@ MOST_WINDOWS = 40
 
 
 @dataclass(frozen=True)
-class Window:
+class ProfiledWindow:
     """A part of a run that was traced.
 
     Attributes:
@@ -45,7 +45,7 @@ class Run:
 
     name: str
     info: RunInfo
-    windows: tuple[Window, ...]
+    windows: tuple[ProfiledWindow, ...]
     telemetry: tuple[Series, ...]
     throughput: tuple[Series, ...]
     retraces: tuple[Retrace, ...]
@@ -85,7 +85,7 @@ def _nothing_found(folder: Path, notes: list[str]) -> str:
     )
 
 
-def _windows(folder: Path, notes: list[str]) -> tuple[Window, ...]:
+def _windows(folder: Path, notes: list[str]) -> tuple[ProfiledWindow, ...]:
     """The newest windows, oldest first. Those without a summary of ours are analysed, unless they are many."""
     found = sorted({path.parent for pattern in (TRACES, SUMMARIES) for path in folder.rglob(pattern)})
     # A window that is still being traced, or whose run was killed meanwhile, is in a hidden folder.
@@ -95,7 +95,7 @@ def _windows(folder: Path, notes: list[str]) -> tuple[Window, ...]:
         notes.append(f"These are several runs: {_some(roots)}. To see the telemetry of one, name its folder.")
     if len(found) > MOST_WINDOWS:
         notes.append(f"There are {len(found)} traces; the {MOST_WINDOWS} newest are shown.")
-    windows: list[Window] = []
+    windows: list[ProfiledWindow] = []
     foreign = 0
     for trace in reversed(found[-MOST_WINDOWS:]):
         summaries = _own_summaries(trace, notes)
@@ -104,7 +104,9 @@ def _windows(folder: Path, notes: list[str]) -> tuple[Window, ...]:
             summaries = _analysed(trace, notes) if foreign <= MOST_ANALYSED else {}
         name = "" if trace == folder else trace.relative_to(folder).as_posix().removeprefix(WHERE_TENSORBOARD_LOOKS)
         several = len(summaries) > 1
-        windows += [Window(_joined(name, file if several else ""), summary) for file, summary in summaries.items()]
+        windows += [
+            ProfiledWindow(_joined(name, file if several else ""), summary) for file, summary in summaries.items()
+        ]
     if foreign > MOST_ANALYSED:
         notes.append(f"{foreign} traces have no summary beside them; the {MOST_ANALYSED} newest of these are shown.")
     return tuple(reversed(windows))
@@ -156,7 +158,7 @@ def _series(folder: Path, name: str, notes: list[str]) -> tuple[Series, ...]:
         return ()
 
 
-def _run_info(folder: Path, windows: tuple[Window, ...]) -> RunInfo:
+def _run_info(folder: Path, windows: tuple[ProfiledWindow, ...]) -> RunInfo:
     """From `run.json`, or else from the newest window."""
     try:
         return RunInfo.from_dict(read_json((folder / "run.json").read_text("utf-8")))

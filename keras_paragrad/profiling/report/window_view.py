@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from keras_paragrad.profiling.report.bars import Segment, StepChart, shares_bar, step_chart
 from keras_paragrad.profiling.report.figures import PARTS, StepFigures, figures_of
-from keras_paragrad.profiling.report.runs import Window
+from keras_paragrad.profiling.report.runs import ProfiledWindow
 from keras_paragrad.profiling.report.units import count, milliseconds, share, size
 from keras_paragrad.profiling.summary import ProfileSummary
 
@@ -16,7 +16,7 @@ LONGEST_NAME = 160
 
 
 @dataclass(frozen=True)
-class Operation:
+class OperationRow:
     """A row of the table of operations, in words.
 
     Attributes:
@@ -57,11 +57,11 @@ class WindowView:
     figures: StepFigures | None
     chart: StepChart | None
     shares: tuple[Segment, ...]
-    operations: tuple[Operation, ...]
+    operations: tuple[OperationRow, ...]
     memory: tuple[tuple[str, str], ...]
 
 
-def window_view(window: Window, longest: float = 0.0) -> WindowView:
+def window_view(window: ProfiledWindow, longest: float = 0.0) -> WindowView:
     """A window in detail.
 
     Args:
@@ -73,7 +73,7 @@ def window_view(window: Window, longest: float = 0.0) -> WindowView:
     chart = step_chart(summary.steps, figures, max(longest, figures.longest)) if figures else None
     memory = tuple((device, size(peak)) for device, peak in summary.peak_memory.items())
     operations = tuple(
-        Operation(
+        OperationRow(
             shortened(operation.name),
             operation.kind,
             operation.layer,
@@ -87,7 +87,7 @@ def window_view(window: Window, longest: float = 0.0) -> WindowView:
     return WindowView(window.name, summary, figures, chart, shares_bar(figures) if figures else (), operations, memory)
 
 
-def overview(windows: Sequence[Window]) -> tuple[tuple[str, ...], ...]:
+def overview(windows: Sequence[ProfiledWindow]) -> tuple[tuple[str, ...], ...]:
     """A row for every window: its name, steps, median, 95th percentile and shares."""
     return tuple(_row(window) for window in windows)
 
@@ -98,7 +98,7 @@ def shortened(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[: half - 1]}…{name[-half:]}"
 
 
-def _row(window: Window) -> tuple[str, ...]:
+def _row(window: ProfiledWindow) -> tuple[str, ...]:
     figures = figures_of(window.summary.steps)
     if figures is None:
         return (window.name, "0", *["n/a"] * (2 + len(PARTS)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_paragrad._keras.telemetry.counts import Trace
+from keras_paragrad._keras.telemetry.counts import TracedGraph
 from keras_paragrad.profiling.telemetry.scalars import Scalars
 from keras_paragrad.profiling.telemetry.sinks import Guarded
 from keras_paragrad.profiling.telemetry.tables import Table, begin_csv
@@ -40,7 +40,7 @@ class Files:
         labels, values = [(name,) for name in seconds], np.array([list(seconds.values())], float)
         self._guarded(lambda: self._table.append([step], [epoch], labels, values))
 
-    def retraced(self, step: int, traces: Iterable[Trace]) -> None:
+    def retraced(self, step: int, traces: Iterable[TracedGraph]) -> None:
         """Writes graphs that were traced again."""
         self._guarded(lambda: self._write([(step, *trace) for trace in traces]))
 

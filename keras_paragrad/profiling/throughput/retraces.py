@@ -3,7 +3,7 @@
 from collections.abc import Sized
 from typing import Any
 
-from keras_paragrad._keras.telemetry.counts import Trace, compiled_functions, graphs_of, newest_trace
+from keras_paragrad._keras.telemetry.counts import TracedGraph, compiled_functions, graphs_of, newest_trace
 
 
 class Retraces:
@@ -35,7 +35,7 @@ class Retraces:
         # In every step's time.
         return list(map(len, self._graphs)) != self._counts
 
-    def look(self) -> list[Trace]:
+    def look(self) -> list[TracedGraph]:
         """Of graphs within each other that were traced again since the last time, the outer one."""
         before, self._counts = self._counts, list(map(len, self._graphs))
         again = [

@@ -1,0 +1,56 @@
+"""Imports run downward, and a class name means one thing."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import keras_paragrad
+
+PACKAGE = Path(keras_paragrad.__file__).parent
+SHARED = {"arguments", "exports", "extras", "plain_json", "sums", "command_line", "completion"}
+# What each component imports from others, beside the seam and what all share.
+BELOW = {
+    "_keras": set(),
+    "accumulation": set(),
+    "per_example": set(),
+    "inputs": set(),
+    "distribution": {"accumulation"},
+    "profiling": {"distribution", "accumulation"},
+    "commands": {"distribution", "profiling"},
+}
+SOURCES = {
+    ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
+
+
+def imported(name):
+    """The modules of ours that a module names in an import, at its top or later."""
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("component", BELOW)
+def test_imports_run_downward(component):
+    inside = [name for name in SOURCES if name.split(".")[1:2] == [component]]
+    assert inside
+    others = {each.split(".")[1] for name in inside for each in imported(name) if each in SOURCES and "." in each}
+    allowed = BELOW[component] | {component} | (SHARED | {"_keras"} if component != "_keras" else set())
+    assert others <= allowed
+
+
+def test_no_class_name_means_two_things():
+    names = Counter(
+        node.name
+        for tree in TREES.values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []
