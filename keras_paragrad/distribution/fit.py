@@ -108,8 +108,7 @@ class DistributedFit:
         self.plan: Plan = make_plan(self.hardware, self.options)
         self.strategy: tf.distribute.Strategy = make_strategy(self.plan, self.hardware, self.options)
         # With parameter servers the chief reads all data, and cuts nothing up.
-        serves = self.plan.strategy.value == "parameter_server"
-        self._reader = tf.distribute.get_strategy() if serves else self.strategy
+        self._reader = tf.distribute.get_strategy() if self.plan.on_servers else self.strategy
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -144,7 +143,7 @@ class DistributedFit:
         return self._prepared(model)
 
     def _prepared(self, model: keras.Model) -> Preparation | ServerPreparation:
-        if self.plan.strategy.value == "parameter_server":
+        if self.plan.on_servers:
             return prepare_for_servers(model)
         jit = self.options.jit
         if jit == "auto":
@@ -158,7 +157,7 @@ class DistributedFit:
 
     def _check_alike(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:
         """Raises on every worker if they are not about to train the same, before they wait for each other in vain."""
-        if self.plan.strategy.value == "parameter_server" or place_of(self.strategy).workers == 1:
+        if self.plan.on_servers or place_of(self.strategy).workers == 1:
             return
         names = ("weighting", "warmup_steps")
         decided = ("communication", "pack_bytes", "jit", "precision", "batch", "lr_scaling", "shard_policy", "exact")
@@ -302,7 +301,7 @@ class DistributedFit:
     def _check_own_fit(self, model: keras.Model, given: dict[str, Any], data_options: dict[str, Any]) -> None:
         name = type(model).__name__
         prepared = f"{name} has a `fit` of its own. Write dist.prepare(model) and then"
-        if self.plan.strategy.value == "parameter_server":
+        if self.plan.on_servers:
             raise ValueError(
                 f"{name} has a `fit` of its own, which can't be trained with parameter servers: the chief has to read "
                 "its data. Build a plain keras.Model of the same layers, and prepare the data before."
@@ -342,7 +341,7 @@ class DistributedFit:
             rate_factor=self.plan.lr_scaling.value or float(self.strategy.num_replicas_in_sync),
             warmup_steps=self.plan.warmup_steps.value,
         )
-        if is_ours and self.plan.strategy.value != "parameter_server" and place_of(self.strategy).workers > 1:
+        if is_ours and not self.plan.on_servers and place_of(self.strategy).workers > 1:
             together = with_agreement(together, AgreeEachEpoch(self.strategy, together, data))
         shown = verbose if self.is_chief or verbose != "auto" else 0
         try:

@@ -63,6 +63,11 @@ class Plan:
     shard_policy: Decision
     exact: Decision
 
+    @property
+    def on_servers(self) -> bool:
+        """Whether the weights lie on parameter servers, and workers do not step together."""
+        return self.strategy.value == "parameter_server"
+
     def __iter__(self) -> Iterator[Decision]:
         return (getattr(self, field.name) for field in fields(self))
 

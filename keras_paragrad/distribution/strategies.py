@@ -36,7 +36,7 @@ def make_strategy(plan: Plan, hardware: Hardware, options: Options) -> tf.distri
     """
     if options.given is not None:
         return options.given
-    if plan.strategy.value == "parameter_server":
+    if plan.on_servers:
         serve_if_asked(hardware.cluster)
     if plan.strategy.value == "multi_worker" and hardware.cluster:
         if has_joined_a_cluster():
