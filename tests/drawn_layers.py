@@ -62,9 +62,7 @@ _floats = st.just(0)
 
 
 def _cases(shapes, make, vocabulary=_floats):
-    return st.builds(
-        LayerCase, make=make, shape=shapes, vocabulary=vocabulary, rows=st.integers(1, 5), jit_compile=st.booleans()
-    )
+    return st.builds(LayerCase, make=make, shape=shapes, vocabulary=vocabulary, rows=_rows, jit_compile=st.booleans())
 
 
 def _made(layer, **arguments):
@@ -72,34 +70,36 @@ def _made(layer, **arguments):
     return st.fixed_dictionaries(arguments).map(lambda drawn: functools.partial(layer, **drawn))
 
 
-_few = st.integers(1, 4)
-_bias = st.booleans()
-_activation = st.sampled_from([None, "tanh", "silu"])
+# Hypothesis begins with the first of each: it has to be a case in which something can go wrong.
+_few = st.sampled_from([2, 1, 3, 4])
+_rows = st.sampled_from([3, 1, 2, 4, 5])
+_bias = st.sampled_from([True, False])
+_activation = st.sampled_from(["tanh", None, "silu"])
 
 
 def _sizes(dimensions, smallest=1):
-    return st.tuples(*[st.integers(smallest, 3)] * dimensions)
+    return st.tuples(*[st.sampled_from([size for size in (2, 1, 3) if size >= smallest])] * dimensions)
 
 
 @st.composite
 def _convolution(draw, layer, dimensions, grouped=False, causal=False, transposed=False, multiplied=False):
     """A convolution with a stride, a dilation or neither, since TensorFlow has no kernel for both."""
-    channels = draw(st.sampled_from([1, 2, 4, 16]))
+    channels = draw(st.sampled_from([2, 1, 4, 16]))
     arguments = {
         "kernel_size": draw(_sizes(dimensions)),
-        "padding": draw(st.sampled_from(["valid", "same", "causal"] if causal else ["valid", "same"])),
+        "padding": draw(st.sampled_from(["same", "valid", "causal"] if causal else ["same", "valid"])),
         "activation": draw(_activation),
         "use_bias": draw(_bias),
     }
     spaced = draw(st.sampled_from(["strides", "dilation_rate", "neither"]))
     if spaced == "strides":
         # Depthwise convolutions have one stride for both axes.
-        size = draw(st.integers(1, 3))
+        size = draw(st.sampled_from([2, 1, 3]))
         arguments["strides"] = size if multiplied else tuple(draw(_sizes(dimensions)))
     elif spaced == "dilation_rate" and not (dimensions == 3 or transposed):
-        arguments["dilation_rate"] = draw(st.integers(1, 2))
+        arguments["dilation_rate"] = draw(st.sampled_from([2, 1]))
     if multiplied:
-        arguments["depth_multiplier"] = draw(st.integers(1, 2))
+        arguments["depth_multiplier"] = draw(st.sampled_from([2, 1]))
     if layer not in (layers.DepthwiseConv1D, layers.DepthwiseConv2D):
         groups = draw(st.sampled_from([1, 2])) if grouped and channels % 2 == 0 else 1
         arguments["filters"] = groups * draw(_few)
@@ -110,7 +110,7 @@ def _convolution(draw, layer, dimensions, grouped=False, causal=False, transpose
         arguments["data_format"] = "channels_first"
     size = tuple(draw(st.integers(6, 8)) for _ in range(dimensions))
     shape = (channels, *size) if first else (*size, channels)
-    return LayerCase(functools.partial(layer, **arguments), shape, 0, draw(st.integers(1, 4)), draw(st.booleans()))
+    return LayerCase(functools.partial(layer, **arguments), shape, 0, draw(_rows), draw(st.booleans()))
 
 
 _EINSUMS = [
@@ -134,7 +134,7 @@ def _einsum(equation, shape, output_shape, bias_axes):
             layers.EinsumDense,
             equation=st.just(equation),
             output_shape=st.just(output_shape),
-            bias_axes=st.sampled_from([None, bias_axes]),
+            bias_axes=st.sampled_from([bias_axes, None]),
             activation=_activation,
         ),
     )
@@ -149,7 +149,7 @@ def _recurrent(layer):
 DRAWN = {
     "dense": _cases(
         st.sampled_from([(5,), (4, 3), (2, 3, 4), (40, 2), (2, 9)]),
-        _made(layers.Dense, units=st.sampled_from([1, 3, 50]), activation=_activation, use_bias=_bias),
+        _made(layers.Dense, units=st.sampled_from([3, 1, 50]), activation=_activation, use_bias=_bias),
     ),
     "einsum": st.sampled_from(_EINSUMS).flatmap(lambda arguments: _einsum(*arguments)),
     "conv1d": _convolution(layers.Conv1D, 1, grouped=True, causal=True),
