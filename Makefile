@@ -24,7 +24,7 @@ CONSTRAINTS := $(or $(constraints-$(RELEASES)),$(error RELEASES is pinned, oldes
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
-.PHONY: demo test test-all bench bench-peers exactness clean FORCE
+.PHONY: demo test test-all mutants bench bench-peers exactness clean FORCE
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
@@ -39,6 +39,13 @@ test: .venv/.wheel
 # The tests that take too long for every change as well: each model of others in each way to train it.
 test-all: test
 	$(BIN)/python -P -m pytest -n 2 --dist worksteal --durations 25 -m long
+
+# Plants faults in a copy of the package, one at a time, and shows which test finds each. Some of them, by a part of their
+# name: `make mutants FAULTS="all-reduced"`.
+FAULTS ?=
+
+mutants: .venv/.wheel
+	$(BIN)/python tests/mutants/run.py $(FAULTS)
 
 bench: .venv/.wheel
 	$(BIN)/python benchmarks/run.py

@@ -1,0 +1,452 @@
+"""Faults for `make mutants`, each a single edit of the package, with the tests that have to find it."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
+PACKAGE = ROOT / "keras_paragrad"
+
+
+class Fault(NamedTuple):
+    """A fault.
+
+    Attributes:
+        name: What goes wrong.
+        file: Where, below `keras_paragrad`.
+        old: The text that is replaced, which is in the file once.
+        new: What it is replaced with.
+        tests: The tests to run, below `tests`: files, or `file::test`.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def planted(self, source: str) -> str:
+        """The file's text with the fault in it.
+
+        Raises:
+            ValueError: The text to replace is not in it, or more than once.
+        """
+        count = source.count(self.old)
+        if count != 1:
+            raise ValueError(
+                f"{self.name!r} replaces {self.old!r}, which is in {self.file} {count} times instead of once. Plant it "
+                "in what the code is now, in tests/mutants/faults.py."
+            )
+        return source.replace(self.old, self.new)
+
+
+def _fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
+    return Fault(name, file, old, new, tests)
+
+
+_ACCUMULATION = [
+    _fault(
+        "a micro-batch counts for one row more than it has",
+        "accumulation/window.py",
+        'counts = tf.cast(weight.value, "float32")',
+        'counts = tf.cast(weight.value, "float32") + 1.0',
+        "accumulation/test_weights.py::test_masks",
+    ),
+    _fault(
+        "the divisor of a window is not reset by an update",
+        "accumulation/window.py",
+        "for variable in (self.weight, *self.accumulators):",
+        "for variable in self.accumulators:",
+        "accumulation/test_tail.py::test_tail",
+    ),
+    _fault(
+        "a micro-batch that is dropped for a NaN still counts in the divisor",
+        "accumulation/window.py",
+        "counts = tf.where(finite, counts, 0.0)",
+        "counts = tf.where(finite, counts, counts)",
+        "accumulation/test_mixed_precision.py::test_skip_nonfinite",
+    ),
+    _fault(
+        "a last window of one micro-batch is not flushed",
+        "accumulation/optimizer.py",
+        "int(self.window.position.numpy()) == 0:",
+        "int(self.window.position.numpy()) <= 1:",
+        "accumulation/test_tail.py::test_tail",
+    ),
+    _fault(
+        "schedules and iterations see micro-batches",
+        "accumulation/optimizer.py",
+        "position.assign_add(1)\n",
+        "position.assign_add(1), self.iterations.assign_add(1)\n",
+        "accumulation/test_delegation.py",
+    ),
+    _fault(
+        "a schedule of steps changes one update late in the graph",
+        "accumulation/schedule.py",
+        "tf.where(update >= first,",
+        "tf.where(update > first,",
+        "accumulation/test_arguments.py",
+    ),
+    _fault(
+        "the rest of a batch that is cut into slices loses its first row",
+        "accumulation/slices.py",
+        "tf.range(rows // self.size * self.size, rows)",
+        "tf.range(rows // self.size * self.size + 1, rows)",
+        "accumulation/test_microbatch.py::test_equals_the_whole_batch",
+    ),
+]
+
+_STEP = [
+    _fault(
+        "gradients are clipped before they are all-reduced, too",
+        "_keras/step/apply.py",
+        "summed = sum_over_replicas([*(gradients[index] for index in present), *beside])",
+        "summed = sum_over_replicas([*optimizer._clip_gradients([gradients[index] for index in present]), *beside])",
+        "accumulation/test_microbatch.py::test_on_two_replicas",
+    ),
+    _fault(
+        "an overflow on another replica than the first spoils the update there alone",
+        "_keras/step/apply.py",
+        'tf.where(elsewhere > 0, float("nan"), 1.0)',
+        'tf.where(elsewhere > 1, float("nan"), 1.0)',
+        "distribution/test_fit.py::test_the_loss_scale_falls_for_what_only_the_last_replica_sees",
+    ),
+    _fault(
+        "replicas count the same, whatever their shards hold",
+        "_keras/step/gradient.py",
+        "return tf.where(total > 0, value * replica_count() / total, one)",
+        "return one",
+        "distribution/test_fit.py::test_a_replica_without_rows_adds_nothing",
+    ),
+    _fault(
+        "the gradient of a shard without rows is not zeroed",
+        "_keras/replicas/shard.py",
+        "return tf.cond(self.nonempty, lambda: gradient, lambda: tf.zeros_like(gradient))",
+        "return gradient",
+        "distribution/test_fit.py::test_a_replica_without_rows_adds_nothing",
+    ),
+    _fault(
+        "a call of several batches leaves the last of them out",
+        "_keras/step/execution.py",
+        "return tf.logical_and(index < per_call, found)",
+        "return tf.logical_and(index < per_call - 1, found)",
+        "accumulation/test_tail.py::test_tail",
+    ),
+    _fault(
+        "a transform is applied twice",
+        "_keras/step/transform.py",
+        "transformed = transform(unscaled, [variables[place] for place in places])",
+        "transformed = transform(transform(unscaled, found := [variables[place] for place in places]), found)",
+        "test_transform.py::test_on_one_device",
+    ),
+    _fault(
+        "a transform sees gradients with the loss scale in them",
+        "_keras/step/transform.py",
+        "unscaled = [gradient / scale for gradient in dense] if scale else dense",
+        "unscaled = dense",
+        "test_transform.py::test_without_loss_scale",
+    ),
+    _fault(
+        "a transform sees each replica's gradient before the all-reduce",
+        "_keras/step/train_step.py",
+        "whole = gradient.weight is not None or self.stages.transform is not None",
+        "whole = gradient.weight is not None",
+        "test_transform.py::test_on_replicas_that_are_not_weighed",
+    ),
+]
+
+_LOSSES = [
+    _fault(
+        "the divisor of a loss ignores the mask",
+        "_keras/losses/divisors.py",
+        'size * tf.reduce_mean(tf.cast(term.mask, "float32"))',
+        "size",
+        "accumulation/test_weights.py::test_masks",
+    ),
+    _fault(
+        "the divisor of a loss ignores the sample weights",
+        "_keras/losses/divisors.py",
+        'weights = tf.reduce_sum(tf.cast(term.weights, "float32"))',
+        'weights = tf.cast(tf.size(term.weights), "float32")',
+        "accumulation/test_weights.py::test_class_weights",
+    ),
+    _fault(
+        "the losses of a window are not reset by its update",
+        "_keras/losses/tracking.py",
+        "self.window.state.assign(tf.zeros_like(kept) if self.ends else kept)",
+        "self.window.state.assign(kept)",
+        "accumulation/test_callback.py::test_the_logs_are_keras_own",
+        "distribution/test_history.py::test_in_slices_and_in_windows",
+    ),
+    _fault(
+        "each example's own masked mean ignores the sample weights",
+        "_keras/losses/terms.py",
+        "weight *= stated",
+        "weight *= 1.0",
+        "per_example/test_masked_mean.py::test_each_example_is_as_alone",
+    ),
+]
+
+_PER_EXAMPLE = [
+    _fault(
+        "the norms of dense layers leave the bias out",
+        "per_example/rules/linear.py",
+        "return [(left + 1.0) * right]",
+        "return [left * right]",
+        "per_example/test_rules.py::test_a_rule_is_the_loop[dense]",
+    ),
+    _fault(
+        "the bias of a convolution has its gradient along the last axis, wherever the channels are",
+        "per_example/rules/linear.py",
+        "return [rank - 1 if size == cotangent.shape[-1] else 1]",
+        "return [rank - 1]",
+        "per_example/test_rules.py::test_a_rule_is_the_loop[transpose2d]",
+    ),
+    _fault(
+        "weighted sums of separable convolutions have unweighted biases",
+        "per_example/rules/separable.py",
+        "biases = [tf.tensordot(weights, bias, 1) for bias in self._bias(call)]",
+        "biases = [tf.reduce_sum(bias, 0) for bias in self._bias(call)]",
+        "per_example/test_rules.py::test_a_rule_is_the_loop[separable2d]",
+    ),
+    _fault(
+        "windows of padded convolutions lie one pixel off",
+        "per_example/rules/windows.py",
+        "else missing // 2",
+        "else -(-missing // 2)",
+        "per_example/test_windows.py",
+    ),
+    _fault(
+        "the windows of a depthwise convolution have a stride of one",
+        "per_example/rules/folded.py",
+        '"VALID", dilations=[stride, stride])',
+        '"VALID", dilations=[1, 1])',
+        "per_example/test_rules.py::test_a_convolution_folded_into_channels[depthwise2d]",
+    ),
+    _fault(
+        "a word that an example looks up twice counts as two rows",
+        "per_example/rules/embedding.py",
+        "same = tf.cast(indices[:, :, tf.newaxis] == indices[:, tf.newaxis], cotangents.dtype)",
+        "same = tf.eye(tf.shape(indices)[1], dtype=cotangents.dtype)",
+        "per_example/test_rules.py::test_a_rule_is_the_loop[embedding]",
+    ),
+    _fault(
+        "the offset of a normalization has the mean over positions for its gradient",
+        "per_example/rules/normalization.py",
+        "gradients.append(tf.reduce_sum(cotangent, summed))",
+        "gradients.append(tf.reduce_mean(cotangent, summed))",
+        "per_example/test_rules.py::test_a_rule_is_the_loop[layer_normalization]",
+    ),
+    _fault(
+        "the norms of examples have the loss scale in them",
+        "per_example/scaling.py",
+        "share * self._loss_scale())",
+        "share)",
+        "per_example/test_training.py::test_half_precision",
+    ),
+    _fault(
+        "the noise scale takes the sum of micro-batches' squared norms for their mean",
+        "per_example/noise_estimate.py",
+        "small, of_small, of_large = squares / count, inverses / count, 1 / rows",
+        "small, of_small, of_large = squares, inverses / count, 1 / rows",
+        "per_example/test_callbacks.py::test_from_accumulation",
+    ),
+]
+
+_INPUTS = [
+    _fault(
+        "every row is differentiated with respect to the first row's label",
+        "inputs/outputs.py",
+        "return tf.gather(leaves[0], labels, axis=-1, batch_dims=1)",
+        "return tf.gather(leaves[0], labels[0], axis=-1)",
+        "inputs/test_labels.py::test_gradients_of_each_rows_own_class",
+    ),
+    _fault(
+        "integrated gradients are taken half a step off",
+        "inputs/attribution.py",
+        "tf.constant((points + 1) / 2)",
+        "tf.constant((points + 1 + 1 / self.steps) / 2)",
+        "inputs/test_second_order.py::test_attributions_add_up_to_the_difference",
+    ),
+    _fault(
+        "the rows that fill up the last chunk are in the result",
+        "inputs/run.py",
+        "yield [result[: chunk.rows] for result in results]",
+        "yield list(results)",
+        "inputs/test_data.py::test_batches_of_any_size",
+    ),
+    _fault(
+        "rows of a Jacobian are taken from overlapping rounds",
+        "inputs/seeds.py",
+        "results = passes(index * each)",
+        "results = passes(index * (each - 1))",
+        "inputs/test_jacobian.py::test_any_sizes",
+    ),
+]
+
+_DISTRIBUTION = [
+    _fault(
+        "a batch loses the rows that don't divide evenly among replicas",
+        "distribution/data/batch_sharding.py",
+        "return number * (rows // pieces) + min(number, rows % pieces)",
+        "return number * (rows // pieces)",
+        "distribution/data/test_pieces.py::test_sizes",
+    ),
+    _fault(
+        "a shuffled epoch is in another order on each worker",
+        "distribution/data/order.py",
+        "return int(gather(strategy, np.array([seed], np.int64))[0, 0])",
+        "return seed",
+        "distribution/data/test_workers.py::test_all_workers_draw_the_same_order",
+    ),
+    _fault(
+        "every epoch is shuffled alike",
+        "distribution/data/order.py",
+        "np.random.default_rng((seed, epoch))",
+        "np.random.default_rng((seed, 0))",
+        "distribution/data/test_order.py",
+    ),
+    _fault(
+        "the variance of a normalization leaves out the distance between parts",
+        "distribution/data/moments.py",
+        "self.deviations + other.deviations + between",
+        "self.deviations + other.deviations",
+        "distribution/data/test_normalization.py",
+    ),
+    _fault(
+        "the fingerprint of a model ignores activations",
+        "distribution/alike/values.py",
+        '"registered_name", "module"),',
+        '"registered_name", "module", "activation"),',
+        "distribution/test_alike.py::test_what_shapes_the_computation_is_named",
+    ),
+    _fault(
+        "weights of equal norm count as the same",
+        "distribution/alike/weights.py",
+        "close &= (np.abs",
+        "close |= (np.abs",
+        "distribution/test_alike.py::test_weights_are_compared_within_rounding",
+    ),
+    _fault(
+        "a learning rate that is scaled linearly grows by the square root",
+        "distribution/decisions/batch.py",
+        'return float(replicas) if rule == "linear" else math.sqrt(replicas)',
+        "return math.sqrt(replicas)",
+        "distribution/test_plan.py",
+    ),
+    _fault(
+        "Slurm's node lists lose zeros in front",
+        "distribution/clusters/nodelist.py",
+        "str(number).zfill(len(first))",
+        "str(number)",
+        "distribution/test_cluster.py",
+    ),
+    _fault(
+        "Slurm's ranks are counted as if every node had as many tasks",
+        "distribution/clusters/slurm.py",
+        "return sum(tasks[:node]) + place",
+        "return node * tasks[node] + place",
+        "distribution/test_cluster.py",
+    ),
+    _fault(
+        "launched workers share a GPU",
+        "distribution/launch/tasks.py",
+        "names[index * self.devices : (index + 1) * self.devices]",
+        "names[index : index + self.devices]",
+        "distribution/test_launch_places.py::test_each_worker_sees_its_share_of_the_devices",
+    ),
+    _fault(
+        "parameter servers count what each step adds to the metrics twice",
+        "_keras/parameter_servers/metric_states.py",
+        "self._total += added",
+        "self._total += 2 * added",
+        "distribution/servers/test_training.py::test_metrics_are_those_of_every_example_once",
+    ),
+]
+
+_CHECKPOINTS = [
+    _fault(
+        "the checksum of a backup is not compared",
+        "distribution/checkpoint/manifest.py",
+        'return _line({**described, "position": list(manifest["position"])}, content) == line + b"\\n"',
+        'return described["bytes"] == len(content)',
+        "distribution/checkpoint/test_files.py",
+    ),
+    _fault(
+        "the oldest backup to keep is removed",
+        "distribution/checkpoint/files.py",
+        "[self.keep :]",
+        "[self.keep - 1 :]",
+        "distribution/checkpoint/test_files.py",
+    ),
+    _fault(
+        "a fit that goes on skips one batch too many",
+        "distribution/checkpoint/resuming.py",
+        "seam.skip_batches(self.model, self.position.batch, then)",
+        "seam.skip_batches(self.model, self.position.batch + 1, then)",
+        "distribution/checkpoint/test_backup.py::test_resumed_equals_undisturbed",
+    ),
+]
+
+_PROFILING = [
+    _fault(
+        "batches are numbered from the one after",
+        "profiling/analysis/steps.py",
+        "yield first + index, ",
+        "yield first + index + 1, ",
+        "profiling/test_analysis.py",
+    ),
+    _fault(
+        "time that spans share counts for each of them",
+        "profiling/analysis/coverage.py",
+        "np.maximum.accumulate(ordered[:, 1]) if",
+        "ordered[:, 1] if",
+        "profiling/test_analysis.py::test_coverage_is_that_of_counted_ticks",
+    ),
+    _fault(
+        "windows follow each other without the wait between them",
+        "profiling/schedule.py",
+        "index * (self.wait + self.warmup + self.active)",
+        "index * (self.warmup + self.active)",
+        "profiling/test_schedule.py",
+    ),
+    _fault(
+        "telemetry shows norms before clipping as those after it",
+        "_keras/telemetry/watch.py",
+        "both[index], both[index + len(places)]",
+        "both[index], both[index]",
+        "profiling/telemetry/test_values.py::test_clipping",
+    ),
+    _fault(
+        "throughput counts steps that compiled",
+        "profiling/throughput/pace.py",
+        "counted = steps - self._steps_left_out",
+        "counted = steps",
+        "profiling/throughput/test_throughput.py",
+    ),
+    _fault(
+        "the operations of a product whose left side is transposed are counted along the wrong axis",
+        "profiling/throughput/flops.py",
+        'operation.get_attr("transpose_a")',
+        'operation.get_attr("transpose_b")',
+        "profiling/throughput/test_flops.py",
+    ),
+    _fault(
+        "charts of long series lose their peaks",
+        "profiling/report/thinning.py",
+        "numbers[np.argmax(values[numbers])]",
+        "numbers[-1]",
+        "profiling/report/test_drawing.py::test_thinning_keeps_the_extremes",
+    ),
+]
+
+FAULTS = [
+    *_ACCUMULATION,
+    *_STEP,
+    *_LOSSES,
+    *_PER_EXAMPLE,
+    *_INPUTS,
+    *_DISTRIBUTION,
+    *_CHECKPOINTS,
+    *_PROFILING,
+]
