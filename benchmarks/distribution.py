@@ -38,8 +38,8 @@ if sys.argv[2:]:
         os.sched_setaffinity(0, [cores[place_in_cluster() % len(cores)]])
     import keras
     import tensorflow as tf
+    from interleave import in_turns
     from models import endless
-    from turns import in_turns
 
     from keras_paragrad import AccumulatingOptimizer, DistributedFit
     from keras_paragrad.distribution.checkpoint.backup import Backup

@@ -18,9 +18,9 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 import keras
 import numpy as np
 from harness import report
+from interleave import in_turns
 from models import batch_of, endless, loss_of, model_of
 from sizes import MODELS
-from turns import in_turns
 
 from keras_paragrad import GradientTelemetry, Profiler, ProfileSchedule, Throughput, write_report
 

@@ -22,7 +22,7 @@ _LONGEST_DESCRIPTION = 8192
 _LONGEST_REASON = 2000
 
 
-def meet(
+def rendezvous(
     cluster: Cluster, seconds: float, facts: Mapping[str, Any], environment: Mapping[str, str] | None = None
 ) -> None:
     """Waits until all workers are there and say the same of themselves; all of them call this.

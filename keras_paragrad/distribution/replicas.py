@@ -66,7 +66,7 @@ class Preparation:
             self._warn_of_batch_statistics()
         if jit is not None:
             self.model.jit_compile = jit
-        by_xla = replicas > 1 and bool(self.model.jit_compile) and not self._meets_in_the_forward_pass()
+        by_xla = replicas > 1 and bool(self.model.jit_compile) and not self._reduces_in_the_forward_pass()
         several = place_of(self.model.distribute_strategy).workers > 1
         compared = ComparedFit.of(model, shard_policy) if several else None
         spread_over_replicas(
@@ -98,11 +98,12 @@ class Preparation:
                 stacklevel=4,
             )
 
-    def _meets_in_the_forward_pass(self) -> bool:
+    def _reduces_in_the_forward_pass(self) -> bool:
         names = [layer.name for layer in self._batch_normalizations() if layer.synchronized]
         if names:
             _log.warning(
-                "%s: replicas meet in the forward pass, which XLA can't compile, so this model is trained without it.",
+                "%s: statistics are all-reduced in the forward pass, which XLA can't compile, so this model is trained "
+                "without it.",
                 ", ".join(names),
             )
         return bool(names)

@@ -10,7 +10,7 @@ from keras_paragrad.distribution.alike import versions
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import Plan
-from keras_paragrad.distribution.rendezvous import meet
+from keras_paragrad.distribution.rendezvous import rendezvous
 from keras_paragrad.distribution.servers import make_parameter_server_strategy, serve_if_asked
 
 _IMPLEMENTATIONS = {
@@ -46,7 +46,7 @@ def make_strategy(plan: Plan, hardware: Hardware, options: Options) -> tf.distri
                 "MultiWorkerMirroredStrategy(), and can't join it twice. Use that one again, or give its strategy to "
                 "another: DistributedFit(strategy=first.strategy)."
             )
-        meet(hardware.cluster, options.startup_timeout, _facts(plan))
+        rendezvous(hardware.cluster, options.startup_timeout, _facts(plan))
     return _MAKERS[plan.strategy.value](plan, hardware)
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_paragrad.per_example.rows import ReplicaRows, Total
 
 
-class Parts(NamedTuple):
+class Factors(NamedTuple):
     """Each example's gradient for a weight, as what it is made of: rows of a table, the sides of a product.
 
     Attributes:
@@ -26,9 +26,9 @@ class Parts(NamedTuple):
         return self.layout(*self.tensors)
 
     @classmethod
-    def of(cls, gradients: Any) -> "Parts":
-        """Parts as they are, and gradients as their only part."""
-        return gradients if isinstance(gradients, Parts) else cls([gradients], _whole)
+    def of(cls, gradients: Any) -> "Factors":
+        """Factors as they are, and gradients as their only part."""
+        return gradients if isinstance(gradients, Factors) else cls([gradients], _whole)
 
 
 class _Place(NamedTuple):
@@ -39,7 +39,7 @@ class _Place(NamedTuple):
     rows: Sequence[ReplicaRows]
 
 
-class KeptGradients:
+class FactoredGradients:
     """The gradients for a weight that each step leaves behind.
 
     Args:
@@ -56,11 +56,11 @@ class KeptGradients:
         self.number = Total([], tf.int32)
 
     def assign(self, gradients: Any) -> None:
-        """Leaves gradients, `(count, *shape)`, or their `Parts`; within a step, on each replica."""
-        parts = Parts.of(gradients)
+        """Leaves gradients, `(count, *shape)`, or their `Factors`; within a step, on each replica."""
+        parts = Factors.of(gradients)
         # Steps compiled by XLA have fixed shapes, though they may not be known yet.
         if self.capacity is not None and any(None in tensor.shape[1:] for tensor in parts.tensors):
-            parts = Parts.of(parts.laid_out())
+            parts = Factors.of(parts.laid_out())
         number = self._number_of(parts)
         self.number.assign(number)
         for rows, tensor in zip(self.places[number].rows, parts.tensors, strict=True):
@@ -77,13 +77,13 @@ class KeptGradients:
         numbers = [int(number) for number in self.number.of_replicas()]
         found = {number: [rows.of_replicas() for rows in self.places[number].rows] for number in set(numbers)}
         of_replicas = [
-            Parts([rows[replica] for rows in found[number]], self.places[number].layout)
+            Factors([rows[replica] for rows in found[number]], self.places[number].layout)
             for replica, number in enumerate(numbers)
         ]
         return np.concatenate([np.asarray(parts.laid_out()) for parts in of_replicas])
 
-    def _number_of(self, parts: Parts) -> int:
-        # Parts of every shape have a place of their own, unless there is one for any.
+    def _number_of(self, parts: Factors) -> int:
+        # Factors of every shape have a place of their own, unless there is one for any.
         fixed = self.capacity is not None
         shapes = [(part.dtype, *(size if fixed else None for size in part.shape[1:])) for part in parts.tensors]
         for number, place in enumerate(self.places):

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.factored_gradients import Parts
+from keras_paragrad.per_example.factored_gradients import Factors
 from keras_paragrad.per_example.registry import Call, Rule, squared_norm, zeroed
 from keras_paragrad.per_example.units import Unit
 from keras_paragrad.sums import row_sums_of_all
@@ -38,10 +38,10 @@ class Quantities:
 
     def gradients(self) -> list[tf.Tensor]:
         """Each example's gradient for each weight, `(batch, *shape)`; zero where none came back."""
-        return [Parts.of(gradient).laid_out() for gradient in self.gradients_to_keep()]
+        return [Factors.of(gradient).laid_out() for gradient in self.gradients_to_keep()]
 
     def gradients_to_keep(self) -> list[Any]:
-        """The same, or the `Parts` of which each is made where those take less room."""
+        """The same, or the `Factors` of which each is made where those take less room."""
         found = self._added(self._parts("gradients_to_keep"))
         return [
             tf.zeros([self.batch, *variable.shape]) if gradient is None else gradient
@@ -143,5 +143,5 @@ def _without_examples_of_weight_0(
 
 def _sum(parts: list[Any]) -> Any:
     return (
-        parts[0] if len(parts) == 1 else tf.add_n([tf.convert_to_tensor(Parts.of(part).laid_out()) for part in parts])
+        parts[0] if len(parts) == 1 else tf.add_n([tf.convert_to_tensor(Factors.of(part).laid_out()) for part in parts])
     )

@@ -131,7 +131,7 @@ class Rule:
         return [tf.add_n(list(parts)) for parts in zip(*map(self.gradients, calls), strict=True)]
 
     def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
-        """The same, or the `factored_gradients.Parts` that each is made of, where those take less memory."""
+        """The same, or the `factored_gradients.Factors` that each is made of, where those take less memory."""
         return self.gradients_of_all(calls)
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:

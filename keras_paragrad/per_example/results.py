@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.layers import compiled_by_xla
-from keras_paragrad.per_example.factored_gradients import KeptGradients
+from keras_paragrad.per_example.factored_gradients import FactoredGradients
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.rows import ReplicaRows, Total
 
@@ -33,7 +33,7 @@ class StepResults:
         self.factor = Total([])
         self.norms = ReplicaRows([], capacity, self.count) if "norms" in kept else None
         with_gradients = self.variables if "gradients" in kept else []
-        self.gradients = [KeptGradients(v.shape, capacity, self.count, self.factor) for v in with_gradients]
+        self.gradients = [FactoredGradients(v.shape, capacity, self.count, self.factor) for v in with_gradients]
         self.second_moment = [Total(v.shape) for v in variables] if "second_moment" in kept else []
 
     def keep(self, quantities: Quantities, factor: tf.Tensor) -> tf.Tensor | None:

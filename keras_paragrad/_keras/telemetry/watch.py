@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps, parts, updating
 from keras_paragrad._keras.objects.method_patch import MethodPatch, patched
 from keras_paragrad._keras.replicas.collectives import replica_count, replica_index, sum_over_replicas
-from keras_paragrad._keras.telemetry.weight_deltas import Additions
+from keras_paragrad._keras.telemetry.weight_deltas import WeightDeltas
 
 _WATCH = "_keras_paragrad_watch"
 _REDUCE = "_all_reduce_sum_gradients"
@@ -95,7 +95,7 @@ class _Seen:
         self.places = {id(weight): place for place, weight in enumerate(weights)}
         # Identities, for a variable that is read and updated in one step.
         self.before = [tf.identity(weight.value) for weight in weights]
-        self.additions = Additions(weights)
+        self.additions = WeightDeltas(weights)
         self.unclipped: list[Any] = []
         self.gradients: list[tf.Tensor | None] = [None] * len(weights)
         self.clipped: list[tf.Tensor | None] = [None] * len(weights)

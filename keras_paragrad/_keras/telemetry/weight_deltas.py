@@ -13,7 +13,7 @@ _ADDING = ("AssignAddVariableOp", "AssignSubVariableOp")
 _PRECISE = ("float32", "float64")
 
 
-class Additions:
+class WeightDeltas:
     """The operations that come into the graph from here on, and what they add to weights.
 
     Args:

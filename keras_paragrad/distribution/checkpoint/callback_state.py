@@ -19,7 +19,7 @@ HISTORY = "History 0"
 
 
 @runtime_checkable
-class Remembers(Protocol):
+class HasState(Protocol):
     """A callback of your own whose state is backed up.
 
     It comes back as it was: `None`, numbers, strings, bytes, NumPy arrays, and lists, tuples and dicts of these, with
@@ -66,7 +66,7 @@ def restore_state(callbacks: Iterable[keras.callbacks.Callback], states: dict[st
         if name not in states:
             continue
         state = states[name]
-        if isinstance(callback, Remembers):
+        if isinstance(callback, HasState):
             callback.set_state(state)
             continue
         for attribute, value in state.items():
@@ -77,7 +77,7 @@ def _named(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.cal
     count: Counter[str] = Counter()
     named = {}
     for callback in callbacks:
-        if isinstance(callback, Remembers) or _attributes(callback):
+        if isinstance(callback, HasState) or _attributes(callback):
             kind = type(callback).__name__
             named[f"{kind} {count[kind]}"] = callback
             count[kind] += 1
@@ -85,7 +85,7 @@ def _named(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.cal
 
 
 def _get(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    if isinstance(callback, Remembers):
+    if isinstance(callback, HasState):
         return callback.get_state()
     return {name: getattr(callback, name) for name in _attributes(callback) if hasattr(callback, name)}
 

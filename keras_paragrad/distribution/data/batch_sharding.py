@@ -21,7 +21,7 @@ def cut(batches: tf.data.Dataset, place: Place) -> tf.data.Dataset:
     """
     if place.local == 1:
         return batches.map(
-            lambda *batch: piece(_whole(batches, batch), place.first, place.replicas),
+            lambda *batch: shard(_whole(batches, batch), place.first, place.replicas),
             num_parallel_calls=tf.data.AUTOTUNE,
         )
     rows = _rows_of_every_batch(batches)
@@ -31,7 +31,7 @@ def cut(batches: tf.data.Dataset, place: Place) -> tf.data.Dataset:
         return batches.rebatch(tf.constant(np.diff(bounds), tf.int64))
     numbers = tf.data.Dataset.range(place.first, place.first + place.local)
     return batches.flat_map(
-        lambda *batch: numbers.map(lambda number: piece(_whole(batches, batch), number, place.replicas))
+        lambda *batch: numbers.map(lambda number: shard(_whole(batches, batch), number, place.replicas))
     )
 
 
@@ -40,11 +40,11 @@ def split(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
     if parts == 1:
         return batches
     numbers = tf.data.Dataset.range(parts)
-    smaller = batches.flat_map(lambda *batch: numbers.map(lambda number: piece(_whole(batches, batch), number, parts)))
+    smaller = batches.flat_map(lambda *batch: numbers.map(lambda number: shard(_whole(batches, batch), number, parts)))
     return smaller.filter(lambda *batch: count_rows(batch) > 0)
 
 
-def piece(batch: Any, number: Any, pieces: int) -> Any:
+def shard(batch: Any, number: Any, pieces: int) -> Any:
     """One of the pieces of a batch, by its number."""
     rows = _static_rows(batch) if isinstance(number, int) else None
     if rows is None:

@@ -6,7 +6,7 @@ from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.distribution.options import Options
 
 NAME = "communication"
-ONE_REPLICA = "there is one replica: nothing has to meet"
+ONE_REPLICA = "there is one replica: nothing to all-reduce"
 MEASURED = (
     "measured on two busy cores, 16 MB over 2 logical devices: 1.2 to 2.5 ms, and 4.5 to 8.9 ms on the ring; a whole "
     "step took 24 and 26 ms"
@@ -25,7 +25,7 @@ def decide_communication(hardware: Hardware, options: Options, strategy: str, de
     asked = options.communication
     _check_asked(asked, hardware, strategy, devices)
     if strategy in ("none", "one_device", "parameter_server", "tpu") or (strategy == "mirrored" and len(devices) == 1):
-        reason = {"tpu": "a TPU brings its own", "parameter_server": "workers meet at the parameter servers"}
+        reason = {"tpu": "a TPU brings its own", "parameter_server": "workers push gradients to the parameter servers"}
         return Decision(NAME, "none", reason.get(strategy, ONE_REPLICA), _on(devices), NO_CHOICE)
     if asked != "auto":
         return Decision(NAME, asked, "asked for", _on(devices), 'communication="auto"')
@@ -39,7 +39,7 @@ def _fastest(hardware: Hardware, strategy: str, kind: str) -> tuple[str, str, st
         reason = "the one that works between CPUs of several processes"
         return "ring", reason, "TensorFlow's own choice (AUTO) aborts the process there", "nothing else works"
     if kind == "CPU":
-        reason = "devices share one memory: adding up in one place is fastest"
+        reason = "devices share one memory: reducing on one of them is fastest"
         return "one_device", reason, MEASURED, 'communication="ring"'
     if hardware.has_virtual_gpus:
         override = "nothing else works" if between_workers else 'communication="one_device"'
@@ -58,10 +58,10 @@ def decide_pack_bytes(options: Options, communication: str) -> Decision:
         return Decision(name, options.pack_bytes, "asked for", f"communication is {communication}", "pack_bytes=None")
     override = "pack_bytes=32 * 2**20"
     if communication == "ring":
-        reason = "one pack; between CPUs, large gradients meet by themselves, as they come"
+        reason = "one bucket; between CPUs, large gradients are all-reduced on their own, as they come"
         return Decision(name, 0, reason, LARGE_MEASURED, override)
-    reason = "gradients meet once, after the backward pass: in parts they would not meet any earlier"
-    return Decision(name, 0, reason, "0 is one pack of all gradients", override)
+    reason = "gradients are all-reduced once, after the backward pass: smaller buckets would not start any earlier"
+    return Decision(name, 0, reason, "0 is one bucket of all gradients", override)
 
 
 def decide_timeout(options: Options, strategy: str) -> Decision:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.factored_gradients import Parts
+from keras_paragrad.per_example.factored_gradients import Factors
 from keras_paragrad.per_example.registry import Call, Rule, register_rule
 
 # Up to so many, comparing all with all is faster than sorting them.
@@ -41,10 +41,10 @@ class EmbeddingRule(Rule):
         return self.gradients_of_all([call])
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        return [Parts.of(gradients).laid_out() for gradients in self.gradients_to_keep(calls)]
+        return [Factors.of(gradients).laid_out() for gradients in self.gradients_to_keep(calls)]
 
     def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
-        looked_up = Parts(lookups(calls), _Table(self._size(calls)))
+        looked_up = Factors(lookups(calls), _Table(self._size(calls)))
         indices, _ = looked_up.tensors
         return [looked_up.laid_out() if (indices.shape[1] or 0) > self._size(calls) else looked_up]
 

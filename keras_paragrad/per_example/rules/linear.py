@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.factored_gradients import Parts
+from keras_paragrad.per_example.factored_gradients import Factors
 from keras_paragrad.per_example.registry import Call, Rule, squared_norm, zeroed
 from keras_paragrad.sums import row_sums
 
@@ -154,14 +154,14 @@ class Linear(Rule):
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         kernel, *biases = self.gradients_to_keep(calls)
-        return [Parts.of(kernel).laid_out(), *biases]
+        return [Factors.of(kernel).laid_out(), *biases]
 
     def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
         folded = self.folded(calls)
         if folded is not None:
             return [folded, *self._biases(calls)]
         product = self._product(calls)
-        kernel = Parts([product.left, product.right], _Kernel(self, calls[0].layer, calls[0].by_xla))
+        kernel = Factors([product.left, product.right], _Kernel(self, calls[0].layer, calls[0].by_xla))
         return [kernel if product.has_small_sides else kernel.laid_out(), *self._biases(calls)]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad._keras.telemetry.weight_deltas import Additions
+from keras_paragrad._keras.telemetry.weight_deltas import WeightDeltas
 
 ADDED = [
     lambda: keras.optimizers.SGD(0.1, momentum=0.9),
@@ -28,7 +28,7 @@ def updated(optimizer, weight, compiled=True):
     known = []
 
     def update():
-        additions = Additions([weight])
+        additions = WeightDeltas([weight])
         optimizer.apply([tf.ones(weight.shape, weight.dtype)], [weight])
         (added,) = additions.read_off()
         known.append(added is not None)

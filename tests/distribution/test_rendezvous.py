@@ -9,7 +9,7 @@ import time
 import pytest
 
 from keras_paragrad.distribution.cluster import Cluster
-from keras_paragrad.distribution.rendezvous import _description, meet
+from keras_paragrad.distribution.rendezvous import _description, rendezvous
 from keras_paragrad.distribution.sealed import LONGEST, Seal
 
 
@@ -30,7 +30,7 @@ def outcomes(jobs, tasks, seconds, facts=lambda task: {"keras": "3.15"}):
 
     def take_part(task):
         try:
-            found[task] = meet(Cluster(jobs, *task, "TF_CONFIG"), seconds, facts(task), {})
+            found[task] = rendezvous(Cluster(jobs, *task, "TF_CONFIG"), seconds, facts(task), {})
         except (ConnectionError, ValueError) as error:
             found[task] = error
 
@@ -105,7 +105,7 @@ def test_who_was_given_another_cluster_is_turned_away_and_both_say_so():
 
     def take_part(index, jobs):
         try:
-            meet(Cluster(jobs, "worker", index, "TF_CONFIG"), 2, {}, {})
+            rendezvous(Cluster(jobs, "worker", index, "TF_CONFIG"), 2, {}, {})
         except ConnectionError as error:
             found[index] = str(error)
 
@@ -154,7 +154,7 @@ def test_strangers_keep_nobody_from_meeting():
     found = {}
 
     def take_part(rank):
-        found[rank] = meet(Cluster({"worker": hosts}, "worker", rank, "TF_CONFIG"), 20, {"keras": "3.15"}, {})
+        found[rank] = rendezvous(Cluster({"worker": hosts}, "worker", rank, "TF_CONFIG"), 20, {"keras": "3.15"}, {})
 
     thread = threading.Thread(target=knock)
     thread.start()
@@ -179,7 +179,7 @@ def test_workers_of_another_run_are_turned_away():
 
     def take_part(name, rank, token, seconds):
         try:
-            meet(Cluster(jobs, "worker", rank, "TF_CONFIG"), seconds, {}, {"KERAS_PARAGRAD_TOKEN": token})
+            rendezvous(Cluster(jobs, "worker", rank, "TF_CONFIG"), seconds, {}, {"KERAS_PARAGRAD_TOKEN": token})
             found[name] = None
         except ConnectionError as error:
             found[name] = str(error)
@@ -210,7 +210,7 @@ def test_the_token_is_not_sent():
         thread = threading.Thread(target=listen)
         thread.start()
         with pytest.raises(ConnectionError):
-            meet(Cluster({"worker": hosts}, "worker", 1, "TF_CONFIG"), 1, {}, {"KERAS_PARAGRAD_TOKEN": "secret"})
+            rendezvous(Cluster({"worker": hosts}, "worker", 1, "TF_CONFIG"), 1, {}, {"KERAS_PARAGRAD_TOKEN": "secret"})
         thread.join()
     assert heard[0]
     assert b"secret" not in heard[0]
@@ -221,7 +221,7 @@ def leader(host, others=(), seconds=3.0):
 
     def wait():
         with contextlib.suppress(ConnectionError):
-            meet(Cluster({"worker": (host, *others)}, "worker", 0, "TF_CONFIG"), seconds, {}, {})
+            rendezvous(Cluster({"worker": (host, *others)}, "worker", 0, "TF_CONFIG"), seconds, {}, {})
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -304,7 +304,7 @@ def test_the_others_learn_why_the_first_worker_failed(monkeypatch):
     thread = threading.Thread(target=second)
     thread.start()
     with pytest.raises(RuntimeError):
-        meet(Cluster({"worker": hosts}, "worker", 0, "TF_CONFIG"), 10, {}, {})
+        rendezvous(Cluster({"worker": hosts}, "worker", 0, "TF_CONFIG"), 10, {}, {})
     thread.join()
     assert "RuntimeError: no reason" in str(found[1])
 
