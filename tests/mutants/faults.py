@@ -290,7 +290,7 @@ _DISTRIBUTION = [
         "distribution/data/batch_sharding.py",
         "return number * (rows // pieces) + min(number, rows % pieces)",
         "return number * (rows // pieces)",
-        "distribution/data/test_pieces.py::test_sizes",
+        "distribution/data/test_batch_sharding.py::test_sizes",
     ),
     _fault(
         "a shuffled epoch is in another order on each worker",
