@@ -1,4 +1,4 @@
-"""Cutting the batch in time: a step of several micro-batches."""
+"""Gradient accumulation: one update from several micro-batches."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What to write for a model whose optimizer does not accumulate, or that has several optimizers."""
+"""Suggested code for a model whose optimizer does not accumulate, or that has several optimizers."""
 
 import logging
 from typing import Any
@@ -12,10 +12,10 @@ _log = logging.getLogger("keras_paragrad")
 
 
 def advice(model: Any) -> str:
-    """What to say of a model that was not compiled with an accumulating optimizer, ending with lines that can be run.
+    """Error message for a model compiled without an accumulating optimizer; it ends with runnable code.
 
     Args:
-        model: A compiled model, which the lines call `model`.
+        model: A compiled model, called `model` in that code.
     """
     found = f"ExactAccumulation() works with an AccumulatingOptimizer, and the model has {_class_of(model.optimizer)}."
     own = _own_optimizers(model)
@@ -31,7 +31,7 @@ def advice(model: Any) -> str:
 
 
 def advise_the_callback(name: str) -> None:
-    """Tells who uses an accumulating optimizer of this name without `ExactAccumulation` what that would bring."""
+    """Logs what `ExactAccumulation` would add for an accumulating optimizer of this name that is used without it."""
     _log.warning(
         "%s counts every micro-batch the same, and lets windows continue from one epoch into the next. In fit(), pass "
         "callbacks=[keras_paragrad.ExactAccumulation()] for uneven and weighted micro-batches, an update before "
@@ -46,7 +46,7 @@ def _class_of(optimizer: Any) -> str:
 
 
 def _own_optimizers(model: Any) -> list[str]:
-    """The attributes that hold optimizers for a `train_step` of the model's own."""
+    """Names of the attributes that hold the optimizers of a custom `train_step`."""
     if not has_own_train_step(model):
         return []
     names = [name for name, value in vars(model).items() if isinstance(value, keras.optimizers.Optimizer)]
@@ -73,14 +73,14 @@ def _lines_for_several(model: Any, names: list[str]) -> str:
 
 def _lines_for_one(model: Any) -> str:
     scales = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    # Around a loss scale there is nothing to accumulate; compile() adds one again where the policy asks for it.
+    # A LossScaleOptimizer belongs outside the wrapper; compile() adds it again if the dtype policy requires it.
     name = "model.optimizer.inner_optimizer" if scales else "model.optimizer"
     wrapped = f"keras_paragrad.AccumulatingOptimizer({name}, steps=4)"
     return "\n".join([*_alone(unscaled(model.optimizer), name), f"model.compile({wrapped}, loss=model.loss)"])
 
 
 def _alone(optimizer: Any, name: str) -> list[str]:
-    """Lines that take Keras's own accumulation off an optimizer."""
+    """Lines that turn off Keras's own accumulation in an optimizer."""
     if accumulation_steps(optimizer) > 1:
         return [f"{name}.gradient_accumulation_steps = None"]
     return []

@@ -1,4 +1,4 @@
-"""The arguments of `AccumulatingOptimizer`, checked before anything is built on them."""
+"""Validation of the arguments of `AccumulatingOptimizer`."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ from keras_paragrad._keras.objects.capabilities import accumulating, accumulatio
 from keras_paragrad.arguments import refusal
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
-# Slices of a batch are weighted by what they hold, and are not counted the same.
+# Slices of a batch are always weighted by their normalizer, never uniformly.
 SLICE_WEIGHTINGS = tuple(each for each in WEIGHTINGS if each != "uniform")
 TAILS = ("flush", "carry", "drop")
 ACCUMULATOR_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
 
 
 def checked_inner(inner_optimizer: Any) -> keras.optimizers.Optimizer:
-    """The optimizer that was named, configured or handed over, if it can be wrapped.
+    """Resolves a name, config or instance to an optimizer that can be wrapped.
 
     Raises:
-        ValueError: It is none, scales the loss, or accumulates already.
+        ValueError: It is not an optimizer, scales the loss, or already accumulates.
     """
     try:
         inner = keras.optimizers.get(inner_optimizer)
-    except Exception as error:  # whatever Keras, or a config's class, raises for what is none
+    except Exception as error:  # Keras, or the class named in a config, may raise anything here
         raise _no_optimizer(inner_optimizer) from error
     if not issubclass(type(inner), keras.optimizers.Optimizer):
         raise _no_optimizer(inner_optimizer)

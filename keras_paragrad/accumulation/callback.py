@@ -1,4 +1,4 @@
-"""`ExactAccumulation`: what an accumulating optimizer can't see for itself, told to it during `fit`."""
+"""`ExactAccumulation`: gives an accumulating optimizer the micro-batch weights and epoch ends of `fit`."""
 
 from typing import Any
 
@@ -16,16 +16,16 @@ from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 class ExactAccumulation(keras.callbacks.Callback):
     """Makes `fit` with an `AccumulatingOptimizer` take the steps that one device takes on whole batches.
 
-    It measures what each micro-batch counts for, so that uneven and weighted ones are exact; closes an epoch's last
-    window before validation and before any other callback sees the epoch's end, as the optimizer's `tail` says; and
-    compiles a step that only accumulates apart from one that updates, between which the host picks, so that an update
-    costs nothing where none is made. Works with `jit_compile`, `steps_per_execution`, strategies and data of unknown
-    length. The model is as it was when `fit` is over.
+    Weights each micro-batch by its loss normalizer, so uneven and weighted micro-batches are exact. Closes an epoch's
+    last window according to the optimizer's `tail`, before validation and before any other callback's `on_epoch_end`.
+    Compiles separate steps for accumulating and for updating, and picks one on the host, so steps without an update
+    don't pay for one. Works with `jit_compile`, `steps_per_execution`, strategies and data of unknown length. The
+    model's own training step is restored when `fit` ends.
 
     Raises:
-        ValueError: When `fit` begins: the model was not compiled with an `AccumulatingOptimizer`, or the weight of its
-            micro-batches can't be known because it has a `train_step` or loss of its own. The message says what to
-            write. With `steps=1` on one replica it is trained, with a log message that says so once.
+        ValueError: When `fit` begins: the model was not compiled with an `AccumulatingOptimizer`, or it has a custom
+            `train_step` or loss, so the weight of its micro-batches is unknown. The message says what to write. With
+            `steps=1` on one replica such a model is trained anyway, and this is logged once.
 
     Example:
 
@@ -49,7 +49,7 @@ class ExactAccumulation(keras.callbacks.Callback):
         self._schedule: HostSchedule | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Takes over the weighing and the timing of the optimizer's updates."""
+        """Installs the weighting of micro-batches and the schedule of updates."""
         optimizer = accumulating_optimizer(self.model)
         measure = None if optimizer.weighting == "uniform" else LossNormalization(optimizer.weighting)
         self._schedule = optimizer.host_schedule
@@ -66,26 +66,26 @@ class ExactAccumulation(keras.callbacks.Callback):
         builder.build()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Begins the count of an epoch's batches."""
+        """Starts counting the epoch's batches."""
         if self._schedule:
             self._schedule.begin_epoch(self.params.get("steps"))
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Closes a window that a broken off epoch left open, so that validation sees its update."""
+        """Closes a window left open by an interrupted epoch, so that validation sees its update."""
         self._end_epoch()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Closes a window that a broken off epoch left open."""
+        """Closes a window left open by an interrupted epoch."""
         self._end_epoch()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Gives the model its own training step back."""
+        """Restores the model's own training step."""
         if self._schedule:
             StepBuilder.of(self.model).fill(combine=None, apply=None)
             self._schedule = None
 
     def _foreseen(self, optimizer: AccumulatingOptimizer, measure: LossNormalization | None) -> Foreseen | None:
-        """Says what larger windows would refuse, where each batch makes an update and none has been left open."""
+        """If every batch is a whole window, the check that only logs what a larger window would refuse."""
         alone = optimizer.schedule.is_constant and optimizer.schedule.at(0) == 1
         opened = optimizer.built and int(optimizer.window.position.numpy()) > 0
         if measure is None or not alone or opened or self.model.distribute_strategy.num_replicas_in_sync > 1:
@@ -98,10 +98,10 @@ class ExactAccumulation(keras.callbacks.Callback):
 
 
 def accumulating_optimizer(model: keras.Model) -> AccumulatingOptimizer:
-    """The `AccumulatingOptimizer` that a model was compiled with, out of what is around it.
+    """The `AccumulatingOptimizer` that a model was compiled with, unwrapped.
 
     Raises:
-        ValueError: It was compiled with another optimizer, or has several. The message ends with the lines to write.
+        ValueError: It was compiled with another optimizer, or has several. The message ends with the code to write.
     """
     optimizer = accumulating(model.optimizer)
     if isinstance(optimizer, AccumulatingOptimizer):

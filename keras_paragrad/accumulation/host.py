@@ -1,4 +1,4 @@
-"""The host's count of micro-batches: it decides which of two compiled steps a micro-batch takes."""
+"""Counts micro-batches on the host, which picks one of two compiled steps for each."""
 
 import contextlib
 from typing import TYPE_CHECKING, Any
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 class HostSchedule:
-    """Fills the *combine* and *apply* stages: gathers every micro-batch, and updates where the host says so.
+    """Fills the *combine* and *apply* stages: accumulates every micro-batch, and updates when the host says so.
 
-    The host counts for itself and does not wait for the device; at the beginning of an epoch it reads where the window
-    is, so that a restored window goes on, and data that ended early does no harm.
+    The host keeps its own count and does not wait for the device. At the start of an epoch it reads the window's
+    position, so a restored window is resumed and data that ended early does not desynchronize the two.
 
     Args:
-        optimizer: The optimizer whose windows it counts.
+        optimizer: The optimizer whose windows are counted.
 
     Attributes:
-        batches_left: How many batches are left of the epoch, or `None` if that isn't known.
-        foreseen: Where each batch makes an update by itself, says what several would refuse.
+        batches_left: How many batches are left in the epoch, or `None` if unknown.
+        foreseen: If every batch is a whole window, the check that only logs what a larger window would refuse.
     """
 
     def __init__(self, optimizer: "AccumulatingOptimizer"):
@@ -33,10 +33,10 @@ class HostSchedule:
         self._counting = False
 
     def begin_epoch(self, batches: int | None) -> None:
-        """Reads where the optimizer stands.
+        """Reads the optimizer's position.
 
         Args:
-            batches: How many batches the epoch has, or `None` if that isn't known.
+            batches: How many batches the epoch has, or `None` if unknown.
         """
         self.batches_left = batches
         self._counting = False
@@ -48,7 +48,7 @@ class HostSchedule:
         return [self._count() for _ in range(batches)]
 
     def _read(self) -> None:
-        # Before the first batch of all there may be nothing to read.
+        # Before the very first batch there may be nothing to read.
         built = self.optimizer.built
         self._position = int(self.optimizer.window.position.numpy()) if built else 0
         self._update = int(self.optimizer.iterations.numpy())
@@ -63,28 +63,28 @@ class HostSchedule:
         return full
 
     def skipped(self, batches: int) -> None:
-        """Leaves out batches that training has seen already."""
+        """Skips batches that have already been trained on."""
         if self.batches_left is not None:
             self.batches_left -= batches
 
     def ended(self, batches: int, exhausted: bool) -> None:
-        """Closes the window where the epoch has ended, before any callback sees the weights."""
+        """Closes the window if the epoch has ended, before any callback sees the weights."""
         if self.batches_left is not None:
             self.batches_left -= batches
         if exhausted or (self.batches_left is not None and self.batches_left <= 0):
             self.end_epoch()
         elif self._position == 0 and not self.optimizer.schedule.is_constant:
-            # A window in which nothing was finite makes no update, and then the schedule stays where it was.
+            # A window without finite gradients makes no update, so the schedule does not advance.
             self._counting = False
 
     def end_epoch(self) -> None:
-        """Closes the window as the optimizer's `tail` says, unless this epoch's has been closed."""
+        """Closes the window according to the optimizer's `tail`, unless that has been done for this epoch."""
         if self._counting:
             self.optimizer.end_epoch()
             self._counting = False
 
     def gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
-        """The context in which the optimizer gathers a gradient by its weight."""
+        """The context in which the optimizer accumulates a gradient with its weight."""
         return self.optimizer.gathering(gradient and gradient.weight)
 
     def end(self, update: bool) -> None:

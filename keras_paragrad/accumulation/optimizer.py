@@ -1,4 +1,4 @@
-"""`AccumulatingOptimizer`: any Keras optimizer, updating once for several micro-batches."""
+"""`AccumulatingOptimizer`: any Keras optimizer, with one update for several micro-batches."""
 
 import contextlib
 import functools
@@ -35,33 +35,33 @@ from keras_paragrad.arguments import check_choice, check_flag, check_text
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
 class AccumulatingOptimizer(WrappingOptimizer):
-    """Updates once for every `steps` micro-batches, with exactly the gradient of all of them.
+    """Updates once every `steps` micro-batches, with exactly the gradient of the batch they make up.
 
     Learning-rate schedules, `iterations`, moving averages, weight decay, clipping, constraints and callbacks see
-    updates and never micro-batches. Under a `tf.distribute` strategy each replica accumulates for itself; once an
-    update the sums are all-reduced, and only then clipped. Pass `ExactAccumulation()` to `fit` as well, so that
-    micro-batches of different sizes or weights count for what they hold and an epoch's last window is closed.
+    updates, never micro-batches. Under a `tf.distribute` strategy each replica accumulates locally; the sums are
+    all-reduced once per update, and clipped after that. Also pass `ExactAccumulation()` to `fit`: it weights
+    micro-batches of different sizes or sample weights correctly, and closes an epoch's last window.
 
-    In a training loop of your own, `flush()` updates with what an open window holds, and `discard()` empties it.
+    In a custom training loop, `flush()` updates with the gradients of an open window, and `discard()` empties it.
 
-    Its state, settings and methods are the inner optimizer's: `learning_rate` and `clipnorm` read and set those of the
-    inner optimizer, and a checkpoint of the inner optimizer alone can be loaded, or one of this loaded into it.
+    Optimizer wrapper that delegates state, settings and methods to `inner_optimizer`: `learning_rate` and `clipnorm`
+    read and set those of the inner optimizer. Checkpoints of the wrapper and of the inner optimizer alone are
+    interchangeable.
 
     Args:
         inner_optimizer: A Keras optimizer: its name, its config or an instance.
         steps: How many micro-batches an update takes: an integer; pairs `(first_update, steps)`; or a callable that
             takes the number of updates made, a scalar int64 tensor, and returns an integer.
-        weighting: What a micro-batch counts for. `"auto"` is what its loss was divided by (examples, elements, the sum
-            of the sample weights or of the mask), and `"uniform"` is the same for all. `"examples"`,
-            `"sample_weight"` and `"mask"` are for a loss of your own, and say what it divides by; `"sum"`, that it
-            divides by nothing. All but `"uniform"`
-            need `ExactAccumulation()`, and are uniform without it.
-        tail: What becomes of a window that is not full when an epoch ends: `"flush"` updates with what it holds,
-            `"carry"` goes on with it in the next epoch, `"drop"` forgets it. Without `ExactAccumulation()` windows
-            go on through the epochs, and this is for the end of `fit`.
-        accumulator_dtype: The dtype of the sums, or `None` for that of each weight.
-        skip_nonfinite: Whether a micro-batch with an infinite or NaN gradient counts for nothing, on the replica it
-            was on. Under a `LossScaleOptimizer` that is so in any case.
+        weighting: The weight of a micro-batch. `"auto"` is its loss normalizer (the number of examples or elements,
+            the sum of the sample weights or of the mask); `"uniform"` weights all alike. For a custom loss,
+            `"examples"`, `"sample_weight"` and `"mask"` name its normalizer, and `"sum"` says that it has none. All
+            but `"uniform"` need `ExactAccumulation()`, and are uniform without it.
+        tail: What to do with a partial window at the end of an epoch: `"flush"` updates with it, `"carry"` continues
+            it in the next epoch, `"drop"` discards it. Without `ExactAccumulation()`, windows continue across epochs
+            and this applies at the end of `fit`.
+        accumulator_dtype: The dtype of the accumulators, or `None` for that of each weight.
+        skip_nonfinite: Whether a replica skips micro-batches with an infinite or NaN gradient. Always so under a
+            `LossScaleOptimizer`.
         name: The optimizer's name.
 
     Raises:
@@ -79,8 +79,8 @@ class AccumulatingOptimizer(WrappingOptimizer):
     3
 
     Reference:
-        Goyal et al., Accurate, Large Minibatch SGD (2017), https://arxiv.org/abs/1706.02677: section 3, on what a
-        gradient that is computed in parts must be normalized by.
+        Goyal et al., Accurate, Large Minibatch SGD (2017), https://arxiv.org/abs/1706.02677: section 3, on
+        normalizing a gradient that is computed in parts.
     """
 
     accumulates = True
@@ -119,7 +119,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """Creates the accumulators and the inner optimizer's state for the model's trainable `variables`."""
         if self.built:
             return
-        # Made while a function is traced, variables would be initialized in a branch, which several devices can't run.
+        # Variables created while tracing would be initialized in a conditional, which fails on several devices.
         with tf.init_scope():
             super().build(variables)
             self._strategy = tf.distribute.get_strategy()
@@ -133,14 +133,14 @@ class AccumulatingOptimizer(WrappingOptimizer):
         return self._window
 
     def apply(self, grads: Sequence, trainable_variables: Sequence[keras.Variable] | None = None) -> None:
-        """Adds a micro-batch's gradients to the window, and updates the variables if that fills it.
+        """Adds a micro-batch's gradients to the window, and updates the variables if the window is full.
 
         Args:
             grads: A gradient for each variable, dense or `tf.IndexedSlices`, or `None`.
-            trainable_variables: The variables; those the optimizer was built with, in order, unless given.
+            trainable_variables: The variables; by default those the optimizer was built with, in order.
 
         Raises:
-            ValueError: There is no gradient at all, or a variable that the optimizer was not built with.
+            ValueError: All gradients are `None`, or the optimizer was not built with one of the variables.
         """
         if len(grads) == 0:
             return
@@ -155,7 +155,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         indices, gradients = zip(*given, strict=True)
         self._with_gradient.update(indices)
         weight = self._weights.get(replica_index())
-        # A counter must not run ahead of a batch that turns out not to exist, where the data's length is unknown.
+        # With data of unknown length, a counter must not advance for a batch that turns out not to exist.
         with tf.control_dependencies(None if tf.executing_eagerly() else gradients):
             window.add_gradients(indices, gradients, weight, drop_nonfinite=self._drops_nonfinite)
             if not self._gathers_only:
@@ -165,7 +165,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     @contextlib.contextmanager
     def gathering(self, weight: Normalizer | None = None) -> Iterator[None]:
-        """Within it, `apply` only adds a gradient of this weight to the window; `end_micro_batch` has to follow."""
+        """Context in which `apply` only accumulates, with this weight; `end_micro_batch` has to follow."""
         self._gathers_only = True
         try:
             with self.weighed(weight):
@@ -175,7 +175,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     @contextlib.contextmanager
     def weighed(self, weight: Normalizer | None) -> Iterator[None]:
-        """Within it, `apply` is given a gradient of this weight on this replica."""
+        """Context in which `apply` gets a gradient of this weight on this replica."""
         self._weights[replica_index()] = weight
         try:
             yield
@@ -183,10 +183,10 @@ class AccumulatingOptimizer(WrappingOptimizer):
             self._weights.pop(replica_index(), None)
 
     def end_micro_batch(self, update: bool | None = None) -> None:
-        """Counts the micro-batch, and updates if it is the window's last; called on every replica.
+        """Counts the micro-batch, and updates if it is the window's last. Call it on every replica.
 
         Args:
-            update: Whether it is the last; where it is `None`, the window's position says so, in the graph.
+            update: Whether it is the last; if `None`, that is read from the window's position in the graph.
         """
         if not self.built:
             return  # The model has no trainable weights.
@@ -201,7 +201,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     def _update(self, per_replica) -> None:
         window, count = self.window, len(self.trainable_variables)
-        # A window that was loaded, and not yet added to, does not know which variables get gradients.
+        # A window restored from a checkpoint does not yet know which variables get gradients.
         indices = sorted(self._with_gradient) or range(count)
 
         def mean():
@@ -210,7 +210,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
             return [gradients.get(index) for index in range(count)], weight
 
         gradients, weight = per_replica(mean)
-        # A window in which nothing was finite makes no update, not even one with a gradient of zero.
+        # A window without finite gradients makes no update, not even one with a zero gradient.
         run_if(
             first_replica(weight) > 0 if self._drops_nonfinite else True,
             lambda: apply_everywhere(per_replica, self.inner_optimizer, gradients, self.trainable_variables),
@@ -220,14 +220,14 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     @property
     def _drops_nonfinite(self) -> bool:
-        # A LossScaleOptimizer looks at the first replica's gradients alone.
+        # A LossScaleOptimizer checks only the first replica's gradients for overflow.
         return self.skip_nonfinite or (self.loss_is_scaled_outside and replica_count() > 1)
 
     def flush(self) -> bool:
-        """Updates with what the window holds, divided by what that counts for.
+        """Updates with the weighted mean of the window's gradients.
 
         Returns:
-            Whether there was anything in the window.
+            Whether the window held any gradients.
         """
         if not self.built or int(self.window.position.numpy()) == 0:
             return False
@@ -235,13 +235,13 @@ class AccumulatingOptimizer(WrappingOptimizer):
         return True
 
     def discard(self) -> None:
-        """Forgets what the window holds."""
+        """Empties the window without an update."""
         if self.built:
             self._compiled_clear()
             self.window.position.assign(0)
 
     def end_epoch(self) -> None:
-        """Flushes, carries or drops the open window, as `tail` says."""
+        """Flushes, carries or drops the open window, according to `tail`."""
         if self.tail == "flush":
             self.flush()
         elif self.tail == "drop":
@@ -249,7 +249,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     @functools.cached_property
     def host_schedule(self) -> HostSchedule:
-        """The host's count of micro-batches, which `ExactAccumulation` goes by."""
+        """The host's count of micro-batches, used by `ExactAccumulation`."""
         return HostSchedule(self)
 
     @property
@@ -260,7 +260,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
             update = tf.function(
                 releasing(lambda: self._strategy.run(self.end_micro_batch, args=(True,))), autograph=False
             )
-            # Straight into `__dict__`: Keras tracks and saves what is assigned as an attribute.
+            # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
             self.__dict__["_compiled_updates"] = transform, update
         return update
 
@@ -269,7 +269,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         return tf.function(lambda: self._strategy.run(self.window.clear), autograph=False)
 
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
-        """Closes the last window, then does what the inner optimizer does when training ends."""
+        """Closes the last window, then finalizes the inner optimizer's variables."""
         self.end_epoch()
         self.inner_optimizer.finalize_variable_values(var_list)
 

@@ -24,11 +24,11 @@ class StepsSchedule:
             takes the number of updates made so far, a scalar int64 tensor, and returns an integer scalar.
 
     Raises:
-        ValueError: The schedule is empty, unsorted or does not begin at 0, or gives a number that is not an integer
-            of at least 1.
+        ValueError: The schedule is empty, unsorted or does not begin at 0, or gives anything but integers of at
+            least 1.
 
     Attributes:
-        steps: The steps with plain integers, as a config can hold them.
+        steps: The steps as plain integers, which a config can hold.
 
     Example:
 
@@ -66,7 +66,7 @@ class StepsSchedule:
         return len(self.pairs) == 1
 
     def __call__(self, update: Any) -> tf.Tensor:
-        """The steps of the window that ends with `update`, as an int64 scalar that can be traced."""
+        """The steps of the window that ends with `update`, as an int64 scalar; can be traced."""
         update = tf.cast(tf.convert_to_tensor(update), tf.int64)
         if self.function:
             return tf.cast(self.function(update), tf.int64)
@@ -76,7 +76,7 @@ class StepsSchedule:
         return steps
 
     def at(self, update: int) -> int:
-        """The same as a Python integer, for the host; a callable's answer is checked."""
+        """The same as a Python integer, for the host; a callable's result is checked."""
         if self.function is None:
             return next(count for first, count in reversed(self.pairs) if update >= first)
         answer = keras.ops.convert_to_numpy(self.function(tf.constant(update, tf.int64)))
@@ -91,7 +91,7 @@ def _checked_pairs(steps: Any) -> list[tuple[int, int]]:
     given = steps if isinstance(steps, (list, tuple)) else [(0, steps)]
     try:
         pairs = [(check_integer("steps", first, least=0), check_integer("steps", count)) for first, count in given]
-    except Exception:  # no pairs, no integers, or an __iter__ of a user's
+    except Exception:  # not pairs, not integers, or a user's __iter__ that raises
         pairs = []
     if not pairs:
         raise refusal("steps", steps, _EXPECTED, "4")

@@ -1,4 +1,4 @@
-"""`microbatch`: one big batch, run in slices inside the compiled step."""
+"""`microbatch`: runs a large batch in slices inside the compiled step."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,26 +17,26 @@ from keras_paragrad.accumulation.arguments import SLICE_WEIGHTINGS
 from keras_paragrad.arguments import check_choice, check_instance, check_integer
 
 
-class microbatch:  # noqa: N801  (used as a function and as a context, like contextlib's own)
+class microbatch:  # noqa: N801  (used as a function and as a context manager, like contextlib's own)
     """Makes `fit` run each batch in slices of `size` examples, in the memory of one slice.
 
-    The model is trained as before, with one update a batch: losses and gradients are averaged over the slices by what
-    each was divided by, and metrics see every example. The slices run one after the other inside the compiled step,
-    with `jit_compile`, `steps_per_execution` and strategies; under a strategy, each replica cuts its own part.
+    Training is unchanged, with one update per batch: losses and gradients are averaged over the slices, weighted by
+    their normalizers, and metrics see every example. The slices run sequentially inside the compiled step, with
+    `jit_compile`, `steps_per_execution` and strategies; under a strategy, each replica slices its own shard.
 
     Args:
         model: A model, compiled or not yet.
-        size: The most examples in a slice, on one replica. The last slice of a batch holds the rest.
-        weighting: What a slice counts for: `"auto"`, or for a `compute_loss` of your own `"examples"`,
-            `"sample_weight"`, `"mask"` or `"sum"`. See `AccumulatingOptimizer`.
+        size: The maximum number of examples in a slice, per replica. The last slice of a batch holds the rest.
+        weighting: The weight of a slice: `"auto"`, or for a custom `compute_loss` `"examples"`, `"sample_weight"`,
+            `"mask"` or `"sum"`. See `AccumulatingOptimizer`.
 
     Returns:
-        A handle: `undo()` gives the model its own training step back, and so does leaving a `with` block.
+        A handle: `undo()`, or leaving a `with` block, restores the model's own training step.
 
     Raises:
-        ValueError: `size` is no whole number of at least 1. `fit` raises it for a batch of more than `size` examples
-            if the model has a `train_step` or loss of its own, so that a slice's weight can't be known. The message
-            says what to write. Smaller batches are trained on whole, with a log message that says so once.
+        ValueError: `size` is not an integer of at least 1. `fit` raises it for a batch of more than `size` examples
+            if the model has a custom `train_step` or loss, so the weight of a slice is unknown. The message says what
+            to write. Smaller batches are trained on whole, and this is logged once.
 
     Example:
 
@@ -59,7 +59,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context, like cont
         StepBuilder.of(model).fill(split=Slices(size, measure))
 
     def undo(self) -> None:
-        """Gives the model its own training step back."""
+        """Restores the model's own training step."""
         StepBuilder.of(self.model).fill(split=None)
 
     def __enter__(self) -> "microbatch":
@@ -70,7 +70,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context, like cont
 
 
 class _Sum(NamedTuple):
-    """What the slices of a batch have added up to."""
+    """Running sums over the slices of a batch."""
 
     gradients: list[tf.Tensor]
     divisor: tf.Tensor
@@ -81,8 +81,8 @@ class Slices(NamedTuple):
     """Fills the *split* stage.
 
     Attributes:
-        size: The most examples in a slice.
-        normalize: Measures what a slice counts for.
+        size: The maximum number of examples in a slice.
+        normalize: Measures the weight of a slice.
     """
 
     size: int
@@ -90,11 +90,11 @@ class Slices(NamedTuple):
 
     @property
     def foreseen(self) -> Foreseen:
-        """Says of batches that are one slice what several would refuse."""
+        """For batches of a single slice, the check that only logs what several slices would refuse."""
         return Foreseen(self.normalize, f"is trained on whole batches. One of more than size={self.size} examples")
 
     def cuts(self, data: Any) -> bool | None:
-        """Whether a batch has more examples than a slice; `None` where its shapes don't say."""
+        """Whether a batch has more examples than a slice; `None` if its static shape is unknown."""
         known = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]
         return None if known is None else known > self.size
 
@@ -111,7 +111,7 @@ class Slices(NamedTuple):
             return index + 1, adder.add(total, _rows(data, index * self.size + tf.range(self.size)))
 
         def add_rest(total):
-            # Counted here and not outside: within a branch XLA knows no number that is not made there.
+            # Computed inside the branch: XLA can't treat a captured value as a compile-time constant.
             rows = rows_of(tensors)
             return adder.add(total, _rows(data, tf.range(rows // self.size * self.size, rows)))
 
@@ -129,7 +129,7 @@ class Slices(NamedTuple):
 
 
 class _Adder:
-    """Adds up the gradients of slices, and learns while they are traced what they are made of."""
+    """Sums the gradients of slices, and records while tracing which variables get one."""
 
     def __init__(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient]):
         self.model: Any = model
@@ -180,7 +180,7 @@ class _Adder:
 
 
 def _rows(data: Any, indices: tf.Tensor) -> Any:
-    """Some rows of every tensor in a batch, one after the other."""
+    """Consecutive rows of every tensor in a batch."""
 
     def gather(tensor):
         if isinstance(tensor, tf.SparseTensor):
@@ -188,10 +188,10 @@ def _rows(data: Any, indices: tf.Tensor) -> Any:
             first, count = tf.cast(indices[:1], "int64"), tf.size(indices, "int64")[tf.newaxis]
             start = tf.concat([first, tf.zeros_like(others)], 0)
             part = tf.sparse.slice(tensor, start, tf.concat([count, others], 0))
-            # Layers that are not built yet ask for the size of a row.
+            # Layers that are not built yet need the static shape of a row.
             part.set_shape([None, *tensor.shape[1:]])
             return part
-        # Not a slice, which XLA would check against a batch that is smaller, though none is taken from that.
+        # Not tf.slice: XLA checks its bounds against a smaller batch even if the branch never runs.
         return None if tensor is None else tf.gather(tensor, indices)
 
     return keras.tree.map_structure(gather, data)

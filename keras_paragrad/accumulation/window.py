@@ -1,4 +1,4 @@
-"""The window: the weighted sum of the gradients since the last update, kept by each replica for itself."""
+"""The window: each replica's weighted sum of the gradients since the last update."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from keras_paragrad._keras.step.forward import Normalizer
 class GradientWindow(SavedVariables):
     """Accumulators for the gradients of an optimizer's variables.
 
-    All methods but the constructor are for one replica, and touch no other.
+    All methods but the constructor run in replica context and touch only that replica's state.
 
     Args:
-        optimizer: The optimizer, which has been built.
+        optimizer: The optimizer, already built.
         dtype: The accumulators' dtype, or `None` for that of each variable.
     """
 
@@ -26,8 +26,8 @@ class GradientWindow(SavedVariables):
         self.overwrites = [optimizer.overwrites(variable) for variable in variables]
         self.position = self.add("position", dtype="int64")
         self.weight = self.add("weight", local=True, aggregation="sum")
-        # A variable that is overwritten by its gradient, as a float8 scale is, takes the largest; its values on the
-        # replicas are alike and must not be summed when they are saved.
+        # A variable that is overwritten by its gradient, such as a float8 scale, takes the largest; its values are
+        # the same on all replicas and must not be summed when saved.
         self.accumulators = [
             self.add(
                 f"accumulator_{index}",
@@ -46,10 +46,10 @@ class GradientWindow(SavedVariables):
         """Adds one micro-batch's gradients.
 
         Args:
-            indices: Which of the optimizer's variables the gradients belong to.
+            indices: Indices of the optimizer's variables that the gradients belong to.
             gradients: Dense or `tf.IndexedSlices`.
-            weight: What the micro-batch counts for; the same as any other, if `None`.
-            drop_nonfinite: Whether gradients with an infinity or a NaN among them count for nothing.
+            weight: The weight of the micro-batch; uniform, if `None`.
+            drop_nonfinite: Whether to skip the micro-batch if any gradient is infinite or NaN.
         """
         # Keras divides the loss by the number of replicas, so that their gradients can be summed.
         share = 1.0 / replica_count()
@@ -76,29 +76,29 @@ class GradientWindow(SavedVariables):
         if self.overwrites[index]:
             target.assign(tf.maximum(target, values))
         elif isinstance(gradient, tf.IndexedSlices):
-            # Under a strategy the variable has no `scatter_add` of its own.
+            # Under a strategy the variable has no `scatter_add`.
             scaled = values if scale is None else values * tf.cast(scale, values.dtype)
             tf.raw_ops.ResourceScatterAdd(resource=target.handle, indices=gradient.indices, updates=scaled)
         else:
-            # A scaled addition in one pass over memory: TensorFlow knows it as a step of gradient descent.
+            # A scaled addition in one pass over memory: the same operation as a step of gradient descent.
             alpha = -tf.cast(1.0 if scale is None else scale, values.dtype)
             tf.raw_ops.ResourceApplyGradientDescent(var=target.handle, alpha=alpha, delta=values)
 
     def mean(self, indices: Sequence[int]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The gradient of the whole window on all replicas, by one all-reduce, and the weight it was divided by."""
-        # Without the identities a multi-worker strategy sees variables inside a branch and finds no device for them.
+        """The gradient of the whole window over all replicas, by one all-reduce, and the weight it was divided by."""
+        # Without tf.identity, a multi-worker strategy can't place variables that are used inside a conditional.
         sums = [tf.identity(self.accumulators[index].value) for index in indices]
         averaged = [place for place, index in enumerate(indices) if not self.overwrites[index]]
         reduced = sum_over_replicas([*(sums[place] for place in averaged), tf.identity(self.weight.value)])
         *totals, weight = reduced
-        # Divided once and multiplied often: TensorFlow's guarded division of a tensor is several times slower.
+        # One reciprocal, then multiplications: TensorFlow's `div_no_nan` of a tensor is several times slower.
         factor = tf.math.reciprocal_no_nan(weight)
         for place, total in zip(averaged, totals, strict=True):
             sums[place] = total * tf.cast(factor, total.dtype)
         return sums, weight
 
     def clear(self) -> None:
-        """Empties this replica's part of the window."""
+        """Resets this replica's part of the window."""
         for variable in (self.weight, *self.accumulators):
             variable.value.assign(tf.zeros(variable.shape, variable.dtype))
 
