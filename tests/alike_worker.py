@@ -36,6 +36,31 @@ def main(_=None):
     return found
 
 
+def too_late(_=None):
+    """Makes tensors before the cluster is started."""
+    import keras
+
+    from keras_paragrad import DistributedFit
+
+    made = keras.optimizers.Adam()
+    DistributedFit(startup_timeout=60)
+    return type(made).__name__
+
+
+def another_width(_=None):
+    """Makes a model of other shapes on each worker, after which their collectives don't fit."""
+    import keras
+
+    from keras_paragrad import DistributedFit
+
+    dist = DistributedFit(startup_timeout=60)
+    worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    with dist.scope():
+        made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3 + worker), keras.layers.Dense(1)])
+        made.compile("sgd", "mse")
+    return train(dist, made)
+
+
 def data(rows=48):
     import numpy as np
 

@@ -356,6 +356,11 @@ def test_workers_that_differ_get_one_error(found, name, says):
     assert re.search(f"refused: .*{says}", str(first)), first
 
 
+def test_models_of_other_shapes_are_refused():
+    with pytest.raises(RuntimeError, match="their models differ"):
+        own_process.on_workers(alike_worker.another_width, None, seconds=120)
+
+
 def test_a_cluster_is_started_once_in_a_process(found):
     for worker in found:
         assert "DistributedFit(strategy=first.strategy)" in worker["a second start"]["said"]

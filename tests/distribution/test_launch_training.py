@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import tensorflow as tf
 
@@ -25,6 +27,8 @@ print("total", strategy.experimental_local_results(total())[0].numpy())
 """
 
 
+# In `make test`, the launched workers of test_workers.py train.
+@pytest.mark.long
 def test_two_workers_add_up(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-P", "-m", "keras_paragrad", "launch", "--workers", "2", "train.py"]

@@ -84,17 +84,31 @@ MAKERS = {
 }
 
 
+IN_THE_END, BETWEEN_EPOCHS, EARLY = 2 * STEPS + 7, STEPS, 4
+SHORT = {
+    ("plain", 1): (IN_THE_END, BETWEEN_EPOCHS, EARLY),
+    ("steps_per_execution", 5): (IN_THE_END,),
+    ("jit", 5): (IN_THE_END,),
+    ("accumulating", "epoch"): (IN_THE_END,),
+    ("accumulating", 5): (EARLY + 1,),
+}
+LONG = [("plain", "epoch"), ("accumulating", "epoch"), *((kind, 5) for kind in MAKERS)]
+
+
 @pytest.mark.parametrize(
-    ("kind", "every"),
-    [("plain", 1), *((kind, "epoch") for kind in ("plain", "accumulating")), *((kind, 5) for kind in MAKERS)],
+    ("kind", "every", "breaks"),
+    [
+        *((*case, breaks) for case, breaks in SHORT.items()),
+        *(pytest.param(*case, (IN_THE_END, BETWEEN_EPOCHS, EARLY), marks=pytest.mark.long) for case in LONG),
+    ],
     ids=str,
 )
-def test_resumed_equals_undisturbed(kind, every, tmp_path):
+def test_resumed_equals_undisturbed(kind, every, breaks, tmp_path):
     exact = [ExactAccumulation()] if kind == "accumulating" else []
     # In the fourth epoch of five, after which early stopping ends it.
     straight = MAKERS[kind]()
     expected = fit(straight, [*exact, *watchers()], epochs=5)
-    for after in (2 * STEPS + 7, STEPS, 4):
+    for after in breaks:
         others, model = watchers(), MAKERS[kind]()
         with pytest.raises(KeyboardInterrupt):
             after = -(-after // 4) if kind == "steps_per_execution" else after
@@ -152,7 +166,8 @@ def check_windows(directory, names, breaks, strategy=None):
 
 def test_losses_are_those_of_undisturbed_windows(tmp_path):
     # The first batch that follows is the second of its window, the last of it, and the first.
-    check_windows(tmp_path / "backups", ("mask", "two outputs"), (1, 2, 3))
+    check_windows(tmp_path / "backups", ("mask",), (1, 2, 3))
+    check_windows(tmp_path / "backups", ("two outputs",), (2,))
 
 
 @pytest.mark.own_process
@@ -305,8 +320,15 @@ def test_with_the_last_epoch_done_it_is_said_that_nothing_is_left(tmp_path, capl
     assert not tmp_path.exists()
 
 
-@pytest.mark.parametrize("after", [STEPS + 7, STEPS + 1], ids=["in-an-epoch", "between-epochs"])
-@pytest.mark.parametrize("options", [{"batch_size": 2 * BATCH_SIZE}, {"steps_per_epoch": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "after"),
+    [
+        pytest.param({"batch_size": 2 * BATCH_SIZE}, STEPS + 7, id="batch_size-in-an-epoch"),
+        pytest.param({"steps_per_epoch": 3}, STEPS + 1, id="steps_per_epoch-between-epochs"),
+        pytest.param({"batch_size": 2 * BATCH_SIZE}, STEPS + 1, id="batch_size-between-epochs", marks=pytest.mark.long),
+        pytest.param({"steps_per_epoch": 3}, STEPS + 7, id="steps_per_epoch-in-an-epoch", marks=pytest.mark.long),
+    ],
+)
 def test_another_number_of_steps_is_refused(after, options, tmp_path):
     broken_off(tmp_path, after, every=3 if after > STEPS + 1 else "epoch")
     before = sizes(tmp_path)

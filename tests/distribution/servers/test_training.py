@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from histories import BATCHES, CASES, MicroBatches, assert_same, shown_by
-from hypothesis import given, settings
+from hypothesis import given
 
 from keras_paragrad._keras.probes.rows import mixing_layer
 from keras_paragrad.distribution import servers
@@ -36,11 +36,15 @@ def build(strategy=None, optimizer=None, layers=None, **options):
     return model
 
 
-def alone(model):
-    """The same model on one device."""
-    twin = build(layers=[keras.layers.Dense(16, activation="relu")])
-    twin.set_weights(model.get_weights())
-    return twin
+class Alone:
+    """The same model on one device; traced once."""
+
+    def __init__(self):
+        self.twin = build(layers=[keras.layers.Dense(16, activation="relu")])
+
+    def __call__(self, model):
+        self.twin.set_weights(model.get_weights())
+        return self.twin
 
 
 @own_process
@@ -48,9 +52,8 @@ def test_metrics_are_those_of_every_example_once(strategy):
     # With a learning rate of 0 all workers see the same weights, so metrics while training are those of evaluation.
     model = build(strategy)
     servers.prepare_for_servers(model)
-    updates = 0
+    updates, alone = 0, Alone()
 
-    @settings(max_examples=8)
     @given(
         rows=st.integers(1, 300),
         batch_size=st.integers(3, 40),
@@ -88,11 +91,16 @@ OPTIMIZERS = {
 
 
 @own_process
-def test_counts_are_exact_in_every_run_and_the_loss_falls(strategy):
+@pytest.mark.parametrize(
+    "names",
+    [["AdamW with averages", "loss scale"], pytest.param(["momentum", "Adam", "Lamb"], marks=pytest.mark.long)],
+    ids=", ".join,
+)
+def test_counts_are_exact_in_every_run_and_the_loss_falls(strategy, names):
     x, y, _ = rows_of(410)
-    for name, make in OPTIMIZERS.items():
+    for name in names:
         with strategy.scope():
-            optimizer = make()
+            optimizer = OPTIMIZERS[name]()
         model = build(strategy, optimizer)
         servers.prepare_for_servers(model, in_flight=5)
         losses = []
@@ -113,25 +121,38 @@ class OwnStep(keras.Sequential):
         return self.get_metrics_result()
 
 
-@own_process
-def test_other_models(strategy):
+LAYERS = {
+    "normalized": lambda: [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.2)],
+    "recurrent": lambda: [keras.layers.Reshape((4, 2)), keras.layers.LSTM(6)],
+    "embedded": lambda: (
+        [keras.layers.Discretization(bin_boundaries=[-1.0, 0.0, 1.0]), keras.layers.Embedding(4, 3)]
+        + [keras.layers.Flatten()]
+    ),
+}
+
+
+def check_layers(strategy, *names):
     x, y, _ = rows_of(100)
-    layers = {
-        "normalized": lambda: [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.2)],
-        "recurrent": lambda: [keras.layers.Reshape((4, 2)), keras.layers.LSTM(6)],
-        "embedded": lambda: (
-            [keras.layers.Discretization(bin_boundaries=[-1.0, 0.0, 1.0]), keras.layers.Embedding(4, 3)]
-            + [keras.layers.Flatten()]
-        ),
-    }
-    for name, make in layers.items():
+    for name in names:
         with strategy.scope():
-            hidden = make()
+            hidden = LAYERS[name]()
         model = build(strategy, "adam", hidden)
         servers.prepare_for_servers(model)
         model.fit(x, y, batch_size=8, epochs=2, verbose=0)
         assert int(model.optimizer.iterations) == 26, name
         assert float(model.metrics[0].count.numpy()) == 100, name
+
+
+@pytest.mark.long
+@own_process
+def test_more_models(strategy):
+    check_layers(strategy, "recurrent", "embedded")
+
+
+@own_process
+def test_other_models(strategy):
+    check_layers(strategy, "normalized")
+    x, y, _ = rows_of(100)
     with strategy.scope():
         # Without an Input: it is built from the first batch, on the servers.
         model = OwnStep([keras.layers.Dense(LABELS)])
@@ -182,9 +203,8 @@ class Seen(keras.callbacks.Callback):
 @own_process
 def test_evaluation_and_prediction_are_exact_and_in_order(strategy):
     model = build(strategy, "adam")
-    prepared = servers.prepare_for_servers(model, in_flight=3)
+    prepared, alone = servers.prepare_for_servers(model, in_flight=3), Alone()
 
-    @settings(max_examples=6)
     @given(rows=st.integers(1, 200), batch_size=st.integers(1, 30), steps_per_execution=st.sampled_from([1, 4]))
     def equal(rows, batch_size, steps_per_execution):
         model.steps_per_execution = steps_per_execution
@@ -210,9 +230,14 @@ def test_evaluation_and_prediction_are_exact_and_in_order(strategy):
 
 
 @own_process
-def test_losses_of_outputs_are_those_of_one_device(strategy):
+@pytest.mark.parametrize(
+    "names",
+    [["two outputs"], pytest.param(["two not reduced", "two sums"], marks=pytest.mark.long)],
+    ids=", ".join,
+)
+def test_losses_of_outputs_are_those_of_one_device(strategy, names):
     """Uneven batches. With a learning rate of 0, all workers see the same weights."""
-    for name in ("two outputs", "two not reduced", "two sums"):
+    for name in names:
         case = CASES[name]
         with strategy.scope():
             model = case.model(keras.optimizers.SGD(0.0))
