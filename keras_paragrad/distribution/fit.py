@@ -308,7 +308,7 @@ class DistributedFit:
             )
         if isinstance(given["x"], DistributedData):
             raise ValueError(
-                f"{prepared} keras.Model.fit(model, data), which takes data that are cut up already; or give dist.fit "
+                f"{prepared} keras.Model.fit(model, data), which takes data that is sharded already; or give dist.fit "
                 "the data as they are."
             )
         if self.plan.batch.value == "per_replica":

@@ -111,7 +111,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         masked_mean = check_choice("masked_mean", masked_mean, MASKED_MEANS)
         if clip_norm is not None and transform is not None:
             raise ValueError(
-                "`clip_norm` and `transform` both say what an example counts for. Write one: clipping is "
+                "`clip_norm` and `transform` both scale the gradients of examples. Write one: clipping is "
                 f"transform=lambda norms: tf.minimum(1.0, {clip_norm} / norms)."
             )
         if any(isinstance(inner, PerExampleGradients) for inner in (layer, *all_layers(layer))):

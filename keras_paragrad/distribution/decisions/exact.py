@@ -14,7 +14,7 @@ def decide_exact(hardware: Hardware, options: Options, strategy: str) -> Decisio
     if strategy == "parameter_server":
         if options.exact:
             raise ValueError(
-                "Parameter servers are asynchronous: a gradient meets weights that others have changed since, so the "
+                "Parameter servers are asynchronous: a gradient is applied to weights that others have changed, so the "
                 "answer can't be that of one device. Write exact=False with them, or start the cluster without the job "
                 '"ps".'
             )
