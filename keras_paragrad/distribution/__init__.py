@@ -1,4 +1,4 @@
-"""One training step over many devices: what is here, what follows from it, and the step itself."""
+"""Data-parallel training on many devices: detected hardware, the plan for it, and the step itself."""
 
 from typing import TYPE_CHECKING
 

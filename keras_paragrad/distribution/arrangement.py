@@ -1,4 +1,4 @@
-"""The callbacks of a `fit` on replicas: the user's, what goes with them, and in which order."""
+"""The callbacks of a `fit` on replicas: the user's, those added to them, and their order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,15 +25,15 @@ def arranged(
     """Adds what `fit` needs on replicas to a user's callbacks.
 
     Args:
-        model: The model that is trained.
-        data: What it is trained on; `None` if that is read by the model.
-        callbacks: The user's; of those that write files, only the chief's do.
+        model: The model to train.
+        data: The training data; `None` if the model reads it itself.
+        callbacks: The user's; those that write files do so on the chief only.
         is_chief: Whether this process is the one that writes.
-        rate_factor: What to multiply the learning rate with.
-        warmup_steps: Over how many updates it grows to that.
+        rate_factor: The factor of the learning rate.
+        warmup_steps: Number of updates over which the rate grows to that.
 
     Returns:
-        All callbacks in order: a `Backup` comes last, as it keeps the state of all others.
+        All callbacks in order: a `Backup` comes last, as it saves the state of all others.
     """
     backups = [callback for callback in callbacks if isinstance(callback, Backup)]
     others = [callback for callback in callbacks if not isinstance(callback, Backup)]
@@ -49,7 +49,7 @@ def arranged(
 
 
 def leave(callbacks: Sequence[keras.callbacks.Callback]) -> None:
-    """Ends what a `fit` that has broken off has left open; Keras does not tell callbacks."""
+    """Cleans up after a `fit` that failed, of which Keras does not notify callbacks."""
     for callback in callbacks:
         if isinstance(callback, Backup):
             callback.leave()

@@ -1,4 +1,4 @@
-"""Those who come to the first worker: the other workers, and others who are turned away."""
+"""Connections to the first worker: from the other workers, and from strangers, which are rejected."""
 
 import contextlib
 import logging
@@ -12,22 +12,22 @@ from typing import Any
 from keras_paragrad.distribution.sealed import LONGEST, Seal
 
 _log = logging.getLogger("keras_paragrad")
-# Seconds that a caller has to say who it is.
+# Seconds within which a caller has to identify itself.
 _PATIENCE = 10.0
-# Callers beyond the workers that are listened to at once; the oldest goes first.
+# Connections held open beyond the number of workers; the oldest is closed first.
 _SPARE = 64
 
 
 @dataclass
 class Caller:
-    """A connection and what has been said on it.
+    """A connection and what was received on it.
 
     Attributes:
         connection: The connection.
-        host: Where it comes from.
-        since: By `time.monotonic()`, when it came.
-        heard: What it has sent.
-        message: What that says, once it is known to be of this run.
+        host: The peer's host.
+        since: When it connected, by `time.monotonic()`.
+        heard: The bytes received.
+        message: The decoded message, once verified to be of this run.
     """
 
     connection: socket.socket
@@ -38,16 +38,16 @@ class Caller:
 
 
 class Callers:
-    """Listens to all callers at once, so that none of them keeps the others waiting.
+    """Listens to all callers at once, so that none blocks the others.
 
     Args:
         selector: Waits for several sockets at once.
-        servers: The sockets that listen; they are closed with this.
-        seal: What the messages of this run are known by.
-        workers: How many workers there are, with the first.
+        servers: The listening sockets; closed on exit.
+        seal: Authenticates the messages of this run.
+        workers: Number of workers, including the first.
 
     Attributes:
-        came: The workers that are here, by rank.
+        came: The workers that have connected, by rank.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Callers:
             self._close(caller)
 
     def wait(self, seconds: float) -> None:
-        """Waits for somebody to come or to say something, and listens."""
+        """Waits for connections and data, and handles them."""
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 self._accept(key.fileobj)
@@ -84,14 +84,14 @@ class Callers:
             self._turn_away(caller, "said nothing of this run")
 
     def stop_listening(self) -> None:
-        """Takes no more callers."""
+        """Stops accepting connections."""
         for server in self._servers:
             self._selector.unregister(server)
             server.close()
         self._servers = []
 
     def in_words(self) -> str:
-        """Who else came, for an error's end; empty if nobody did."""
+        """The rejected callers, to append to an error message; empty if there were none."""
         parts = [f"{why} ({count} times)" if count > 1 else why for why, count in list(self._turned_away.items())[:4]]
         parts += [f"worker {rank} came and left again" for rank in sorted(set(self._left) - set(self.came))]
         return f" Besides: {'; '.join(parts)}." if parts else ""
@@ -100,7 +100,7 @@ class Callers:
         try:
             connection, address = server.accept()
         except OSError:
-            # It has gone again.
+            # It has already disconnected.
             return
         connection.setblocking(False)
         caller = Caller(connection, str(address[0]))
@@ -117,7 +117,7 @@ class Callers:
         except OSError:
             piece = b""
         if caller.message:
-            # It has said all there is to say, so that it has left, or says too much.
+            # It has already sent its message: either it disconnected, or it sent too much.
             self._left.append(caller.message["rank"])
             del self.came[caller.message["rank"]]
             self._close(caller)
@@ -135,7 +135,7 @@ class Callers:
             return
         before = self.came.pop(message["rank"], None)
         if before is not None:
-            # It has been started again.
+            # It was restarted.
             self._close(before)
         self._unknown.remove(caller)
         caller.message = message
@@ -148,7 +148,7 @@ class Callers:
             self._turned_away[reason] = 0
         self._turned_away[reason] = self._turned_away.get(reason, 0) + 1
         self._unknown.remove(caller)
-        # So that who has misunderstood something can say what: the answer is not of its run.
+        # The reply lets a misconfigured peer report what went wrong: it sees an answer that is not of its run.
         with contextlib.suppress(OSError):
             caller.connection.send(b"another run\n")
         self._close(caller)

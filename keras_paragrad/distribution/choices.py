@@ -1,4 +1,4 @@
-"""The words that `DistributedFit` and its commands take; without TensorFlow, for the commands' help."""
+"""The string values that `DistributedFit` and its commands accept; free of TensorFlow, for the commands' help."""
 
 STRATEGIES = ("auto", "none", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server")
 COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy", "one_device")
@@ -6,7 +6,7 @@ BATCHES = ("global", "per_replica")
 LR_SCALINGS = (None, "linear", "sqrt")
 SHARD_POLICIES = ("auto", "data", "file", "already_sharded")
 WEIGHTINGS = ("auto", "examples", "sample_weight", "mask", "sum")
-# A year, in seconds: more does not fit into the system calls that wait.
+# A year, in seconds: the waiting system calls do not accept more.
 LONGEST_WAIT = 365 * 24 * 3600
-# Of anything in a described machine or cluster: a plan for more takes minutes to make, and fills the memory.
+# Of anything in a described machine or cluster: planning for more takes minutes and exhausts memory.
 MOST_DESCRIBED = 10_000

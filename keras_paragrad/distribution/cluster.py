@@ -1,4 +1,4 @@
-"""`Cluster`: which processes train together, and which of them this is."""
+"""`Cluster`: the processes that train together, and which of them this is."""
 
 import json
 import re
@@ -24,17 +24,17 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
 
 @dataclass(frozen=True)
 class Cluster:
-    """The processes that train together, each with its address, and which of them this one is.
+    """The addresses of the processes that train together, and which of them this is.
 
     Args:
         jobs: The addresses, `host:port`, of the tasks of each job, in order. Jobs are `chief`, `worker`, `ps` (a
             parameter server) and `evaluator`.
         job: The job of this process.
-        index: Which of its job's tasks this process is, counted from 0.
-        source: Where that was said: `TF_CONFIG`, `Slurm`, `Kubernetes` or `SageMaker`.
+        index: Index of this process among its job's tasks, from 0.
+        source: Where the cluster is described: `TF_CONFIG`, `Slurm`, `Kubernetes` or `SageMaker`.
 
     Raises:
-        ValueError: A job or this task is unknown, an address is malformed or there twice, or there are two chiefs.
+        ValueError: A job or this task is unknown, an address is malformed or duplicate, or there are two chiefs.
 
     Example:
 
@@ -80,12 +80,12 @@ class Cluster:
 
     @property
     def worker_count(self) -> int:
-        """How many processes train: the chief and the workers."""
+        """Number of training processes: the chief and the workers."""
         return len(self.jobs.get("chief", ())) + len(self.jobs.get("worker", ()))
 
     @property
     def rank(self) -> int:
-        """The place of this process among the chief, which is 0, and the workers.
+        """This process's rank among the chief, which has rank 0, and the workers.
 
         Raises:
             ValueError: This process is a parameter server or an evaluator.
@@ -96,11 +96,11 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that writes for all: the chief, or the first worker where there is none."""
+        """Whether this process writes for all: the chief, or the first worker if there is no chief."""
         return self.job in ("chief", "worker") and self.rank == 0
 
     def to_tf_config(self) -> str:
-        """The cluster in the format of `TF_CONFIG`, which TensorFlow's strategies read.
+        """The cluster in the `TF_CONFIG` format of TensorFlow's strategies.
 
         Returns:
             JSON that `find_cluster({"TF_CONFIG": ...})` reads back.
@@ -110,19 +110,19 @@ class Cluster:
 
 
 def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
-    """Finds the cluster that this process was started in, by its environment variables.
+    """Finds the cluster that this process was started in, from its environment variables.
 
-    `TF_CONFIG` goes before all others; then come SageMaker's variables, `KERAS_PARAGRAD_WORKERS` with Kubernetes's, and
-    those of a Slurm step. Nothing is looked up on the network.
+    `TF_CONFIG` takes precedence; then SageMaker's variables, `KERAS_PARAGRAD_WORKERS` with Kubernetes's, and those of a
+    Slurm step. Nothing is looked up on the network.
 
     Args:
-        environment: Names and values; `os.environ`, usually.
+        environment: Names and values; usually `os.environ`.
 
     Returns:
-        The cluster, which may be of this process alone, or `None`.
+        The cluster, which may be this process alone, or `None`.
 
     Raises:
-        ValueError: A cluster is described, and the description is malformed.
+        ValueError: The description of a cluster is malformed.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Machines that aren't here, described: to see what would be decided on them."""
+"""Descriptions of other machines, to see the plan for them."""
 
 import functools
 from typing import Any
@@ -19,23 +19,23 @@ def describe(
     ps: int = 0,
     logical_cpus: int = 1,
 ) -> Hardware:
-    """Describes a machine, or a cluster of equal ones seen from the first of them.
+    """Describes a machine, or a cluster of identical machines as seen from the first.
 
     Args:
-        cpus: Processors of a worker.
-        gpus: GPUs of a worker.
-        gpu_memory_gb: The memory of each GPU, in GiB.
+        cpus: Number of processors per worker.
+        gpus: Number of GPUs per worker.
+        gpu_memory_gb: Memory of each GPU, in GiB.
         compute_capability: Of each GPU, such as `(8, 0)`.
-        tpu_cores: Cores of a TPU.
-        workers: How many processes train together.
-        ps: How many parameter servers there are; with any, the cluster has a chief too.
-        logical_cpus: How many logical devices TensorFlow makes of the processor.
+        tpu_cores: Number of TPU cores.
+        workers: Number of processes that train together.
+        ps: Number of parameter servers; if there are any, the cluster also has a chief.
+        logical_cpus: Number of logical CPU devices that TensorFlow creates.
 
     Returns:
         The description, for `make_plan`.
 
     Raises:
-        ValueError: There is less than nothing of a part, no worker or processor, or more of something than anyone has.
+        ValueError: A count is negative or implausibly large, or there is no worker or processor.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""What `doctor` says: versions, what was found here, the plan for it, and whether a collective works."""
+"""The output of `doctor`: versions, detected hardware, the plan for it, and whether a collective works."""
 
 import platform
 
@@ -18,10 +18,10 @@ def diagnose(seconds: float) -> int:
     """Prints the findings.
 
     Args:
-        seconds: How long the collective may take.
+        seconds: Time limit of the collective.
 
     Returns:
-        0 if all is well; 1 if the environment is malformed, nothing can be planned for it, or the collective failed.
+        0 if all is well; 1 if the environment is malformed, no plan can be made for it, or the collective failed.
     """
     _print_pairs("Versions", _versions())
     try:

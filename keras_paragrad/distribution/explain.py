@@ -1,4 +1,4 @@
-"""`Explanation`: a plan to read."""
+"""`Explanation`: a plan in readable form."""
 
 import io
 from typing import Any
@@ -16,11 +16,11 @@ WIDTH = 118
 
 
 class Explanation:
-    """A plan as a table, below its summary and the command that starts it: for `print`, and for a rich console.
+    """A plan's summary, the command that starts it, and a table of its decisions; for `print` or a rich console.
 
     Args:
-        plan: What was decided.
-        hardware: What it was decided on.
+        plan: The plan.
+        hardware: The hardware it was made for.
 
     Example:
 
@@ -50,14 +50,14 @@ class Explanation:
 
     def __str__(self) -> str:
         page = io.StringIO()
-        # No colours, whatever the environment asks of rich: this is text.
+        # Plain text without colours, whatever rich reads from the environment.
         console = Console(file=page, width=WIDTH, color_system=None, force_terminal=False, _environ={})
         console.print(self)
         return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
 
 
 def show(explanation: Explanation) -> None:
-    """Prints an explanation: as wide as the terminal and in its colours, or as plain text into a file."""
+    """Prints an explanation, in the terminal's width and colours, or as plain text to a file."""
     console = Console()
     if console.is_terminal:
         console.print(explanation)
@@ -66,7 +66,7 @@ def show(explanation: Explanation) -> None:
 
 
 def value_in_words(value: Any) -> str:
-    """A decision's value as one line."""
+    """A decision's value on one line."""
     if isinstance(value, tuple):
         shown = value if len(value) <= 2 else (value[0], "...", value[-1])
         return " ".join(shown) or "-"

@@ -1,4 +1,4 @@
-"""`DistributedFit`: `fit` on whatever hardware is there, with the answer of one device."""
+"""`DistributedFit`: `fit` on the available hardware, with the result of one device."""
 
 import contextlib
 import inspect
@@ -36,38 +36,40 @@ from keras_paragrad.distribution.workers import all_or_none
 
 
 class DistributedFit:
-    """Detects the hardware, plans how to train on it, and makes `fit` take the steps of one device there.
+    """Detects the hardware, plans how to train on it, and makes `fit` take the same steps as on one device.
 
-    Build and compile the model within `scope()`, then call `fit` here, or `prepare` the model and call its own. The
-    batch is divided among the replicas; what each part counts for is measured, gradients meet once an update and are
-    clipped after that, and metrics are those of all examples: the weights, the history and the order of the examples
-    are the same on one device, on several, and on several machines.
+    Build and compile the model within `scope()`, then call `fit` here, or `prepare` the model and call its own. Each
+    batch is divided among the replicas and each shard weighted by its loss normalizer; gradients are all-reduced once
+    per update and clipped after that; metrics cover all examples. Weights, history and the order of the examples are
+    the same on one device, on several, and on several machines.
 
     Args:
         strategy: `"auto"`; or `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`,
             or a `tf.distribute.Strategy`.
-        devices: Names of this process's devices, such as `["GPU:0", "GPU:1"]`; those that are there, unless given.
-        communication: How gradients meet: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or `"one_device"`.
-        jit: Whether XLA compiles, on several replicas each one's forward and backward pass. `"auto"` goes by what the
-            model was compiled with.
-        precision: The name of a Keras dtype policy for models that are built within `scope()`. `"auto"` keeps the one
-            that is set.
-        batch: Whether a batch of the data is divided among the replicas (`"global"`), or each of them takes one
+        devices: Names of this process's devices, such as `["GPU:0", "GPU:1"]`; by default, all available ones.
+        communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
+            `"one_device"`.
+        jit: Whether to compile with XLA; on several replicas, each one's forward and backward pass. `"auto"` follows
+            the model's `compile`.
+        precision: The name of a Keras dtype policy for models that are built within `scope()`. `"auto"` keeps the
+            current one.
+        batch: Whether a batch of the data is divided among the replicas (`"global"`), or each replica takes one
             (`"per_replica"`).
         lr_scaling: How the learning rate grows with the batch, under `batch="per_replica"`: `None`, `"linear"` or
             `"sqrt"`.
-        warmup_steps: Over how many updates it grows to that.
-        exact: Whether the answer must be that of one device. Without it, a model may have a `train_step` of its own.
-        weighting: What a part of a batch counts for, with a `compute_loss` of your own: `"examples"`,
-            `"sample_weight"`, `"mask"` or `"sum"`.
+        warmup_steps: Number of updates over which it grows to that.
+        exact: Whether the result must be that of one device. If not, a model may have a custom `train_step`.
+        weighting: The weight of a shard, for a custom `compute_loss`: `"examples"`, `"sample_weight"`, `"mask"` or
+            `"sum"`.
         shard_policy: How workers share the data: `"auto"`, `"data"`, `"file"` or `"already_sharded"`.
-        pack_bytes: Bytes of gradients in a collective; 0 is one pack, without those of 1 MiB and more between CPUs.
-        startup_timeout: For how many seconds to wait for the other workers at the start.
-        collective_timeout: After how many seconds without the other workers a collective fails.
+        pack_bytes: Bytes of gradients per bucket; 0 is a single bucket, except that between CPUs gradients of 1 MiB
+            and more are reduced separately.
+        startup_timeout: Seconds to wait for the other workers at startup.
+        collective_timeout: Seconds after which a collective without the other workers fails.
 
     Raises:
-        ValueError: What was asked for can't be had here. The message says what to write.
-        RuntimeError: Several workers are asked for, and this process has joined its cluster or made tensors already.
+        ValueError: The request can't be met here. The message says what to write.
+        RuntimeError: There are several workers, and this process has already joined its cluster or created tensors.
 
     Example:
 
@@ -107,12 +109,12 @@ class DistributedFit:
         self.hardware: Hardware = detect()
         self.plan: Plan = make_plan(self.hardware, self.options)
         self.strategy: tf.distribute.Strategy = make_strategy(self.plan, self.hardware, self.options)
-        # With parameter servers the chief reads all data, and cuts nothing up.
+        # With parameter servers the chief reads all data and does not shard it.
         self._reader = tf.distribute.get_strategy() if self.plan.on_servers else self.strategy
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """The context to build and compile a model in."""
+        """Context in which to build and compile a model."""
         policy = keras.config.dtype_policy()
         if self.options.precision not in (None, "auto"):
             keras.config.set_dtype_policy(self.options.precision)
@@ -123,20 +125,20 @@ class DistributedFit:
             keras.config.set_dtype_policy(policy)
 
     def explain(self) -> Explanation:
-        """The plan as a table, for `print` and for rich: what was decided, why, and how to change it."""
+        """The plan as a table, for `print` and rich: each decision, its reason, and how to override it."""
         return Explanation(self.plan, self.hardware)
 
     def prepare(self, model: keras.Model) -> Preparation | ServerPreparation:
         """Makes the model's own `fit`, `evaluate` and `predict` exact on the replicas.
 
         Args:
-            model: A compiled model, made within `scope()`. Nothing but this instance changes.
+            model: A compiled model, built within `scope()`. Only this instance is changed.
 
         Returns:
-            A handle; `undo()` gives the model its class's methods back.
+            A handle; `undo()` restores the methods of the model's class.
 
         Raises:
-            ValueError: The model was made elsewhere, or can't be trained exactly. The message says what to write.
+            ValueError: The model was built elsewhere, or can't be trained exactly. The message says what to write.
         """
         check_scope(model, self.strategy)
         self._check_alike(model)
@@ -147,7 +149,7 @@ class DistributedFit:
             return prepare_for_servers(model)
         jit = self.options.jit
         if jit == "auto":
-            # Keras leaves XLA out under every strategy, unless it is asked for.
+            # Keras disables XLA under every strategy, unless it is requested explicitly.
             planned = self.strategy.num_replicas_in_sync > 1 and leaves_xla_open(model)
             jit = self.plan.jit.value != "none" if planned else None
         options = self.options
@@ -156,7 +158,7 @@ class DistributedFit:
         )
 
     def _check_alike(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:
-        """Raises on every worker if they are not about to train the same, before they wait for each other in vain."""
+        """Raises on every worker if their training differs, before mismatched collectives can hang."""
         if self.plan.on_servers or place_of(self.strategy).workers == 1:
             return
         names = ("weighting", "warmup_steps")
@@ -167,11 +169,11 @@ class DistributedFit:
         check_same_weights(self.strategy, model)
 
     def dataset(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> DistributedData:
-        """Data for `fit`, `evaluate` or `predict` of a prepared model, each batch cut up among the replicas.
+        """Data for `fit`, `evaluate` or `predict` of a prepared model, each batch sharded over the replicas.
 
         Args:
-            x: What `fit` takes: arrays, a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator.
-            y, sample_weight: Targets, and weights of the rows, if `x` is arrays.
+            x: As in `fit`: arrays, a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator.
+            y, sample_weight: Targets and sample weights, if `x` is arrays.
             **options: `batch_size`, `shuffle`, `class_weight`, `steps_per_epoch`, `cache`, `prefetch` and `seed`; see
                 `keras_paragrad.distribution.data.distributed_dataset`.
         """
@@ -187,14 +189,14 @@ class DistributedFit:
         on_sigterm: bool = True,
         delete_when_done: bool = True,
     ) -> list[keras.callbacks.Callback]:
-        """Callbacks with which training that was broken off goes on where it was, when it is started again.
+        """Callbacks that let a restarted `fit` resume where it was interrupted.
 
         Args:
-            directory: Where backups are; one for each `fit`.
-            every: `"epoch"`, or after how many batches to back up.
+            directory: The directory of the backups; a separate one for each `fit`.
+            every: `"epoch"`, or the number of batches between backups.
             keep: How many of the newest backups to keep.
             on_sigterm: Whether SIGTERM to any worker makes all of them back up and leave `fit`, with exit status 143.
-            delete_when_done: Whether to remove the backups when `fit` has come to its end.
+            delete_when_done: Whether to remove the backups when `fit` completes.
 
         Returns:
             A list for `fit`'s `callbacks`. See `keras_paragrad.distribution.checkpoint.backup.Backup`.
@@ -224,15 +226,15 @@ class DistributedFit:
         normalize: bool = False,
         **data_options: Any,
     ) -> keras.callbacks.History:
-        """Trains a model as its own `fit` would on one device. All workers call it alike.
+        """Trains a model as its own `fit` would on one device. Call it on every worker with the same arguments.
 
         Args:
-            model: A compiled model, made within `scope()`.
+            model: A compiled model, built within `scope()`.
             x, y, batch_size, epochs, verbose, callbacks, validation_split, validation_data, shuffle, class_weight,
                 sample_weight, initial_epoch, steps_per_epoch, validation_steps, validation_batch_size,
-                validation_freq: As in `keras.Model.fit`. Of several workers only the first shows its progress.
-            normalize: Whether to give the model's `keras.layers.Normalization` layers the mean and variance of the
-                training data first, found in one pass.
+                validation_freq: As in `keras.Model.fit`. Only the first of several workers shows progress.
+            normalize: Whether to first set the model's `keras.layers.Normalization` layers to the mean and variance
+                of the training data, computed in one pass.
             **data_options: `cache`, `prefetch` and `seed`; see `dataset`.
 
         Returns:
@@ -352,12 +354,12 @@ class DistributedFit:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that writes and reports for all."""
+        """Whether this process writes and reports for all."""
         cluster = self.hardware.cluster
         return cluster is None or cluster.is_chief
 
     def _cut(self, data: tuple[Any, Any, Any], batch_size: int | None, steps: int | None, options: dict) -> Any:
-        """Data cut up among the replicas, unless they are already."""
+        """Shards data over the replicas, unless that has been done."""
         if isinstance(data[0], DistributedData):
             return data[0]
         return self.dataset(*data, batch_size=batch_size, steps_per_epoch=steps, **options)

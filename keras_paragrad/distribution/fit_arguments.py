@@ -1,4 +1,4 @@
-"""The arguments of `DistributedFit.fit` that are not about data, checked before any worker waits for another."""
+"""Validation of the arguments of `DistributedFit.fit` other than data, before any worker waits for another."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +20,10 @@ def check_fit(
     validation_freq: Any,
     normalize: Any,
 ) -> Sequence[keras.callbacks.Callback]:
-    """The callbacks as a sequence; a single one may be given, as to Keras.
+    """The callbacks as a sequence; a single one is accepted, as in Keras.
 
     Raises:
-        ValueError: An argument is not what `keras.Model.fit` takes. The message names it.
+        ValueError: `keras.Model.fit` does not accept an argument. The message names it.
     """
     check_instance("model", model, keras.Model, "a Keras model")
     check_integer("epochs", epochs, least=0, example=10)
@@ -42,5 +42,5 @@ def check_fit(
 
 
 def checked_callback(name: str, value: Any) -> keras.callbacks.Callback:
-    """A callback; see `keras_paragrad.arguments.check_instance`."""
+    """Checks that a value is a callback; see `keras_paragrad.arguments.check_instance`."""
     return check_instance(name, value, keras.callbacks.Callback, "a Keras callback")

@@ -1,4 +1,4 @@
-"""How much memory GPUs have, which TensorFlow does not tell."""
+"""The memory size of GPUs, which TensorFlow does not report."""
 
 import shutil
 import subprocess
@@ -7,13 +7,13 @@ SECONDS = 10
 
 
 def memory_by_name() -> dict[str, int]:
-    """Asks `nvidia-smi` for the memory of each model of GPU, in bytes.
+    """Queries `nvidia-smi` for the memory of each GPU model, in bytes.
 
-    By model and not by number, since TensorFlow and `nvidia-smi` may count GPUs differently. A model that comes with
-    several sizes is left out.
+    By model rather than index, since TensorFlow and `nvidia-smi` may number GPUs differently. Models found with
+    several memory sizes are omitted.
 
     Returns:
-        Names as TensorFlow's `device_name`, and bytes; nothing where there is no `nvidia-smi` or it doesn't answer.
+        From names, as in TensorFlow's `device_name`, to bytes; empty if `nvidia-smi` is missing or doesn't answer.
     """
     program = shutil.which("nvidia-smi")
     if program is None:

@@ -1,4 +1,4 @@
-"""What there is to train on: processors, accelerators, memory, and the cluster they belong to."""
+"""The hardware to train on: processors, accelerators, memory, and the cluster they belong to."""
 
 import os
 from collections import Counter
@@ -16,14 +16,14 @@ TPU_VARIABLES = ("TPU_NAME", "TPU_WORKER_ID")
 
 @dataclass(frozen=True)
 class Device:
-    """Something that a replica can run on.
+    """A device that a replica can run on.
 
     Attributes:
-        name: As TensorFlow and `DistributedFit(devices=...)` call it: `GPU:0`.
+        name: As in TensorFlow and `DistributedFit(devices=...)`: `GPU:0`.
         kind: `CPU`, `GPU` or `TPU`.
-        memory_bytes: Its memory, in bytes, or `None` if that isn't known. Logical CPU devices share the machine's.
+        memory_bytes: Its memory, in bytes, or `None` if unknown. Logical CPU devices share the machine's.
         compute_capability: Of an NVIDIA GPU, such as `(8, 0)`.
-        description: The model, as its maker calls it.
+        description: The vendor's name of the model.
     """
 
     name: str
@@ -35,16 +35,16 @@ class Device:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What there is to train on, found by `detect` or described by hand.
+    """The hardware to train on, found by `detect` or described by hand.
 
     Attributes:
-        cpu_count: The processors that this process may use.
-        memory_bytes: The machine's memory, in bytes, or `None` if that isn't known.
-        devices: The logical devices, of each kind.
-        gpus: The physical GPUs, of which a logical device may be a part.
-        tpus: The TPU's cores; where only the environment speaks of a TPU, one entry for all of it.
+        cpu_count: Number of processors that this process may use.
+        memory_bytes: The machine's memory, in bytes, or `None` if unknown.
+        devices: The logical devices of all kinds.
+        gpus: The physical GPUs, which may be divided into several logical devices.
+        tpus: The TPU's cores; a single entry if only the environment mentions a TPU.
         cluster: The processes that train together, or `None`.
-        tpu_name: What `TPU_NAME` says.
+        tpu_name: The value of `TPU_NAME`.
 
     Example: a machine that isn't here.
 
@@ -69,29 +69,29 @@ class Hardware:
 
     @property
     def has_virtual_gpus(self) -> bool:
-        """Whether a GPU is divided into several logical devices, which NCCL does not know."""
+        """Whether a GPU is divided into several logical devices, which NCCL does not support."""
         return len(self.of_kind("GPU")) > len(self.gpus)
 
     @property
     def worker_count(self) -> int:
-        """How many processes train together: 1 without a cluster."""
+        """Number of processes that train together: 1 without a cluster."""
         return self.cluster.worker_count if self.cluster else 1
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Hardware:
-    """Finds out what there is to train on.
+    """Detects the hardware to train on.
 
-    It only asks for what TensorFlow knows before it begins to run: logical devices and the multi-worker strategy can
-    still be set up afterwards.
+    Does not initialize TensorFlow's runtime: logical devices and the multi-worker strategy can still be set up
+    afterwards.
 
     Args:
-        environment: Environment variables that may describe a cluster or a TPU; those of this process, unless told.
+        environment: Environment variables that may describe a cluster or a TPU; by default this process's.
 
     Returns:
-        What was found. Without any accelerator, that is the processor.
+        The hardware; without an accelerator, the CPU.
 
     Raises:
-        ValueError: The environment describes a cluster, and the description is malformed.
+        ValueError: The environment's description of a cluster is malformed.
     """
     environment = os.environ if environment is None else environment
     machine = _machine_memory()
@@ -111,11 +111,11 @@ def detect(environment: Mapping[str, str] | None = None) -> Hardware:
 
 
 def logical_devices(gpus: tuple[Device, ...] | None = None, memory: int | None = None) -> tuple[Device, ...]:
-    """The devices that TensorFlow has made, or will make, of those that this process may use.
+    """The logical devices that TensorFlow has created, or will create, for this process.
 
     Args:
-        gpus: What is known of the physical GPUs; unless told, all but their memory is looked up.
-        memory: The machine's, in bytes.
+        gpus: The physical GPUs; by default they are looked up, without their memory size.
+        memory: The machine's memory, in bytes.
     """
     physical = {kind: tf.config.get_visible_devices(kind) for kind in KINDS}
     whole = [
@@ -136,7 +136,7 @@ def _gpus(physical: list, memory: Mapping[str, int]) -> tuple[Device, ...]:
 
 
 def _logical(physical: list, whole: list[Device]) -> tuple[Device, ...]:
-    """The devices that TensorFlow will make of the physical ones, without making it do so."""
+    """The logical devices that TensorFlow will create from the physical ones, without triggering that."""
     devices, counts = [], Counter()
     for one, device in zip(physical, whole, strict=True):
         for part in tf.config.get_logical_device_configuration(one) or [None]:
@@ -149,7 +149,7 @@ def _logical(physical: list, whole: list[Device]) -> tuple[Device, ...]:
 
 
 def _tpus_by_environment(environment: Mapping[str, str]) -> tuple[Device, ...]:
-    """A TPU whose cores TensorFlow sees only once it has connected to it."""
+    """A TPU whose cores TensorFlow sees only after connecting to it."""
     told = [f"{name}={environment[name]}" for name in TPU_VARIABLES if environment.get(name)]
     return (Device("TPU", "TPU", description=", ".join(told)),) if told else ()
 

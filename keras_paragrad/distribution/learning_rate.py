@@ -1,4 +1,4 @@
-"""A learning rate that grows with the batch."""
+"""Learning-rate scaling with the batch size."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ import keras
 
 
 class ScaledLearningRate(keras.callbacks.Callback):
-    """Multiplies the learning rate while `fit` runs, after a warm-up that begins at the rate itself.
+    """Scales the learning rate while `fit` runs, after a warm-up that starts at the unscaled rate.
 
     Args:
-        factor: What to multiply it with.
-        warmup_steps: Over how many updates it grows to that, in equal steps.
+        factor: The factor of the rate.
+        warmup_steps: Number of updates over which the rate grows to that, in equal steps.
 
     Raises:
-        ValueError: When `fit` begins: the optimizer has a schedule, which has to be scaled where it is made.
+        ValueError: When `fit` begins: the optimizer has a schedule, which has to be scaled where it is created.
 
     Reference:
         Goyal et al., Accurate, Large Minibatch SGD (2017), https://arxiv.org/abs/1706.02677: gradual warmup.
@@ -28,7 +28,7 @@ class ScaledLearningRate(keras.callbacks.Callback):
         self._began = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Takes note of the rate."""
+        """Records the rate."""
         optimizer = self._optimizer
         rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
         try:
@@ -42,7 +42,7 @@ class ScaledLearningRate(keras.callbacks.Callback):
         self._began = int(optimizer.iterations.numpy())
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the rate of the next update while it grows; afterwards it is others' to change."""
+        """Sets the rate of the next update during warm-up; afterwards other callbacks may change it."""
         if not self._grows or self._rate is None:
             return
         done = int(self._optimizer.iterations.numpy()) - self._began
@@ -51,7 +51,7 @@ class ScaledLearningRate(keras.callbacks.Callback):
         self._optimizer.learning_rate = self._rate * (1 + (self.factor - 1) * share)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Divides the rate by the factor again, so that the next `fit` begins where this one did."""
+        """Divides the rate by the factor, so that the next `fit` starts unscaled."""
         if self._rate is not None:
             rate = float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
             self._optimizer.learning_rate = self._rate if self._grows else rate / self.factor

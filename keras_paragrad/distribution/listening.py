@@ -1,4 +1,4 @@
-"""Sockets that listen at the address that a cluster names, and nowhere else."""
+"""Sockets that listen on the address given by the cluster, and nowhere else."""
 
 import contextlib
 import errno
@@ -23,22 +23,21 @@ def port_of(address: str) -> int:
 
 
 def listen_at(address: str, others: Sequence[str], until: float) -> list[socket.socket]:
-    """Listens at an address of this machine, IPv4 or IPv6; at each, if its name stands for several.
+    """Listens on an address of this machine, IPv4 or IPv6; on each, if its name resolves to several.
 
-    A name that can't be resolved yet is tried again. Only where the address is not one of this machine's, as behind a
-    router that translates it, or a name stands for 127.0.0.1 here and other machines are to come, all addresses are
-    listened at, and the log says so.
+    A name that can't be resolved yet is retried. Listens on all interfaces, and logs that, only if the address is not
+    one of this machine's (as behind NAT), or if it resolves to 127.0.0.1 while other machines are to connect.
 
     Args:
         address: `host:port`.
-        others: The addresses of those who are to come.
-        until: By `time.monotonic()`, when to give up.
+        others: The addresses of the workers that will connect.
+        until: When to give up, by `time.monotonic()`.
 
     Returns:
-        The sockets, which are the caller's to close.
+        The sockets; the caller closes them.
 
     Raises:
-        ConnectionError: It can't be listened at. The message says why.
+        ConnectionError: Can't listen on the address. The message says why.
     """
     host, port = host_of(address), port_of(address)
     while True:
@@ -56,7 +55,7 @@ def listen_at(address: str, others: Sequence[str], until: float) -> list[socket.
 
 
 def _is_remote(host: str, others: Sequence[str]) -> bool:
-    """Whether those who come to a name do so from machines where it stands for another address."""
+    """Whether workers connect from other machines, where the name resolves to another address."""
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host.partition("%")[0])
         return False

@@ -23,7 +23,7 @@ def canonical_devices(devices: Sequence[str]) -> tuple[str, ...]:
     """Device names in their shortest form, `CPU:0`.
 
     Raises:
-        ValueError: They are no such names, there are none, one is there twice, or they are of several kinds.
+        ValueError: There are none, or they are malformed, duplicated or of several kinds.
     """
     names = check_each("devices", devices, _canonical, "names of devices", example="['CPU:0', 'CPU:1']")
     if not names:
@@ -45,15 +45,15 @@ def kind_of_device(name: str) -> str:
 
 
 def kind_of_strategy(strategy: tf.distribute.Strategy) -> str:
-    """What the plan calls a strategy.
+    """The plan's name for a strategy.
 
     Raises:
-        ValueError: It is of a class that `fit` is not exact under.
+        ValueError: `fit` is not exact under a strategy of this class.
     """
     for kind, classes in _CLASSES.items():
         if isinstance(strategy, classes):
             return kind
-    # Outside of any scope there is one as well: TensorFlow's default, which distributes nothing.
+    # Outside any scope, TensorFlow returns its default strategy, which distributes nothing.
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return "none"
     central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)

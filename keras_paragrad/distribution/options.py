@@ -1,4 +1,4 @@
-"""`Options`: the arguments of `DistributedFit`, checked."""
+"""`Options`: the validated arguments of `DistributedFit`."""
 
 import functools
 from collections.abc import Sequence
@@ -33,32 +33,33 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Options:
-    """What a user asks of `DistributedFit`; `"auto"` leaves a decision to the plan.
+    """The arguments of `DistributedFit`; `"auto"` leaves a decision to the plan.
 
     Args:
         strategy: `"auto"`, `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`, or
-            a `tf.distribute.Strategy` that is used as it is.
+            a `tf.distribute.Strategy` to use as is.
         devices: Names of this process's devices, such as `["CPU:0", "CPU:1"]`, all of one kind.
-        communication: How gradients meet: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or `"one_device"`.
-        jit: `"auto"`, or whether XLA compiles.
-        precision: The name of a Keras dtype policy. `"auto"` keeps the one that is set, and says whether another would
-            be faster; `None` keeps it and says nothing.
+        communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
+            `"one_device"`.
+        jit: `"auto"`, or whether to compile with XLA.
+        precision: The name of a Keras dtype policy. `"auto"` keeps the current one and reports whether another would
+            be faster; `None` keeps it silently.
         batch: Whether the dataset's batch is `"global"`, and divided among the replicas, or `"per_replica"`.
         lr_scaling: How the learning rate grows with the batch, under `batch="per_replica"`: not (`None`), `"linear"`
             (Goyal et al., https://arxiv.org/abs/1706.02677) or `"sqrt"` (Krizhevsky, https://arxiv.org/abs/1404.5997).
-        warmup_steps: Over how many updates the learning rate grows to that.
-        exact: Whether the answer must be that of one device.
-        weighting: What a part of a batch counts for where the model computes its loss itself: `"examples"`,
-            `"sample_weight"`, `"mask"` or `"sum"`.
-        shard_policy: How workers share the data: `"auto"`, `"data"`, `"file"`, or `"already_sharded"` where each
-            worker's dataset holds its own part.
-        pack_bytes: How many bytes of gradients meet in one collective; 0 is one pack for all, without those of 1 MiB
-            and more between CPUs, which meet by themselves.
-        startup_timeout: For how many seconds to wait for the other workers at the start.
-        collective_timeout: After how many seconds without the other workers a collective fails.
+        warmup_steps: Number of updates over which the learning rate grows to that.
+        exact: Whether the result must be that of one device.
+        weighting: The weight of a shard if the model has a custom loss: `"examples"`, `"sample_weight"`, `"mask"` or
+            `"sum"`.
+        shard_policy: How workers share the data: `"auto"`, `"data"`, `"file"`, or `"already_sharded"` if each
+            worker's dataset holds its own shard.
+        pack_bytes: Bytes of gradients per bucket; 0 is a single bucket, except that between CPUs gradients of 1 MiB
+            and more are reduced separately.
+        startup_timeout: Seconds to wait for the other workers at startup.
+        collective_timeout: Seconds after which a collective without the other workers fails.
 
     Raises:
-        ValueError: An argument is none of those, or two of them contradict each other.
+        ValueError: An argument is invalid, or two arguments contradict each other.
 
     Example:
 
@@ -98,7 +99,7 @@ class Options:
 
     @property
     def given(self) -> tf.distribute.Strategy | None:
-        """The strategy that was handed over, if one was."""
+        """The strategy object that was passed, if any."""
         return None if isinstance(self.strategy, str) else self.strategy
 
     def _check_together(self) -> None:

@@ -1,4 +1,4 @@
-"""`Plan`: everything that follows from the hardware and the options, each decision with its reason."""
+"""`Plan`: the decisions derived from hardware and options, each with its reason."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -29,24 +29,24 @@ __all__ = ["Decision", "Plan", "make_plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions in the order they were taken; iterate for all of them.
+    """Decisions in the order they were made; iterable.
 
     Attributes:
         strategy: `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"` or `"parameter_server"`.
-        devices: This process's, as a tuple of names; empty where a strategy has its own.
-        replicas: How many step together, over all workers; `None` until TensorFlow has connected to a TPU.
-        communication: `"nccl"`, `"ring"`, `"hierarchical_copy"`, `"one_device"`, `"none"`, or `"given"` with a strategy
-            that was handed over.
-        pack_bytes: Bytes of gradients in a collective; 0 is one pack, without those of 1 MiB and more between CPUs;
-            `None` where nothing is packed.
+        devices: Names of this process's devices, as a tuple; empty if the strategy defines its own.
+        replicas: Number of replicas over all workers; `None` until TensorFlow has connected to a TPU.
+        communication: `"nccl"`, `"ring"`, `"hierarchical_copy"`, `"one_device"`, `"none"`, or `"given"` if a strategy
+            object was passed.
+        pack_bytes: Bytes of gradients per bucket; 0 is a single bucket, except that between CPUs gradients of 1 MiB
+            and more are reduced separately; `None` if there are no buckets.
         collective_timeout: Seconds, or `None` for none.
         jit: `"none"`, `"whole_step"` or `"per_replica"`.
         precision: The name of a Keras dtype policy.
         batch: `"global"` or `"per_replica"`.
-        lr_scaling: The factor of the learning rate; `None` until the replicas are counted.
-        warmup_steps: Updates until the learning rate has grown to that.
+        lr_scaling: The factor of the learning rate; `None` until the number of replicas is known.
+        warmup_steps: Number of updates over which the learning rate grows to that.
         shard_policy: `"data"`, `"file"` or `"already_sharded"`.
-        exact: Whether the answer is that of one device.
+        exact: Whether the result is that of one device.
     """
 
     strategy: Decision
@@ -72,7 +72,7 @@ class Plan:
         return (getattr(self, field.name) for field in fields(self))
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The plan as data that JSON can hold.
+        """The plan as JSON-serializable data.
 
         Returns:
             For each decision, by name: `value`, `reason`, `evidence` and `override`.
@@ -81,17 +81,17 @@ class Plan:
 
 
 def make_plan(hardware: Hardware, options: Options) -> Plan:
-    """Decides how to train on the hardware, as far as the options leave that open.
+    """Decides how to train on the hardware, within the given options.
 
     Args:
-        hardware: What there is: from `detect`, or described.
-        options: What was asked for.
+        hardware: From `detect` or `describe`.
+        options: The requested options.
 
     Returns:
-        The plan. Nothing has been started or changed.
+        The plan. Nothing is started or changed.
 
     Raises:
-        ValueError: What was asked for can't work on this hardware. The message says what to write instead.
+        ValueError: The options can't work on this hardware. The message says what to write instead.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""A plan in three lines, and the command that starts it."""
+"""A plan in three lines, and the command to start it."""
 
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.decisions.strategy import found_in_words
@@ -14,7 +14,7 @@ _BATCH = {"global": "each batch divided among the replicas", "per_replica": "a b
 
 
 def summary_lines(plan: Plan, hardware: Hardware) -> list[str]:
-    """What was found, how training runs there, how a step is taken, and what to type.
+    """The hardware, the plan, how a step runs, and the command to type.
 
     Example:
 

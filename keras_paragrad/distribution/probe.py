@@ -1,4 +1,4 @@
-"""Whether a collective works here: an all-reduce of known numbers, in a process of its own."""
+"""Tests whether a collective works here: an all-reduce of known numbers, in a separate process."""
 
 import json
 import os
@@ -19,12 +19,12 @@ REPEATS = 10
 
 @dataclass(frozen=True)
 class Probe:
-    """What came of it.
+    """Result of a test all-reduce.
 
     Attributes:
         works: Whether every replica got the right sum.
-        devices: The devices that took part.
-        says: What happened, in a sentence.
+        devices: The participating devices.
+        says: The outcome in a sentence.
     """
 
     works: bool
@@ -33,7 +33,7 @@ class Probe:
 
 
 def probed_devices(hardware: Hardware) -> tuple[str, ...]:
-    """The local GPUs, if there are several, or else the logical CPU devices, of which there are made to be two."""
+    """The local GPUs if there are several, else two logical CPU devices."""
     gpus = tuple(device.name for device in hardware.of_kind("GPU"))
     return gpus if len(gpus) > 1 else tuple(f"CPU:{index}" for index in range(max(2, len(hardware.of_kind("CPU")))))
 
@@ -62,7 +62,7 @@ def run_probe(devices: tuple[str, ...], seconds: float) -> Probe:
 
 
 def judge(devices: tuple[str, ...], answer: dict[str, Any]) -> Probe:
-    """Compares what the replicas got with the sum, which replicas that hold 1, 2, 3... must get."""
+    """Compares the replicas' results with the sum of 1, 2, 3..., which the replicas hold."""
     expected = len(devices) * (len(devices) + 1) / 2
     got = [tuple(pair) for pair in answer["least_and_most"]]
     if got != [(expected, expected)] * len(devices):
@@ -73,7 +73,7 @@ def judge(devices: tuple[str, ...], answer: dict[str, Any]) -> Probe:
 
 
 def reduce_known_numbers(devices: tuple[str, ...]) -> dict[str, Any]:
-    """Runs the all-reduce in this process: replica `i` holds `i + 1`, over and over."""
+    """Runs the all-reduce in this process: replica `i` holds an array filled with `i + 1`."""
     strategy = tf.distribute.MirroredStrategy(list(devices))
 
     def in_replica(ones):
@@ -98,7 +98,7 @@ def reduce_known_numbers(devices: tuple[str, ...]) -> dict[str, Any]:
 
 
 def main(devices: tuple[str, ...]) -> None:
-    """Makes the logical devices, reduces, and prints the outcome as JSON."""
+    """Creates the logical devices, runs the all-reduce, and prints the result as JSON."""
     cpus = [name for name in devices if name.startswith("CPU:")]
     if cpus:
         parts = [tf.config.LogicalDeviceConfiguration()] * len(cpus)

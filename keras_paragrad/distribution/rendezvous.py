@@ -1,4 +1,4 @@
-"""The workers of a cluster meet before TensorFlow starts, which waits for missing ones without a word, for an hour."""
+"""Rendezvous of a cluster's workers before TensorFlow starts, which would silently wait an hour for missing ones."""
 
 import json
 import logging
@@ -25,21 +25,21 @@ _LONGEST_REASON = 2000
 def rendezvous(
     cluster: Cluster, seconds: float, facts: Mapping[str, Any], environment: Mapping[str, str] | None = None
 ) -> None:
-    """Waits until all workers are there and say the same of themselves; all of them call this.
+    """Waits until all workers have connected and report the same facts; every worker calls this.
 
-    The first worker listens at its own address, which TensorFlow listens at afterwards, and tells the others the
-    outcome. What comes there and is not of this run is turned away, and waiting goes on.
+    The first worker listens on its own address, which TensorFlow uses afterwards, and sends the others the verdict.
+    Connections that are not of this run are rejected.
 
     Args:
         cluster: The cluster.
-        seconds: For how long to wait.
-        facts: By name, what must be the same everywhere, such as versions; data that JSON can hold.
-        environment: Where `KERAS_PARAGRAD_TOKEN` is, which the launcher sets; `os.environ`, unless given. Without it, a
-            run is known by the cluster's description.
+        seconds: How long to wait.
+        facts: By name, what must be the same everywhere, such as versions; JSON-serializable.
+        environment: Holds `KERAS_PARAGRAD_TOKEN`, which the launcher sets; `os.environ` by default. Without the token,
+            a run is identified by the cluster's description.
 
     Raises:
-        ConnectionError: On every worker that is there: some are not, or not to be reached. The message names them.
-        ValueError: On every worker: they say different things. The message gives them.
+        ConnectionError: On every worker present: some are missing or unreachable. The message names them.
+        ValueError: On every worker: their facts differ. The message gives them.
     """
     until = time.monotonic() + seconds
     seal = Seal.of(cluster, os.environ if environment is None else environment)
@@ -59,7 +59,7 @@ def rendezvous(
 
 
 def _lead(cluster: Cluster, seal: Seal, facts: Mapping[str, Any], until: float) -> dict[str, str]:
-    """Waits for the others, and tells all who came what has become of it."""
+    """Waits for the others, and sends the verdict to all that connected."""
     addresses = _addresses(cluster)
     servers = listen_at(addresses[0], addresses[1:], until)
     with selectors.DefaultSelector() as selector, Callers(selector, servers, seal, cluster.worker_count) as callers:
@@ -97,14 +97,14 @@ def _tell(caller: Caller, seal: Seal, verdict: Mapping[str, str]) -> None:
     try:
         connection.settimeout(5)
         connection.sendall(seal.closed(verdict))
-        # Until the other side has closed, so that the port is free for TensorFlow at once.
+        # Wait until the peer has closed, so that the port is free for TensorFlow at once.
         connection.recv(1)
     except OSError as failure:
         _log.warning("A worker left before all had met: %s", failure)
 
 
 def _ask(cluster: Cluster, seal: Seal, facts: Mapping[str, Any], until: float) -> dict[str, str]:
-    """Goes to the first worker, and comes back with its verdict."""
+    """Connects to the first worker and returns its verdict."""
     address = _addresses(cluster)[0]
     question = seal.closed({"rank": cluster.rank, "facts": facts})
     began, said = time.monotonic(), False
@@ -113,7 +113,7 @@ def _ask(cluster: Cluster, seal: Seal, facts: Mapping[str, Any], until: float) -
         try:
             with socket.create_connection((host_of(address), port_of(address)), timeout=min(left, 5.0)) as connection:
                 connection.sendall(question)
-                # The first worker waits for all others, and is a little late in saying that they have not come.
+                # The first worker reports missing workers a little after the deadline.
                 answer = _line(connection, until + 5)
             verdict = seal.opened(answer) if answer else None
             if verdict is not None:
@@ -132,7 +132,7 @@ def _ask(cluster: Cluster, seal: Seal, facts: Mapping[str, Any], until: float) -
 
 
 def _line(connection: socket.socket, until: float) -> bytes:
-    """A line, or what there is of it when the other side closes or has sent too much."""
+    """Reads a line, or what was received of it when the peer closes or has sent too much."""
     line = b""
     while not line.endswith(b"\n") and len(line) <= LONGEST:
         connection.settimeout(max(until - time.monotonic(), 0.01))
@@ -144,7 +144,7 @@ def _line(connection: socket.socket, until: float) -> bytes:
 
 
 def _description(cluster: Cluster) -> Any:
-    """The cluster's addresses, or a checksum where they are many."""
+    """The cluster's addresses, or a checksum if there are many."""
     text = json.dumps(cluster.jobs, sort_keys=True)
     if len(text) <= _LONGEST_DESCRIPTION:
         return {job: list(hosts) for job, hosts in cluster.jobs.items()}

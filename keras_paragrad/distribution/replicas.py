@@ -1,4 +1,4 @@
-"""The exact data-parallel step: what makes `fit` on replicas take the step of one device."""
+"""The exact data-parallel step: makes `fit` on replicas take the step of one device."""
 
 import contextlib
 import functools
@@ -25,23 +25,23 @@ _log = logging.getLogger("keras_paragrad")
 
 
 class Preparation:
-    """A model whose `fit`, `evaluate` and `predict` on replicas give what one device gives on whole batches.
+    """A model whose `fit`, `evaluate` and `predict` on replicas give the results of one device on whole batches.
 
-    What a replica's part of a batch counts for is measured, so that uneven and weighted parts are exact; gradients are
-    added up before they are clipped; a `LossScaleOptimizer` sees every replica's gradients; metrics are those of all
-    examples; with `jit_compile=True` each replica's forward and backward pass is compiled by XLA.
+    Each replica's shard is weighted by its loss normalizer, so uneven and weighted shards are exact; gradients are
+    all-reduced before they are clipped; if any replica overflows under a `LossScaleOptimizer`, all skip the update;
+    metrics cover all examples; with `jit_compile=True` each replica's forward and backward pass is compiled by XLA.
 
     Args:
-        model: A compiled model, made under a strategy's scope or without one.
-        exact: Whether replicas' gradients are weighed and added up before they are clipped.
-        weighting: What a part of a batch counts for: `"auto"`, or for a `compute_loss` of your own `"examples"`,
-            `"sample_weight"`, `"mask"` or `"sum"`. See `AccumulatingOptimizer`.
-        jit: Whether to compile with XLA; as the model was compiled, if `None`.
-        shard_policy: How several workers share data that `fit` and `evaluate` are given as they are.
+        model: A compiled model, built with or without a strategy's scope.
+        exact: Whether gradients are weighted and all-reduced before they are clipped.
+        weighting: The weight of a shard: `"auto"`, or for a custom `compute_loss` `"examples"`, `"sample_weight"`,
+            `"mask"` or `"sum"`. See `AccumulatingOptimizer`.
+        jit: Whether to compile with XLA; if `None`, as the model was compiled.
+        shard_policy: How several workers share data that is passed to `fit` and `evaluate` unsharded.
 
     Raises:
-        ValueError: There are several replicas, and the model has a `train_step` or loss of its own, so that what a part
-            of its batch counts for can't be known. The message says what to write. On one replica, it is logged.
+        ValueError: There are several replicas, and the model has a custom `train_step` or loss, so the weight of a
+            shard is unknown. The message says what to write. On one replica, this is logged.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Preparation:
             self.model.__dict__["predict"] = functools.partial(_predict_in_order, model)
 
     def undo(self) -> None:
-        """Gives the model its own methods and settings back."""
+        """Restores the model's own methods and settings."""
         self.model.jit_compile = self._jit_compile
         for method in ("fit", "predict"):
             self.model.__dict__.pop(method, None)
@@ -86,7 +86,7 @@ class Preparation:
     def _measure(self, weighting: str) -> LossNormalization:
         accumulator = accumulating(self.model.optimizer)
         stated = accumulator.weighting if accumulator else "auto"
-        # Uniform micro-batches count the same, but replicas have uneven parts of them.
+        # Even if micro-batches are weighted uniformly, replicas have uneven shards of them.
         return LossNormalization(weighting if stated in ("auto", "uniform") else stated, "DistributedFit")
 
     def _warn_of_batch_statistics(self) -> None:
@@ -121,13 +121,13 @@ def _predict_in_order(
     steps: int | None = None,
     callbacks: Any = None,
 ) -> Any:
-    """What `predict` does on several workers: TensorFlow itself deals rows out to them by turns."""
+    """`predict` on several workers, with rows in order: TensorFlow's own sharding interleaves them."""
     strategy = model.distribute_strategy
     if isinstance(x, DistributedData) or not has_own_predict(model):
         if not isinstance(x, DistributedData):
             x = distributed_dataset(strategy, x, batch_size=batch_size, steps_per_epoch=steps)
         return type(model).predict(model, x, verbose=verbose, steps=steps, callbacks=callbacks)
-    # It makes a dataset of what it is given, and that is cut up.
+    # An overridden `predict` makes its own dataset, which is then sharded.
     given = {"batch_size": batch_size, "verbose": verbose, "steps": steps, "callbacks": callbacks}
     usual = inspect.signature(keras.Model.predict).parameters
     own = {name: value for name, value in given.items() if value is not usual[name].default}
@@ -138,10 +138,10 @@ def _predict_in_order(
 
 @contextlib.contextmanager
 def building_together(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """The strategy's scope; if a model can't be built within it because workers differ, says so.
+    """The strategy's scope; explains the error if workers with different models fail to build them.
 
     Raises:
-        RuntimeError: TensorFlow failed while several workers made variables, which they make together.
+        RuntimeError: TensorFlow failed while several workers created variables, which is a collective operation.
     """
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         # TensorFlow's default strategy can't be entered within the scope of another.
@@ -160,10 +160,10 @@ def building_together(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 def check_scope(model: Any, strategy: tf.distribute.Strategy) -> None:
-    """Refuses a model that is not compiled, or was made under another strategy.
+    """Refuses a model that is not compiled, or was built under another strategy.
 
     Raises:
-        ValueError: It is one. The message says what to write.
+        ValueError: The model is refused. The message says what to write.
     """
     if not model.compiled:
         raise ValueError("The model has not been compiled. Write model.compile(...) before dist.prepare(model).")

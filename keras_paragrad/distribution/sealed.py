@@ -1,4 +1,4 @@
-"""Messages between the processes of one run: a line each, of bounded size, with a code that only the run can make."""
+"""Authenticated messages between the processes of one run: one line each, of bounded size."""
 
 import hashlib
 import hmac
@@ -11,18 +11,18 @@ from keras_paragrad.distribution.launch.tasks import TOKEN
 
 LONGEST = 65536
 _CODE_BYTES = 64
-# What tells one run of a cluster from the next, where those who describe it say so.
+# Variables that distinguish one run of a cluster from the next, by source of its description.
 _RUNS = {"Slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"), "SageMaker": ("TRAINING_JOB_NAME",)}
 
 
 class Seal:
     """Writes and reads the messages of one run.
 
-    A message is a line: an HMAC-SHA256 in hexadecimal, a space, and JSON. Nothing of it is read before the code has
-    been found right, in constant time, and the key itself is never sent.
+    A message is a line: an HMAC-SHA256 in hexadecimal, a space, and JSON. The JSON is parsed only after the code has
+    been verified, in constant time; the key itself is never sent.
 
     Args:
-        key: What all processes of the run know.
+        key: The shared key of the run's processes.
 
     Example:
 
@@ -37,7 +37,7 @@ class Seal:
 
     @classmethod
     def of(cls, cluster: Cluster, environment: Mapping[str, str]) -> "Seal":
-        """The seal of a run: by `KERAS_PARAGRAD_TOKEN` if it is set, or else by the cluster's description."""
+        """The seal of a run, keyed by `KERAS_PARAGRAD_TOKEN` if set, else by the cluster's description."""
         token = environment.get(TOKEN)
         if token:
             return cls(token.encode())
@@ -58,7 +58,7 @@ class Seal:
         return line
 
     def opened(self, line: bytes) -> dict[str, Any] | None:
-        """What a line says; `None` if it is no message of this run."""
+        """The message in a line; `None` if it is not from this run."""
         code, _, body = line.rstrip(b"\n").partition(b" ")
         if len(code) != _CODE_BYTES or not hmac.compare_digest(code, self._code(body)):
             return None

@@ -1,4 +1,4 @@
-"""From a plan to the `tf.distribute.Strategy` that carries it out."""
+"""Creates the `tf.distribute.Strategy` for a plan."""
 
 import os
 from typing import Any
@@ -20,19 +20,19 @@ _IMPLEMENTATIONS = {
 
 
 def make_strategy(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute.Strategy:
-    """Starts what was planned; on several workers, it waits for them.
+    """Creates the planned strategy, and waits for the other workers if there are any.
 
     Args:
-        plan: What was decided.
-        hardware: What it was decided on.
-        options: What was asked for; a strategy that was handed over is returned as it is.
+        plan: The plan.
+        hardware: The hardware it was made for.
+        options: The requested options; a strategy object in them is returned as is.
 
     Returns:
-        The strategy; where the plan has none, TensorFlow's default, which distributes nothing. A process that serves
-        others, as a worker or a parameter server, never returns from here.
+        The strategy; if the plan has none, TensorFlow's default, which distributes nothing. With parameter servers,
+        this never returns on a worker or server.
 
     Raises:
-        RuntimeError: TensorFlow has been set up for several workers in this process before, or too late.
+        RuntimeError: TensorFlow was already set up for several workers in this process, or it is too late to do so.
     """
     if options.given is not None:
         return options.given
@@ -40,7 +40,7 @@ def make_strategy(plan: Plan, hardware: Hardware, options: Options) -> tf.distri
         serve_if_asked(hardware.cluster)
     if plan.strategy.value == "multi_worker" and hardware.cluster:
         if has_joined_a_cluster():
-            # TensorFlow listens at this worker's address by now, so that the workers could not meet there again.
+            # TensorFlow already listens on this worker's address, so a second rendezvous there is impossible.
             raise RuntimeError(
                 "This process has joined its cluster already, by an earlier DistributedFit(...) or "
                 "MultiWorkerMirroredStrategy(), and can't join it twice. Use that one again, or give its strategy to "
@@ -59,7 +59,7 @@ def _mirrored(plan: Plan, hardware: Hardware) -> tf.distribute.Strategy:
         "nccl": tf.distribute.NcclAllReduce,
         "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
         "one_device": tf.distribute.ReductionToOneDevice,
-        # What TensorFlow takes by itself between CPUs.
+        # TensorFlow's default between CPUs.
         "ring": lambda: None,
         "none": lambda: None,
     }
@@ -76,7 +76,7 @@ def _multi_worker(plan: Plan, hardware: Hardware) -> tf.distribute.Strategy:
         timeout_seconds=None if timeout is None else float(timeout),
         implementation=_IMPLEMENTATIONS[plan.communication.value],
     )
-    # What the collectives are set up from, whoever described the cluster.
+    # TensorFlow configures collectives from this variable, however the cluster was described.
     os.environ["TF_CONFIG"] = cluster.to_tf_config()
     try:
         return NamedDevicesStrategy(plan.devices.value, communication)

@@ -1,4 +1,4 @@
-"""What all workers know of each other, and whether they agree."""
+"""Exchanging numbers between workers, and checking that they agree."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -12,11 +12,11 @@ Result = TypeVar("Result")
 
 
 def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Every worker's numbers on all workers, by one all-reduce.
+    """Gathers every worker's numbers on all workers, by one all-reduce.
 
     Args:
-        strategy: The strategy whose workers all call this, with equally many numbers of the same type.
-        values: This worker's: integers, or float64.
+        strategy: The strategy; all its workers call this, with equally many numbers of the same type.
+        values: This worker's numbers: integers or float64.
 
     Returns:
         An array of shape `(workers, len(values))`, the same on every worker.
@@ -35,14 +35,14 @@ def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarra
 
 
 def agree(strategy: tf.distribute.Strategy, values: Mapping[str, int], what: str, hint: str = "") -> None:
-    """Raises one and the same error on every worker if their numbers differ.
+    """Raises the same error on every worker if their numbers differ.
 
     Args:
-        strategy: The strategy whose workers all call this.
-        values: This worker's numbers by what they count: the same names in the same order on every worker. Below 0:
-            not known.
+        strategy: The strategy; all its workers call this.
+        values: This worker's numbers by name, with the same names in the same order on every worker. Negative means
+            unknown.
         what: What the workers need to have in common.
-        hint: What else to say to somebody who reads the error.
+        hint: Appended to the error message.
 
     Raises:
         ValueError: A number differs between workers. The message gives every worker's.
@@ -62,11 +62,11 @@ def agree(strategy: tf.distribute.Strategy, values: Mapping[str, int], what: str
 
 
 def all_or_none(strategy: tf.distribute.Strategy, prepare: Callable[[], Result]) -> Result:
-    """Does something on every worker, and fails on every worker if it fails on one, so that none waits for it.
+    """Calls `prepare` on every worker, and raises on all if it fails on one, so that none waits for the failed one.
 
     Raises:
-        ValueError: It failed on another worker.
-        Exception: What it raised on this one.
+        ValueError: `prepare` failed on another worker.
+        Exception: Whatever `prepare` raised on this worker.
     """
     failure, result = None, None
     try:
