@@ -29,16 +29,22 @@ USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
 
+# In two parts: XLA keeps what it compiles as long as a process lasts, and per_example compiles most.
+PYTEST := $(BIN)/python -P -m pytest -n 2 --dist worksteal --durations 25
+
 test: .venv/.wheel
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -P -m pytest -n 2 --dist worksteal --durations 25
+	$(PYTEST) tests/per_example
+	$(PYTEST) --ignore tests/per_example
 	$(BIN)/python -P -m pytest --doctest-modules --pyargs keras_paragrad
 
-# The tests that take too long for every change as well: each model of others in each way to train it.
+# The tests that take too long for every change as well: each model of others in each way to train it, all combinations
+# of parameters, many cases where cases are drawn, and XLA as users have it.
 test-all: test
-	$(BIN)/python -P -m pytest -n 2 --dist worksteal --durations 25 -m long
+	XLA_FLAGS= CASES=10 $(PYTEST) -m 'long or hypothesis' tests/per_example
+	XLA_FLAGS= CASES=10 $(PYTEST) -m 'long or hypothesis' --ignore tests/per_example
 
 # Plants faults in a copy of the package, one at a time, and shows which test finds each. Some of them, by a part of their
 # name: `make mutants FAULTS="all-reduced"`.

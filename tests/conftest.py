@@ -1,5 +1,7 @@
 """Two devices for every test, processes of their own for those that need one, and the wheel under test."""
 
+import ctypes
+import gc
 import os
 from pathlib import Path
 
@@ -7,7 +9,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # TensorFlow's convolutions take channels first on CPUs by oneDNN alone, which it uses unasked on some processors only.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
+# XLA's own passes run as ever; LLVM's, where most of the time of compiling went, don't. `make test-all` runs them.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+import covering
 import hypothesis
 import own_process
 import pytest
@@ -29,6 +34,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("default")
 
+_libc = ctypes.CDLL(None)
+
 
 def pytest_configure(config):
     config.addinivalue_line(
@@ -36,8 +43,23 @@ def pytest_configure(config):
         "own_process(seconds=120): run the test in a process of its own, ended after that time. For what starts a "
         "strategy's collectives: after one has failed, or in a second strategy, TensorFlow fails in the same process.",
     )
+    config.addinivalue_line(
+        "markers",
+        "covering(strength=1): of all combinations of the test's parameters, `make test` runs a few in which each "
+        "value occurs, or each pair of values with a strength of 2. The others are marked `long`.",
+    )
     # Keras says so at the end of every epoch of a dataset that does not know its own length.
     config.addinivalue_line("filterwarnings", "ignore:Your input ran out of data:UserWarning")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    covering.mark_long(items)
+
+
+def pytest_collection_finish():
+    # What is imported by now stays: no collection has to go through it again.
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -70,6 +92,22 @@ def _fresh_keras():
 
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_given_back():
+    yield
+    from keras_paragrad._keras.step import gradient_functions
+
+    # TensorFlow registers a graph's gradient functions for ever, and each of them holds the graph.
+    registered = gradient_functions.gradient_registry._registry.values()
+    graphs = [gradient_functions._graph_of(entry["type"]) for entry in registered]
+    gradient_functions.keep_with_graphs([graph for graph in graphs if graph is not None])
+    del graphs
+    gc.collect()
+    # glibc keeps what was freed.
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
 
 
 @pytest.fixture
