@@ -3,6 +3,7 @@
 import hypothesis.strategies as st
 import pytest
 from cases import REDUCTIONS, build_model, data_cases, optimizer_cases
+from covering import examples
 from hypothesis import given
 from oracles import largest_difference, train_on_whole_windows, windows
 
@@ -31,6 +32,7 @@ def check(inner, data, steps, reduction, tail, epochs=2, strategy=None, **mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_whole_batches(mode):
+    @examples(3)
     @given(optimizer_cases, data_cases, schedules, st.sampled_from(REDUCTIONS), st.sampled_from(["flush", "drop"]))
     def equal(inner, data, steps, reduction, tail):
         check(inner, data, steps, reduction, tail, **MODES[mode])

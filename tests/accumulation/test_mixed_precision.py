@@ -27,6 +27,7 @@ def fit(model, x=X, batch_size=4, epochs=1, callbacks=(), y=Y):
     return model
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", [{}, {"jit_compile": True}])
 @pytest.mark.parametrize("callbacks", [[], [ExactAccumulation]], ids=["alone", "exact"])
 def test_under_automatic_loss_scaling(mode, callbacks):
@@ -68,6 +69,7 @@ def test_a_spoiled_micro_batch_counts_for_nothing_and_halves_the_scale(mode):
     assert largest_difference(parts, whole) < 1e-3
 
 
+@pytest.mark.covering
 @pytest.mark.own_process
 @pytest.mark.parametrize("callbacks", [[], [ExactAccumulation]], ids=["alone", "exact"])
 @pytest.mark.parametrize("rows", [[4, 5], [6, 7]], ids=["first replica", "second replica"])

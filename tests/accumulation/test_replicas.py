@@ -45,10 +45,11 @@ def check(strategy, inner, data, steps, reduction, epochs=2, callbacks=(), **mod
 
 
 @own_process
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
-def test_mirrored_equals_one_device(mirrored, steps_per_execution):
-    @given(optimizer_cases, replica_data, st.sampled_from([1, 2, 3, [(0, 2), (1, 3)]]), st.sampled_from(REDUCTIONS))
-    def equal(inner, data, steps, reduction):
+def test_mirrored_equals_one_device(mirrored):
+    steps_per_update = st.sampled_from([1, 2, 3, [(0, 2), (1, 3)]])
+
+    @given(optimizer_cases, replica_data, steps_per_update, st.sampled_from(REDUCTIONS), st.sampled_from([1, 3]))
+    def equal(inner, data, steps, reduction, steps_per_execution):
         check(mirrored, inner, data, steps, reduction, steps_per_execution=steps_per_execution)
 
     equal()

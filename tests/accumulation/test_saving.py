@@ -11,6 +11,7 @@ from saving import FORMATS, check_config, saved_and_loaded
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
 
 TOLERANCE = 1e-6
+LONG = pytest.mark.long
 BEGUN, REST = DataCase((2, 4, 4, 2, 6), seed=1), DataCase((4, 2, 4, 6), seed=2)
 
 
@@ -39,7 +40,7 @@ def test_in_the_middle_of_a_window(form, tmp_path):
 
 
 @pytest.mark.own_process
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", [pytest.param(form, marks=() if form == "checkpoint" else LONG) for form in FORMATS])
 def test_begun_on_two_replicas_goes_on_on_one(mirrored, form, tmp_path):
     model = build_model(carrying, strategy=mirrored)
     train(model, BEGUN)
@@ -47,7 +48,7 @@ def test_begun_on_two_replicas_goes_on_on_one(mirrored, form, tmp_path):
 
 
 @pytest.mark.own_process
-@pytest.mark.parametrize("form", ["weights.h5", "checkpoint"])
+@pytest.mark.parametrize("form", ["weights.h5", pytest.param("checkpoint", marks=LONG)])
 def test_begun_on_one_device_goes_on_on_two_replicas(mirrored, form, tmp_path):
     model = build_model(carrying)
     train(model, BEGUN)
@@ -61,7 +62,8 @@ def test_begun_on_one_device_goes_on_on_two_replicas(mirrored, form, tmp_path):
     check_resumed(saved_and_loaded(model, rebuild, form, tmp_path))
 
 
-@pytest.mark.parametrize("stop_after", range(1, 5))
+# Of windows of three: in the middle of one, and at the end of one.
+@pytest.mark.parametrize("stop_after", [pytest.param(1, marks=LONG), 2, 3, pytest.param(4, marks=LONG)])
 def test_backup_and_restore(stop_after, tmp_path):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -84,6 +86,7 @@ def test_backup_and_restore(stop_after, tmp_path):
     assert largest_difference(resumed, straight) < TOLERANCE
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", ["weights.h5", "checkpoint"])
 @pytest.mark.parametrize("inner", [keras.optimizers.Adam, lambda: keras.optimizers.SGD(0.1, momentum=0.9)])
 @pytest.mark.parametrize("accumulating_first", [False, True])

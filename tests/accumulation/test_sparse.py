@@ -28,6 +28,7 @@ def model_of(optimizer, dense=False, **mode):
     return model
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
     "inner",

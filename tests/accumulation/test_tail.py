@@ -21,6 +21,7 @@ def inner():
     return keras.optimizers.Adam(0.01)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("known_length", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("tail", "updates"), [("flush", 9), ("carry", 7), ("drop", 6)])
@@ -61,6 +62,7 @@ class Watch(keras.callbacks.Callback):
         self.at_end.append(int(self.model.optimizer.iterations.numpy()))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("known_length", [True, False])
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_validation_and_other_callbacks_see_the_flushed_weights(known_length, first):

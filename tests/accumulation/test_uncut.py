@@ -149,6 +149,7 @@ def batches(*sizes):
     return data.apply(tf.data.experimental.assert_cardinality(len(sizes)))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -190,6 +191,7 @@ def test_one_replica_says_what_two_would_refuse(name, caplog):
     assert len(said_in(caplog)) == 1
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("name", "mode"), [*((name, "eager") for name in INDIVISIBLE), ("one number", "xla"), ("train_step", "plain")]
 )

@@ -62,6 +62,7 @@ def masked_model(reduction):
     return build
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
 def test_masks(reduction, jit_compile):

@@ -38,6 +38,7 @@ def make_model(reduce):
 X, Y = some_inputs((10, 3)), np.ones((10, 2), "float32")
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("compiled", ["sum", None])
 @pytest.mark.parametrize("reduce", [values, each_value])

@@ -60,6 +60,7 @@ def blocks():
     return keras.Model([x, other], layers.Concatenate()([layers.Flatten()(sequence), total]))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("layer", [Scale, lambda: Noisy(3), lambda: layers.TimeDistributed(layers.Dense(2))])
 def test_a_layer_without_a_rule(layer, jit_compile):
@@ -129,6 +130,7 @@ def test_what_can_t_be_registered(wrong):
 
 
 # Dropout within a recurrent layer, and beside a weight in a layer of one's own; before layers that have rules.
+@pytest.mark.covering
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
     "make",

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from covering import examples
 from hypothesis import strategies as st
 from keras import layers
 from saving import check_config
@@ -139,7 +140,7 @@ WORDS = st.lists(st.lists(st.integers(0, 5), min_size=LENGTH, max_size=LENGTH), 
         ("outputs", PLAIN, CLIP),
     ],
 )
-@hypothesis.settings(max_examples=8)
+@examples(4)
 @hypothesis.given(words=WORDS, weighted=st.booleans(), seed=st.integers(0, 99))
 def test_each_example_is_as_alone(kind, execution, clip, words, weighted, seed):
     generator = np.random.default_rng(seed)
@@ -198,6 +199,7 @@ def of_parts(words):
     return [targets("mask", part, generator) for part in words]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("clip", [None, CLIP])
 @pytest.mark.parametrize("weighting", ["auto", "examples"])
 def test_windows_of_uneven_micro_batches(clip, weighting):

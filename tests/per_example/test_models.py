@@ -80,6 +80,7 @@ def siamese():
     return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(parts)))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("batch", [3, 6])
 def test_a_language_model_with_tied_embeddings(batch, jit_compile):
@@ -175,12 +176,18 @@ def test_images_of_any_size():
 @pytest.mark.parametrize(
     ("architecture", "size"),
     [
-        ("VGG16", 32),
-        ("ResNet50", 32),
         ("MobileNetV2", 32),
-        ("EfficientNetV2B0", 32),
-        ("ConvNeXtTiny", 32),
-        ("Xception", 71),
+        *(
+            # Of tens of millions of weights, whose gradients are kept for each example.
+            pytest.param(*large, marks=pytest.mark.long)
+            for large in (
+                ("VGG16", 32),
+                ("ResNet50", 32),
+                ("EfficientNetV2B0", 32),
+                ("ConvNeXtTiny", 32),
+                ("Xception", 71),
+            )
+        ),
     ],
 )
 def test_known_architectures(architecture, size):

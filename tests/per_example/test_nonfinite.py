@@ -79,6 +79,7 @@ def spoilt(x, value):
     return x
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("jit_compile", "value"), [(False, np.nan), (True, np.nan), pytest.param(False, np.inf, marks=pytest.mark.long)]
 )

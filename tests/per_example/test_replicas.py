@@ -38,6 +38,7 @@ def dataset(sizes):
     return made.apply(tf.data.experimental.assert_cardinality(len(sizes)))
 
 
+@pytest.mark.covering
 @own_process
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])

@@ -7,6 +7,7 @@ import sys
 import hypothesis
 import keras
 import pytest
+from covering import examples
 from drawn_layers import DRAWN, LayerCase, randomize, some_inputs
 from every_example import check
 from keras import layers
@@ -28,8 +29,9 @@ RECURRENT = ("simple_rnn", "lstm", "gru")
 CASES = [(kind, dtype) for dtype in TOLERANCES for kind in DRAWN if dtype != "bfloat16" or kind not in RECURRENT]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
-@hypothesis.settings(max_examples=2)
+@examples(2)
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_a_rule_in_another_dtype(kind, dtype, data):
     case: LayerCase = data.draw(DRAWN[kind])
@@ -39,6 +41,7 @@ def test_a_rule_in_another_dtype(kind, dtype, data):
     check(case.model(dtype), case.inputs(dtype), case.jit_compile, TOLERANCES[dtype], beside_plain)
 
 
+@examples(4)
 @hypothesis.given(
     layer=hypothesis.strategies.sampled_from([layers.LSTM, layers.GRU, layers.SimpleRNN, layers.LayerNormalization]),
     length=hypothesis.strategies.integers(1, 6),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import OPTIMIZERS
+from covering import examples
 from keras import layers
 from oracles import example_gradients, gradient_error, norms_of
 
@@ -66,7 +67,7 @@ def fit(model, rows, batch_size=8, epochs=1, **more):
 
 
 @pytest.mark.parametrize("quantity", ["norms", "gradients", "second_moment"])
-@hypothesis.settings(max_examples=6)
+@examples(3)
 @hypothesis.given(
     execution=st.sampled_from(EXECUTIONS),
     rows=st.sampled_from([22, 19, 16, 5]),
@@ -94,6 +95,7 @@ def test_what_is_left_is_the_last_batch_s_loop(quantity, execution, rows, reduct
         assert gradient_error(layer.second_moment, squares, np.square(norms_of(theirs)).sum()) < 1e-6
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("quantity", ["norms", "gradients", "second_moment"])
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD", "Muon"])
 def test_training_is_the_same_to_the_bit(quantity, optimizer):
@@ -183,6 +185,7 @@ def test_an_activity_regularizer_counts_as_part_of_the_loss():
 
 
 # What half precision rounds: 10 bits of a float16 and 7 of a bfloat16, over a few layers.
+@pytest.mark.covering
 @pytest.mark.parametrize(("policy", "tolerance"), [("mixed_float16", 4e-3), ("mixed_bfloat16", 3e-2)])
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_half_precision(policy, tolerance, jit_compile):

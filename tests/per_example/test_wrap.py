@@ -108,6 +108,7 @@ def mean_loss(y_pred, y):
     return ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("metrics", [[], ["accuracy"]], ids=["no metrics", "metrics"])
 @pytest.mark.parametrize("make", [compiled, fitted, compiles_itself])
 def test_a_compiled_model_trains_as_if_it_never_had_been(make, metrics):
@@ -117,7 +118,9 @@ def test_a_compiled_model_trains_as_if_it_never_had_been(make, metrics):
     check_alike(trained(wrap(model), x, y, metrics=metrics), theirs)
 
 
-@pytest.mark.parametrize("make", [bert_classifier, gpt2, vit])
+@pytest.mark.parametrize(
+    "make", [gpt2, *(pytest.param(make, marks=pytest.mark.long) for make in (bert_classifier, vit))]
+)
 def test_tasks_of_keras_hub(make):
     model, x, y = made(make)
     norms = norms_of(example_gradients(model, x, mean_loss, y))
@@ -148,6 +151,7 @@ def in_windows(model, x, y, batch_size, callbacks=None, **arguments):
     return model.fit(x, y, batch_size=2, callbacks=[ExactAccumulation()], **arguments)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fit", [in_microbatches, in_windows])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_a_compiled_model_in_parts(fit, clip_norm):
@@ -284,6 +288,7 @@ def own_methods(mean=True, super_too=True, kind=OwnMethods):
     return kind(mean, super_too), some_inputs((10, 3)), LABELS
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", [OwnMethods, OwnTest])
 @pytest.mark.parametrize("execution", [{}, {"jit_compile": True}, {"run_eagerly": True}], ids=str)
 def test_methods_of_the_model_s_own_run(kind, execution):

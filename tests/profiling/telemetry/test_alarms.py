@@ -50,6 +50,7 @@ def said(caplog, layers, every=1, optimizer="sgd", batch_size=8, epochs=2, **mor
     return [record.getMessage() for record in caplog.records if record.name == "keras_paragrad"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize(
     ("factor", "what"), [(1e5, "explodes"), (float("nan"), "infinities or NaN"), (1e-12, "vanishes"), (0.0, "is 0")]

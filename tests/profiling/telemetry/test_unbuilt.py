@@ -55,6 +55,7 @@ def fitted(make, optimizer, every, batch_size, callbacks=(), **more):
     return telemetry
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize(
     ("make", "more"),
@@ -73,6 +74,7 @@ def test_a_model_that_is_built_by_its_first_step(make, every, more):
     assert telemetry.layers == ("first", "second")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "stock"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_an_unbuilt_model_whose_gradients_are_accumulated(every, exact):

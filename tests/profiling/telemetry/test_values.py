@@ -49,6 +49,7 @@ def test_clipping(clip):
     assert history["clipped_gradient_norm"][0] < history["gradient_norm"][0]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "more",
     [{"jit_compile": True}, {"jit_compile": False}, {"run_eagerly": True}, {"steps_per_execution": 3}],
@@ -63,6 +64,7 @@ def test_ways_of_compiling(more, every):
     assert_reports(last, expected(adam, 16, epochs=2), list(by_call.values()))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "stock"])
 @pytest.mark.parametrize("more", [{"jit_compile": True}, {"jit_compile": False, "steps_per_execution": 4}], ids=str)
 def test_accumulation_is_reported_by_update(exact, more):
@@ -172,6 +174,7 @@ REPLICAS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.own_process(seconds=240)
 @pytest.mark.parametrize("kind", REPLICAS)
 @pytest.mark.parametrize("distributed", [True, False], ids=["DistributedFit", "stock fit"])
