@@ -8,8 +8,8 @@ from keras_paragrad.exports import lazily
 if TYPE_CHECKING or not is_command():
     import keras_paragrad._keras  # noqa: F401  (checks the installed Keras and TensorFlow before anything else)
 
-    # Keras finds the classes that a saved model names only after they were imported. A command has no use for them,
-    # and importing TensorFlow takes seconds.
+    # Keras can deserialize these classes only once they are imported. Commands don't need them, and importing
+    # TensorFlow takes seconds.
     from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
     from keras_paragrad.per_example.model import wrap
     from keras_paragrad.per_example.wrapper import PerExampleGradients

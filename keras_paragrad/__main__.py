@@ -1,4 +1,4 @@
-"""`keras-paragrad` and `python -m keras_paragrad`: commands, each of them a module of `keras_paragrad.commands`."""
+"""`keras-paragrad` and `python -m keras_paragrad`: each command is a module of `keras_paragrad.commands`."""
 
 import ast
 import importlib
@@ -15,19 +15,20 @@ from keras_paragrad.completion import ASKED_BY, candidates
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs a command, and imports no other; help, the version and completions take neither Keras nor TensorFlow.
+    """Runs one command without importing the others; help, version and completion import neither Keras nor TensorFlow.
 
-    Every module of `keras_paragrad.commands` is a command. Its docstring is its help, its `add_arguments(parser)`
-    declares what it takes, and its `run(arguments)` does it. At their top they import nothing that imports TensorFlow.
+    Every module of `keras_paragrad.commands` is a command. Its docstring is its help text, `add_arguments(parser)`
+    declares its arguments, and `run(arguments)` runs it and returns the exit status. No command imports TensorFlow at
+    module level.
 
     Args:
-        words: What was typed after `keras-paragrad`.
+        words: The command line after `keras-paragrad`; that of the process if `None`.
 
     Returns:
         The exit status.
 
     Raises:
-        SystemExit: The words are wrong, with status 2, or ask for help.
+        SystemExit: With status 2 for wrong arguments, with status 0 for help or the version.
     """
     words = sys.argv[1:] if words is None else list(words)
     parser = Parser(PROGRAM, description="Looks at the hardware, plans for it, and starts training on it.")

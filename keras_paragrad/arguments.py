@@ -1,11 +1,11 @@
 """Checks of arguments, for the whole package: each returns the plain value, or raises a `ValueError` that names it.
 
-Every constructor, function and command checks with these what it is given before anything is built on it. They take
-NumPy's scalars for Python's, so that what is kept can be written into a config. They import neither Keras nor
-TensorFlow, so that a command can refuse its arguments at once.
+Every constructor, function and command validates its arguments with these before it builds anything. NumPy scalars are
+converted to Python's, so that the values can go into a config. Neither Keras nor TensorFlow is imported here, so a
+command can reject bad arguments at once.
 
-All take the argument's `name` and the `value` that was given. `optional` says whether `None` is allowed, which is then
-returned, and `example` is what to write instead, for the message: a value, or for functions and instances code.
+All take the argument's `name` and the given `value`. `optional` allows `None`, which is returned as it is. `example` is
+what to write instead, for the message: a value, or code where functions and instances are expected.
 """
 
 import math
@@ -30,7 +30,7 @@ def shown(value: Any) -> str:
     """A value as an error message shows it: on one line, of at most 200 characters, whatever its `__repr__` does."""
     try:
         text = " ".join(_short.repr(value).split())
-    except Exception:  # a __repr__ of a user's, or an integer with more digits than Python prints
+    except Exception:  # a user's __repr__ failed, or an integer has more digits than Python prints
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 200 else f"{text[:197]}..."
 
@@ -58,12 +58,12 @@ def check_integer(
     example: Any = None,
     optional: bool = False,
 ) -> Any:
-    """An integer from `least` to `most`; of NumPy's too, and no boolean.
+    """An integer from `least` to `most`, also of a NumPy type; booleans are refused.
 
     Args:
-        least: The smallest that is allowed.
-        most: The largest that is allowed.
-        also: Words and constants that are allowed too, as in `check_choice`.
+        least: Smallest allowed value.
+        most: Largest allowed value.
+        also: Strings and constants that are allowed too, as in `check_choice`.
 
     Example:
 
@@ -97,14 +97,14 @@ def check_number(
     example: Any = None,
     optional: bool = False,
 ) -> Any:
-    """A finite number within bounds, as an `int` or `float`; of NumPy's too, no boolean, no text and no array.
+    """A finite number within bounds, as an `int` or `float`; NumPy scalars are converted, booleans and text refused.
 
     Args:
-        least: The smallest that is allowed; else `above`, which is not itself allowed.
-        above: A bound that the number must exceed.
-        most: The largest that is allowed; else `below`, which is not itself allowed.
-        below: A bound that the number must stay under.
-        finite: Whether infinity is refused; NaN always is.
+        least: Inclusive lower bound.
+        above: Exclusive lower bound.
+        most: Inclusive upper bound.
+        below: Exclusive upper bound.
+        finite: Whether to refuse infinity; NaN is always refused.
 
     Example:
 
@@ -136,12 +136,12 @@ def check_number(
 
 
 def check_flag(name: str, value: Any, *, optional: bool = False) -> Any:
-    """`True` or `False`, of NumPy's too."""
+    """`True` or `False`, also as NumPy booleans."""
     return check_choice(name, value, (True, False, None) if optional else (True, False))
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
-    """One of some words and constants (`True`, `False`, `None`), which 1 and 0 are not.
+    """One of the given strings and constants (`True`, `False`, `None`); 1 and 0 are not accepted for booleans.
 
     Example:
 
@@ -175,7 +175,7 @@ def check_path(
     example: str | None = None,
     optional: bool = False,
 ) -> Any:
-    """A path of this machine's file system.
+    """A path on this machine's file system.
 
     Args:
         directory: Whether it must be a directory if it exists.
@@ -187,7 +187,7 @@ def check_path(
     try:
         text = os.fspath(value)  # pyright: ignore
         raw = os.fsencode(text)
-    except Exception:  # a __fspath__ of a user's, or characters that no file system takes
+    except Exception:  # a user's __fspath__ failed, or no file system allows these characters
         raise refusal(name, value, what, _text(example)) from None
     if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise refusal(name, value, what, _text(example))
@@ -204,7 +204,7 @@ def check_path(
 
 
 def check_function(name: str, value: Any, *, what: str = "a function", example: str | None = None, optional=False):
-    """Something that can be called."""
+    """A callable that is not a class."""
     if value is None and optional:
         return None
     if not callable(value) or isinstance(value, type):
@@ -250,14 +250,14 @@ def _plain(value: Any) -> Any:
     """What a scalar of NumPy's, or an array without axes, holds; anything else as it is."""
     try:
         return value.item() if value.shape == () and callable(value.item) else value
-    except Exception:  # no such attributes, or ones of a user's
+    except Exception:  # the attributes are missing, or a user's own raise
         return value
 
 
 def _chosen(value: Any, choices: Sequence[Any]) -> Any:
     plain = _plain(value)
     for choice in choices:
-        # A subclass of str may compare as it likes.
+        # A subclass of str may override comparison.
         if plain is choice or (isinstance(plain, str) and isinstance(choice, str) and str.__eq__(plain, choice)):
             return choice
     return _NO_CHOICE
@@ -269,7 +269,7 @@ def _integer(value: Any) -> int | None:
         return None
     try:
         return operator.index(plain)
-    except Exception:  # no integer, or an __index__ of a user's
+    except Exception:  # not an integer, or a user's __index__ failed
         return None
 
 
@@ -279,9 +279,9 @@ def _number(value: Any) -> int | float | None:
         return None
     whole = _integer(plain)
     try:
-        # NumPy makes a float of an array with one number in it, and warns.
+        # NumPy converts an array of one element to a float, and warns.
         found = float(plain if whole is None else whole) if getattr(plain, "shape", ()) == () else math.nan
-    except Exception:  # no number, or one beyond every float
+    except Exception:  # not a number, or too large for a float
         return None
     if math.isnan(found):
         return None
@@ -291,7 +291,7 @@ def _number(value: Any) -> int | float | None:
 def _is_file(path: Path) -> bool:
     try:
         return path.exists() and not path.is_dir()
-    except OSError:  # it can't be looked at, which whoever writes there will be told
+    except OSError:  # it can't be inspected; the later write raises the error
         return False
 
 

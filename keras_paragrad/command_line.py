@@ -1,4 +1,4 @@
-"""What the commands share: knowing that one was started, a parser that suggests, and how words become numbers."""
+"""Shared by the commands: detecting that one was started, a parser that suggests corrections, and number parsing."""
 
 import argparse
 import difflib
@@ -13,7 +13,7 @@ from keras_paragrad.arguments import check_integer, check_number, shown
 PROGRAM = "keras-paragrad"
 _UNKNOWN = "unrecognized arguments: "
 _CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
-# No number that is meant has more digits, and Python takes long to read one that has.
+# No sensible number has more digits, and Python is slow to parse one that has.
 _LONGEST_NUMBER = 40
 
 
@@ -21,27 +21,27 @@ def is_command() -> bool:
     """Whether Python was started for a command: `keras-paragrad`, or `python -m keras_paragrad`."""
     script = getattr(sys, "argv", None) or [""]
     if script[0] == "-m":
-        # While Python looks for the module, which may also be one that imports this package.
+        # Python is still locating the module, which may be another one that imports this package.
         module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
         return module == ["keras_paragrad"]
     return PurePath(script[0]).stem in (PROGRAM, f"{PROGRAM}-script")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of Python's that takes no abbreviations, and asks whether a word that is close was meant."""
+    """An `ArgumentParser` that accepts no abbreviations and suggests the closest known word."""
 
     def __init__(self, *words: Any, **options: Any):
         super().__init__(*words, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with status 2, after the usage and the message on stderr."""
+        """Prints the usage and the message to stderr, and exits with status 2."""
         choice = _CHOICE.search(message)
         if choice:
             message += did_you_mean(choice[1], re.split(r"[\s,']+", choice[2]))
         super().error(message if len(message) < 2000 else f"{message[:2000]}...")
 
     def refuse_unknown(self, words: list[str]) -> None:
-        """Ends the process with an error if any words are left that the parser does not know."""
+        """Exits with an error if the parser left any unknown words."""
         if words:
             options = [option for action in self._actions for option in action.option_strings]
             unknown = words[0].partition("=")[0]
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question that names the closest of the known words, or nothing.
+    """A question that suggests the closest known word, or an empty string.
 
     Example:
 

@@ -1,9 +1,9 @@
-"""Completing the words of a command line: what the shells' functions ask for, and what they are answered."""
+"""Shell completion: the completion functions for each shell, and the candidates they ask for."""
 
 import argparse
 from collections.abc import Mapping, Sequence
 
-# Set by the shells' functions, which then give the words up to the cursor.
+# Set by the shell functions, which pass the words up to the cursor.
 ASKED_BY = "_KERAS_PARAGRAD_COMPLETE"
 
 SCRIPTS = {
@@ -30,11 +30,11 @@ complete -c keras-paragrad -a '(__keras_paragrad)'""",
 def candidates(
     parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], words: Sequence[str]
 ) -> list[str]:
-    """What the last word may become; nothing where a file or anything else may stand.
+    """Completions of the last word; empty where a file name or any other word may stand.
 
     Args:
-        parser: The parser of what comes before a command.
-        commands: By name, the parsers of the commands.
+        parser: The top-level parser.
+        commands: The parser of each command, by name.
         words: The words after the program's name, up to the cursor.
     """
     *before, last = words or [""]
@@ -48,7 +48,7 @@ def candidates(
         if waiting is not None:
             waiting = None
         elif word not in options:
-            # A script or a directory: what follows is its own.
+            # A script or a directory: the words after it belong to the script.
             return []
         else:
             waiting = options[word] if options[word].nargs != 0 else None
@@ -60,7 +60,7 @@ def candidates(
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    # Python has no public way to ask a parser what it takes; tools for completions ask this one.
+    # argparse has no public way to list a parser's actions; completion tools read this attribute too.
     return vars(parser)["_actions"]
 
 

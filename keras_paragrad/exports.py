@@ -1,4 +1,4 @@
-"""Public names that a package imports when they are first asked for."""
+"""Lazy imports of a package's public names."""
 
 import importlib
 import sys
@@ -9,15 +9,16 @@ from typing import Any
 def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Makes the `__getattr__` and `__dir__` of a package, as of PEP 562.
 
-    Importing all components takes longer than most scripts need them for; type checkers read the same names under
+    Most scripts need a few components only, and importing all of them is slow. Type checkers read the same names under
     `TYPE_CHECKING`.
 
     Args:
         package: The package's `__name__`.
-        modules: By public name, the module that has it, relative to the package. A subpackage has its own name.
+        modules: Maps each public name to the module that defines it, relative to the package; a subpackage maps to
+            itself.
 
     Returns:
-        `__getattr__`, which imports the module and keeps what it found in the package, and `__dir__`.
+        `__getattr__`, which imports the module and caches the name in the package's namespace, and `__dir__`.
     """
     namespace = vars(sys.modules[package])
 

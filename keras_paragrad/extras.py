@@ -1,4 +1,4 @@
-"""Optional packages: which extra installs each, and one error and one sentence for those that are missing."""
+"""Optional packages: which extra installs each, and the error for a missing one."""
 
 import importlib.util
 from collections.abc import Iterable
@@ -14,22 +14,22 @@ EXTRAS = {
 
 
 class MissingExtraError(ModuleNotFoundError):
-    """A feature needs packages that are not installed. The message has the command that installs them."""
+    """A feature needs packages that are not installed. The message gives the command that installs them."""
 
 
 def is_installed(package: str) -> bool:
     """Whether a package can be imported."""
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # something without a spec has been put into sys.modules
+    except ValueError:  # a module without a spec is in sys.modules
         return False
 
 
 def explain_missing(feature: str, packages: Iterable[str], instead: str | None = None) -> str:
-    """The sentence that names the missing packages and the command that installs them, quoted for a shell.
+    """A sentence that names the missing packages and the command that installs them, quoted for a shell.
 
     Args:
-        feature: What needs them, at the beginning of a sentence.
+        feature: What needs them; starts the sentence.
         packages: The packages; "xprof (to read traces)" says what one is for.
         instead: What else can be done, such as "write file_format='csv'".
 

@@ -1,13 +1,13 @@
-"""Reading JSON that others wrote: from the environment, from files and from the network."""
+"""Reads untrusted JSON: from the environment, files and the network."""
 
 import json
 from typing import Any
 
 
 def read_json(text: str | bytes) -> Any:
-    """What JSON holds, or a `ValueError` that says in a few words why there is none, whatever the text is.
+    """Parses JSON; any malformed text raises a `ValueError` with a short reason.
 
-    Python's own reader also ends with a `RecursionError`, and with an error about a conversion that nobody asked for.
+    `json.loads` may also raise a `RecursionError`, or an error about Python's limit on integer digits.
 
     Example:
 
@@ -23,5 +23,5 @@ def read_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8") from None
-    except ValueError:  # Python converts no integers of thousands of digits
+    except ValueError:  # Python refuses to convert integers of thousands of digits
         raise ValueError("it has a number of too many digits") from None

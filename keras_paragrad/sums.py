@@ -1,4 +1,4 @@
-"""Sums along rows, in the order in which the compiler at hand is fast."""
+"""Row sums, in the reduction order that is fastest with or without XLA."""
 
 import math
 from collections.abc import Iterable
@@ -8,9 +8,9 @@ import tensorflow as tf
 
 # Powers of two that measured best: a block's columns fill the processor's registers, and several blocks its cores.
 _COLUMNS, _DEPTH = 64, 32
-# So many blocks, before it pays to wake other cores.
+# Number of blocks from which using several cores pays off.
 _WORTH_IT = 64
-# Columns of tensors that are worth keeping until they are added up with others.
+# Tensors with at most this many columns are kept and added elementwise before reducing over rows.
 _FEW = 1024
 
 
@@ -19,8 +19,8 @@ def row_sums(values: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
 
     Args:
         values: The tensor.
-        by_xla: Whether XLA compiles this. On CPUs it adds up a row one number after the other, but columns beside each
-            other and blocks on several cores, so that a row is cut into blocks whose columns are added first.
+        by_xla: Whether XLA compiles this. On CPUs XLA reduces a row sequentially, but vectorizes over columns and runs
+            blocks on several cores, so the row is reshaped into blocks that are first reduced over columns.
 
     Example:
 
@@ -53,8 +53,9 @@ def row_sums_of_all(tensors: Iterable[tf.Tensor], by_xla: bool = False) -> tf.Te
     """The sum of each row over several `(batch, ...)` tensors, `(batch,)`, in float32.
 
     Args:
-        tensors: The tensors. Those of equally many, few columns are added up before their rows are, as every sum over
-            rows takes a pass of its own. Of others as many would have to be kept in memory.
+        tensors: The tensors. Those with the same small number of columns are added elementwise before a single
+            reduction, since every reduction is a pass of its own. Larger ones are reduced one at a time, to save
+            memory.
         by_xla: As in `row_sums`.
 
     Example:
@@ -77,5 +78,5 @@ def row_sums_of_all(tensors: Iterable[tf.Tensor], by_xla: bool = False) -> tf.Te
 
 
 def _apart(sums: tf.Tensor) -> tf.Tensor:
-    # The maximum changes nothing, but keeps XLA from making one sum of this and the next.
+    # The maximum is a no-op that keeps XLA from fusing this sum with the next.
     return tf.maximum(sums, float("-inf"))

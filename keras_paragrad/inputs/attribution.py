@@ -1,4 +1,4 @@
-"""`integrated_gradients`: how much of a difference in output each input entry accounts for."""
+"""`integrated_gradients`: attributes a difference in output to the input entries."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -29,23 +29,23 @@ def integrated_gradients(
     stream: bool = False,
     verbose: int = 0,
 ) -> Any:
-    """Attributes an output to the inputs, by gradients along the straight line from a baseline.
+    """Attributes an output to the inputs by integrating gradients along the straight line from a baseline.
 
-    Each row's attributions add up to the difference between its output and that of the baseline. The integral is taken
-    by Gauss and Legendre's rule, one step after the other.
+    Each row's attributions sum to the difference between its output and the baseline's. The integral uses
+    Gauss-Legendre quadrature, one step at a time.
 
     Args:
-        model: A Keras model, in which no row has a part in another's output.
+        model: A Keras model in which no row affects another row's output.
         x: The inputs; see `input_gradients`.
-        baseline: The row that the line begins at: one array without rows for each input that is differentiated, nested
-            as these or as `wrt`, or one number for all; zero if `None`.
-        steps: How many gradients the integral is taken from.
-        output: What to attribute, one number a row; see `input_gradients`.
-        batch_size: Rows at a time; see `input_gradients`, also for the arguments that follow.
-        wrt: The inputs to attribute to. The others are as in `x` all along the line.
+        baseline: The row where the line starts: for each differentiated input an array without the rows axis, nested as
+            these inputs or as `wrt`; or one number for all; zero if `None`.
+        steps: Number of quadrature points.
+        output: What to attribute, a scalar per row; see `input_gradients`.
+        batch_size: Rows per chunk; see `input_gradients`, also for the arguments that follow.
+        wrt: The inputs to attribute to. The others are fixed to their values in `x`.
         jit_compile: Whether to compile with XLA.
-        out: Files to write to instead of memory.
-        stream: Whether to return an iterator of the results of each chunk.
+        out: Files to write the results to.
+        stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar.
 
     Returns:
@@ -68,7 +68,7 @@ def integrated_gradients(
     Reference:
         Sundararajan, Taly and Yan, *Axiomatic Attribution for Deep Networks*, 2017, https://arxiv.org/abs/1703.01365.
     """
-    # The rule's points are eigenvalues of a matrix with so many rows.
+    # The quadrature points are eigenvalues of a matrix with `steps` rows.
     steps = check_integer("steps", steps, most=10_000, example=50)
     options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
     rows = [_checked_row(row) for row in keras.tree.flatten(0.0 if baseline is None else baseline)]
@@ -78,7 +78,7 @@ def integrated_gradients(
 def _checked_row(row: Any) -> np.ndarray:
     try:
         found = np.asarray(row)
-    except Exception:  # whatever a tensor or an object of a user's raises
+    except Exception:  # whatever a tensor or a user's object raises
         found = np.empty(0, object)
     if found.dtype.kind not in "fiuV" or not _is_finite(found):
         raise refusal("baseline", row, "an array like one row for each input, or one finite number", "0.0")
@@ -86,7 +86,7 @@ def _checked_row(row: Any) -> np.ndarray:
 
 
 def _is_finite(row: np.ndarray) -> bool:
-    """Whether there are no NaN and no numbers beyond float32, which would make every attribution NaN."""
+    """Whether all entries are finite in float32; others would make every attribution NaN."""
     with np.errstate(over="ignore"):
         return bool(np.isfinite(row.astype("float32")).all())
 
@@ -96,7 +96,7 @@ class _Path(NamedTuple):
 
     Attributes:
         baseline: A row for each free input, or one number for all of them.
-        steps: How many gradients to take.
+        steps: Number of quadrature points.
     """
 
     baseline: list[np.ndarray]

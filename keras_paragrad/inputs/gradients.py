@@ -1,4 +1,4 @@
-"""`input_gradients`: the gradient of one number a row with respect to the inputs of that row."""
+"""`input_gradients`: the gradient of a scalar per row with respect to that row's inputs."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -26,35 +26,35 @@ def input_gradients(
     stream: bool = False,
     verbose: int = 0,
 ) -> Any:
-    """Gradients of an output with respect to the inputs, row by row, in the memory of one chunk of rows.
+    """Per-row gradients of an output with respect to the inputs, in the memory of one chunk of rows.
 
-    The model is called for inference. One function is compiled in each call, and takes `batch_size` rows at a time; the
-    last chunk is filled up with its own rows. Under a strategy each replica takes an equal part of a chunk.
+    The model is called in inference mode. Each call compiles one function, which takes `batch_size` rows at a time; the
+    last chunk is padded with its own rows. Under a strategy each replica takes an equal part of a chunk.
 
     Args:
-        model: A Keras model, in which no row has a part in another's output.
+        model: A Keras model in which no row affects another row's output.
         x: The inputs: arrays of shape `(rows, ...)`, nested as the model takes them; or batches of any size from a
             `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator, as for `model.predict`, of any length.
-        output: What to differentiate, one number a row: the model's one output if `None`; the entry of that number on
-            its last axis, such as a class; with an integer label for each row, of shape `(rows,)` or `(rows, 1)`, the
-            entry of each row's own label; the output of that name; or a function of the outputs that returns a tensor
-            of shape `(rows,)`. Labels go with arrays, and are refused with batches.
-        batch_size: Rows at a time, on all replicas together. Memory grows with it, and with nothing else. If `None`,
-            chosen from 1 to 8192, so that a chunk takes some hundred megabytes: the model is traced once more for that.
-        wrt: The inputs to differentiate with respect to: the name of one, or a list or dict of names; all if `None`.
-        jit_compile: Whether to compile with XLA; if `"auto"`, as the model is.
-        out: Files to write to instead of memory: the path of a `.npy` file, or paths nested as the result.
-        stream: Whether to return an iterator of the results of each chunk.
+        output: What to differentiate, a scalar per row. `None`: the model's only output. An integer: that index on the
+            output's last axis, such as a class. Integer labels, one per row, of shape `(rows,)` or `(rows, 1)`: the
+            entry of each row's own label. A string: the output of that name. A function of the outputs: must return a
+            tensor of shape `(rows,)`. Labels require `x` to be arrays, not batches.
+        batch_size: Rows per chunk, on all replicas together; memory depends on nothing else. If `None`, chosen from 1
+            to 8192 so that a chunk takes a few hundred megabytes, which takes another trace of the model.
+        wrt: The inputs to differentiate with respect to: a name, or a list or dict of names; all if `None`.
+        jit_compile: Whether to compile with XLA; `"auto"` follows the model.
+        out: Files to write the results to: the path of a `.npy` file, or paths nested as the result.
+        stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar, 2 for one line at the end, 0 for neither.
 
     Returns:
-        An array for each input, of its shape and in float32 (float64 if the model's input is), nested as the inputs or
-        as `wrt`; mapped from its file to read, if `out` is given. With `stream=True`, an iterator of such, some rows
+        An array for each input, of its shape, in float32 (float64 if the model's input is), nested as the inputs or as
+        `wrt`; memory-mapped read-only if `out` is given. With `stream=True`, an iterator of such results, some rows
         each.
 
     Raises:
-        ValueError: An input is not made of real numbers, or has no part in the output; the output is not one number a
-            row; there are no rows; or an argument is none of the above. The message says what to write.
+        ValueError: An input is not real-valued, or the output does not depend on it; the output is not a scalar per
+            row; there are no rows; or an argument is invalid. The message says what to write.
 
     Example:
 

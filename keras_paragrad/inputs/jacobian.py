@@ -1,4 +1,4 @@
-"""`input_jacobian`: the derivatives of all the outputs of a row with respect to the inputs of that row."""
+"""`input_jacobian`: the derivatives of all outputs of a row with respect to that row's inputs."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -27,24 +27,24 @@ def input_jacobian(
     stream: bool = False,
     verbose: int = 0,
 ) -> Any:
-    """Jacobians of an output with respect to the inputs, row by row, in the memory of one chunk of rows.
+    """Per-row Jacobians of an output with respect to the inputs, in the memory of one chunk of rows.
 
-    Forward mode takes one pass for each number that a row puts in, reverse mode one for each that it puts out. Both
-    loop inside one compiled function, over a forward pass that is made once.
+    Forward mode takes one pass per input entry of a row, reverse mode one per output entry. Both loop inside one
+    compiled function and share one forward pass.
 
     Args:
-        model: A Keras model, in which no row has a part in another's output.
+        model: A Keras model in which no row affects another row's output.
         x: The inputs; see `input_gradients`.
-        mode: `"forward"`, `"reverse"`, or `"auto"`: forward if a row has fewer numbers in than out, unless forward mode
-            can't be had for a step of the model. Or `"vectorized"`: all outputs at once, by `tf.vectorized_map` under
-            XLA, which takes a chunk's memory once for each output.
+        mode: `"forward"`, `"reverse"` or `"vectorized"`. The last takes all outputs at once, by `tf.vectorized_map`
+            under XLA, with the memory of one chunk per output. `"auto"`: forward if a row has fewer input than output
+            entries and the model supports forward mode, otherwise reverse.
         output: What to differentiate; see `input_gradients`. Here it may be of any shape `(rows, ...)`.
-        batch_size: Rows at a time, on all replicas together. A chunk's Jacobians are `batch_size` times the numbers out
-            times the numbers in. If `None`, chosen by the memory that a row takes; see `input_gradients`.
+        batch_size: Rows per chunk, on all replicas together. A chunk's Jacobians have `batch_size` x outputs x inputs
+            entries. If `None`, chosen by the memory that a row takes; see `input_gradients`.
         wrt: The inputs to differentiate with respect to; see `input_gradients`.
-        jit_compile: Whether to compile with XLA; if `"auto"`, as the model is, and with `mode="vectorized"` always.
-        out: Files to write to instead of memory; see `input_gradients`.
-        stream: Whether to return an iterator of the results of each chunk.
+        jit_compile: Whether to compile with XLA; `"auto"` follows the model. `mode="vectorized"` always uses XLA.
+        out: Files to write the results to; see `input_gradients`.
+        stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar, 2 for one line at the end, 0 for neither.
 
     Returns:
@@ -52,8 +52,8 @@ def input_jacobian(
         `input_gradients`.
 
     Raises:
-        ValueError: As for `input_gradients`; or forward mode is asked for, and some gradient in the model has no
-            derivative of its own, or XLA can't compile the model vectorized.
+        ValueError: As for `input_gradients`; or forward mode is requested and some gradient in the model is not
+            differentiable, or XLA can't compile the vectorized model.
 
     Example:
 

@@ -28,27 +28,26 @@ def hessian_vector_product(
     stream: bool = False,
     verbose: int = 0,
 ) -> Any:
-    """Each row's Hessian of an output with respect to the inputs, times that row's vector, without the Hessian.
+    """Per-row product of an output's Hessian with respect to the inputs and a vector, without forming the Hessian.
 
     Args:
-        model: A Keras model, in which no row has a part in another's output.
+        model: A Keras model in which no row affects another row's output.
         x: The inputs: arrays of shape `(rows, ...)`, nested as the model takes them.
-        vector: What to multiply with: arrays of the same shapes as the inputs that are differentiated, nested as these
-            or as `wrt`.
-        output: What to differentiate, one number a row; see `input_gradients`.
-        batch_size: Rows at a time; see `input_gradients`, also for the arguments that follow.
+        vector: The vectors: arrays of the same shapes as the differentiated inputs, nested as these or as `wrt`.
+        output: What to differentiate, a scalar per row; see `input_gradients`.
+        batch_size: Rows per chunk; see `input_gradients`, also for the arguments that follow.
         wrt: The inputs to differentiate with respect to.
         jit_compile: Whether to compile with XLA.
-        out: Files to write to instead of memory.
-        stream: Whether to return an iterator of the results of each chunk.
+        out: Files to write the results to.
+        stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar.
 
     Returns:
         An array for each input, of its shape, nested as the inputs or as `wrt`. See `input_gradients`.
 
     Raises:
-        ValueError: As for `input_gradients`; or `vector` does not fit; or TensorFlow would leave out the second
-            derivative of a step of the model.
+        ValueError: As for `input_gradients`; or `vector` has the wrong shape; or TensorFlow would silently drop the
+            second derivative of an operation in the model.
 
     Example:
 
@@ -97,7 +96,7 @@ def _hessian_times_vector(
     return Derivative([tf.convert_to_tensor(product) for product in products])
 
 
-# Gradients that TensorFlow takes for constants, though they are not.
+# Gradient ops whose own derivative TensorFlow silently treats as zero.
 CONSTANT_GRADIENTS = {
     "FakeQuantWithMinMaxArgsGradient",
     "FakeQuantWithMinMaxVarsGradient",

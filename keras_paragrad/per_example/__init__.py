@@ -1,4 +1,4 @@
-"""Gradients of single examples, and rules that find them for a kind of layer."""
+"""Per-example gradients, and the rules that compute them for each kind of layer."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The rows that are given to per-example functions, checked and as arrays."""
+"""Checks the rows passed to per-example functions and converts them to arrays."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from keras_paragrad.arguments import refusal
 
 
 def check_rows(name: str, nested: Any, *, optional: bool = False) -> Any:
-    """Arrays of one or more rows, nested as they are given.
+    """Converts every leaf to an array of at least one row, and keeps the nesting.
 
     Args:
         name: The argument's name.
         nested: NumPy arrays, tensors or lists of numbers.
-        optional: Whether there may be `None` in place of one.
+        optional: Whether a leaf may be `None`.
 
     Raises:
-        ValueError: There is something else in it, or an array without rows.
+        ValueError: A leaf is something else, or an array without rows.
     """
 
     def check(leaf: Any) -> np.ndarray | None:
@@ -25,7 +25,7 @@ def check_rows(name: str, nested: Any, *, optional: bool = False) -> Any:
             return None
         try:
             rows = keras.ops.convert_to_numpy(leaf)
-        except Exception:  # whatever a backend raises for what is no array
+        except Exception:  # the backend's error for a value that is not an array
             rows = np.empty(0, object)
         if not rows.ndim or not len(rows) or rows.dtype == object:
             raise refusal(name, leaf, "arrays of shape (rows, ...), nested as the model takes them")

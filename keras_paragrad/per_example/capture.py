@@ -1,4 +1,4 @@
-"""What goes into each layer and what gradient comes back to it, out of one ordinary backward pass."""
+"""Captures each layer's inputs and output cotangents in one ordinary backward pass."""
 
 import contextlib
 import functools
@@ -16,17 +16,17 @@ from keras_paragrad.per_example.units import Unit, check_training
 
 
 class Capture:
-    """Calls a layer, and keeps every call of its units together with the cotangents of the backward pass.
+    """Calls a layer and records every call of its units, with the cotangents of the backward pass.
 
-    Each unit's output goes through an identity that takes a scalar besides, the `anchor`. Its gradient keeps the
-    cotangent and passes zero to the anchor; so whoever has a gradient asked of the anchor, is called when the
-    cotangents of all the units are there.
+    Each unit's output passes through an identity that also takes a scalar, the `anchor`. The identity's gradient
+    records the cotangent and returns zero for the anchor. The gradient of the anchor is therefore complete only once
+    all cotangents are recorded.
 
     Args:
         layer: A built layer or model.
         units: Its units; see `keras_paragrad.per_example.probing.units_for`.
-        anchor: A float32 scalar that a tape watches.
-        detached: Whether the backward pass is to leave out the gradients of the layer's weights.
+        anchor: A float32 scalar watched by a tape.
+        detached: Whether the backward pass skips the gradients of the layer's weights.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Capture:
         self.out_of_reach: keras.Variable | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Calls the layer, and returns what it returns."""
+        """Calls the layer and returns its outputs."""
         if called_for_training():
             check_training(self.layer)
         with contextlib.ExitStack() as stack:
@@ -55,11 +55,11 @@ class Capture:
 
     @property
     def in_the_way(self) -> keras.Variable | None:
-        """The weight for which the call was given up: read behind its owner's back, or out of reach."""
+        """The weight that made the call fail: read outside its owner's call, or used in another graph; or `None`."""
         return self.out_of_reach if self.reads.read_outside is None else self.reads.read_outside
 
     def without_batch(self, size: int) -> keras.Variable | None:
-        """A weight of a unit that was called on something else than a batch of so many examples, or `None`."""
+        """A weight of a unit whose outputs are not a batch of `size` examples, or `None`."""
         for calls in self.calls.values():
             for call in calls:
                 if any(output.shape[0] != size for output in call.outputs):
@@ -67,7 +67,7 @@ class Capture:
         return None
 
     def batched(self, unit: Unit, size: int) -> list[list[bool]]:
-        """For each call of a unit, which of the flattened arguments have so many rows."""
+        """For each call of a unit, which of the flattened arguments have `size` rows."""
 
         def has_rows(value):
             return bool(tf.is_tensor(value) and value.shape.rank and value.shape[0] == size)
@@ -82,14 +82,14 @@ class Capture:
 
     @property
     def recorded(self) -> Iterator[tuple[Unit, list[Call]]]:
-        """The units to which a gradient came back, with their calls."""
+        """The units that received a gradient, with their calls."""
         for unit in self.units:
             calls = [call for call in self.calls[id(unit.layer)] if call.cotangents is not None]
             if calls:
                 yield unit, calls
 
     def _recording(self, unit: Unit) -> Callable[..., Any]:
-        """What takes the place of a unit's `call`."""
+        """The function that replaces a unit's `call`."""
         layer, rule, batched = unit
         original = layer.call
 
@@ -113,7 +113,7 @@ class Capture:
         return call
 
     def _tap(self, made: Call, outputs: Any) -> Any:
-        """Outputs through the identity that keeps their cotangents."""
+        """Passes outputs through the identity that records their cotangents."""
         if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self.graph:
             self.out_of_reach = made.layer.trainable_variables[0]
             raise ValueError(
@@ -124,7 +124,7 @@ class Capture:
         flat = keras.tree.flatten(outputs)
         places = [place for place, output in enumerate(flat) if tf.is_tensor(output) and output.dtype.is_floating]
         made.outputs = [flat[place] for place in places]
-        # TensorFlow keeps the gradient functions of graphs for ever, and they are not to keep the model.
+        # TensorFlow never frees the gradient functions of graphs; a weak reference keeps them from holding the model.
         reference = weakref.ref(made)
 
         @tf.custom_gradient

@@ -1,4 +1,4 @@
-"""`ExampleGradients`: which examples a model still has to learn from, and how much."""
+"""`ExampleGradients`: statistics of per-example gradient norms during `fit`."""
 
 import functools
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from keras_paragrad.extras import require
 from keras_paragrad.per_example.search import find_layer
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 
-# What TensorBoard shows of a histogram is less, and one with many more fills the memory.
+# More than TensorBoard displays; far more bins would exhaust memory.
 _MOST_BINS = 100_000
 
 
@@ -22,7 +22,7 @@ class Largest(NamedTuple):
     """An example with a large gradient.
 
     Attributes:
-        place: Its place among the examples in the order in which `fit` went through them.
+        place: Its position in the order in which `fit` saw the examples.
         norm: The norm of its gradient.
     """
 
@@ -31,33 +31,33 @@ class Largest(NamedTuple):
 
 
 class ExampleGradients(keras.callbacks.Callback):
-    """Collects the norms of an epoch's per-example gradients: quantiles, histogram, clipped share, and the largest.
+    """Collects an epoch's per-example gradient norms: quantiles, histogram, clipped fraction and largest examples.
 
     For a model with a `PerExampleGradients` layer that keeps norms. With `fit(shuffle=False)` an example's place is its
     index in the data; to rank the examples of shuffled data, use `per_example_norms`. At the end of each epoch, `logs`
-    has `example_norm_quantile_50` and so on, `example_nonfinite_count`, and `example_clip_fraction` if the layer clips;
-    put callbacks that write logs after this one.
+    gets `example_norm_quantile_50` and so on, `example_nonfinite_count`, and `example_clip_fraction` if the layer
+    clips; list callbacks that write logs after this one.
 
     Args:
-        layer: The layer, or `None` for the model's first.
-        quantiles: Which quantiles of the norms to take, from 0 to 1.
-        bins: How many bins the histogram has.
-        largest: How many of the examples with the largest norms to name.
-        log_dir: A folder of TensorBoard's to write the quantiles and the histogram to, or `None`.
+        layer: The `PerExampleGradients` layer, or `None` for the model's first.
+        quantiles: Which quantiles of the norms to compute, each from 0 to 1.
+        bins: Number of histogram bins.
+        largest: How many of the examples with the largest norms to report.
+        log_dir: TensorBoard log directory for the quantiles and the histogram, or `None`.
 
     Attributes:
-        norms: The norms of the last epoch's gradients, `(examples,)`, each from the step the example was in.
+        norms: The gradient norms of the last epoch, `(examples,)`, each measured in the step that used the example.
         nonfinite_count: How many of them are not finite.
-        quantiles_of_norms: The quantiles of those that are.
-        histogram: How many of those are in each bin, and the bins' edges.
-        clip_fraction: The share of examples whose gradients were clipped, or `None`.
-        largest_norms: The examples with the largest norms, a list of `(place, norm)`, the largest first and
-            NaN like infinity.
+        quantiles_of_norms: The quantiles of the finite norms.
+        histogram: The finite norms' count per bin, and the bin edges, as from `numpy.histogram`.
+        clip_fraction: The fraction of examples whose gradients were clipped, or `None` without clipping.
+        largest_norms: The examples with the largest norms, a list of `(place, norm)`, largest first; NaN ranks as
+            infinity.
 
     Raises:
-        ValueError: An argument makes no sense; or, when `fit` begins, the model has no such layer, or takes several
-            steps before a callback sees it.
-        MissingExtraError: There is a `log_dir`, and TensorBoard is not installed.
+        ValueError: An argument is invalid; or, when `fit` begins, the model has no such layer or runs several steps per
+            callback.
+        MissingExtraError: `log_dir` is given and TensorBoard is not installed.
 
     Example:
 
@@ -144,7 +144,7 @@ class ExampleGradients(keras.callbacks.Callback):
             self._writer = tf.summary.create_file_writer(str(self.log_dir))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Begins to collect."""
+        """Starts collecting."""
         self._batches = []
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -152,7 +152,7 @@ class ExampleGradients(keras.callbacks.Callback):
         self._batches.append(self._found.norms)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Puts what the norms say into the logs, and into TensorBoard."""
+        """Adds the statistics to the logs, and writes them for TensorBoard."""
         self.norms = np.concatenate(self._batches) if self._batches else np.empty(0, "float32")
         if not len(self.norms):
             return
@@ -170,6 +170,6 @@ class ExampleGradients(keras.callbacks.Callback):
                 tf.summary.histogram("example_norms", self._finite_norms, buckets=self.bins)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Writes out what TensorBoard has not seen yet."""
+        """Flushes and closes the TensorBoard writer."""
         if self._writer is not None:
             self._writer.close()

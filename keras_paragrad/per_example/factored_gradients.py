@@ -1,4 +1,4 @@
-"""Gradients of examples kept as the parts they are made of, where those take less room, until they are read."""
+"""Factored gradients: per-example gradients stored as their factors, where these are smaller, until they are read."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +11,12 @@ from keras_paragrad.per_example.rows import ReplicaRows, Total
 
 
 class Factors(NamedTuple):
-    """Each example's gradient for a weight, as what it is made of: rows of a table, the sides of a product.
+    """Factored per-example gradients of one weight: rows of an embedding table, or the factors of a matrix product.
 
     Attributes:
-        tensors: The parts, `(batch, ...)` each. Gradients are linear in the last one.
-        layout: Makes the gradients of them, `(batch, *shape)`. Of two that are equal, either does for the other.
+        tensors: The factors, each `(batch, ...)`. The gradients are linear in the last one.
+        layout: Computes the gradients, `(batch, *shape)`, from the factors. Layouts that compare equal are
+            interchangeable.
     """
 
     tensors: Sequence[Any]
@@ -27,12 +28,12 @@ class Factors(NamedTuple):
 
     @classmethod
     def of(cls, gradients: Any) -> "Factors":
-        """Factors as they are, and gradients as their only part."""
+        """Returns `Factors` unchanged; wraps plain gradients as their only factor."""
         return gradients if isinstance(gradients, Factors) else cls([gradients], _whole)
 
 
 class _Place(NamedTuple):
-    """Where parts of the same shapes and layout are left."""
+    """The variables that store factors of the same shapes and layout."""
 
     shapes: Sequence[tuple]
     layout: Callable[..., Any]
@@ -40,25 +41,25 @@ class _Place(NamedTuple):
 
 
 class FactoredGradients:
-    """The gradients for a weight that each step leaves behind.
+    """The per-example gradients of one weight, stored by each step for the host to read.
 
     Args:
-        shape: The weight's.
-        capacity: How many examples there is room for on each replica; `None` takes any number.
-        count: How many there are.
-        factor: What to multiply gradients by when they are read.
+        shape: The weight's shape.
+        capacity: Most examples that can be stored on each replica; `None` for any number.
+        count: How many examples are stored.
+        factor: Multiplies the gradients when they are read.
     """
 
     def __init__(self, shape: Sequence[int], capacity: int | None, count: Total, factor: Total):
         self.shape, self.capacity, self.count, self.factor = shape, capacity, count, factor
         self.places: list[_Place] = []
-        # Of the place that the last step wrote to.
+        # Index of the place that the last step wrote to.
         self.number = Total([], tf.int32)
 
     def assign(self, gradients: Any) -> None:
-        """Leaves gradients, `(count, *shape)`, or their `Factors`; within a step, on each replica."""
+        """Stores gradients, `(count, *shape)`, or their `Factors`; called within a step, on each replica."""
         parts = Factors.of(gradients)
-        # Steps compiled by XLA have fixed shapes, though they may not be known yet.
+        # Shapes in steps compiled by XLA are static, but may still be unknown while tracing.
         if self.capacity is not None and any(None in tensor.shape[1:] for tensor in parts.tensors):
             parts = Factors.of(parts.laid_out())
         number = self._number_of(parts)
@@ -83,7 +84,7 @@ class FactoredGradients:
         return np.concatenate([np.asarray(parts.laid_out()) for parts in of_replicas])
 
     def _number_of(self, parts: Factors) -> int:
-        # Factors of every shape have a place of their own, unless there is one for any.
+        # Each combination of shapes has a place of its own, unless shapes may vary.
         fixed = self.capacity is not None
         shapes = [(part.dtype, *(size if fixed else None for size in part.shape[1:])) for part in parts.tensors]
         for number, place in enumerate(self.places):
@@ -107,7 +108,7 @@ def _whole(gradients: Any) -> Any:
 
 
 def _outside_of_graphs(make: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function makes in a thread of its own; here, TensorFlow makes variables only in a graph's first trace."""
+    """Calls `make` in another thread, since a `tf.function` may create variables only in its first trace."""
     strategy = tf.distribute.get_strategy()
 
     def made():

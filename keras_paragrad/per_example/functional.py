@@ -1,4 +1,4 @@
-"""`per_example_gradients` and `per_example_norms`: for loops of one's own, and for looking at data."""
+"""`per_example_gradients` and `per_example_norms`: for custom training loops and for inspecting data."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from keras_paragrad.per_example.mixing import check_layer
 from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.quantities import Quantities
 
-# What is made for each example of a batch in between is as large as the result, so this bounds the memory.
+# Intermediate per-example tensors are as large as the result, so this bounds the memory.
 BATCH_SIZE = 256
 _KEPT = 8
 _COMPILED: "weakref.WeakKeyDictionary[keras.Model, dict]" = weakref.WeakKeyDictionary()
@@ -38,22 +38,23 @@ def per_example_gradients(
     training: bool = False,
     jit_compile: bool = False,
 ) -> list[np.ndarray]:
-    """The gradient of each example's own loss, exact, in one forward and backward pass for each `batch_size` rows.
+    """The exact gradient of each example's own loss, in one forward and backward pass per `batch_size` rows.
 
     Args:
-        model: A model. One that is not built yet is built from `x`, but within a `tf.function`.
-        x: Its inputs, arrays or tensors `(N, ...)`, nested as the model takes them.
-        y: The targets, `(N, ...)`; for several outputs, nested as those are.
-        loss: A loss, its name, or a function from targets and predictions to a value for each example; for several
-            outputs, nested as those are, and the sum is taken. An example's own loss is what this gives for it alone.
-        sample_weight: What each example's loss is multiplied by, `(N,)`.
-        batch_size: How many rows at a time, 256 unless told.
-        training: Whether the model is called to train, with dropout.
+        model: A model. If it is not built yet, it is built from `x`, except within a `tf.function`.
+        x: Inputs, arrays or tensors `(N, ...)`, nested as the model takes them.
+        y: Targets, `(N, ...)`, nested as the outputs are.
+        loss: A Keras loss, its name, or a function of targets and predictions that returns a value per example. For
+            several outputs, a structure nested as these are, whose losses are summed. An example's own loss is the loss
+            of a batch of that example alone.
+        sample_weight: Multiplies each example's loss, `(N,)`.
+        batch_size: Rows per pass; 256 by default.
+        training: Whether to call the model in training mode, with dropout.
         jit_compile: Whether to compile with XLA.
 
     Returns:
-        A float32 array `(N, *shape)` for each of the model's `trainable_variables`, in their order. Within a
-        `tf.function` of yours, tensors, all rows at once.
+        A list of float32 arrays `(N, *shape)`, one for each of the model's `trainable_variables`, in their order.
+        Within a `tf.function`, tensors, computed for all rows at once.
 
     Raises:
         ValueError: The loss or a layer mixes examples, or the rows don't match.
@@ -81,20 +82,20 @@ def per_example_norms(
     training: bool = False,
     jit_compile: bool = False,
 ) -> np.ndarray:
-    """The norm over all weights of the gradient of each example's own loss, mostly without making the gradients.
+    """The global norm of the gradient of each example's own loss, mostly without materializing the gradients.
 
     Args:
-        model: See `per_example_gradients`, as for all the others.
-        x: The inputs.
-        y: The targets.
-        loss: The loss.
-        sample_weight: The weights.
-        batch_size: How many rows at a time, 256 unless told.
-        training: Whether the model is called to train.
+        model: See `per_example_gradients`, also for the other arguments.
+        x: Inputs.
+        y: Targets.
+        loss: Loss.
+        sample_weight: Multiplies each example's loss, `(N,)`.
+        batch_size: Rows per pass; 256 by default.
+        training: Whether to call the model in training mode.
         jit_compile: Whether to compile with XLA.
 
     Returns:
-        A float32 array `(N,)`.
+        A float32 array `(N,)`; within a `tf.function`, a tensor.
 
     Raises:
         ValueError: The loss or a layer mixes examples, or the rows don't match.
@@ -161,7 +162,7 @@ def _in_batches(
 
 
 def _batches(data: Any, count: int, size: int) -> Iterator[tuple[slice, Any]]:
-    """Which rows, and the rows; the last batch is filled up with the last row, so that all are of one size."""
+    """Yields a slice and its rows; the last batch is padded with the last row, so that all have the same size."""
     for start in range(0, count, size):
         rows = slice(start, min(start + size, count))
         indices = np.minimum(np.arange(start, start + size), count - 1)
@@ -169,12 +170,12 @@ def _batches(data: Any, count: int, size: int) -> Iterator[tuple[slice, Any]]:
 
 
 def _compiled(quantity: Quantity, model: keras.Model, loss: Any, training: bool, jit_compile: bool) -> Any:
-    """The function that computes a quantity of one batch, compiled once for a model and a loss."""
+    """The compiled function that computes a quantity for one batch, cached per model and loss."""
     weights = tuple(id(variable) for variable in model.trainable_variables)
     key = (quantity, weights, tuple(keras.tree.flatten(loss)), training, jit_compile)
     cached = _COMPILED.setdefault(model, {})
     if key not in cached:
-        # A function that is made anew for every call must not fill the memory.
+        # A loss function created anew for every call must not grow the cache without bound.
         while len(cached) >= _KEPT:
             del cached[next(iter(cached))]
         cached[key] = _compile(quantity, weakref.ref(model), loss, training, jit_compile)
@@ -216,7 +217,7 @@ def _terms(losses: list[keras.losses.Loss], y: Any, y_pred: Any, sample_weight: 
 
 
 class _Function(keras.losses.Loss):
-    """A function from targets and predictions to a value for each example, as a loss."""
+    """Wraps a function of targets and predictions as a loss."""
 
     def __init__(self, function: Callable[[Any, Any], Any]):
         super().__init__(name=getattr(function, "__name__", "loss"))
@@ -226,7 +227,7 @@ class _Function(keras.losses.Loss):
 def _as_loss(loss: Any) -> keras.losses.Loss:
     try:
         found = keras.losses.get(loss)
-    except Exception:  # whatever Keras raises for what is none
+    except Exception:  # whatever Keras raises for an invalid loss
         found = None
     if isinstance(found, keras.losses.Loss):
         return found

@@ -1,4 +1,4 @@
-"""An example's own loss, and the losses in which an example has none."""
+"""Per-example losses, and the check that a loss is separable by example."""
 
 import weakref
 from typing import Any
@@ -13,11 +13,11 @@ _CHECKED: "weakref.WeakSet[keras.losses.Loss]" = weakref.WeakSet()
 
 
 def check_loss(term: LossTerm) -> None:
-    """Refuses a loss that is no sum over the examples of a batch.
+    """Refuses a loss that is not a sum over the examples of a batch.
 
     Raises:
-        ValueError: It has a `__call__` of its own, gives one number for the whole batch, or gives an example another
-            value in other company.
+        ValueError: The loss overrides `__call__`, returns one number for the whole batch, or its value for an example
+            depends on the other examples.
     """
     loss: Any = term.loss
     if loss in _CHECKED:
@@ -41,10 +41,10 @@ def check_loss(term: LossTerm) -> None:
 
 
 def row_losses(term: LossTerm) -> tf.Tensor:
-    """Each example's own loss, `(batch,)`: what the loss gives for it alone, times its sample weight.
+    """Each example's own loss, `(batch,)`: the loss of that example alone, times its sample weight.
 
     Args:
-        term: The loss and what it is called with; of a mask, what it leaves is averaged or summed within each example.
+        term: The loss and its arguments; values that a mask keeps are averaged or summed within each example.
     """
     values = tf.cast(term.values, "float32")
     mask = tf.ones_like(values) if term.mask is None else tf.cast(term.mask, "float32")

@@ -1,4 +1,4 @@
-"""Refuses layers whose output for one example depends on the others, so that it has no gradient of its own."""
+"""Refuses layers that mix examples: per-example gradients need outputs that don't depend on other examples."""
 
 import weakref
 from typing import Any
@@ -12,15 +12,15 @@ _FOUND: "weakref.WeakKeyDictionary[keras.layers.Layer, dict]" = weakref.WeakKeyD
 
 
 def check_layer(layer: keras.layers.Layer, *arguments: Any, training: bool = True) -> None:
-    """Refuses a layer that mixes examples; it is tried once for arguments of the same shapes.
+    """Refuses a layer that mixes examples; the probe runs once for arguments of the same shapes and dtypes.
 
     Args:
         layer: A built layer or model.
-        *arguments: What it is called with, of which only shapes and dtypes count.
-        training: Whether it is called to train.
+        *arguments: The arguments of its call; only their shapes and dtypes matter.
+        training: Whether it is called in training mode.
 
     Raises:
-        ValueError: It mixes examples, or a layer within it does.
+        ValueError: The layer, or one inside it, mixes examples.
     """
     known = _FOUND.setdefault(layer, {})
     key = (training, *map(_kind, keras.tree.flatten(arguments)))
@@ -34,7 +34,7 @@ def check_layer(layer: keras.layers.Layer, *arguments: Any, training: bool = Tru
 
 
 def check_model(model: Any) -> None:
-    """Refuses a model that mixes examples, if it says what it is called with.
+    """Refuses a model that mixes examples, if its input shapes are known.
 
     Raises:
         ValueError: A layer mixes examples.

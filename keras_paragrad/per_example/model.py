@@ -1,4 +1,4 @@
-"""`wrap`: a model of the same weights that knows the gradients of its examples."""
+"""`wrap`: a model with the same weights that computes per-example gradients when it trains."""
 
 from typing import Any
 
@@ -14,21 +14,21 @@ _ON_DATA = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "pr
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
 class PerExampleModel(keras.Model):
-    """What `wrap` returns: a model within a `PerExampleGradients` layer.
+    """What `wrap` returns: a model inside a `PerExampleGradients` layer.
 
-    Where the model within has a `compute_loss`, `compute_metrics`, `test_step` or `predict_step` of its own, they run,
-    on that model, with what this one was compiled with.
+    If the inner model overrides `compute_loss`, `compute_metrics`, `test_step` or `predict_step`, these run on the
+    inner model, with the loss and metrics that this model was compiled with.
 
     Args:
         per_example: The layer.
-        **kwargs: Keras's own for models.
+        **kwargs: Arguments of `keras.Model`.
 
     Raises:
-        ValueError: The model within trains in a way of its own.
+        ValueError: The inner model overrides how it trains.
     """
 
     def __init__(self, per_example: PerExampleGradients, **kwargs: Any):
-        # Inputs are cast by the model within, if it casts them, and its policy decides on the loss scale.
+        # The inner model casts its inputs, if needed. Its dtype policy decides on the loss scale.
         super().__init__(**{"dtype": per_example.layer.dtype_policy, "autocast": False, **kwargs})
         self.per_example = per_example
         within = per_example.layer
@@ -46,7 +46,7 @@ class PerExampleModel(keras.Model):
 
     @property
     def output_names(self) -> list[str]:
-        """What losses and metrics of several outputs are named by."""
+        """The inner model's output names, used for the losses and metrics of several outputs."""
         return self.per_example.layer.output_names
 
     @property
@@ -68,22 +68,23 @@ class PerExampleModel(keras.Model):
 
 
 def wrap(model: keras.Model, **options: Any) -> PerExampleModel:
-    """A model that shares another's weights and leaves the gradients of single examples behind when it is trained.
+    """Wraps a model so that training also computes per-example gradients; the weights are shared.
 
-    Whether `model` was compiled or trained before makes no difference, and none of it is taken over: compile what is
-    returned. A `compute_loss`, `compute_metrics`, `test_step` or `predict_step` of the model's own is used; with the
-    first, `loss_reduction=` has to say what it does over the examples.
+    Compile the returned model: an earlier `compile` of `model` has no effect. If `model` overrides
+    `compute_loss`, `compute_metrics`, `test_step` or `predict_step`, the overrides run; with `compute_loss`, pass
+    `loss_reduction=` to say how it reduces over the examples.
 
     Args:
         model: A Sequential, Functional or subclassed model.
-        **options: Those of `PerExampleGradients`.
+        **options: Arguments of `PerExampleGradients`.
 
     Returns:
-        A model to compile and fit; its `PerExampleGradients` layer is `per_example`. What it learns, `model` knows.
+        A model to compile and fit, whose attribute `per_example` is the `PerExampleGradients` layer. Training it trains
+        `model`.
 
     Raises:
-        ValueError: See `PerExampleGradients`; or the model has a `train_step`, `fit` or other method of its own that
-            would not run. The message says what to do instead.
+        ValueError: See `PerExampleGradients`; or the model overrides `train_step`, `fit` or another method that would
+            not run. The message says what to do instead.
 
     Example:
 
@@ -104,10 +105,10 @@ def wrap(model: keras.Model, **options: Any) -> PerExampleModel:
 
 
 def _check_methods(model: keras.Model) -> None:
-    """Refuses a model with methods of its own that would not run.
+    """Refuses a model with overridden methods that would not run.
 
     Raises:
-        ValueError: It has a `train_step` or other method that says how to train, or a component was attached to it.
+        ValueError: It overrides `train_step` or another training method, or a component is attached to it.
     """
     name = type(model).__name__
     for method in IN_THE_WAY:

@@ -1,4 +1,4 @@
-"""`GradientNoiseScale`: how large a batch pays off."""
+"""`GradientNoiseScale`: estimates the largest batch size that still pays off."""
 
 from typing import Any
 
@@ -15,27 +15,27 @@ SOURCES = ("auto", "examples", "accumulation", "replicas")
 
 
 class GradientNoiseScale(keras.callbacks.Callback):
-    """Estimates the gradient noise scale while `fit` runs: about the largest batch that still speeds up learning.
+    """Estimates the gradient noise scale during `fit`: roughly the largest batch size that still speeds up learning.
 
-    Below it, twice the batch takes half the steps; far above it, a larger batch is wasted. It compares the norms of
-    gradients of few examples with the norm of the gradient of many, without another backward pass, and averages over
-    updates. At the end of each epoch `logs` has `gradient_noise_scale`, `gradient_signal` (the squared norm of the
-    gradient over all data) and `gradient_variance` (of one example's gradient, summed over the weights); put callbacks
-    that write logs, such as `TensorBoard` and `CSVLogger`, after this one.
+    Well below it, doubling the batch halves the number of steps; far above it, larger batches are wasted. The estimate
+    compares the gradient norms of small and large batches, takes no extra backward pass, and is averaged over updates.
+    At the end of each epoch `logs` gets `gradient_noise_scale`, `gradient_signal` (the squared norm of the gradient
+    over all data) and `gradient_variance` (of a per-example gradient, summed over the weights); list callbacks that
+    write logs, such as `TensorBoard` and `CSVLogger`, after this one.
 
     Args:
-        source: Where the few examples come from: `"examples"`, single ones, of a model with a `PerExampleGradients`
-            layer around all its weights that keeps norms; `"accumulation"`, the micro-batches of an
-            `AccumulatingOptimizer`; `"replicas"`, the parts of a batch on each replica; `"auto"`, the first of these
-            that there is.
-        decay: What is left of the average at each update, from 0 to below 1.
-        update_freq: `"epoch"`, or after how many batches to put the estimates into the `logs` of batches, too.
+        source: Where the small batches come from. `"examples"`: single examples, of a model with a
+            `PerExampleGradients` layer around all its weights that keeps norms. `"accumulation"`: the micro-batches of
+            an `AccumulatingOptimizer`. `"replicas"`: each replica's shard of the batch. `"auto"`: the first of these
+            that is available.
+        decay: Decay of the moving average per update, at least 0 and below 1.
+        update_freq: `"epoch"`, or every how many batches to add the estimates to the batch `logs` as well.
 
     Attributes:
         noise: The estimate so far, with `signal`, `variance` and `scale`.
 
     Raises:
-        ValueError: An argument makes no sense; or, when `fit` begins, there is no such source.
+        ValueError: An argument is invalid; or, when `fit` begins, the source is not available.
 
     Example:
 
@@ -65,7 +65,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         return Noise(float("nan"), float("nan")) if self._estimate is None else self._estimate.read()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins to watch the gradients; a second `fit` of the same model goes on with the average."""
+        """Starts observing gradients; a second `fit` of the same model resumes the average."""
         if self._estimated is not self.model:
             with self.model.distribute_strategy.scope():
                 self._estimate = self._made()
@@ -75,22 +75,22 @@ class GradientNoiseScale(keras.callbacks.Callback):
         builder.build()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Forgets a window that the epoch before left open."""
+        """Discards a window that the previous epoch left unfinished."""
         if self._estimate:
             self._estimate.begin()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Puts the estimates into the logs of every so many batches."""
+        """Adds the estimates to the batch logs every `update_freq` batches."""
         if self.update_freq != "epoch" and logs is not None and (batch + 1) % self.update_freq == 0:
             logs.update(self._logs())
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Puts the estimates into the epoch's logs."""
+        """Adds the estimates to the epoch's logs."""
         if logs is not None:
             logs.update(self._logs())
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Stops watching."""
+        """Stops observing."""
         StepBuilder.of(self.model).fill(observe=None)
 
     def _logs(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Which layers of a model can be taken apart into units, found out by calling it on placeholders."""
+"""Splits a model into units, by calling it on placeholders."""
 
 import weakref
 from typing import Any
@@ -11,7 +11,7 @@ from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad.per_example.capture import Capture
 from keras_paragrad.per_example.units import Unit, holders_of, units_of
 
-# A size that no other axis is likely to have: what leaves a layer with another was no batch of examples.
+# A batch size that no other axis is likely to have: an output with another first axis is not a batch of examples.
 BATCH = 1009
 
 _KNOWN: "weakref.WeakKeyDictionary[keras.layers.Layer, dict]" = weakref.WeakKeyDictionary()
@@ -20,8 +20,8 @@ _KNOWN: "weakref.WeakKeyDictionary[keras.layers.Layer, dict]" = weakref.WeakKeyD
 def units_for(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any]) -> list[Unit]:
     """The units of a layer that is to be called with the given arguments.
 
-    A layer that reads weights of the layers within it, or calls them in a loop or on something that is no batch of
-    examples, is one unit as a whole.
+    A layer that reads the weights of its sublayers, or calls them in a loop or on something other than a batch of
+    examples, is a single unit.
 
     Args:
         layer: A built layer or model.
@@ -44,7 +44,7 @@ def _kind(value: Any) -> Any:
 
 
 def _probed(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any]) -> tuple[list[Unit], bool]:
-    """The units, and whether the layer could be called on placeholders."""
+    """Returns the units, and whether the call on placeholders succeeded."""
     whole: set[int] = set()
     size = BATCH
     while True:
@@ -58,17 +58,17 @@ def _probed(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any
         elif is_done:
             return [Unit(unit.layer, unit.rule, capture.batched(unit, size)) for unit in units], True
         elif variable is None and size == BATCH and _first_axis(arguments, keywords):
-            # A model may be made for batches of one size.
+            # The model may only accept one batch size.
             size = _first_axis(arguments, keywords) or BATCH
         else:
-            # The call itself will say what is wrong.
+            # The real call will raise a meaningful error.
             return units, False
 
 
 def _called_on_placeholders(
     layer: keras.layers.Layer, units: list[Unit], arguments: tuple, keywords: dict[str, Any], size: int
 ) -> tuple[Capture, bool]:
-    """Calls a layer with batches of the given size, and says whether it got to the end."""
+    """Calls a layer with batches of the given size; also returns whether the call succeeded."""
     flat = keras.tree.flatten((arguments, keywords))
     first = _first_axis(arguments, keywords)
     places = [place for place, value in enumerate(flat) if _is_tensor(value) and value.shape[0] == first]
@@ -87,7 +87,7 @@ def _called_on_placeholders(
     try:
         tf.function(releasing(call), autograph=False).get_concrete_function(*specifications)
     except Exception:
-        # Whatever it was, the call itself will run into it, unless it comes of the size.
+        # The real call will raise the same error, unless the batch size caused it.
         return captures[0], False
     return captures[0], True
 

@@ -1,4 +1,4 @@
-"""What is made of the calls of a model's units: norms, gradients, moments and sums."""
+"""Norms, gradients, moments and sums, computed from the recorded calls of a model's units."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,11 +14,11 @@ from keras_paragrad.sums import row_sums_of_all
 
 
 class Quantities:
-    """The per-example quantities of one backward pass, as it scaled the loss.
+    """The per-example quantities of one backward pass; the loss's scaling is still in them.
 
     Args:
-        recorded: The units to which a gradient came back, with their calls.
-        variables: The weights asked for, in the order of the results.
+        recorded: The units that received a gradient, with their calls.
+        variables: The weights, in the order of the results.
     """
 
     def __init__(self, recorded: Iterable[tuple[Unit, list[Call]]], variables: Sequence[keras.Variable]):
@@ -26,22 +26,22 @@ class Quantities:
         self.variables = variables
         self.places = {id(variable): place for place, variable in enumerate(variables)}
         owners = [id(v) for unit, _ in self.recorded for v in unit.rule.variables(unit.layer)]
-        # A weight that several layers have: squares of its gradient don't add up from layer to layer.
+        # Weights shared by several layers: their squared gradients can't be summed over the layers.
         self.tied = {owner for owner in owners if owners.count(owner) > 1}
 
     @property
     def batch(self) -> tf.Tensor:
-        """How many examples there are, a scalar."""
+        """The number of examples, a scalar."""
         cotangents = self.recorded[0][1][0].cotangents
         assert cotangents is not None
         return tf.shape(cotangents[0])[0]
 
     def gradients(self) -> list[tf.Tensor]:
-        """Each example's gradient for each weight, `(batch, *shape)`; zero where none came back."""
+        """The per-example gradients of each weight, `(batch, *shape)`; zeros where the weight has no gradient."""
         return [Factors.of(gradient).laid_out() for gradient in self.gradients_to_keep()]
 
     def gradients_to_keep(self) -> list[Any]:
-        """The same, or the `Factors` of which each is made where those take less room."""
+        """As `gradients`, but as factored `Factors` where these take less memory."""
         found = self._added(self._parts("gradients_to_keep"))
         return [
             tf.zeros([self.batch, *variable.shape]) if gradient is None else gradient
@@ -63,7 +63,7 @@ class Quantities:
         return row_sums_of_all(squares, by_xla)
 
     def second_moments(self) -> list[tf.Tensor]:
-        """The sum over examples of squared gradients for each weight, in its shape; zero where none came back."""
+        """The sum over examples of squared gradients, in each weight's shape; zeros for weights without gradient."""
         parts = list(self._parts("second_moments", tied=False))
         parts += [(place, tf.reduce_sum(tf.square(g), 0)) for place, g in self._tied_gradients().items()]
         return [
@@ -74,8 +74,8 @@ class Quantities:
     def weighted_sums(self, weights: tf.Tensor) -> list[Any]:
         """The sum over examples of gradients times `weights` `(batch,)`, in each weight's shape and dtype.
 
-        `None` where none came back, as in plain training. An example of weight 0 adds nothing, even if its gradient is
-        not finite.
+        `None` where the weight has no gradient, as in plain training. An example of weight 0 contributes nothing, even
+        if its gradient is not finite.
         """
         recorded = _without_examples_of_weight_0(self.recorded, weights)
         sums = self._added(self._parts("weighted_sums", weights, recorded=recorded))
@@ -91,7 +91,7 @@ class Quantities:
         tied: bool = True,
         recorded: Sequence[tuple[Unit, list[Call]]] | None = None,
     ) -> Iterator[tuple[int, Any]]:
-        """What a rule's method returns for each weight, with the weight's place; of tied ones only if asked for."""
+        """Yields each weight's index and the result of a rule's method for it; tied weights only if `tied`."""
         for unit, calls in self.recorded if recorded is None else recorded:
             in_its_dtype = [tf.cast(argument, calls[0].cotangent.dtype) for argument in arguments]
             parts = getattr(unit.rule, method)(calls, *in_its_dtype)
@@ -114,7 +114,7 @@ class Quantities:
 def _without_examples_of_weight_0(
     recorded: Sequence[tuple[Unit, list[Call]]], weights: tf.Tensor
 ) -> list[tuple[Unit, list[Call]]]:
-    """The calls with zeros in all that they hold of examples of weight 0, for rules that don't see to it themselves."""
+    """The calls with all tensors zeroed for examples of weight 0, for rules that don't do so themselves."""
     of_calls = {
         id(call): call.tensors
         for unit, calls in recorded
@@ -131,7 +131,7 @@ def _without_examples_of_weight_0(
     if recorded[0][1][0].by_xla:
         found = without()
     else:
-        # Mostly all examples count, and then nothing is copied.
+        # Usually all weights are nonzero, and then nothing is copied.
         found = tf.cond(tf.reduce_any(tf.equal(weights, 0)), without, lambda: [tf.identity(each) for each in tensors])
     left = iter(found)
     changed = {key: {place: next(left) for place in of_call} for key, of_call in of_calls.items()}

@@ -1,4 +1,4 @@
-"""Who reads which weight: so that none is used behind a rule's back."""
+"""Tracks which layer reads which weight, so that no use of a weight escapes its rule."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,13 @@ from keras_paragrad._keras.objects.layers import assign_now
 
 
 class WeightReads(keras.StatelessScope):
-    """Within it, trainable weights are read only in the calls of the layers that own them.
+    """A scope in which trainable weights can be read only in the calls of the layers that own them.
 
-    Other variables are read and assigned as ever, and losses that layers add are kept in `losses`.
+    Other variables are read and assigned as usual, and losses that layers add are collected in `losses`.
 
     Args:
-        variables: The weights to watch over.
-        detached: Whether they are read without a gradient going back to them.
+        variables: The weights to guard.
+        detached: Whether to read them through `tf.stop_gradient`.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], detached: bool):
@@ -30,12 +30,12 @@ class WeightReads(keras.StatelessScope):
 
     @property
     def is_within_a_unit(self) -> bool:
-        """Whether a unit is being called."""
+        """Whether the scope is inside the call of a unit."""
         return bool(self.readable)
 
     @contextlib.contextmanager
     def by(self, layer: keras.layers.Layer) -> Iterator[None]:
-        """Lets a layer's weights be read."""
+        """Allows a layer's weights to be read."""
         before = self.readable
         self.readable = before | {id(variable) for variable in layer.trainable_variables}
         try:
@@ -54,7 +54,7 @@ class WeightReads(keras.StatelessScope):
         return super().get_current_value(variable)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Assigns at once, as outside of a scope."""
+        """Assigns at once, as outside of a stateless scope."""
         variable, _ = update
         if self.overwritten is not None and id(variable) not in self.overwritten:
             self.overwritten[id(variable)] = variable, tf.identity(variable.value)
@@ -62,7 +62,7 @@ class WeightReads(keras.StatelessScope):
 
     @contextlib.contextmanager
     def noting_assignments(self) -> Iterator[list[tuple[keras.Variable, Any]]]:
-        """Fills the yielded list, when left, with the variables assigned within and the values they had before."""
+        """On exit, fills the yielded list with the variables assigned inside and their previous values."""
         before, self.overwritten = self.overwritten, {}
         noted: list[tuple[keras.Variable, Any]] = []
         try:
@@ -73,11 +73,11 @@ class WeightReads(keras.StatelessScope):
 
 
 class LossReads(WeightReads):
-    """Within it, a loss is computed, and trainable weights may not be read at all.
+    """A scope for computing a loss, in which trainable weights must not be read.
 
     Args:
-        variables: The weights to watch over.
-        owner: Whose `compute_loss` it is, for the error.
+        variables: The weights to guard.
+        owner: The class that defines `compute_loss`, for the error.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], owner: str):
@@ -96,10 +96,10 @@ class LossReads(WeightReads):
 
 
 class Weights(keras.StatelessScope):
-    """Within it, weights have the values given, nothing is assigned, and no loss is added.
+    """A scope in which weights have the given values, nothing is assigned and no loss is added.
 
     Args:
-        values: Pairs of a weight and what it is read as.
+        values: Pairs of a weight and its value.
     """
 
     def __init__(self, values: Any):

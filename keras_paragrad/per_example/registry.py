@@ -1,4 +1,4 @@
-"""A layer's rule: how its per-example gradients follow from what went in and what came back."""
+"""Rules: how to compute a layer's per-example gradients from its inputs and output cotangents."""
 
 import dataclasses
 import functools
@@ -15,24 +15,25 @@ from keras_paragrad.sums import row_sums
 
 @dataclasses.dataclass
 class Call:
-    """One call of a layer, and the gradient that came back to it.
+    """One recorded call of a layer, with the cotangents of its outputs.
 
     Attributes:
         layer: The layer.
-        arguments: The positional arguments its `call` got.
-        keywords: The keyword arguments its `call` got.
-        training: Whether it was called to train.
-        rerun: Does the call again, as it was done; takes other `arguments` and `keywords` in their places.
-        recorded: What the rule's `run` kept of it.
-        batched: For each of the flattened arguments and keywords, whether it has a row for each example, if known.
-        by_xla: Whether the step is compiled by XLA, for rules that have another way then.
+        arguments: The positional arguments of its `call`.
+        keywords: The keyword arguments of its `call`.
+        training: Whether it was called in training mode.
+        rerun: `rerun(arguments, keywords)` repeats the call with other arguments and returns its outputs.
+        recorded: What the rule's `run` stored for its other methods.
+        batched: For each of the flattened arguments and keywords, whether it has a row for each example; `None` if
+            unknown.
+        by_xla: Whether XLA compiles the step, for rules with a faster algorithm in that case.
         beside_plain: Whether the weights' plain gradient is computed in the same graph.
-        outputs: The floating-point tensors to which the cotangents belong.
-        cotangents: The loss's gradient with respect to each floating-point tensor that came out (or would have gone
-            into the layer's activation, for rules with `before_activation`); filled in by the backward pass.
-        gradients: What the rule has computed already, `(batch, ...)`, for rules that take too long to do it again.
-        original: The call as it was, if this one holds zeros for examples of weight 0: what was computed of it for the
-            norms is not computed again.
+        outputs: The call's floating-point output tensors, in flattened order.
+        cotangents: The loss's gradient with respect to each of `outputs` (to the input of the layer's activation, for
+            rules with `before_activation`); set by the backward pass, `None` before it.
+        gradients: Per-example gradients `(batch, *shape)` that the rule has cached, if recomputing them is expensive.
+        original: The unmodified call, if this is a copy with zeros for examples of weight 0; lets a rule reuse what it
+            computed for the norms.
     """
 
     layer: keras.layers.Layer
@@ -51,12 +52,12 @@ class Call:
 
     @functools.cached_property
     def input(self) -> tf.Tensor:
-        """The first argument, `(batch, ...)`, in float32 unless it is float64 or of integers."""
+        """The first argument, `(batch, ...)`; half precision is cast to float32."""
         return widened(tf.convert_to_tensor((*self.arguments, *self.keywords.values())[0]))
 
     @property
     def tensors(self) -> dict[tuple[str, int], tf.Tensor]:
-        """The floating-point tensors with a row for each example, by what they are and their place in it."""
+        """The floating-point tensors with a row for each example, by field and index in the field."""
         assert self.cotangents is not None, "the backward pass has not come to this call"
         size = self.cotangents[0].shape[0]
         flat = keras.tree.flatten((self.arguments, self.keywords))
@@ -67,7 +68,7 @@ class Call:
         return {(part, place): value for part, values in parts.items() for place, value in values.items()}
 
     def with_tensors(self, tensors: dict[tuple[str, int], tf.Tensor]) -> "Call":
-        """The call with others in the places of its `tensors`."""
+        """A copy of the call with some of its `tensors` replaced."""
         flat = keras.tree.flatten((self.arguments, self.keywords))
         parts: dict[str, list] = {"arguments": flat, "outputs": list(self.outputs)}
         parts |= {"cotangents": list(self.cotangents or []), "gradients": list(self.gradients or [])}
@@ -87,79 +88,87 @@ class Call:
 
     @functools.cached_property
     def cotangent(self) -> tf.Tensor:
-        """The first cotangent, `(batch, ...)`, in float32 unless it is float64."""
+        """The first cotangent, `(batch, ...)`; half precision is cast to float32."""
         assert self.cotangents is not None, "the backward pass has not come to this call"
         return widened(self.cotangents[0])
 
 
 class Rule:
-    """How to get a layer's per-example gradients; subclass it and decorate with `register_rule`.
+    """Computes a layer's per-example gradients; subclass it and decorate the subclass with `register_rule`.
 
-    `gradients` alone is enough. The others have slow and obvious defaults made of it, to be overridden where there is
-    a way that does not write a gradient for each example into memory.
+    Only `gradients` is required. The other methods have slow, obvious defaults built on it; override them where the
+    result can be computed without materializing a gradient per example. `calls` are all calls of one layer in a step,
+    and every returned list has one entry for each of `variables(layer)`, unless stated otherwise. `batch` is the number
+    of examples, `shape` the shape of the variable.
 
     Attributes:
-        before_activation: Whether the cotangent is wanted before the layer's `activation`, rather than at its output.
-        serves_overrides: Whether the rule holds for subclasses of its layers that compute something else, too.
+        before_activation: Whether cotangents are taken before the layer's `activation`, rather than at its output.
+        serves_overrides: Whether the rule also holds for subclasses of its layers that override the computation.
     """
 
     before_activation = False
     serves_overrides = False
 
     def variables(self, layer: keras.layers.Layer) -> list[keras.Variable]:
-        """The weights that the rule knows, in the order in which it returns their gradients.
+        """The trainable variables that the rule handles, in the order in which it returns their gradients.
 
-        A layer that trains any other falls back on the generic rule.
+        A layer with any other trainable variable falls back to the generic rule.
         """
         return list(layer.trainable_variables)
 
     def suits(self, layer: keras.layers.Layer) -> bool:
-        """Whether the rule is right for the layer as it is configured; if not, the generic rule is used."""
+        """Whether the rule supports the layer's configuration; if not, the generic rule is used."""
         known = {id(variable) for variable in self.variables(layer)}
         return all(id(variable) in known for variable in layer.trainable_variables)
 
     def run(self, call: Call, function: Callable[..., Any], reads: Any) -> Any:
-        """Does the call, and returns its outputs; for rules that have to keep something of it, or to refuse it."""
+        """Calls the layer and returns its outputs; override it to record something of the call, or to refuse it.
+
+        Args:
+        call: The call; its `outputs` and `cotangents` are not set yet.
+        function: The layer's own `call`.
+        reads: The `reads.WeightReads` scope in which the call runs."""
         return function(*call.arguments, **call.keywords)
 
     def gradients(self, call: Call) -> list[tf.Tensor]:
-        """The gradient of each example for each of `variables(layer)`, `(batch, *shape)`."""
+        """The per-example gradients of one call, each a `tf.Tensor` of shape `(batch, *shape)`."""
         raise NotImplementedError(f"{type(self).__name__} has to implement gradients(call).")
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        """The same over all the calls of a layer that a model shares."""
+        """The per-example gradients `(batch, *shape)`, summed over the calls of a shared layer."""
         return [tf.add_n(list(parts)) for parts in zip(*map(self.gradients, calls), strict=True)]
 
     def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
-        """The same, or the `factored_gradients.Factors` that each is made of, where those take less memory."""
+        """As `gradients_of_all`, or each as factored `factored_gradients.Factors` where these take less memory."""
         return self.gradients_of_all(calls)
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        """The squared norm of each example's gradient for each of `variables(layer)`, `(batch,)`."""
+        """The squared norms of the per-example gradients, `(batch,)`, one tensor per variable."""
         return [squared_norm(gradient, calls[0].by_xla) for gradient in self.gradients_of_all(calls)]
 
     def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        """Any tensors `(batch, ...)` of which a row adds up to the sum of an example's `squared_norms`.
+        """Any number of tensors `(batch, ...)` whose rows sum to each example's total of `squared_norms`.
 
-        For rules that have the norm of all weights together for less, or leave small sums to whoever adds up more.
+        Override it if the joint norm of all variables is cheaper, or to leave small reductions to be fused by the
+        caller.
         """
         return self.squared_norms(calls)
 
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        """The sum over examples of squared gradients, in the shapes of `variables(layer)`."""
+        """The sum over examples of the elementwise squared gradients, each of its variable's shape."""
         return [tf.reduce_sum(tf.square(gradient), 0) for gradient in self.gradients_of_all(calls)]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
-        """The sum over examples of gradients times `weights` `(batch,)`; in the shapes of `variables(layer)`.
+        """The sum over examples of the gradients times `weights` `(batch,)`, each of its variable's shape.
 
-        For those who override it, what the calls hold of examples of weight 0 is zero, even where it was not finite.
+        In overrides, the calls' tensors are zero for examples of weight 0, even where they were not finite.
         """
         return [tf.tensordot(weights, zeroed(gradient, weights), 1) for gradient in self.gradients_of_all(calls)]
 
 
 R = TypeVar("R", bound=type[Rule])
 _RULES: dict[type, Rule] = {}
-# What a subclass may override and still compute the same.
+# Attributes that a subclass may override without changing the computation.
 _HARMLESS = {
     "_keras_api_export_path",
     "build",
@@ -176,9 +185,9 @@ _HARMLESS = {
 
 
 def register_rule(*layers: type[keras.layers.Layer]) -> Callable[[R], R]:
-    """Makes a `Rule` subclass the rule of layer classes, in place of any before.
+    """Registers a `Rule` subclass for layer classes, replacing any earlier rule.
 
-    It serves their subclasses too, as long as those do not override what is computed.
+    It also serves their subclasses, as long as these don't override the computation.
 
     Args:
         *layers: Layer classes.
@@ -187,7 +196,7 @@ def register_rule(*layers: type[keras.layers.Layer]) -> Callable[[R], R]:
         A class decorator.
 
     Raises:
-        TypeError: What is given are no layer classes, or what is decorated is no `Rule`.
+        TypeError: An argument is not a layer class, or the decorated class is not a `Rule`.
 
     Example:
 
@@ -218,7 +227,7 @@ def register_rule(*layers: type[keras.layers.Layer]) -> Callable[[R], R]:
 
 
 def rule_for(layer: keras.layers.Layer) -> Rule | None:
-    """The registered rule that suits a layer, or `None`."""
+    """The registered rule that supports a layer, or `None`."""
     for kind in type(layer).__mro__:
         rule = _RULES.get(kind)
         if rule is not None:
@@ -228,14 +237,14 @@ def rule_for(layer: keras.layers.Layer) -> Rule | None:
 
 
 def _computes_otherwise(kind: type, registered: type) -> bool:
-    """Whether a class overrides something of the registered one that its `call` may depend on."""
+    """Whether a class overrides something of the registered class that its `call` may depend on."""
     between = kind.__mro__[: kind.__mro__.index(registered)]
     overridden = {name for each in between for name in vars(each) if hasattr(registered, name)}
     return any(not name.startswith("__") and name not in _HARMLESS for name in overridden)
 
 
 def wide(dtype: tf.DType) -> tf.DType:
-    """Float32 for half precision, and other dtypes as they are: squares of small gradients need the range."""
+    """Float32 for half precision, otherwise the dtype itself: squares of small gradients need the range."""
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
@@ -245,7 +254,7 @@ def widened(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def zeroed(rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
-    """A `(batch, ...)` tensor with zeros in the rows of examples of weight 0, so that 0 times NaN is no NaN."""
+    """A `(batch, ...)` tensor with zeros in the rows of examples of weight 0, since 0 times NaN is NaN."""
     kept = tf.reshape(tf.not_equal(weights, 0), [-1, *[1] * (rows.shape.rank - 1)])
     return tf.where(kept, rows, tf.zeros([], rows.dtype))
 
@@ -254,6 +263,6 @@ def squared_norm(gradients: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
     """The squared norm of each row of a `(batch, ...)` tensor, `(batch,)`."""
     if by_xla:
         return row_sums(tf.square(gradients), by_xla)
-    # XLA does not know it. The root is taken and undone, but squares are never laid out: for rows of 8192, a third of
-    # the time.
+    # XLA lacks this op. It takes a root that is then squared, but never materializes the squares: for rows of 8192 it
+    # takes a third of the time.
     return tf.square(tf.math.reduce_euclidean_norm(gradients, list(range(1, gradients.shape.rank))))

@@ -1,4 +1,4 @@
-"""Where a training step leaves what it found out about its examples, and where the host picks it up."""
+"""The per-example results of a training step: written in the step, read by the host."""
 
 from collections.abc import Collection, Sequence
 
@@ -10,26 +10,26 @@ from keras_paragrad.per_example.factored_gradients import FactoredGradients
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.rows import ReplicaRows, Total
 
-# A norm is four bytes, so this much room costs a step nothing.
+# A norm takes four bytes, so this capacity costs a step nothing.
 ROOM_FOR_NORMS = 2**14
 
 
 class StepResults:
-    """What one training step after the other leaves behind.
+    """The results of the last training step.
 
     Args:
-        kept: Which of `"norms"`, `"gradients"` and `"second_moment"`.
+        kept: Which of `"norms"`, `"gradients"` and `"second_moment"` to keep.
         variables: The weights.
-        capacity: The most examples on one replica, for steps compiled by XLA, in which shapes are fixed; `None` takes
-            any number.
+        capacity: Most examples on one replica, for steps compiled by XLA, which needs static shapes; `None` for any
+            number.
     """
 
     def __init__(self, kept: Collection[str], variables: Sequence[keras.Variable], capacity: int | None):
         self.variables = list(variables)
         self.capacity = capacity
         self.count = Total([], tf.int32)
-        # Gradients are multiplied when they are read. In the step, that would take a pass over them, or over cotangents
-        # of which the backward pass may have the products already.
+        # Gradients are scaled when they are read. Scaling in the step would take another pass over them, or over
+        # cotangents whose products the backward pass may already have computed.
         self.factor = Total([])
         self.norms = ReplicaRows([], capacity, self.count) if "norms" in kept else None
         with_gradients = self.variables if "gradients" in kept else []
@@ -37,11 +37,11 @@ class StepResults:
         self.second_moment = [Total(v.shape) for v in variables] if "second_moment" in kept else []
 
     def keep(self, quantities: Quantities, factor: tf.Tensor) -> tf.Tensor | None:
-        """Leaves a step's results; within it, on each replica.
+        """Stores a step's results; called within the step, on each replica.
 
         Args:
-            quantities: Those of the step's backward pass.
-            factor: What makes its gradients those of each example's own loss.
+            quantities: The quantities of the step's backward pass.
+            factor: Scales its gradients to those of each example's own loss.
 
         Returns:
             The norms, if they are kept.
@@ -62,7 +62,7 @@ class StepResults:
 
 
 def capacity_for(kept: Collection[str]) -> int | None:
-    """How many examples a step needs room for if nobody said, or `None` where shapes are not fixed.
+    """The default capacity of a step, or `None` where shapes may vary.
 
     Args:
         kept: See `StepResults`.
@@ -71,10 +71,10 @@ def capacity_for(kept: Collection[str]) -> int | None:
 
 
 def check_room(kept: Collection[str], capacity: int | None) -> None:
-    """Refuses steps that XLA compiles without knowing how many gradients to make room for.
+    """Refuses steps that XLA compiles without a capacity for gradients.
 
     Raises:
-        ValueError: There is no capacity for gradients.
+        ValueError: Gradients are kept, and there is no capacity.
     """
     if capacity is None and "gradients" in kept and compiled_by_xla():
         raise ValueError(

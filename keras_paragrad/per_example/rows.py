@@ -1,4 +1,4 @@
-"""What a step leaves in variables, on each replica its own, for the host to read."""
+"""Per-replica variables that a step writes and the host reads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,11 @@ class ReplicaRows:
     """A tensor with a row for each example of the last step; see `StepResults`.
 
     Args:
-        shape: That of a row; `None` for axes of any size.
-        capacity: How many rows there is room for.
-        count: How many there are on each replica.
-        factor: What to multiply them by when they are read, on each replica.
-        dtype: What they are kept in.
+        shape: The shape of a row; `None` for axes of any size.
+        capacity: Most rows that can be stored; `None` for any number.
+        count: How many rows each replica has.
+        factor: Multiplies each replica's rows when they are read.
+        dtype: The dtype to store them in.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ReplicaRows:
         self.values = replica_variable([capacity, *shape], dtype)
 
     def assign(self, rows: tf.Tensor) -> None:
-        """Leaves rows, `(count, *shape)`; within a step, on each replica."""
+        """Stores rows, `(count, *shape)`; called within a step, on each replica."""
         rows = tf.cast(rows, self.values.dtype)
         if self.capacity is not None:
             missing: Any = tf.maximum(self.capacity - tf.shape(rows)[0], 0)
@@ -40,12 +40,12 @@ class ReplicaRows:
         self.values.assign(tf.ensure_shape(rows, self.values.shape))
 
     def sum_of_squares(self) -> tf.Tensor:
-        """The sum of all the squares of this replica; within a step."""
-        # Beyond the rows there are zeros.
+        """The sum of squares of this replica's rows; called within a step."""
+        # The padding is zeros.
         return tf.reduce_sum(tf.square(self.values))
 
     def of_replicas(self) -> list[np.ndarray]:
-        """The rows of each of this process's replicas.
+        """The rows of each replica of this process.
 
         Raises:
             ValueError: There were more than the capacity.
@@ -62,7 +62,7 @@ class ReplicaRows:
         return [part * factor for part, factor in zip(rows, self.factor.of_replicas(), strict=True)]
 
     def numpy(self) -> np.ndarray:
-        """The rows of this process's replicas, one after the other.
+        """The rows of this process's replicas, concatenated.
 
         Raises:
             ValueError: There were more than the capacity.
@@ -71,13 +71,13 @@ class ReplicaRows:
 
 
 class Total:
-    """A tensor of the last step of which each replica has a part."""
+    """A tensor of the last step whose value is the sum of the replicas' parts."""
 
     def __init__(self, shape: Sequence[int], dtype: tf.DType = tf.float32):
         self.value = replica_variable(shape, dtype)
 
     def assign(self, value: Any) -> None:
-        """Leaves a replica's part."""
+        """Stores this replica's part."""
         self.value.assign(value)
 
     def of_replicas(self) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""What a loss's gradient was divided by on its way to the layer."""
+"""The scaling between an example's own loss and its share of the loss that is differentiated."""
 
 import contextlib
 import warnings
@@ -21,11 +21,12 @@ from keras_paragrad.per_example.mixing import check_model
 
 
 class Divisor:
-    """Watches the model that is trained compute its loss, from the call of a layer in it to the backward pass.
+    """Records how the trained model computes its loss, from the call of a layer in it to the backward pass.
 
     Args:
-        reduction: What the loss does over the examples where that can't be seen: `"sum_over_batch_size"` or `"sum"`.
-        masked_mean: What a masked mean is taken over: `"batch"`, as Keras does, or `"example"`.
+        reduction: How the loss reduces over the examples where that can't be observed: `"sum_over_batch_size"` or
+            `"sum"`.
+        masked_mean: Whether a masked mean is taken over the `"batch"`, as in Keras, or over each `"example"`.
     """
 
     def __init__(self, reduction: str | None = None, masked_mean: str = "batch") -> None:
@@ -39,23 +40,23 @@ class Divisor:
             self.terms = self._recording.enter_context(recorded)
 
     def close(self) -> None:
-        """Stops watching."""
+        """Stops recording."""
         self._recording.close()
 
     def factor(self, batch: tf.Tensor) -> tf.Tensor:
-        """What makes an example's share of the batch's gradient the gradient of its own loss, a float32 scalar.
+        """The factor from an example's share of the batch's gradient to the gradient of its own loss, a float32 scalar.
 
         Args:
-            batch: How many examples there are on this replica.
+            batch: Number of examples on this replica.
 
         Raises:
-            ValueError: A loss is no sum over the examples, or the outputs' losses are divided by different things.
+            ValueError: A loss is not a sum over the examples, or the outputs' losses have different normalizers.
         """
         check_model(self.model)
         for term in self.terms:
             check_loss(term)
         self._check_masked_mean()
-        # What a method of the model's own makes of them can't be seen.
+        # How an overridden compute_loss reduces can't be observed.
         summed = not self._is_own and self._adds_up()
         divisors = {} if self._is_own else {_kind(term): _divisor(term, batch) for term in self.terms}
         if len(divisors) > 1:
@@ -76,11 +77,11 @@ class Divisor:
         # Keras divides by the number of replicas, unless the loss is a sum.
         replicas = 1 if kind == ("sum",) else replica_count()
         share = tf.constant(1.0) if self.model is None else replica_scale_of(self.model)
-        # No share at all is that of a replica without examples.
+        # The share is zero on a replica without examples.
         return tf.math.divide_no_nan(divisor * replicas, share * self._loss_scale())
 
     def warn_of_masks(self) -> None:
-        """Warns where an example's norm depends on what the masks of the others leave."""
+        """Warns where an example's norm depends on the masks of the others."""
         masked = [term.loss.name for term in self.terms if _kind(term) == ("mean",) and term.mask is not None]
         if masked and self.masked_mean == "batch":
             warnings.warn(
@@ -92,9 +93,9 @@ class Divisor:
             )
 
     def may_overflow(self, batch: tf.Tensor) -> tf.Tensor:
-        """For each example whether its gradient, if it is not finite, may be so for the loss scale alone, `(batch,)`.
+        """Whether a non-finite gradient of each example may be due to the loss scale alone, a boolean `(batch,)`.
 
-        That is not so without one, nor where the example's loss is not finite either.
+        False without a loss scale, and where the example's loss itself is not finite.
         """
         if not isinstance(getattr(self.model, "optimizer", None), keras.optimizers.LossScaleOptimizer):
             return tf.zeros([batch], tf.bool)
@@ -102,11 +103,11 @@ class Divisor:
         return tf.reduce_all(tf.stack([tf.ones([batch], tf.bool), *finite]), 0)
 
     def _check_masked_mean(self) -> None:
-        """Refuses a loss that examples can't have their own masked mean of.
+        """Refuses a loss for which a masked mean per example is not possible.
 
         Raises:
-            ValueError: It is not computed by the compiled losses, is divided by sample weights, or another layer
-                decides otherwise.
+            ValueError: It is not computed by the compiled losses, is divided by sample weights, or another layer has a
+                different setting.
         """
         if self.masked_mean == "batch":
             if any(term.by_example for term in self.terms):
@@ -134,7 +135,7 @@ class Divisor:
 
     @property
     def _is_own(self) -> bool:
-        """Whether the model computes its loss in a way of its own."""
+        """Whether the model overrides how its loss is computed."""
         return self.model is not None and (has_own_compute_loss(self.model) or has_own_train_step(self.model))
 
     def _adds_up(self) -> bool:

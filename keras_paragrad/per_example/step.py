@@ -1,4 +1,4 @@
-"""One call of the layer in training, up to the backward pass through it."""
+"""One call of the layer in training, from the forward to the backward pass."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from keras_paragrad.per_example.scaling import Divisor
 
 
 class Step:
-    """Calls a layer, and when the backward pass has been through it, hands over what it found.
+    """Calls a layer, and calls back once the backward pass through it is complete.
 
-    Whoever makes one keeps it until then, and drops it if it is not to be answered any more.
+    The caller holds a reference until then. A backward pass that reaches a dropped step raises a `ValueError`.
 
     Args:
         layer: The layer.
-        finish: Takes the step, and returns the gradients that the backward pass is to have for the layer's weights, or
-            `None` for each that is right as it is.
-        detached: Whether it returns any.
-        divisor: Watches the loss.
+        finish: Takes the step, and returns the gradients that the backward pass uses for the layer's weights; `None`
+            keeps the plain gradient.
+        detached: Whether `finish` replaces the gradients.
+        divisor: Records the loss.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Step:
         return self.capture(*arguments, **keywords)
 
     def quantities(self) -> tuple[Quantities, tf.Tensor]:
-        """The per-example quantities, and the factor that makes an example's share the gradient of its own loss."""
+        """The per-example quantities, and the factor from an example's share to the gradient of its own loss."""
         found = Quantities(self.capture.recorded, self.layer.trainable_variables)
         return found, self.divisor.factor(found.batch)
 
     def _anchor(self) -> Any:
-        """A scalar whose gradient calls `finish`; the weights go in so that any of their gradients comes by."""
-        # TensorFlow keeps the gradient functions of graphs for ever, and they are not to keep the model.
+        """A scalar whose gradient calls `finish`; any gradient of the weights triggers it, as they are inputs."""
+        # TensorFlow never frees the gradient functions of graphs; a weak reference keeps them from holding the model.
         reference, name = weakref.ref(self), self.layer.name
 
         @tf.custom_gradient

@@ -1,4 +1,4 @@
-"""The layers of a model that have a rule each, and those that leave an example without a gradient of its own."""
+"""Units: the layers of a model with one rule each; and the layers for which per-example gradients don't exist."""
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
@@ -16,12 +16,12 @@ _GENERIC = Generic()
 
 
 class Unit(NamedTuple):
-    """A layer whose gradients one rule gives.
+    """A layer whose gradients are computed by one rule.
 
     Attributes:
         layer: The layer.
         rule: Its rule.
-        batched: For each of its calls, which of the arguments have a row for each example, as far as that is known.
+        batched: For each of its calls, which of the flattened arguments have a row for each example, if known.
     """
 
     layer: keras.layers.Layer
@@ -30,11 +30,11 @@ class Unit(NamedTuple):
 
 
 def units_of(layer: keras.layers.Layer, whole: Collection[int] = ()) -> list[Unit]:
-    """The units that have all of a layer's trainable weights, each once.
+    """The units that together hold all of a layer's trainable weights, each once.
 
     Args:
         layer: A layer or model.
-        whole: The ids of layers that are not to be taken apart.
+        whole: The ids of layers not to be split.
     """
     found: dict[int, Unit] = {}
     for unit in _walk(layer, whole):
@@ -43,7 +43,7 @@ def units_of(layer: keras.layers.Layer, whole: Collection[int] = ()) -> list[Uni
 
 
 def holders_of(layer: keras.layers.Layer, variable: keras.Variable) -> list[keras.layers.Layer]:
-    """The layers within a layer, and itself, that train a weight; those of the fewest weights, and innermost, first."""
+    """The layer and its sublayers that train a weight; those with the fewest weights, and innermost, first."""
     holders = {
         id(inner): inner
         for inner in all_layers(layer)
@@ -54,10 +54,10 @@ def holders_of(layer: keras.layers.Layer, variable: keras.Variable) -> list[kera
 
 
 def check_training(layer: keras.layers.Layer) -> None:
-    """Refuses what mixes the examples of a batch in training.
+    """Refuses layers that mix the examples of a batch in training.
 
     Raises:
-        ValueError: A layer normalizes by the batch's statistics, or a dropout's mask is the same for all examples.
+        ValueError: A layer normalizes by batch statistics, or a dropout mask is shared by all examples.
     """
     for inner in all_layers(layer):
         if isinstance(inner, keras.layers.BatchNormalization) and inner.trainable and not inner.trainable_variables:
@@ -72,7 +72,7 @@ def check_training(layer: keras.layers.Layer) -> None:
 
 
 def all_layers(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
-    """A layer and those within it, at every depth."""
+    """A layer and its sublayers, at every depth."""
     yield layer
     for child in children(layer):
         yield from all_layers(child)
@@ -97,6 +97,6 @@ def _walk(layer: keras.layers.Layer, whole: Collection[int]) -> Iterator[Unit]:
 
 
 def _owns_weights(layer: keras.layers.Layer) -> bool:
-    """Whether a layer trains weights that none of the layers within it has."""
+    """Whether a layer trains weights that belong to none of its sublayers."""
     within = {id(variable) for child in children(layer) for variable in child.trainable_variables}
     return any(id(variable) not in within for variable in layer.trainable_variables)

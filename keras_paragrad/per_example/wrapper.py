@@ -1,4 +1,4 @@
-"""`PerExampleGradients`: a layer that knows the gradient of every example it is trained on."""
+"""`PerExampleGradients`: a layer wrapper that computes per-example gradients during training."""
 
 import collections
 import functools
@@ -24,51 +24,50 @@ QUANTITIES = ("norms", "gradients", "second_moment")
 REDUCTIONS = ("sum_over_batch_size", "sum")
 MASKED_MEANS = ("batch", "example")
 _TRANSFORM = "lambda norms: tf.cast(norms < 10.0, 'float32')"
-# How many calls may wait for their backward pass, or never have one.
+# Most calls that may be waiting for a backward pass; some never get one.
 _UNFINISHED = 16
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
 class PerExampleGradients(keras.layers.Wrapper):
-    """Wraps a layer or a whole model so that `fit` leaves the gradients of single examples behind, or clips them.
+    """Wraps a layer or a whole model so that `fit` computes per-example gradients or norms, or clips per example.
 
-    Each training step computes them in the backward pass that it takes anyway. They are gradients of each example's own
-    loss: neither divided by the batch, the replicas or a loss scale, nor with weight regularizers in them. Their mean
-    is the gradient that `fit` applies (their sum, for a loss with `reduction="sum"`). An example's sample weight is
-    part of its loss. Without `clip_norm` or `transform`, training is what it is without the wrapper.
+    They are computed in the ordinary backward pass of each training step. They are gradients of each example's own
+    loss: not divided by the batch size or the replica count, without loss scale and weight regularizers. Their mean is
+    the gradient that `fit` applies (their sum, for a loss with `reduction="sum"`). An example's sample weight is part
+    of its loss. Without `clip_norm` or `transform`, the wrapper does not change training.
 
     Args:
-        layer: A layer or a model, called once in a step; layers within it may be shared.
-        quantity: What to keep of each step, `"norms"`, `"gradients"` or `"second_moment"`.
-        clip_norm: The largest norm that an example's gradient may have in the update; those above are scaled down to
-            it. Norms and the clipped sum come out of one backward pass. An example whose norm is not finite, as with
-            a NaN in its data, adds nothing to the update.
-        transform: Instead, a function from the norms, a float32 tensor `(count,)`, to what each example's gradient is
-            multiplied by in the update, of the same shape: importance sampling, filtering.
-        capacity: How many examples' gradients to make room for on each device, so that steps with
-            `quantity="gradients"` can be compiled by XLA, which wants fixed shapes; without it, Keras leaves XLA off
-            for them. Norms have room for 16384, unless told.
-        loss_reduction: `"sum_over_batch_size"` or `"sum"`: what a loss that is not compiled into the model does over
-            the examples of a batch. A loop of one's own is taken to average, unless told.
-        masked_mean: `"batch"` or `"example"`: what a compiled loss that averages is taken over where there is a mask.
-            Keras averages over what the masks of the whole batch leave, so that an example's gradient depends on
-            the masks of others. With `"example"`, an example's loss is the mean over what its own mask leaves, zero if
-            that is nothing, and the batch's gradient is the mean of the examples'. The `loss` that is shown stays
-            Keras's.
-        **kwargs: Keras's own for layers.
+        layer: A layer or a model, called once per step; its sublayers may be shared.
+        quantity: What to keep of each step: `"norms"`, `"gradients"` or `"second_moment"`.
+        clip_norm: Largest norm of an example's gradient in the update; larger gradients are scaled down to it. Norms
+            and the clipped sum take one backward pass. An example whose norm is not finite, such as with a NaN in its
+            data, contributes nothing to the update.
+        transform: Instead of `clip_norm`, a function from the norms, a float32 tensor `(count,)`, to the weight of each
+            example's gradient in the update, of the same shape, for importance sampling or filtering.
+        capacity: Most examples per batch on each device. XLA needs it for its static shapes to compile steps with
+            `quantity="gradients"`; without it, `jit_compile="auto"` does not use XLA for them. The default for norms is
+            16384.
+        loss_reduction: `"sum_over_batch_size"` or `"sum"`: how a loss that is not passed to `compile` reduces over the
+            examples of a batch. In a custom training loop the default is to average.
+        masked_mean: `"batch"` or `"example"`: what a compiled loss averages over where there is a mask. Keras averages
+            over what the masks of the whole batch keep, so an example's gradient depends on the masks of others. With
+            `"example"`, an example's loss is the mean over what its own mask keeps, zero if that is nothing, and the
+            batch's gradient is the mean over the examples. The displayed `loss` remains that of Keras.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Attributes:
-        count: How many examples the last step had, on all local replicas together.
-        norms: Their gradients' norms over all weights, float32 `(count,)`; with `quantity="norms"`, `clip_norm` or
-            `transform`. They are those before clipping.
+        count: Number of examples in the last step, on all local replicas together.
+        norms: Global norms of their gradients before clipping, float32 `(count,)`; with `quantity="norms"`, `clip_norm`
+            or `transform`.
         nonfinite_count: How many of the norms are not finite.
         gradients: With `quantity="gradients"`, a list in the order of the layer's `trainable_variables`, each float32
             `(count, *shape)`.
-        second_moment: With `quantity="second_moment"`, a list in the same order of the sums over examples of squared
-            gradients, in the weights' shapes.
+        second_moment: With `quantity="second_moment"`, a list in the same order of the squared gradients, summed over
+            examples, in the weights' shapes.
 
     Raises:
-        ValueError: An argument makes no sense; or, when a step is built, an example has no gradient of its own: batch
+        ValueError: An argument is invalid; or, when a step is built, per-example gradients don't exist: batch
             normalization in training, a loss that mixes examples, a second call. The message says what to write.
 
     Example:
@@ -119,7 +118,7 @@ class PerExampleGradients(keras.layers.Wrapper):
                 f"{layer.name!r} has a PerExampleGradients layer within. Take one of the two away: the outer one has "
                 "the gradients of all the weights."
             )
-        # In float32 itself, it leaves inputs and weights to the layers within, in whatever they compute.
+        # The wrapper itself is float32; casting inputs and weights is left to the wrapped layers.
         super().__init__(layer, **{"dtype": "float32", "autocast": False, **kwargs})
         self.supports_masking = layer.supports_masking
         self.quantity = quantity
@@ -129,7 +128,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         self.loss_reduction = loss_reduction
         self.masked_mean = masked_mean
         self.supports_jit = quantity != "gradients" or capacity is not None
-        # Past Keras's attribute tracking: what a step leaves behind is no state of the model, and not saved.
+        # Bypasses Keras's attribute tracking: a step's results are not model state and are not saved.
         steps_of_a_replica = functools.partial(collections.deque, maxlen=_UNFINISHED)
         self.__dict__.update(_results=None, _steps=collections.defaultdict(steps_of_a_replica))
         self.__dict__["_note_graph"] = keep_with_graphs_of(self)
@@ -138,7 +137,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         if has_build(self.layer):
             super().build(input_shape)
         else:
-            # Its layers are built when it is called.
+            # Its sublayers are built when it is called.
             self.built = True
         self._make_room(self.capacity)
 
@@ -180,7 +179,7 @@ class PerExampleGradients(keras.layers.Wrapper):
 
     @property
     def metrics(self) -> list[keras.Metric]:
-        # A model within is not the one that is trained, even if it was compiled once.
+        # A wrapped model is not the one being trained, even if it was compiled before.
         return metrics_of_its_own(self.layer)
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
@@ -202,18 +201,18 @@ class PerExampleGradients(keras.layers.Wrapper):
         config = dict(config)
         config["transform"] = keras.saving.deserialize_keras_object(config["transform"], custom_objects)
         made = super().from_config(config, custom_objects)
-        # It is not trained itself: an optimizer of its own would only look for its state in the file.
+        # The wrapped model is not trained itself: its optimizer would only look for its state in the file.
         uncompile(made.layer)
         return made
 
     @property
     def reweighs(self) -> bool:
-        """Whether examples count for more or less in the update than without the layer."""
+        """Whether the layer changes the examples' weights in the update."""
         return self.clip_norm is not None or self.transform is not None
 
     @property
     def kept(self) -> set[str]:
-        """What there is after each step: the `quantity`, and the norms if the update needs them."""
+        """What is available after each step: the `quantity`, and the norms if the update needs them."""
         return {self.quantity, "norms"} if self.reweighs else {self.quantity}
 
     def sum_of_squared_norms(self) -> tf.Tensor:
@@ -221,7 +220,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         return self._kept("norms").sum_of_squares()
 
     def _make_room(self, capacity: int | None) -> None:
-        """Makes a place for the results of steps with so many examples, unless there is one."""
+        """Creates the variables for the results of steps with `capacity` examples, unless they exist."""
         before: Any = self._results
         variables = self.layer.trainable_variables
         if before and len(before.variables) == len(variables) and (before.capacity or 0) >= (capacity or 0):
@@ -240,12 +239,12 @@ class PerExampleGradients(keras.layers.Wrapper):
         return getattr(self._results, name)
 
     def _finish(self, step: Step) -> list[Any]:
-        """Called when the backward pass has been through the layer; returns the gradients it is to take instead."""
-        # Replicas may meet between the forward and the backward pass, and so each has calls of its own.
+        """Called after the backward pass through the layer; returns the gradients that replace the plain ones."""
+        # Replicas may run a collective between the forward and the backward pass, so each keeps its own calls.
         steps = self._steps[replica_index()]
         for called in steps:
             called.divisor.close()
-        # Calls before this one are dropped, and say so if the backward pass comes to them as well.
+        # Earlier calls are dropped, and raise an error if the backward pass reaches them too.
         steps.clear()
         steps.append(step)
         quantities, factor = step.quantities()
@@ -258,11 +257,11 @@ class PerExampleGradients(keras.layers.Wrapper):
         return quantities.weighted_sums(self._weights_of(norms, step))
 
     def _sums_examples(self) -> bool:
-        """Whether the update is summed from the examples' gradients, rather than left to the plain backward pass.
+        """Whether the update is summed from the per-example gradients, rather than left to the plain backward pass.
 
-        Under XLA this saves the plain gradient where those of the examples are made anyway. Without it, the update
-        without weights stays the plain one to the last bit; and so it does in half precision, in which the plain
-        gradient is computed in fewer bits and less time.
+        Under XLA this saves computing the plain gradient, where per-example gradients are computed anyway. Without XLA,
+        the unweighted update stays bitwise equal to the plain one. So it does in half precision, where the plain
+        gradient is computed with fewer bits and faster.
         """
         if self.reweighs:
             return True
@@ -271,10 +270,10 @@ class PerExampleGradients(keras.layers.Wrapper):
         return compiled_by_xla() and dtypes <= {"float32", "float64"}
 
     def _weights_of(self, norms: Any, step: Step) -> tf.Tensor:
-        """What each example counts for in the update, given its norm."""
+        """Each example's weight in the update, given its norm."""
         if self.transform is None:
             clipped = tf.where(norms > self.clip_norm, self.clip_norm / norms, 1.0)
-            # Where the loss scale may be to blame, its optimizer is to see that, skip the update and lower it.
+            # If the loss scale may be the cause, NaN makes its optimizer skip the update and lower the scale.
             otherwise = tf.where(step.divisor.may_overflow(tf.shape(norms)[0]), float("nan"), 0.0)
             return tf.where(tf.math.is_finite(norms), clipped, otherwise)
         weights: Any = tf.convert_to_tensor(self.transform(norms))

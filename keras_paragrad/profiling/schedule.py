@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 from keras_paragrad.arguments import check_integer
 
-# What a trace takes on disk grows with what it covers, and TensorBoard reads all of it.
+# A trace's size grows with the batches it covers, and TensorBoard reads all of it.
 MOST_ACTIVE = 200
 
 
 class TraceWindow(NamedTuple):
-    """A part of a training, in batches counted from 0: the profiler runs from `warmup`, and counts `begin` to `end`."""
+    """A range of batches, counted from 0: the profiler starts at `warmup`, and records from `begin` up to `end`."""
 
     warmup: int
     begin: int
@@ -19,17 +19,17 @@ class TraceWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class ProfileSchedule:
-    """When windows are traced, in batches: after `skip_first` once, each takes `wait`, `warmup` and `active`.
+    """When trace windows happen, in batches: `skip_first` once, then `wait`, `warmup` and `active` per window.
 
-    Where a call runs several batches (`steps_per_execution`), a window begins and ends with a call. Where an update
-    takes several batches, it begins with the next update and ends with one.
+    With `steps_per_execution`, windows are aligned to calls of the train function; with gradient accumulation, to
+    updates.
 
     Args:
-        skip_first: Batches before the first window: those that compile, and those that fill caches.
-        wait: Batches before each window in which nothing happens.
-        warmup: Batches that are traced and thrown away, as the profiler's own start takes time.
+        skip_first: Batches skipped before the first window, while functions compile and caches fill.
+        wait: Untraced batches before each window.
+        warmup: Batches that are traced and discarded, as starting the profiler takes time.
         active: Batches that are traced and kept, at most 200.
-        repeat: How many windows there are, or `None` for as many as the training has batches for.
+        repeat: Number of windows, or `None` for as many as fit into the training.
 
     Raises:
         ValueError: A number is out of range. The message says which are in range.
@@ -63,14 +63,14 @@ class ProfileSchedule:
             )
 
     def window(self, index: int) -> TraceWindow | None:
-        """The window of a number counted from 0, or `None` if there are not so many."""
+        """The window at `index`, counted from 0, or `None` if there are fewer."""
         if self.repeat is not None and index >= self.repeat:
             return None
         warmup = self.skip_first + index * (self.wait + self.warmup + self.active) + self.wait
         return self.window_at(warmup)
 
     def window_at(self, batch: int) -> TraceWindow:
-        """A window that begins to warm up with a batch."""
+        """A window whose warm-up starts at a batch."""
         return TraceWindow(batch, batch + self.warmup, batch + self.warmup + self.active)
 
 

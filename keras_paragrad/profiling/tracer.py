@@ -1,4 +1,4 @@
-"""`Profiler`: traces windows of a training, and says what they show."""
+"""`Profiler`: traces windows of a training run and summarizes them."""
 
 import logging
 import math
@@ -32,34 +32,35 @@ from keras_paragrad.profiling.windows import WindowTracer
 
 _log = logging.getLogger("keras_paragrad")
 
-# What other workers begin for a collective ends in another thread, when the first has answered. TensorFlow 2.21's
-# profiler collects such pairs by pointers into memory that it has freed (`TraceMeRecorder::Consume`), and crashes.
+# On the other workers a collective's trace event starts in one thread and ends in another, once the first worker has
+# answered. TensorFlow 2.21's profiler pairs such events through freed memory (`TraceMeRecorder::Consume`) and may
+# crash.
 FIRST_WORKER_ALONE = "Profiler traces the first worker alone, and not this one, which TensorFlow's profiler may crash."
 
 _NOT_TRACED = "A window was not traced"
 
 
 class Profiler(keras.callbacks.Callback):
-    """Traces windows of `fit` for TensorBoard's Profile tab, says what they show, and writes an offline report.
+    """Traces windows of `fit` for TensorBoard's Profile tab, prints a summary of each, and writes an offline report.
 
-    Works with `jit_compile`, `steps_per_execution`, gradient accumulation, strategies, several workers (of which the
-    first is traced) and data of unknown length. Whatever goes wrong with profiling is said in one line, and training
-    goes on. Between windows, a batch costs a comparison and an addition.
+    Works with `jit_compile`, `steps_per_execution`, gradient accumulation, strategies, several workers (only the first
+    is traced) and data of unknown length. A profiling failure is logged in one line, and training continues. Between
+    windows, the overhead per batch is one comparison and one addition.
 
-    A running training is asked for a window with the signal `kill -USR1 PID`, or with `touch LOGDIR/profile-now`.
+    Request a window of a running training with `kill -USR1 PID` or `touch LOGDIR/profile-now`.
 
     Args:
         log_dir: Where traces go: TensorBoard's log directory.
-        schedule: Which batches to trace, or `None` for windows on demand alone.
-        summary: Whether to print a window's figures when it closes: step time, where it went, the longest operations,
-            memory, one advice, and the command that opens TensorBoard.
+        schedule: Which batches to trace, or `None` to trace on demand only.
+        summary: Whether to print a summary when a window closes: step time and its breakdown, the longest operations,
+            memory, one recommendation, and the command that opens TensorBoard.
         report: `"html"` to write a self-contained report at the end of `fit`, or `None`.
-        on_signal: The signal that asks for a window, or `None`. One that has a handler already is left alone.
+        on_signal: The signal that requests a window, or `None`. A signal that already has a handler is left alone.
         keep: How many windows to keep on disk; the oldest are removed.
         operations: How many operations to print.
 
     Raises:
-        ValueError: An argument can't be used. The message says what to write.
+        ValueError: An argument is invalid. The message says what to write.
 
     Example:
 
@@ -74,7 +75,7 @@ class Profiler(keras.callbacks.Callback):
     [6, 7, 8, 9, 10]
 
     Attributes:
-        summaries: What each window of the last `fit` showed, as `keras_paragrad.profiling.summary.ProfileSummary`.
+        summaries: The `keras_paragrad.profiling.summary.ProfileSummary` of each window of the last `fit`.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Profiler(keras.callbacks.Callback):
         self._is_first = True
 
     def trace_now(self) -> None:
-        """Asks for a window that begins with the next batch; from any thread, while `fit` runs."""
+        """Requests a window that begins with the next batch; may be called from any thread while `fit` runs."""
         if not self._is_first:
             _log.warning("%s", FIRST_WORKER_ALONE)
         elif self._following is not None:
@@ -119,7 +120,7 @@ class Profiler(keras.callbacks.Callback):
             self._next = 0
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Begins, goes on with or ends a window, if it is time to."""
+        """Starts, continues or ends a window if one is due."""
         if self._batches >= self._next:
             self._safely(self._turn)
 
@@ -128,7 +129,7 @@ class Profiler(keras.callbacks.Callback):
         self._batches += self._per_call
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins to count batches."""
+        """Starts counting batches."""
         self.summaries = []
         self._said = set()
         self._batches = 0
@@ -137,19 +138,19 @@ class Profiler(keras.callbacks.Callback):
         self._safely(self._begin)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Takes note of where the epoch begins."""
+        """Records where the epoch begins."""
         self._safely(self._resume)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Ends the last step's marker, also that of a call for which there was no data."""
+        """Closes the last step marker, also that of a call that got no data."""
         self._safely(self._pause)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Ends the last step's marker."""
+        """Closes the last step marker."""
         self._safely(self._pause)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Closes an open window, says if there was none, and writes the report."""
+        """Closes an open window, logs if none was traced, and writes the report."""
         self._safely(self._on_demand.end, "Waiting for requests was not ended")
         self._safely(self._end)
         self._following = None
@@ -162,7 +163,7 @@ class Profiler(keras.callbacks.Callback):
         if self._is_first:
             self._following = Following(self.schedule, WindowTracer(self.model, self.log_dir, run, self.keep))
             self._next = self._following.next_turn(0)
-        # On other workers too, where the signal would end the training.
+        # On other workers too: without a handler, the signal would kill the training.
         self._on_demand.begin()
         if self._is_first:
             self._safely(lambda: write_run_info(self.log_dir, run), "The run's description was not written")
@@ -176,7 +177,7 @@ class Profiler(keras.callbacks.Callback):
     def _look_ahead(self) -> None:
         if self._following is not None:
             self._next = self._following.next_turn(self._batches)
-            # Asked for in the meantime: by a signal, which can come in between any two lines.
+            # Requested in the meantime by a signal, which can arrive between any two lines.
             if self._following.asked:
                 self._next = 0
 
@@ -223,7 +224,7 @@ class Profiler(keras.callbacks.Callback):
         )
 
     def _safely(self, action: Callable[[], None], failure: str = _NOT_TRACED) -> None:
-        """Does what must not end a training. After a failure to trace, the open window is given up."""
+        """Runs `action`, whose errors must not end training. After a failure to trace, the open window is abandoned."""
         try:
             action()
         except Exception as error:
@@ -233,7 +234,7 @@ class Profiler(keras.callbacks.Callback):
 
     def _say_once(self, failure: str, error: Exception) -> None:
         what = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
-        # A full disk, or a folder that can't be written: the line that the system has for it says less than its name.
+        # A full disk or a read-only folder: the operating system's message doesn't name the folder.
         fix = f" Make room in {self.log_dir}, or give Profiler another log_dir." if isinstance(error, OSError) else ""
         if what not in self._said:
             self._said.add(what)
@@ -256,7 +257,7 @@ def _write_report(log_dir: Path) -> None:
 
 
 def _checked_signal(name: Any) -> str | None:
-    """The name of a signal for which a process can have a handler; the default one also where there is none."""
+    """Checks the name of a signal that a process can handle; the default is accepted on every platform."""
     name = check_text("on_signal", name, example="SIGUSR2", optional=True)
     known = name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP")
     if not known and name not in ("SIGUSR1", None):

@@ -1,4 +1,4 @@
-"""`GradientTelemetry`: what becomes of each layer's gradient, seen while `fit` runs."""
+"""`GradientTelemetry`: per-layer gradient, weight and update statistics during `fit`."""
 
 import logging
 import time
@@ -19,40 +19,40 @@ from keras_paragrad.profiling.telemetry.report import HEADER, QUANTITIES, Reader
 from keras_paragrad.profiling.telemetry.sinks import Sinks, check_format
 
 _log = logging.getLogger("keras_paragrad")
-# So many reports are worked up together, or those of so many seconds.
+# Reports are processed in batches of this many, or after this many seconds.
 _TOGETHER, _SECONDS = 32, 2.0
 
 
 class GradientTelemetry(keras.callbacks.Callback):
-    """Reports each layer's gradient, weights and update while `fit` runs, and warns of a layer that goes wrong.
+    """Reports each layer's gradient, weight and update norms during `fit`, and warns about unhealthy layers.
 
-    The gradient is the one that updates the weights: of the whole batch, added up over replicas and accumulated
-    micro-batches, without loss scale, before and after clipping. It is measured in the compiled step, in a step of its
-    own that the host picks for the updates that are reported, so that the others cost nothing.
+    The gradient is the one that updates the weights: that of the whole batch, summed over replicas and accumulated
+    micro-batches, without loss scale, before and after clipping. It is measured in a separate compiled step, which the
+    host selects for the reported updates only, so the others cost nothing.
 
-    `logs` has `gradient_norm`, `update_ratio` and `nonfinite_gradients` of the whole model, and where the optimizer
-    clips `clipped_gradient_norm`, where it scales the loss `loss_scale`. With a `log_dir` the figures of all weights go
-    to `telemetry.csv` or `telemetry.parquet`, and those of all layers to TensorBoard. The logger `keras_paragrad` names
-    layers whose gradient vanishes, explodes, is zero or not finite, each once.
+    `logs` gets `gradient_norm`, `update_ratio` and `nonfinite_gradients` of the whole model, `clipped_gradient_norm` if
+    the optimizer clips, and `loss_scale` if it scales the loss. With a `log_dir`, per-weight values go to
+    `telemetry.csv` or `telemetry.parquet`, and per-layer values to TensorBoard. The logger `keras_paragrad` warns once
+    per layer and kind if a gradient vanishes, explodes, is zero or is not finite.
 
     Args:
-        log_dir: Where to write; nothing is written, if `None`. Of several workers only the first writes.
+        log_dir: Where to write; nothing is written if `None`. Of several workers only the first writes.
         every: Updates whose number is a multiple of this are reported. With `steps_per_execution`, only the last of
-            those in a call.
+            those within a call.
         file_format: `"csv"`, or `"parquet"`, which can be read once `fit` is over.
-        vanishing: A layer's gradient vanishes if its norm is less than this share of the largest layer's, in
-            `patience` reports in a row.
-        exploding: A layer's gradient explodes if its norm is more than this many times the median of all layers, or
-            the geometric mean of its own norms before.
-        patience: For how many reports in a row a gradient has to vanish, or to be zero, before it is said.
+        vanishing: A layer's gradient vanishes if its norm is below this fraction of the largest layer's, in `patience`
+            consecutive reports.
+        exploding: A layer's gradient explodes if its norm exceeds this many times the median over layers, or this many
+            times the geometric mean of its own earlier norms.
+        patience: How many consecutive reports a gradient has to vanish, or be zero, before a warning.
 
     Attributes:
         layers: The layers with trainable weights, by path, in the model's order.
         last: The latest `keras_paragrad.profiling.telemetry.report.Reports`, of up to 32 updates, or `None`.
 
     Raises:
-        ValueError: An argument makes no sense. The message says what to write.
-        MissingExtraError: Parquet is asked for, and pyarrow is not installed.
+        ValueError: An argument is invalid. The message says what to write.
+        MissingExtraError: Parquet is requested and pyarrow is not installed.
 
     Example:
 
@@ -67,7 +67,7 @@ class GradientTelemetry(keras.callbacks.Callback):
     ((5, 2), array([ 2,  4,  6,  8, 10]))
     """
 
-    # Keras may call `on_train_batch_end` from another thread, as it does with its own callbacks: nothing waits for it.
+    # Lets Keras call `on_train_batch_end` from another thread, as for its own callbacks, so that nothing waits for it.
     async_safe = True
 
     def __init__(
@@ -85,7 +85,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         self.every = check_integer("every", every, example=10)
         self.file_format = check_format(file_format)
         self.vanishing = check_number("vanishing", vanishing, least=0, below=1, example=1e-6)
-        # Infinity, so that nothing ever explodes.
+        # Infinity disables the warning.
         self.exploding = check_number("exploding", exploding, above=1, finite=False, example=1e3)
         self.patience = check_integer("patience", patience, example=3)
         self.layers: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         return self._reader.read(np.stack(vectors), epochs)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins to look at updates; a second `fit` of the same model goes on with the same files."""
+        """Starts measuring updates; a second `fit` of the same model continues the same files."""
         model: Any = self.model
         builder = StepBuilder.of(model)
         if builder.stages.telemetry is not None:
@@ -122,18 +122,18 @@ class GradientTelemetry(keras.callbacks.Callback):
         builder.build()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Takes note of the epoch."""
+        """Records the epoch."""
         self._epoch, self._ran = epoch, True
         if self._meter:
             self._meter.begin()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Puts the figures of the latest report into a batch's logs."""
+        """Adds the values of the latest report to the batch's logs."""
         if logs is not None:
             logs.update(self._logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Puts the figures of the latest report into the epoch's logs, and writes all that there are."""
+        """Adds the values of the latest report to the epoch's logs, and writes all pending reports."""
         if self._meter:
             self._meter.read()
             self._work_up()
@@ -141,7 +141,7 @@ class GradientTelemetry(keras.callbacks.Callback):
             logs.update(self._logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Ends the files, says so if there was nothing to report, and gives the model its own training step back."""
+        """Closes the files, logs if there was nothing to report, and restores the model's training step."""
         self._work_up()
         if self._ran and not self._reported:
             _log.warning("GradientTelemetry reported no update: %s", self._why_nothing())
@@ -150,7 +150,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         StepBuilder.of(self.model).fill(telemetry=None)
 
     def _start(self) -> bool:
-        """Makes what looks at a model; returns whether it was there already."""
+        """Creates the meter for the model; returns whether it already existed."""
         model: Any = self.model
         known = self._meter is not None and self._meter.is_of(model) and self._watched is model.optimizer
         if not known:

@@ -1,4 +1,4 @@
-"""`Throughput`: how fast `fit` goes."""
+"""`Throughput`: training speed, memory and retraces during `fit`."""
 
 import logging
 import time
@@ -24,35 +24,36 @@ _SHOWN = ("examples_per_second", "step_time_p50_ms", "step_time_p95_ms", "mfu")
 
 
 class Throughput(keras.callbacks.Callback):
-    """Shows how fast `fit` goes: in `logs` and so in Keras's progress bar, and in files.
+    """Reports training speed in `logs`, and so in Keras's progress bar, and in files.
 
-    A step is a batch. Its time is that from the end of the one before, with the wait for data and all callbacks in it.
-    Validation, steps that trace and compile something, and the time for which `Profiler` holds training up to begin and
-    end its windows are in none of the times and rates. Figures, of which those that can't be known are left out:
+    A step is a batch. Its time runs from the end of the previous one, and includes the wait for data and all callbacks.
+    Times and rates exclude validation, steps that trace or compile, and the time that `Profiler` takes to start and
+    stop its windows. Reported are, as far as they can be determined:
 
     - `examples_per_second`, over all replicas and workers; `updates_per_second`.
-    - `step_time_p50_ms`, `step_time_p95_ms` of the latest thousand calls of the train function.
+    - `step_time_p50_ms`, `step_time_p95_ms`, over the latest thousand calls of the train function.
     - `time_to_first_step_s`, from the beginning of training.
-    - `retraces`: how often a graph was traced again, beyond the first time of each; `retraces.csv` and the logger
-      `keras_paragrad` have the shapes for which.
+    - `retraces`: how often a graph was traced again after its first trace; `retraces.csv` and the logger
+      `keras_paragrad` give the shapes that caused it.
     - `host_memory_bytes`; `device_memory_bytes` on accelerators.
-    - `flops_per_step`: those of the matrix products and convolutions of forward and backward pass. `mfu`: as a share of
-      `peak_flops`.
+    - `flops_per_step`: those of the matrix products and convolutions in the forward and backward pass. `mfu`: model
+      FLOPs utilization, as a fraction of `peak_flops`.
     - `collective_share`: from the newest profile in `log_dir`.
-    - `compile_s`, `profiler_s`, in `throughput.csv` alone: how long what was left out took, and where it was.
+    - `compile_s`, `profiler_s`, in `throughput.csv` only: how long the excluded parts took, at their steps.
 
     Args:
-        log_dir: Where to write; nothing is written, if `None`. Of several workers only the first writes.
-        interval: After how many seconds to bring the figures up to date. They are also at the end of each epoch.
-        peak_flops: The floating-point operations that all devices together can do in a second.
-        flops: Whether to count operations, which takes tracing the model once more. Unless given, if there is a peak.
-        batch_size: How many examples a batch has, for a `train_step` that doesn't keep Keras's mean loss.
+        log_dir: Where to write; nothing is written if `None`. Of several workers only the first writes.
+        interval: Seconds between updates of the figures. They are also updated at the end of each epoch.
+        peak_flops: Peak floating-point operations per second of all devices together.
+        flops: Whether to count operations, which takes another trace of the model. By default, if `peak_flops` is
+            given.
+        batch_size: Examples per batch, for a `train_step` that doesn't update Keras's mean loss.
 
     Attributes:
         figures: The latest figures by name.
 
     Raises:
-        ValueError: An argument makes no sense.
+        ValueError: An argument is invalid.
 
     Example:
 
@@ -71,7 +72,7 @@ class Throughput(keras.callbacks.Callback):
         Chowdhery et al., PaLM (2022), https://arxiv.org/abs/2204.02311, appendix B, on model FLOPs utilization.
     """
 
-    # Keras may call `on_train_batch_end` from another thread, as it does with its own callbacks: nothing waits for it.
+    # Lets Keras call `on_train_batch_end` from another thread, as for its own callbacks, so that nothing waits for it.
     async_safe = True
 
     def __init__(
@@ -98,7 +99,7 @@ class Throughput(keras.callbacks.Callback):
         self._known: Any = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins to take the time."""
+        """Starts timing."""
         self._began = time.perf_counter()
         model: Any = self.model
         resumes = self._known is model or int(model.optimizer.iterations.numpy()) > 0
@@ -108,14 +109,14 @@ class Throughput(keras.callbacks.Callback):
             self._files = Files(self.log_dir, resumes)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Begins to count an epoch's steps."""
+        """Starts counting the epoch's steps."""
         self._epoch, self._ended, self._last = epoch, 0.0, None
         self._pace.begin(time.perf_counter())
         self._stops = Stops.seconds
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Puts the clock around the train function, also around a new one that another callback has made."""
-        # Not `self.model`, in which Keras looks for its backend first: this is in every step's time.
+        """Wraps the train function with the clock, also a new one that another callback has made."""
+        # Not `self.model`, a Keras property that checks the backend first: this runs in every step.
         function = self._known.train_function
         if function is not self._clock:
             inside = function.function if isinstance(function, Clock) else function
@@ -124,12 +125,12 @@ class Throughput(keras.callbacks.Callback):
             self.model.train_function = self._clock = Clock(inside, self._call_ended, self._leave)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Puts the latest figures into a batch's logs."""
+        """Adds the latest figures to the batch's logs."""
         if logs is not None:
             logs.update(self._shown)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Brings the figures up to date, and puts them all into the epoch's logs."""
+        """Updates the figures, and adds them all to the epoch's logs."""
         # The last call may have taken fewer steps, if the data ended within it.
         if self._last and (self.params.get("steps") is not None or self._per_call == 1):
             self._times.add(self._last)
@@ -139,7 +140,7 @@ class Throughput(keras.callbacks.Callback):
             logs.update(self.figures)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Ends the files, and takes the clock off."""
+        """Closes the files and removes the clock."""
         self._leave()
 
     def _leave(self) -> None:
@@ -151,13 +152,13 @@ class Throughput(keras.callbacks.Callback):
             self._files = None
 
     def _call_ended(self, iterator: Any, began: float, ended: float) -> None:
-        # Each line here is in every step's time.
+        # This runs in every step.
         if self._last:
             self._times.add(self._last)
         steps = self._per_call if self._per_call == 1 else self._steps_of_call()
         self._pace.steps += steps
         stopped, self._stops = Stops.seconds - self._stops, Stops.seconds
-        # What is compiled takes its time once.
+        # Compilation happens once, and is not part of the pace.
         compiled = self._first or self._retraces.happened()
         self._last = None
         if compiled:
@@ -203,7 +204,7 @@ class Throughput(keras.callbacks.Callback):
         try:
             spec = batch_spec(iterator)
             return None if spec is None else flops_of(gradient_graph(self.model, spec, round(examples)))
-        # The model's own code is traced here, and whatever it raises must not end training.
+        # This traces the user's model, whose errors must not end training.
         except Exception as error:
             _log.warning("Throughput can't count this model's operations: %s", error)
             return None
