@@ -11,7 +11,7 @@ _HELP = """to use it, add to the shell's start-up file:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what `completions` takes."""
+    """Declares the arguments of `completions`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _HELP
     parser.add_argument("shell", choices=SCRIPTS, help="the shell")

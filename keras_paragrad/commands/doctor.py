@@ -6,7 +6,7 @@ from keras_paragrad.command_line import number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what `doctor` takes."""
+    """Declares the arguments of `doctor`."""
     seconds = number(above=0, most=24 * 3600)
     parser.add_argument(
         "--seconds", type=seconds, default=120.0, metavar="S", help="how long the collective may take (default: 120)"
@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments: What `add_arguments` declares.
 
     Returns:
-        0 if all is well; 1 if the environment is malformed, nothing can be planned for it, or the collective failed.
+        0 if all is well; 1 if the environment is malformed, no plan can be made for it, or the collective failed.
     """
     from keras_paragrad.distribution.diagnosis import diagnose
 

@@ -26,7 +26,7 @@ JIT: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what `explain` takes: a machine, and the arguments of `DistributedFit`."""
+    """Declares the arguments of `explain`: a machine, and those of `DistributedFit`."""
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     machine = parser.add_argument_group("a machine that isn't this one")
     some, none = integer(1, MOST_DESCRIBED), integer(0, MOST_DESCRIBED)
@@ -85,7 +85,7 @@ def _add_options(group: Any) -> None:
 
 
 def _machine(arguments: argparse.Namespace) -> "Hardware":
-    """The described machine; this one if none is described."""
+    """The described machine; by default this one."""
     from keras_paragrad.distribution.described import describe
     from keras_paragrad.distribution.hardware import detect
 

@@ -11,7 +11,7 @@ from keras_paragrad.distribution.cluster import Cluster, find_cluster
 from keras_paragrad.distribution.launch.launcher import launch
 from keras_paragrad.distribution.launch.tasks import Layout
 
-# Of processes on one machine, and of GPUs for each.
+# Limit of processes on one machine, and of GPUs for each.
 _MOST = 1024
 # A day, in seconds.
 _LONGEST_GRACE = 24 * 3600
@@ -21,7 +21,7 @@ _USAGE = """%(prog)s --workers N [options] script.py [arguments]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what `launch` takes: its own options, and then a script's or a module's words."""
+    """Declares the arguments of `launch`: its own options, then a script or module with its arguments."""
     parser.usage = _USAGE
     some, none = integer(1, _MOST), integer(0, _MOST)
     here = parser.add_argument_group("on this machine")
@@ -50,13 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Starts the processes and waits for them; within a job, becomes the process.
+    """Starts the processes and waits for them; within a job, this process is replaced by the task's.
 
     Args:
         arguments: What `add_arguments` declares.
 
     Returns:
-        2 for wrong arguments, or else the exit status of the processes.
+        2 for invalid arguments, else the exit status of the processes.
     """
     try:
         command = _command(arguments.script, arguments.module)
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _command(script: list[str], module: list[str] | None) -> list[str]:
-    """The words to start, of which the first has been looked for."""
+    """The command line to start, after checking that the program exists."""
     if module is not None:
         if not module:
             raise ValueError("-m needs a module's name, as in: launch --workers 2 -m package.train")
@@ -88,7 +88,7 @@ def _command(script: list[str], module: list[str] | None) -> list[str]:
 
 
 def _given_cluster(arguments: argparse.Namespace, cluster: Cluster | None) -> Cluster:
-    """The cluster that who started this has made, to which options of one on this machine don't apply."""
+    """The cluster set up by the scheduler, to which the options of a local cluster don't apply."""
     local = {"--ps": arguments.ps, "--devices-per-worker": arguments.devices_per_worker}
     for option, value in {**local, "--port-base": arguments.port_base}.items():
         if value:
@@ -102,7 +102,7 @@ def _given_cluster(arguments: argparse.Namespace, cluster: Cluster | None) -> Cl
 
 
 def _check_alone(workers: int, cluster: Cluster | None) -> None:
-    """Checks that this isn't one of several tasks, each of which would make a cluster of its own."""
+    """Checks that this isn't one of several tasks, each of which would start its own cluster."""
     if cluster is not None and sum(map(len, cluster.jobs.values())) > 1:
         raise ValueError(
             f"This is {cluster.job} {cluster.index} of a cluster that {cluster.source} describes, and --workers "
@@ -111,7 +111,7 @@ def _check_alone(workers: int, cluster: Cluster | None) -> None:
 
 
 def _become(command: list[str], cluster: Cluster, max_restarts: int) -> int:
-    """Replaces this process by the task's: signals to it and its exit status are the scheduler's business."""
+    """Replaces this process by the task's, so that signals and the exit status pass between it and the scheduler."""
     told = " --max-restarts has no effect here." if max_restarts else ""
     print(
         f"launch: {cluster.job} {cluster.index} of the cluster that {cluster.source} describes; starting it again is "

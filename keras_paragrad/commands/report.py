@@ -7,7 +7,7 @@ from keras_paragrad.extras import MissingExtraError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what `report` takes."""
+    """Declares the arguments of `report`."""
     runs = parser.add_mutually_exclusive_group(required=True)
     runs.add_argument("log_dir", nargs="?", metavar="LOGDIR", help="the log_dir of Profiler, or a folder with a trace")
     runs.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two such folders, to set side by side")
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the report and says where.
+    """Writes the report and prints its path.
 
     Args:
         arguments: What `add_arguments` declares.

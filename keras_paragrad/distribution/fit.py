@@ -290,12 +290,12 @@ class DistributedFit:
     def _fit_in_its_own_way(
         self, model: keras.Model, given: dict[str, Any], verbose: Any, normalize: bool, data_options: dict[str, Any]
     ) -> keras.callbacks.History:
-        """Trains a model whose class has a `fit` of its own, which is given the data as they are."""
+        """Trains a model whose class overrides `fit`, passing the data on unchanged."""
         self._check_own_fit(model, given, data_options)
         self.prepare(model)
         if normalize:
             normalize_inputs(model, given["x"], self._reader, shard_policy=self.options.shard_policy)
-        # Such a `fit` need not take all that Keras's does.
+        # Such a `fit` need not accept all arguments of Keras's.
         usual = inspect.signature(keras.Model.fit).parameters
         own = {name: each for name, each in given.items() if name != "callbacks" and each is not usual[name].default}
         return self._train(model, own.pop("x", None), given["callbacks"], own, verbose)

@@ -39,18 +39,18 @@ def probed_devices(hardware: Hardware) -> tuple[str, ...]:
 
 
 def run_probe(devices: tuple[str, ...], seconds: float) -> Probe:
-    """Adds known numbers up over the devices, in a process that is ended after some time.
+    """All-reduces known numbers over the devices, in a process with a time limit.
 
     Args:
-        devices: Two or more, of one kind. As many logical CPU devices as are named are made there.
-        seconds: How long that may take.
+        devices: Two or more, of one kind. Logical CPU devices are created there as needed.
+        seconds: The time limit.
 
     Returns:
         Whether the sum was right, and how long it took.
     """
     safe = ["-P"] if sys.flags.safe_path else []
     command = [sys.executable, *safe, "-m", "keras_paragrad.distribution.probe", *devices]
-    # In a cluster, the other processes know nothing of this one.
+    # In a cluster, this process must not join the others.
     environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)

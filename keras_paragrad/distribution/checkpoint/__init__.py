@@ -1,1 +1,1 @@
-"""Fault tolerance: backups that all workers restore alike, an orderly end on SIGTERM, and lost workers named."""
+"""Fault tolerance: backups restored consistently on all workers, graceful SIGTERM, and errors naming lost workers."""

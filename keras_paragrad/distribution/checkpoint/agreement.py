@@ -1,4 +1,4 @@
-"""One backup for all workers: the newest that the chief holds intact, sent to those that do not have it."""
+"""One backup for all workers: the chief's newest intact one, sent to the workers that lack it."""
 
 from typing import Any
 
@@ -16,18 +16,18 @@ _NONE, _FOUND, _ALL_DAMAGED = range(3)
 
 
 def common_backup(strategy: tf.distribute.Strategy, files: BackupFiles) -> tuple[Stored | None, list[str]]:
-    """The backup to go on from, the same on every worker; all of them call this.
+    """The backup to resume from, the same on every worker; every worker calls this.
 
     Args:
-        strategy: Their strategy.
+        strategy: The workers' strategy.
         files: The backups that this worker sees.
 
     Returns:
-        The newest one that the chief holds intact, or `None` if nobody has any; and, on the chief, what is wrong with
-        each that is newer.
+        The chief's newest intact backup, or `None` if no worker has any; and, on the chief, the damage to each newer
+        one.
 
     Raises:
-        DamagedBackupError: On every worker: all of the chief's are damaged, or it has none and another worker has.
+        DamagedBackupError: On every worker: all of the chief's are damaged, or it has none and another worker does.
             Nothing has been changed.
     """
     is_chief = place_of(strategy).worker == 0
@@ -71,11 +71,11 @@ def _from_chief(
 
 
 def from_chief(strategy: tf.distribute.Strategy, content: bytes | None) -> bytes:
-    """The chief's bytes on all workers, which call this with their own or, if they are not the chief, with `None`.
+    """Broadcasts the chief's bytes; every worker calls this.
 
     Args:
-        strategy: Their strategy.
-        content: What the chief sends.
+        strategy: The workers' strategy.
+        content: The bytes to send, on the chief; `None` on the others.
 
     Returns:
         The same bytes everywhere.

@@ -1,4 +1,4 @@
-"""`Backup`: what `fit` needs to go on after it was killed, kept in a directory."""
+"""`Backup`: saves everything a killed `fit` needs to resume."""
 
 import logging
 from collections.abc import Sequence
@@ -25,36 +25,34 @@ _log = logging.getLogger("keras_paragrad")
 
 
 class Backup(keras.callbacks.Callback):
-    """Backs training up while `fit` runs, and makes the next `fit` go on from there, on all workers at the same step.
+    """Backs up training while `fit` runs, and makes the next `fit` resume from there, on all workers at the same step.
 
-    What is backed up: the model's variables, the optimizer's with an open window of an `AccumulatingOptimizer`, the
-    metrics', the states of random seeds, the epoch and the batch in it, and the state of `EarlyStopping`,
-    `ReduceLROnPlateau`, `ModelCheckpoint` and of callbacks of your own that have `get_state` and `set_state`. One
-    worker, the chief, writes; a backup is written whole or not at all, and verified by a checksum before it is used.
-    It can be restored on another number of replicas and workers. Give it to `fit` as the last callback, to every
-    worker, and keep one directory for each `fit`. Files in it that are not backups are never touched, whatever they
-    are called.
+    A backup holds the variables of the model, the optimizer (including an open window of an `AccumulatingOptimizer`)
+    and the metrics, the states of random seeds, the epoch and batch, and the state of `EarlyStopping`,
+    `ReduceLROnPlateau`, `ModelCheckpoint` and of custom callbacks that have `get_state` and `set_state`. Only the
+    chief writes; writes are atomic, and a checksum is verified before use. A backup can be restored on a different
+    number of replicas and workers. Pass this as the last callback of `fit`, on every worker, and use a separate
+    directory for each `fit`. Files in it that are not backups are never touched, whatever their names.
 
-    Data is not backed up: in the middle of an epoch, batches that training has seen are taken and passed over, so the
-    data has to come in the same order again.
+    Data is not backed up: when resuming in the middle of an epoch, batches already trained on are read and skipped, so
+    the data has to come in the same order.
 
     Args:
-        directory: Where backups are; on the other workers it may be another file system, or empty.
-        every: `"epoch"`, or after how many batches to back up.
+        directory: The directory of the backups; on the other workers it may be on another file system, or empty.
+        every: `"epoch"`, or the number of batches between backups.
         keep: How many of the newest backups to keep.
         on_sigterm: Whether SIGTERM to any worker makes all of them back up after the same batch and leave `fit` with
             `TrainingInterrupted`, exit status 143.
-        check_every: After how many steps workers ask each other whether one has received SIGTERM; about every second,
-            if `None`.
+        check_every: Number of steps between the workers' checks for SIGTERM; about every second, if `None`.
         callbacks: The other callbacks of this `fit`, whose state is backed up too.
-        delete_when_done: Whether to remove the backups when `fit` has come to its end, as the next `fit` would go on
-            from them.
+        delete_when_done: Whether to remove the backups when `fit` completes; otherwise the next `fit` resumes from
+            them.
 
     Raises:
-        ValueError: An argument can't be used, or when `fit` begins: workers were given different ones, or the backup
-            is of another model, of an epoch or a batch that this `fit` does not have, or of epochs of another length.
-        TypeError: When `fit` begins: the state of a callback holds what would not come back as it is.
-        DamagedBackupError: When `fit` begins: there are backups, and none is intact.
+        ValueError: An argument is invalid; or when `fit` begins: arguments differ between workers, or the backup is of
+            another model, of an epoch or batch that this `fit` does not have, or of epochs of another length.
+        TypeError: When `fit` begins: the state of a callback holds a value that would not be restored exactly.
+        DamagedBackupError: When `fit` begins: there are backups, but none is intact.
         TrainingInterrupted: After SIGTERM.
 
     Example:
@@ -118,7 +116,7 @@ class Backup(keras.callbacks.Callback):
             self._request.listen()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Passes over the batches of the epoch that training has seen."""
+        """Skips the batches of the epoch that have already been trained on."""
         self._position, self._ended = Position(epoch, 0), None
         self._skipped = self._backed_up_at = 0
         if self._resumption:
@@ -135,7 +133,7 @@ class Backup(keras.callbacks.Callback):
             self._resumption.after_first_batch()
             self._resumption = None
         if done == self.params.get("steps"):
-            # The epoch is about to end, and only then is everything known that belongs to it.
+            # The epoch is about to end; its state is complete only in `on_epoch_end`.
             return
         if self.on_sigterm and self._checks.after_step(self._request.received):
             self._stop()
@@ -148,7 +146,7 @@ class Backup(keras.callbacks.Callback):
         done, self._position, self._ended = self._position.batch, Position(epoch + 1, 0), (epoch, logs or {})
         self._resumption = None
         if self.model.stop_training:
-            # Going on from here would train for an epoch too many.
+            # Resuming from here would train one epoch too many.
             return
         if self.on_sigterm and self._checks.ask(self._request.received):
             self._stop()
@@ -162,13 +160,13 @@ class Backup(keras.callbacks.Callback):
             self._resumption.restore_callbacks(self._others)
         self.leave()
         if self.delete_when_done:
-            # Not before all workers are here: a restart would find nothing to go on from.
+            # Wait for all workers first: if one failed, a restart would find nothing to resume from.
             gather(self._strategy, [0])
             if self._is_chief:
                 self._remove_all()
 
     def leave(self) -> None:
-        """Puts the SIGTERM handler that was there before back; for when `fit` has broken off with an error."""
+        """Restores the previous SIGTERM handler, after `fit` failed with an error."""
         self._request.leave()
         self._resumption = None
         if self.model is not None:
@@ -176,10 +174,10 @@ class Backup(keras.callbacks.Callback):
             seam.skip_batches(self.model, 0)
 
     def save(self) -> bool:
-        """Backs up now, at the end of a batch or an epoch; called on every worker after the same step.
+        """Backs up now, at the end of a batch or an epoch. Call it on every worker after the same step.
 
         Returns:
-            Whether that has worked, as far as this worker knows: others than the chief write nothing.
+            Whether that succeeded, as far as this worker knows: only the chief writes.
         """
         variables = seam.training_variables(self.model)
         values = seam.read_all(variables)

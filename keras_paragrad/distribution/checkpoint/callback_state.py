@@ -1,4 +1,4 @@
-"""The state of other callbacks: a resumed run stops early, or lowers its rate, where an undisturbed one does."""
+"""The state of other callbacks, so a resumed run stops early or lowers its rate where an uninterrupted one does."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -20,28 +20,28 @@ HISTORY = "History 0"
 
 @runtime_checkable
 class HasState(Protocol):
-    """A callback of your own whose state is backed up.
+    """A custom callback whose state is backed up.
 
-    It comes back as it was: `None`, numbers, strings, bytes, NumPy arrays, and lists, tuples and dicts of these, with
+    Restored exactly are `None`, numbers, strings, bytes, NumPy arrays, and lists, tuples and dicts of these, with
     their types and the types of their keys. A state that holds anything else is refused when training begins.
     """
 
     def get_state(self) -> dict[str, Any]:
-        """What the callback goes on from."""
+        """The state to resume from."""
         ...
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Takes what `get_state` returned; called after every callback's `on_train_begin`."""
+        """Restores what `get_state` returned; called after every callback's `on_train_begin`."""
         ...
 
 
 def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, Any]]:
-    """The state of each callback that has some, by its class and its number among those of that class."""
+    """The state of each callback that has any, by class and index among the callbacks of that class."""
     return {name: _get(callback) for name, callback in _named(callbacks).items()}
 
 
 def check_storable(callbacks: Iterable[keras.callbacks.Callback]) -> None:
-    """Raises an `UnstorableError`, a `TypeError`, if a state would not come back as it is."""
+    """Raises an `UnstorableError`, a `TypeError`, if a state would not be restored exactly."""
     for name, state in state_of(callbacks).items():
         try:
             encode(state, [], state_named(name))
@@ -53,7 +53,7 @@ def check_storable(callbacks: Iterable[keras.callbacks.Callback]) -> None:
 
 
 def with_epoch(history: dict[str, Any], epoch: int, logs: dict[str, Any]) -> dict[str, Any]:
-    """A `History`'s state with an epoch that has ended, of which Keras tells `History` last of all."""
+    """A `History`'s state with the epoch that just ended; Keras calls `History` after all other callbacks."""
     if epoch in history["epoch"]:
         return history
     values = {name: [*history["history"].get(name, ()), value] for name, value in logs.items()}
@@ -61,7 +61,7 @@ def with_epoch(history: dict[str, Any], epoch: int, logs: dict[str, Any]) -> dic
 
 
 def restore_state(callbacks: Iterable[keras.callbacks.Callback], states: dict[str, dict[str, Any]]) -> None:
-    """Gives callbacks their state back; one that was not there when it was saved stays as it is."""
+    """Restores the state of callbacks; one without saved state is left unchanged."""
     for name, callback in _named(callbacks).items():
         if name not in states:
             continue

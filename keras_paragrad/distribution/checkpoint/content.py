@@ -1,4 +1,4 @@
-"""What is in a backup: the values of variables and the state of callbacks, as bytes and back."""
+"""The content of a backup: values of variables and state of callbacks, serialized to bytes."""
 
 import io
 import itertools
@@ -15,13 +15,13 @@ DESCRIPTION = "description"
 
 
 class Content(NamedTuple):
-    """What training goes on from.
+    """The state to resume from.
 
     Attributes:
-        values: The variables' values, by what they belong to.
+        values: The variables' values, by owner.
         names: The variables' names, in the same order.
-        callbacks: The state of each callback that has some.
-        steps: How many batches an epoch has, or `None` if nobody knew.
+        callbacks: The state of each callback that has any.
+        steps: How many batches an epoch has, or `None` if that was unknown.
     """
 
     values: dict[str, list[np.ndarray]]
@@ -33,7 +33,7 @@ class Content(NamedTuple):
         """The content as a NumPy archive, which holds no code.
 
         Raises:
-            UnstorableError: A callback's state holds what a backup can't.
+            UnstorableError: A callback's state holds a value that a backup can't.
         """
         arrays = [array for values in self.values.values() for array in values]
         callbacks = {name: encode(state, arrays, state_named(name)) for name, state in self.callbacks.items()}
@@ -67,7 +67,7 @@ class Content(NamedTuple):
         return cls(values, described["names"], callbacks, described["steps"])
 
     def check_fits(self, section: str, variables: list[keras.Variable], source: Any) -> None:
-        """Raises a `ValueError` that names the first variable for which there is no such value."""
+        """Raises a `ValueError` that names the first variable without a matching value."""
         wanted = [(variable.path, tuple(variable.shape), variable.dtype) for variable in variables]
         values = zip(self.names[section], self.values[section], strict=True)
         found = [(name, value.shape, value.dtype.name) for name, value in values]
@@ -81,12 +81,12 @@ class Content(NamedTuple):
 
 
 def state_named(callback: str) -> str:
-    """What an error calls the state of a callback."""
+    """The name of a callback's state in errors."""
     return f"The state of the callback {callback}"
 
 
 def _of_dtype(array: np.ndarray, name: str | None) -> np.ndarray:
-    # NumPy does not know bfloat16 and the like, and gives back bytes.
+    # NumPy does not know bfloat16 and similar types, and returns raw bytes.
     return array.view(np.dtype(name)) if name else array
 
 

@@ -1,4 +1,4 @@
-"""A worker that is gone: TensorFlow's error about it, put into words."""
+"""Explains TensorFlow's errors about lost workers."""
 
 import contextlib
 import re
@@ -18,7 +18,7 @@ _TRACES = (
     "failed to connect to all addresses",
     "RecvBuf",
 )
-# A task as such, and not as the place of a device.
+# A task by itself, not as part of a device name.
 _TASK = re.compile(r"/job:(chief|worker)/replica:\d+/task:(\d+)(?![\d/])")
 _ERRORS = (
     tf.errors.UnavailableError,
@@ -30,14 +30,14 @@ _ERRORS = (
 
 
 class WorkerLostError(RuntimeError):
-    """Another worker of the cluster has ended or no longer answers, so that this one can't go on."""
+    """Another worker of the cluster has died or stopped responding, so this one can't continue."""
 
 
 @contextlib.contextmanager
 def explained_failures(cluster: Cluster | None) -> Iterator[None]:
-    """Within it, an error of TensorFlow's that comes of a lost worker is raised as a `WorkerLostError`.
+    """Context in which TensorFlow errors caused by a lost worker are raised as `WorkerLostError`.
 
-    Workers notice by themselves, whatever they are waiting for: TensorFlow's coordination service sends heartbeats.
+    Workers detect this whatever they are waiting for: TensorFlow's coordination service sends heartbeats.
 
     Args:
         cluster: The cluster that this process trains in; `None` changes nothing.

@@ -1,4 +1,4 @@
-"""Backups as files: each is written whole or not at all, and checked before anything of it is believed."""
+"""Backups as files: written atomically, and verified before use."""
 
 import contextlib
 import itertools
@@ -22,13 +22,13 @@ from keras_paragrad.distribution.checkpoint.manifest import (
 
 
 class Stored(NamedTuple):
-    """A backup that was read and found intact.
+    """A backup that was read and verified.
 
     Attributes:
         path: Its file.
-        position: Where training stood.
+        position: The position of training.
         digest: The SHA-256 of the file's content, in hexadecimal.
-        content: What was written.
+        content: The bytes that were written.
     """
 
     path: Path
@@ -38,26 +38,25 @@ class Stored(NamedTuple):
 
 
 class DamagedBackupError(RuntimeError):
-    """A backup is not what was written, or none of several is."""
+    """A backup, or every one of several, is damaged."""
 
 
 class BackupFiles:
     """The backups in one directory.
 
-    A backup is one file: a manifest, which is a line of JSON with the position, the length and a checksum, and then
-    what was backed up. It is written under another name, flushed to the disk and renamed, so that a file with a
-    backup's name is whole, whenever the writer was killed; the checksum, over the manifest too, finds what happens to
-    it later.
+    A backup is one file: a manifest (a line of JSON with the position, the length and a checksum), followed by the
+    content. It is written under a temporary name, flushed to disk and renamed, so a file with a backup's name is
+    complete even if the writer was killed. The checksum, which covers the manifest too, detects later damage.
 
-    Other files in the directory are never touched: overwritten, renamed or removed is only what has the name of a
-    backup and begins with the manifest of one.
+    Other files in the directory are never touched: only files with both the name and the manifest of a backup are
+    overwritten, renamed or removed.
 
     Args:
-        directory: Where they are; made when the first one is written. A local or mounted file system.
-        keep: How many of the newest to keep.
+        directory: A local or mounted directory; created with the first backup.
+        keep: How many of the newest backups to keep.
 
     Raises:
-        ValueError: An argument can't be used.
+        ValueError: An argument is invalid.
 
     Example:
 
@@ -72,23 +71,23 @@ class BackupFiles:
     """
 
     def __init__(self, directory: str | PathLike[str], keep: int = 2):
-        # Backups are renamed into place, which an object store can't.
+        # Backups are renamed into place, which object stores don't support.
         self.directory: Path = check_path("directory", directory, directory=True, example="backups")
         self.keep: int = check_integer("keep", keep, example=2)
 
     def paths(self) -> list[Path]:
-        """The files that have a backup's name, the newest position first."""
+        """The files with a backup's name, newest position first."""
         found = self.directory.iterdir() if self.directory.is_dir() else ()
         return sorted((path for path in found if path.name == _plain_name(path)), key=_order, reverse=True)
 
     def write(self, position: Position, content: bytes) -> Path:
-        """Writes a backup, then removes those that are older than the newest `keep`.
+        """Writes a backup, then removes all but the newest `keep`.
 
         Returns:
             The new file.
 
         Raises:
-            OSError: It could not be written; no part of it is left, and the other backups are as they were.
+            OSError: It could not be written; no partial file is left, and the other backups are unchanged.
         """
         path = self.directory / name_of(position)
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -98,7 +97,7 @@ class BackupFiles:
         with _new_file(path) as partial:
             with partial.open("wb") as file:
                 file.write(manifest_of(position, content))
-                # By its manifest the next writer knows it, should this one be killed.
+                # If this writer is killed, the next one recognizes the file by its manifest.
                 file.flush()
                 file.write(content)
                 file.flush()
@@ -113,7 +112,7 @@ class BackupFiles:
         """Reads a backup.
 
         Raises:
-            DamagedBackupError: It is not, to the last bit, what was written.
+            DamagedBackupError: It differs from what was written.
             OSError: It can't be read.
         """
         line, _, content = path.read_bytes().partition(b"\n")
@@ -132,7 +131,7 @@ class BackupFiles:
         return Stored(path, manifest["position"], manifest["sha256"], content)
 
     def newest(self) -> tuple[Stored | None, list[str]]:
-        """The newest backup that is intact, or `None`, and what is wrong with each that is newer."""
+        """The newest intact backup, or `None`, and the damage to each newer one."""
         damage = []
         for path in self.paths():
             try:
@@ -142,14 +141,14 @@ class BackupFiles:
         return None, damage
 
     def set_aside(self, newer_than: Position) -> None:
-        """Renames what is newer than a position, so that it does not take the place of backups yet to be written."""
+        """Renames backups newer than a position, so that they do not displace those yet to be written."""
         for path in self.paths():
             if _order(path) > newer_than and is_ours(path):
                 with _new_file(path, "damaged") as aside:
                     path.replace(aside)
 
     def remove_all(self) -> None:
-        """Removes all backups, and the directory if there is nothing else in it."""
+        """Removes all backups, and the directory if that leaves it empty."""
         if not self.directory.is_dir():
             return
         for path in filter(is_ours, list(self.directory.iterdir())):
@@ -158,7 +157,7 @@ class BackupFiles:
             self.directory.rmdir()
 
     def _remove_partial(self) -> None:
-        """Removes what a killed writer has left."""
+        """Removes the files left by a killed writer."""
         for path in list(self.directory.glob("*.backup.partial*")):
             if is_ours(path):
                 path.unlink()
@@ -183,7 +182,7 @@ def _made(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _new_file(path: Path, suffix: str = "partial") -> Iterator[Path]:
-    """A file that nobody had, beside another; removed on failure."""
+    """Creates a new file beside another; removed on failure."""
     names = (f"{path.name}.{suffix}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
     made = next(made for made in map(path.with_name, names) if _made(made))
     try:
@@ -194,7 +193,7 @@ def _new_file(path: Path, suffix: str = "partial") -> Iterator[Path]:
 
 
 def _flush_directory(directory: Path) -> None:
-    """Makes a rename last; some systems can't open a directory, and need not."""
+    """Makes a rename durable; some systems can't open directories, and don't need this."""
     with contextlib.suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
         try:

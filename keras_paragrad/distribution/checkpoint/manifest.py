@@ -1,4 +1,4 @@
-"""The name and the first line of a backup, by which a file is known to be one."""
+"""The name and the first line of a backup, which identify a file as one."""
 
 import hashlib
 import json
@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FORMAT = 2
-# A manifest is shorter by far; no more than this is read of a file that may be anybody's.
+# Manifests are far shorter; no more than this is read from a file that may not be a backup.
 _LONGEST = 1024
 _NAME = re.compile(r"epoch-(\d{6,18})-batch-(\d{10,18})\.backup(?:\.(?:partial|damaged)(?:-\d+)?)?")
 
 
 class Position(NamedTuple):
-    """Where training stands.
+    """The position of training.
 
     Attributes:
-        epoch: The epoch that it goes on in, counted from 0.
+        epoch: The epoch to resume in, counted from 0.
         batch: How many batches of that epoch have been trained on.
     """
 
@@ -28,24 +28,24 @@ class Position(NamedTuple):
 
 
 def name_of(position: Position) -> str:
-    """The name of the backup of a position."""
+    """The file name of the backup of a position."""
     return f"epoch-{position.epoch:06d}-batch-{position.batch:010d}.backup"
 
 
 def position_of(path: Path) -> Position | None:
-    """The position in the name of a backup, or of one that is half written or damaged; `None` for any other name."""
+    """The position in the name of a complete, partial or damaged backup; `None` for any other name."""
     match = _NAME.fullmatch(path.name)
     position = match and Position(int(match[1]), int(match[2]))
     return position if position and path.name.startswith(name_of(position)) else None
 
 
 def manifest_of(position: Position, content: bytes) -> bytes:
-    """The line that a backup begins with."""
+    """The first line of a backup."""
     return _line({"format": FORMAT, "position": list(position), "bytes": len(content)}, content)
 
 
 def parse_manifest(line: bytes) -> dict[str, Any] | None:
-    """What a manifest says, or `None` if the line is none."""
+    """The data in a manifest, or `None` if the line is not one."""
     try:
         manifest = json.loads(line) if len(line) <= _LONGEST else None
         if not isinstance(manifest, dict) or manifest.keys() != {"format", "position", "bytes", "sha256"}:
@@ -56,7 +56,7 @@ def parse_manifest(line: bytes) -> dict[str, Any] | None:
 
 
 def verifies(manifest: dict[str, Any], line: bytes, content: bytes) -> bool:
-    """Whether a manifest of any format, and the content after it, are as they were written."""
+    """Whether a manifest of any format, and the content after it, are intact."""
     described = {name: value for name, value in manifest.items() if name != "sha256"}
     return _line({**described, "position": list(manifest["position"])}, content) == line + b"\n"
 

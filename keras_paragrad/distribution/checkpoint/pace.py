@@ -1,4 +1,4 @@
-"""How often workers ask each other whether to stop."""
+"""How often workers check whether one of them was asked to stop."""
 
 import time
 
@@ -11,15 +11,15 @@ SECONDS = 1.0
 
 
 class StopChecks:
-    """Finds out, on all workers after the same step, whether one of them has been asked to stop.
+    """Determines, on all workers after the same step, whether one of them has been asked to stop.
 
-    Asking takes a small all-reduce, some milliseconds. Without a fixed number of steps in between, the chief's clock
-    says how many make a second, and all go by that.
+    A check is a small all-reduce of some milliseconds. Unless the interval is fixed, it is the number of steps that
+    take about a second by the chief's clock, on all workers.
 
     Args:
-        strategy: The strategy whose workers all call this.
-        workers: How many workers there are; one has nobody to ask.
-        every: Ask after so many steps, or `None` for about every second.
+        strategy: The strategy; all its workers call this.
+        workers: Number of workers; with one, nothing is reduced.
+        every: Number of steps between checks, or `None` for about every second.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, workers: int, every: int | None):
@@ -30,7 +30,7 @@ class StopChecks:
         self._asked = time.monotonic()
 
     def after_step(self, received: bool) -> bool:
-        """Whether to stop after this step, called on every worker after each."""
+        """Whether to stop after this step. Call it on every worker after each step."""
         self._left -= 1
         return received if self._workers == 1 else self._left <= 0 and self.ask(received)
 
@@ -48,5 +48,5 @@ class StopChecks:
         if self._every or steps <= 0:
             return self._interval
         seconds = (time.monotonic() - self._asked) / steps
-        # Grows step by step: the first steps, which are compiled, are no measure for those that follow.
+        # Grows gradually: the first steps include compilation, and do not predict later ones.
         return max(1, min(int(SECONDS / max(seconds, 1e-6)), 8 * self._interval))

@@ -1,4 +1,4 @@
-"""Putting a `fit` that has just begun where another one was."""
+"""Restores a backup into a `fit` that has just begun."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from keras_paragrad.distribution.checkpoint.callback_state import restore_state
 from keras_paragrad.distribution.checkpoint.content import Content
 from keras_paragrad.distribution.checkpoint.files import Stored
 
-# What is there before the first step; metrics may make their variables in it.
+# Variables that exist before the first step; metrics may create theirs in it.
 _BEFORE_STEPS = ("model", "optimizer")
 _WHAT_TO_DO = (
     "Give fit the data, batch_size and steps_per_epoch that it had, or give Backup another directory to begin anew."
@@ -20,17 +20,17 @@ _WHAT_TO_DO = (
 
 
 class Resumption:
-    """A backup on its way into a model, in the steps in which Keras is ready for it.
+    """Restores a backup into a model in stages, as Keras becomes ready for it.
 
     Args:
-        model: The model, as `fit` has it in `on_train_begin`.
+        model: The model, in `on_train_begin` of `fit`.
         stored: The backup.
-        source: Where it came from, to be named in errors.
+        source: Its source, named in errors.
         epochs: The last epoch of `fit`.
-        steps: The batches in each, or `None` if nobody knows.
+        steps: Number of batches per epoch, or `None` if unknown.
 
     Raises:
-        ValueError: It is of another model or of another `fit`, or the model has no variables yet.
+        ValueError: The backup is of another model or `fit`, or the model has no variables yet.
     """
 
     def __init__(self, model: keras.Model, stored: Stored, source: Path, epochs: int, steps: int | None):
@@ -51,7 +51,7 @@ class Resumption:
         return self.position.epoch >= self.epochs
 
     def in_first_epoch(self, epoch: int, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        """Goes on inside the epoch, once Keras and all callbacks have begun it.
+        """Resumes within the epoch, once Keras and all callbacks have begun it.
 
         Raises:
             ValueError: `fit` has begun another epoch than that of the backup.
@@ -64,20 +64,20 @@ class Resumption:
             )
         self.restore_callbacks(callbacks)
         if self.position.batch:
-            # Again: Keras has reset the metrics, and callbacks may have changed what they change at an epoch's start.
+            # Restore again: Keras has reset the metrics, and callbacks may have changed state at the epoch's start.
             self._restore(self._fitting_variables())
             self._restore_metrics(seam.assign_all)
-            # Where Keras makes metrics' variables in the first step, they are made from a batch that is passed over:
-            # that step may close a window of which the backup holds the rest.
+            # If Keras creates the metrics' variables in the first step, a skipped batch is used for that: a real first
+            # step could close a window whose other part is in the backup.
             then = None if self._metrics_restored else functools.partial(self._restore_metrics, seam.assign_all)
             seam.skip_batches(self.model, self.position.batch, then)
 
     def after_first_batch(self) -> None:
-        """Adds what the metrics had counted, if they got their variables only in the first step."""
+        """Adds the restored counts to metrics whose variables were created only in the first step."""
         self._restore_metrics(seam.add_all)
 
     def restore_callbacks(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        """Gives the other callbacks their state."""
+        """Restores the state of the other callbacks."""
         restore_state(callbacks, self._content.callbacks)
 
     @property

@@ -1,4 +1,4 @@
-"""SIGTERM: noted when it comes, acted upon where all workers agree."""
+"""SIGTERM: recorded when received, acted upon where all workers agree."""
 
 import logging
 import os
@@ -12,13 +12,13 @@ _log = logging.getLogger("keras_paragrad")
 
 
 class TrainingInterrupted(SystemExit):  # noqa: N818
-    """Training was asked to stop by SIGTERM, was backed up, and left `fit`.
+    """Training was stopped by SIGTERM, was backed up, and left `fit`.
 
-    Nobody has to catch it: the process ends with status 143, as one does that SIGTERM has ended. The same command,
-    started again, goes on where this one stopped.
+    It need not be caught: the process then exits with status 143, like one terminated by SIGTERM. Running the same
+    command again resumes training.
 
     Args:
-        position: Where training stands.
+        position: The position of training.
         saved: Whether there is a backup of that position.
 
     Attributes:
@@ -34,7 +34,7 @@ class TrainingInterrupted(SystemExit):  # noqa: N818
 class StopRequest:
     """Whether SIGTERM has been received since `listen`.
 
-    The handler that was there before is called too. A second SIGTERM does what one would have done without us.
+    The previous handler is called too. A second SIGTERM has its usual effect.
     """
 
     def __init__(self):
@@ -43,7 +43,7 @@ class StopRequest:
         self._previous: signal.Handlers | object | None = None
 
     def listen(self) -> None:
-        """Puts the handler in place, which only the main thread can do."""
+        """Installs the handler, which only the main thread can do."""
         self.received = False
         if self._listening:
             return
@@ -57,7 +57,7 @@ class StopRequest:
         self._listening = True
 
     def leave(self) -> None:
-        """Puts the previous handler back, unless somebody has put another one there since."""
+        """Restores the previous handler, unless another one has been installed since."""
         if self._listening and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)  # pyright: ignore
         self._listening = False

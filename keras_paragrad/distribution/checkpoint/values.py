@@ -1,4 +1,4 @@
-"""Python values as JSON and arrays, and back as exactly what they were."""
+"""Encodes Python values as JSON and arrays, and decodes them exactly."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 _DEEPEST = 64
 _AS_THEY_ARE = (type(None), bool, int, float, str)
-# Longer ones, as decimals, Python refuses to read.
+# Python refuses to parse longer integers in decimal.
 _LONGEST_INT = 1 << 63
 CAN_HOLD = (
     "A backup can hold None, bool, int, float, str and bytes, NumPy arrays and numbers without Python objects in them, "
@@ -15,23 +15,23 @@ CAN_HOLD = (
 
 
 class UnstorableError(TypeError):
-    """A value can't be backed up, as it would come back as something else."""
+    """A value can't be backed up because it would not be restored exactly."""
 
 
 def encode(value: Any, arrays: list[np.ndarray], where: str) -> Any:
-    """A value as JSON; what JSON does not have is an object of one key, its type.
+    """Encodes a value as JSON; types that JSON lacks become an object with one key, the type.
 
     Args:
         value: `None`, a bool, a number, a string, bytes, a NumPy array or scalar; or lists, tuples and dicts of these,
-            whose keys may be anything that can be hashed.
+            whose keys may be any hashable.
         arrays: Arrays and bytes are appended to it.
-        where: What the value is, for the error.
+        where: Description of the value, for errors.
 
     Returns:
-        What `json.dumps` takes.
+        Input for `json.dumps`.
 
     Raises:
-        UnstorableError: A value, or one in it, is of another type, or nested too deep.
+        UnstorableError: The value, or one nested in it, is of another type, or nested too deeply.
 
     Example:
 
@@ -78,7 +78,7 @@ def _kept(array: np.ndarray, arrays: list[np.ndarray]) -> int:
 
 
 def decode(encoded: Any, arrays: list[np.ndarray]) -> Any:
-    """The value that `encode` was given.
+    """Decodes the result of `encode`.
 
     Args:
         encoded: What it returned.
@@ -100,12 +100,12 @@ def decode(encoded: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def can_hold(dtype: np.dtype) -> bool:
-    """Whether a NumPy archive, and the name that it gets beside it, bring a dtype back."""
+    """Whether a NumPy archive, with the dtype's name stored beside it, preserves a dtype."""
     if dtype.hasobject:
         return False
     return dtype_name(dtype) is not None or np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(dtype)) == dtype
 
 
 def dtype_name(dtype: np.dtype) -> str | None:
-    """The name of a dtype that NumPy archives don't know, as bfloat16, and write as bytes; else `None`."""
+    """The name of a dtype that NumPy archives write as raw bytes, such as bfloat16; else `None`."""
     return dtype.name if dtype.names is None and np.dtype(dtype.str) != dtype else None

@@ -1,4 +1,4 @@
-"""Callbacks that write files, of which on several workers one writes for all."""
+"""Callbacks that write files: of several workers, only the chief's write."""
 
 import copy
 import shutil
@@ -10,18 +10,18 @@ from typing import Any
 
 import keras
 
-# These read variables, which takes all workers where replicas have parts of them; the attribute says where they write.
+# These read variables, which may be a collective operation; the attribute holds the path they write to.
 _READ_BY_ALL = {keras.callbacks.ModelCheckpoint: "filepath", keras.callbacks.TensorBoard: "log_dir"}
-# These read only what `fit` shows.
+# These read only the logs.
 _CHIEF_ONLY = (keras.callbacks.CSVLogger, keras.callbacks.RemoteMonitor)
 
 
 def with_one_writer(callbacks: Iterable[keras.callbacks.Callback], is_chief: bool) -> list[keras.callbacks.Callback]:
     """The callbacks to give to `fit` on a worker, so that no two workers write the same file.
 
-    On the chief they are those given. On another worker `ModelCheckpoint` and `TensorBoard` take part in reading the
-    model, and write to a temporary directory that is emptied; `CSVLogger` and `RemoteMonitor` are left out. Callbacks
-    of other kinds are untouched: one of your own that writes has to ask which worker it is on.
+    The chief keeps all of them. On other workers, `ModelCheckpoint` and `TensorBoard` take part in reading the model,
+    and write to a temporary directory that is emptied; `CSVLogger` and `RemoteMonitor` are left out. Other callbacks
+    are unchanged: a custom one that writes has to check which worker it is on.
 
     Args:
         callbacks: Keras callbacks.
@@ -31,7 +31,7 @@ def with_one_writer(callbacks: Iterable[keras.callbacks.Callback], is_chief: boo
         A new list. The callbacks in it that write elsewhere are copies.
 
     Raises:
-        ValueError: There is a `BackupAndRestore` or `OrbaxCheckpoint` among them, which can't be shared by workers.
+        ValueError: A `BackupAndRestore` or `OrbaxCheckpoint` is among them, which several workers can't share.
 
     Example:
 
@@ -70,7 +70,7 @@ def _for_another_worker(callback: keras.callbacks.Callback) -> list[keras.callba
 
 
 class ScratchDirectory(keras.callbacks.Callback):
-    """A directory that is there while `fit` runs, emptied after the callbacks before this one have written to it.
+    """A directory that exists while `fit` runs, emptied after the callbacks before this one have written to it.
 
     Args:
         emptied: Whether to remove what was written at once, or only when training ends.
@@ -80,7 +80,7 @@ class ScratchDirectory(keras.callbacks.Callback):
         super().__init__()
         self._emptied = emptied
         self.path = Path(tempfile.mkdtemp(prefix="keras_paragrad_"))
-        # Should `fit` break off, it goes with this callback.
+        # If `fit` fails, the directory is removed with this callback.
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -92,7 +92,7 @@ class ScratchDirectory(keras.callbacks.Callback):
         self._empty()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Empties the directory for good."""
+        """Empties the directory for the last time."""
         self._emptied = True
         self._empty()
 

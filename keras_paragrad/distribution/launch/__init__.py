@@ -1,1 +1,1 @@
-"""Starting a cluster of processes on this machine, and seeing to its end. Nothing here imports TensorFlow."""
+"""Starts a cluster of processes on this machine, and ends it. Nothing here imports TensorFlow."""

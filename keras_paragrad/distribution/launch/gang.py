@@ -1,4 +1,4 @@
-"""Processes that live and die together."""
+"""A gang: processes that run and end together."""
 
 import queue
 import signal
@@ -9,27 +9,27 @@ from keras_paragrad.distribution.launch.member import Member
 from keras_paragrad.distribution.launch.output import Output
 from keras_paragrad.distribution.launch.tasks import Task
 
-# A guard that has not ended its process so long after the grace never will.
+# Time after the grace period at which a guard that has not killed its process is given up on.
 _SPARE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The event that a member has ended."""
+    """Event: a member has ended."""
 
     member: Member
 
 
 @dataclass(frozen=True)
 class Overdue:
-    """The event that a member is killed since it did not end when told to."""
+    """Event: a member is killed because it did not end in time."""
 
     member: Member
 
 
 @dataclass(frozen=True)
 class Signalled:
-    """The event that the launcher got a signal."""
+    """Event: the launcher received a signal."""
 
     number: int
 
@@ -38,18 +38,18 @@ Events = queue.SimpleQueue[Ended | Overdue | Signalled]
 
 
 class Gang:
-    """Runs tasks until all have ended, and ends all when one fails or the launcher is told to end.
+    """Runs tasks until all have ended; terminates all when one fails or the launcher is told to end.
 
     Args:
-        tasks: What to run. A chief, or else the workers, decide when the gang is done; the others serve them.
-        command: What each of them runs.
-        grace: Seconds from a member's being told to end to its being killed.
-        output: Where their lines go.
-        events: Where signals to the launcher come from.
+        tasks: The tasks. The gang is done when its chief is, or else its workers; the other tasks serve them.
+        command: The command that each of them runs.
+        grace: Seconds between asking a member to end and killing it.
+        output: Receives the members' output.
+        events: Delivers signals to the launcher.
 
     Attributes:
-        status: The exit status: the failing member's, as shells count (128 and the signal that killed it), 128 and the
-            signal if the launcher got one, or 0.
+        status: The exit status: the failing member's, by the shell's convention (128 plus the signal that killed it);
+            128 plus the signal if the launcher received one; or 0.
         signalled: Whether the launcher was told to end.
     """
 
@@ -68,7 +68,7 @@ class Gang:
         ]
 
     def run(self) -> int:
-        """Waits for the members' end.
+        """Waits until all members have ended.
 
         Returns:
             The exit status.
@@ -120,7 +120,7 @@ class Gang:
                 member.terminate()
 
     def _follow(self, number: int) -> None:
-        """Passes a signal on, once; kills at the second SIGINT."""
+        """Forwards a signal once; kills on the second SIGINT."""
         self._interrupts += number == signal.SIGINT
         self.signalled = True
         if not self._ending:
@@ -138,7 +138,7 @@ class Gang:
 
 
 def _shell_status(status: int | None) -> int:
-    """An exit status as shells give it."""
+    """An exit status by the shell's convention."""
     if status is None:
         return 128 + signal.SIGKILL
     return status if status > 0 else 128 - status

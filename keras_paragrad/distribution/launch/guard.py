@@ -1,7 +1,7 @@
-"""Starts one process and sees to its end, also when the launcher is gone. Run by its path, it needs only Python itself.
+"""Starts one process and makes sure it ends, even if the launcher dies. Run by path; needs only the standard library.
 
-Its standard input is a pipe from the launcher, each byte of which is an order; its end, for whatever reason, says that
-the launcher is no more. That works wherever there are pipes, and leaves no moment at which a process is unwatched.
+Its standard input is a pipe from the launcher, each byte of which is an order; end of file, for whatever reason, means
+that the launcher is gone. This works wherever there are pipes, and a process is never left unguarded.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ INTERRUPT, TERMINATE, KILL = b"i", b"t", b"k"
 
 
 class Guard:
-    """A process and the group of those that it starts.
+    """A process and its process group.
 
     Args:
-        command: The process's words.
-        grace: Seconds from the first order to end until the whole group is killed.
-        report: A file descriptor for lines that say `started <pid>`, `overdue` and `ended <status>`.
+        command: The process's command line.
+        grace: Seconds between the first order to end and killing the whole group.
+        report: A file descriptor for the lines `started <pid>`, `overdue` and `ended <status>`.
     """
 
     def __init__(self, command: list[str], grace: float, report: int):
@@ -32,13 +32,13 @@ class Guard:
         self._say(f"started {self._process.pid}")
 
     def wait(self) -> None:
-        """Waits for the process, ends what it left behind, and reports."""
+        """Waits for the process, kills what it left behind, and reports."""
         status = self._process.wait()
         self._kill_group()
         self._say(f"ended {status}")
 
     def obey(self) -> None:
-        """Follows the launcher's orders, of which the last is its end."""
+        """Follows the launcher's orders until end of file."""
         for order in iter(lambda: os.read(0, 1), b""):
             if order == KILL:
                 self._kill_group()
@@ -50,7 +50,7 @@ class Guard:
         if self._told:
             return
         self._told = True
-        # To the process alone: those that it started may be what it needs to save its state.
+        # To the process alone: it may need its children to save its state.
         self._process.send_signal(number)
         self._deadline.start()
 
@@ -59,7 +59,7 @@ class Guard:
         self._kill_group()
 
     def _kill_group(self) -> None:
-        # macOS refuses to signal a group of which nobody is left but the process that waits to be collected.
+        # macOS refuses to signal a group in which only a zombie is left.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -71,7 +71,7 @@ class Guard:
 def main(report: str, grace: str, *command: str) -> None:
     """Guards a command until it ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Handled rather than ignored: what is ignored would be so in the process too.
+        # Handled rather than ignored: the process would inherit ignored signals.
         signal.signal(number, lambda *_: None)
     guard = Guard(list(command), float(grace), int(report))
     threading.Thread(target=guard.obey, daemon=True).start()

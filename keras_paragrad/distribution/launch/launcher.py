@@ -1,4 +1,4 @@
-"""Starts a gang, and starts it again when it fails."""
+"""Starts a gang, and restarts it when it fails."""
 
 import contextlib
 import os
@@ -18,15 +18,16 @@ def launch(layout: Layout, command: Sequence[str], max_restarts: int, grace: flo
 
     Args:
         layout: The cluster.
-        command: The words that each of its processes is started with.
-        max_restarts: How often the whole gang is started again, at other ports, after one of it has failed.
-        grace: Seconds from a process's being told to end to its being killed.
+        command: The command line of each of its processes.
+        max_restarts: How often the whole gang is restarted, on other ports, after one of its processes has failed.
+        grace: Seconds between asking a process to end and killing it.
 
     Returns:
-        The exit status: 0; the failing process's, as shells count; or 128 and the signal that the launcher got.
+        The exit status: 0; the failing process's, by the shell's convention; or 128 plus the signal that the launcher
+        received.
 
     Raises:
-        ValueError: There are not enough ports or GPUs.
+        ValueError: There are not enough free ports or GPUs.
     """
     events: Events = queue.SimpleQueue()
     output = Output(on_closed=lambda: events.put(Signalled(signal.SIGPIPE)))
@@ -43,7 +44,7 @@ def launch(layout: Layout, command: Sequence[str], max_restarts: int, grace: flo
 
 @contextlib.contextmanager
 def _signals_to(events: Events) -> Iterator[None]:
-    """Turns signals into events; those that are ignored, as under `nohup`, stay so."""
+    """Turns signals into events; signals that are ignored, as under `nohup`, stay ignored."""
     followed = [number for number in _FOLLOWED if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, lambda number, _: events.put(Signalled(number))) for number in followed}
     try:

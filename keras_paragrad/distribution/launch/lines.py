@@ -1,25 +1,25 @@
-"""Whole lines out of a stream, also one that redraws its last line as progress bars do."""
+"""Splits a stream into whole lines, even if it redraws its last line as progress bars do."""
 
 import codecs
 import re
 import time
 from collections.abc import Callable
 
-# How a bar goes back to where its line began.
+# How a progress bar returns to the start of its line.
 _BACK = re.compile("[\b]*\r")
-# A line is cut after so many characters, so that a stream without any line can't fill the memory.
+# Lines are cut at this many characters, so that a stream without line ends can't exhaust memory.
 _LONGEST = 1 << 20
 
 
 class Lines:
-    """Cuts what a process writes into lines that read well in a log.
+    """Splits a process's output into lines that read well in a log.
 
-    A line that is redrawn, by returning to its beginning, is one line: as it was when it ended. While it goes on, it
-    is given as it is every now and then.
+    A line that is redrawn from its start gives one line, in its final state. Until then, its current state is given at
+    intervals.
 
     Args:
-        interval: Seconds between two sights of a line that is redrawn.
-        clock: What tells the seconds.
+        interval: Seconds between two snapshots of a line that is being redrawn.
+        clock: Returns the time in seconds.
 
     Example:
 
@@ -36,18 +36,18 @@ class Lines:
         self._interval = interval
         self._clock = clock
         self._shown = clock()
-        # Bytes that are not UTF-8 come out as they went in.
+        # Bytes that are not UTF-8 pass through unchanged.
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._rest = ""
 
     def feed(self, data: bytes) -> list[str]:
-        """Takes what was written.
+        """Adds output.
 
         Args:
             data: The bytes.
 
         Returns:
-            The lines that are complete, without their ends.
+            The complete lines, without line ends.
         """
         *ended, rest = (self._rest + self._decoder.decode(data)).split("\n")
         lines = [*map(_last_sight, ended), *self._unfinished(rest)]
@@ -56,7 +56,7 @@ class Lines:
         return lines
 
     def close(self) -> list[str]:
-        """The line that never ended, if there is one."""
+        """The last line if it has no line end."""
         last = _last_sight(self._rest + self._decoder.decode(b"", final=True))
         self._rest = ""
         return [last] if last else []
@@ -76,13 +76,13 @@ class Lines:
 
 
 def _last_sight(line: str) -> str:
-    """What a terminal would show of a line in the end."""
+    """The final state of a line in a terminal."""
     sights = [sight for sight in _BACK.split(line) if sight.strip()]
     return _rubbed_out(sights[-1]) if sights else ""
 
 
 def _rubbed_out(sight: str) -> str:
-    """Without the characters that a backspace follows, and what was there before the line was rubbed out at its end."""
+    """Applies backspaces, and drops what was shown before the end of the line was erased."""
     kept = []
     for character in sight.rstrip("\b"):
         if character == "\b":

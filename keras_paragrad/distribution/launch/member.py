@@ -1,4 +1,4 @@
-"""One process of a gang, behind the guard that sees to its end."""
+"""One process of a gang, run by its guard."""
 
 import contextlib
 import os
@@ -17,26 +17,26 @@ from keras_paragrad.distribution.launch.lines import Lines
 from keras_paragrad.distribution.launch.output import Output
 from keras_paragrad.distribution.launch.tasks import Task
 
-# Output that still comes after a process has ended is waited for so long: a process that left the group may hold it.
+# How long to wait for output after a process has ended: a process that left the group may hold the pipe open.
 _LAST_WORDS_SECONDS = 2.0
 
 
 class Member:
-    """A process that runs a task, with its lines on the launcher's output.
+    """A process that runs a task and prints to the launcher's output.
 
     Args:
-        task: What it is.
-        command: Its words.
-        number: Its number in the gang, which has a colour.
-        grace: Seconds it has to end in, once told to.
-        output: Where its lines go.
-        on_ended: Called with this member, in a thread of its own, when the process has ended and been read to the end.
-        on_overdue: Called with this member when it is killed since it did not end in time.
+        task: The task.
+        command: Its command line.
+        number: Its index in the gang, which determines its colour.
+        grace: Seconds between asking it to end and killing it.
+        output: Receives its output.
+        on_ended: Called with this member, in a separate thread, when the process has ended and its output was read.
+        on_overdue: Called with this member when it is killed because it did not end in time.
 
     Attributes:
-        task: What it is.
-        status: Its exit status, or minus the signal that killed it; `None` while it runs, and for ever if its guard was
-            killed, which takes the process with it.
+        task: The task.
+        status: Its exit status, or minus the signal that killed it; `None` while it runs, and for good if its guard was
+            killed, which also kills the process.
         seconds: How long it ran.
     """
 
@@ -58,7 +58,7 @@ class Member:
         self._on_overdue = on_overdue
         self._started = time.monotonic()
         reads, writes = os.pipe()
-        # Isolated, so that nothing of the user's is imported, and without the package, which takes seconds to import.
+        # In isolated mode, so that no user code is imported, and without this package, which is slow to import.
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(guard.__file__)), str(writes), str(grace), *command],
             stdin=subprocess.PIPE,
@@ -80,35 +80,35 @@ class Member:
             thread.start()
 
     def interrupt(self) -> None:
-        """Sends SIGINT, as if the user had pressed Ctrl-C, and after the grace SIGKILL."""
+        """Sends SIGINT, like Ctrl-C, and SIGKILL after the grace period."""
         self._order(guard.INTERRUPT)
 
     def terminate(self) -> None:
-        """Sends SIGTERM, and after the grace SIGKILL."""
+        """Sends SIGTERM, and SIGKILL after the grace period."""
         self._order(guard.TERMINATE)
 
     def kill(self) -> None:
-        """Kills the process and all that it started."""
+        """Kills the process and its children."""
         self._order(guard.KILL)
 
     def destroy(self) -> None:
-        """Kills the process past its guard, and the guard too."""
+        """Kills the process directly, and its guard too."""
         if self._pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._pid, signal.SIGKILL)
         self._guard.kill()
 
     def close(self) -> None:
-        """Gives back what is left of a process that has ended."""
+        """Releases the resources of a process that has ended."""
         self._orders.close()
 
     def _order(self, order: bytes) -> None:
-        # A guard that is gone needs no orders; that it went is reported elsewhere.
+        # A dead guard needs no orders; its death is reported elsewhere.
         with contextlib.suppress(BrokenPipeError):
             self._orders.write(order)
 
     def _listen(self, report: TextIO, pumps: Sequence[threading.Thread]) -> None:
-        """Follows what the guard reports, to its end."""
+        """Reads the guard's reports until end of file."""
         with report:
             for line in report:
                 self._note(*line.split())
@@ -130,7 +130,7 @@ class Member:
 
 
 def _pump(source: IO[bytes], target: TextIO, output: Output, prefix: str) -> None:
-    """Passes lines on until the last process that could write any has ended."""
+    """Forwards lines until the last process that could write any has ended."""
     lines = Lines()
     for data in iter(partial(os.read, source.fileno(), 1 << 16), b""):
         output.write(target, prefix, lines.feed(data))

@@ -1,4 +1,4 @@
-"""What the launcher prints: its own words and those of its processes, a whole line at a time."""
+"""Prints the launcher's messages and its processes' output, a whole line at a time."""
 
 import os
 import sys
@@ -13,10 +13,10 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 
 
 class Output:
-    """The launcher's standard output and standard error, on which lines never mix.
+    """The launcher's standard output and standard error, with lines never interleaved.
 
     Args:
-        on_closed: Called when nobody reads the output any more.
+        on_closed: Called when the reader has closed the output.
     """
 
     def __init__(self, on_closed: Callable[[], None]):
@@ -25,7 +25,7 @@ class Output:
         self._own = self.prefix("launch", None, sys.stderr)
 
     def prefix(self, label: str, number: int | None, stream: TextIO) -> str:
-        """What a line begins with, in the colour of its process's number where the stream shows colours."""
+        """The prefix of a process's lines, in the colour of its index if the stream supports colours."""
         console = Console(file=stream)
         colour = "bold" if number is None else _COLOURS[number % len(_COLOURS)]
         with console.capture() as written:
@@ -33,7 +33,7 @@ class Output:
         return written.get()
 
     def say(self, message: str) -> None:
-        """Says something of the launcher's own, on standard error."""
+        """Prints a message of the launcher to standard error."""
         self.write(sys.stderr, self._own, [message])
 
     def write(self, stream: TextIO, prefix: str, lines: Iterable[str]) -> None:
@@ -41,7 +41,7 @@ class Output:
         data = "".join(f"{prefix}{line}\n" for line in lines).encode("utf-8", "surrogateescape")
         with self._turn:
             try:
-                # Past Python's buffer, which would try once more at exit what has failed here.
+                # Bypass Python's buffer, which would retry a failed write at exit.
                 while data:
                     data = data[os.write(stream.fileno(), data) :]
             except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""The tasks of a cluster on this machine: who they are, where they listen, and what their environment says of it."""
+"""The tasks of a cluster on this machine, with their addresses and environment variables."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 HOST = "127.0.0.1"
-# What the processes of a run know each other by.
+# Holds the token by which the processes of a run authenticate each other.
 TOKEN = "KERAS_PARAGRAD_TOKEN"  # noqa: S105 - the name of the variable
 _PORTS = range(1024, 65536)
 
@@ -19,8 +19,8 @@ class Task:
 
     Attributes:
         job: "chief", "worker" or "ps".
-        index: Its number among those of its job.
-        environment: What it finds in its environment.
+        index: Its index within its job.
+        environment: Its environment variables.
     """
 
     job: str
@@ -29,19 +29,19 @@ class Task:
 
     @property
     def label(self) -> str:
-        """Its name to a reader: `worker 0`."""
+        """Its display name: `worker 0`."""
         return self.job if self.job == "chief" else f"{self.job} {self.index}"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A cluster on this machine, as it was asked for.
+    """The requested cluster on this machine.
 
     Attributes:
         workers: The number of workers.
-        servers: The number of parameter servers; if there are any, there is a chief too.
-        devices: The number of GPUs that each worker sees; `None` leaves them alone.
-        first_port: Where to begin looking for free ports; `None` takes any.
+        servers: The number of parameter servers; if there are any, there is also a chief.
+        devices: The number of GPUs visible to each worker; `None` leaves visibility unchanged.
+        first_port: The lowest port to try; `None` takes any free ports.
 
     Example:
 
@@ -55,10 +55,10 @@ class Layout:
     first_port: int | None = None
 
     def tasks(self, environment: Mapping[str, str]) -> list[Task]:
-        """The tasks, at addresses that are free now.
+        """The tasks, on ports that are free now.
 
         Args:
-            environment: What theirs is made from.
+            environment: The base of their environment.
 
         Returns:
             The chief if there is one, the workers and the parameter servers.
@@ -71,7 +71,7 @@ class Layout:
         addresses: dict[str, list[str]] = {}
         for (job, _), port in zip(members, free_ports(len(members), self.first_port), strict=True):
             addresses.setdefault(job, []).append(f"{HOST}:{port}")
-        # Python keeps what it prints to a pipe until there are kilobytes of it, and loses it if it is killed.
+        # Python buffers kilobytes of output to a pipe, and loses them if it is killed.
         common = {"PYTHONUNBUFFERED": "1", **environment, TOKEN: secrets.token_hex(16)}
         tasks = []
         for job, index in members:
@@ -81,7 +81,7 @@ class Layout:
         return tasks
 
     def _visible(self, job: str, index: int, environment: Mapping[str, str]) -> dict[str, str]:
-        """Which GPUs a task sees: workers their share, the others none."""
+        """The GPUs visible to a task: for workers their share, for others none."""
         if self.devices is None:
             return {}
         if job != "worker":
@@ -98,17 +98,17 @@ class Layout:
 
 
 def free_ports(count: int, first: int | None = None) -> list[int]:
-    """Ports of this machine that nobody listens at, all different.
+    """Distinct free ports of this machine.
 
     Args:
         count: How many.
-        first: The lowest that will do; `None` leaves the choice to the system.
+        first: The lowest port to try; `None` leaves the choice to the system.
 
     Returns:
-        The ports. They are free now; nothing keeps them so.
+        The ports. They are free now, but not reserved.
 
     Raises:
-        ValueError: There are not so many.
+        ValueError: There are not enough.
     """
     with contextlib.ExitStack() as held:
         candidates = [0] * count if first is None else range(first, _PORTS.stop)

@@ -1,4 +1,4 @@
-"""Parameter servers: weights that lie on servers, and workers that change them without waiting for each other."""
+"""Parameter servers: weights stored on servers, updated asynchronously by workers."""
 
 from keras_paragrad.distribution.servers.preparation import ServerPreparation, prepare_for_servers
 from keras_paragrad.distribution.servers.serving import serve, serve_if_asked

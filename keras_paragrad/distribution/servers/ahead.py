@@ -1,4 +1,4 @@
-"""Data for `predict`, of which workers predict on the next batches while one is waited for."""
+"""Data for `predict`: workers predict on later batches while the result of one is awaited."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,12 +12,12 @@ from keras_paragrad.distribution.data import DistributedData
 
 
 class PredictedAhead(OwnAdapter):
-    """Batches that have been sent already, in their order.
+    """The futures of batches sent ahead, in order.
 
     Args:
         data: The batches.
-        send: Has a worker predict on a batch.
-        ahead: How many batches may be on their way.
+        send: Sends a batch to a worker for prediction.
+        ahead: How many batches may be in flight.
     """
 
     def __init__(self, data: DistributedData, send: Callable[[Any], Future], ahead: int):
@@ -41,7 +41,7 @@ class PredictedAhead(OwnAdapter):
         return None
 
     def get_tf_dataset(self) -> tf.distribute.DistributedDataset:
-        """The dataset for Keras's trainer, which takes one of this class as it is."""
+        """The dataset for Keras's trainer, which uses a `DistributedDataset` as is."""
         return self._feed
 
 
@@ -61,5 +61,5 @@ class _Futures(tf.distribute.DistributedDataset):
 
     @property
     def element_spec(self) -> Any:
-        """What a batch looks like, as TensorFlow describes it."""
+        """The type spec of a batch."""
         return self._data.element_spec

@@ -1,4 +1,4 @@
-"""Sending steps to workers: so many at a time, and with a clear word if one fails."""
+"""Dispatches steps to workers: a limited number at a time, with clear errors if one fails."""
 
 import contextlib
 import re
@@ -10,17 +10,17 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 STEPS_FOR_EACH_WORKER = 2
-# What TensorFlow puts before a message for each function that it comes through.
+# The prefix that TensorFlow adds to a message for each function it passes through.
 _NODE = re.compile(r"\(\d+\) [A-Z_]+: |\{\{\w+ [^}]*\}\}")
 
 
 class Dispatcher:
-    """Has workers run steps, each of them the next one that waits.
+    """Dispatches steps to workers; each free worker takes the next one in the queue.
 
     Args:
-        coordinator: What schedules functions on the workers.
-        workers: How many there are.
-        in_flight: How many steps may wait or run at a time; two for each worker, unless given.
+        coordinator: Schedules functions on the workers.
+        workers: Number of workers.
+        in_flight: How many steps may be queued or running at a time; two per worker by default.
     """
 
     def __init__(
@@ -33,18 +33,18 @@ class Dispatcher:
         self._pending: set[Future] = set()
 
     def send(self, step: Callable[[Any], Any], batch: Any, arrived: Callable[[Any], Any]) -> Future:
-        """Runs a step on the next worker that is free; waits while too many have been sent.
+        """Runs a step on the next free worker; blocks while too many are in flight.
 
         Args:
             step: A `tf.function`.
-            batch: What it takes.
-            arrived: Called with what it returns, as NumPy arrays, by a thread of its own.
+            batch: Its argument.
+            arrived: Called in a separate thread with the step's result, as NumPy arrays.
 
         Returns:
-            What becomes of it.
+            The future of the step.
 
         Raises:
-            RuntimeError: A step that was sent before has failed on its worker.
+            RuntimeError: A step that was sent earlier has failed on its worker.
         """
         self._raise_failed()
         self._free.acquire()
@@ -58,7 +58,7 @@ class Dispatcher:
         return future
 
     def join(self) -> None:
-        """Waits until what was sent has arrived.
+        """Waits until all results have arrived.
 
         Raises:
             RuntimeError: A step has failed on its worker.
@@ -71,7 +71,7 @@ class Dispatcher:
         self._raise_failed()
 
     def settle(self) -> None:
-        """Waits until what was sent has arrived or failed, and raises nothing."""
+        """Waits until all steps have completed or failed, and raises nothing."""
         wait(self._pending)
         self._pending.clear()
 
@@ -86,8 +86,8 @@ class Dispatcher:
     def _fetched(self, remote: Any) -> Any:
         with contextlib.suppress(tf.errors.OpError):
             return remote.fetch()
-        # A worker may have died with the result in its hands. Then the step is taken again, by another, which takes
-        # its turn among those that were sent; if the step itself has failed, this raises why.
+        # A worker may have died holding the result. Then the step is queued again for another worker; if the step
+        # itself has failed, this raises its error.
         self._coordinator.join()
         return remote.fetch()
 
@@ -102,7 +102,7 @@ class Dispatcher:
         wait(self._pending)
         found = [first, self._left_at_coordinator(), *(future.exception() for future in self._pending)]
         self._pending.clear()
-        # When a step fails, those of other workers are cancelled, which may be heard of first.
+        # When a step fails, those of other workers are cancelled, which may be reported first.
         errors = [each for each in found if isinstance(each, Exception)]
         error = min(errors, key=lambda each: isinstance(each.__cause__ or each, tf.errors.CancelledError))
         if isinstance(error, tf.errors.OpError):
@@ -110,7 +110,7 @@ class Dispatcher:
         raise error
 
     def _left_at_coordinator(self) -> Exception | None:
-        """The error that nobody has heard of yet, which the next step would be blamed for."""
+        """A pending error of the coordinator, which would otherwise be raised by the next step."""
         try:
             self._coordinator.join()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A model whose `fit`, `evaluate` and `predict` have workers take the steps, with its weights on parameter servers."""
+"""Makes a model's `fit`, `evaluate` and `predict` run steps on workers, with its weights on parameter servers."""
 
 import contextlib
 import inspect
@@ -27,21 +27,20 @@ def prepare_for_servers(
 ) -> "ServerPreparation":
     """Makes a model's own `fit`, `evaluate` and `predict` work under a `ParameterServerStrategy`.
 
-    The chief reads the batches, and the next worker that is free takes each: every example once an epoch, and as many
-    updates as batches. Workers do not wait for each other, so a gradient meets weights that others have changed since:
-    training is not that of one device, and not the same twice. Metrics and counters are exact in count, evaluation and
-    prediction are exact.
+    The chief reads the batches, and each goes to the next free worker: every example once per epoch, with one update
+    per batch. Workers do not wait for each other, so gradients are stale: training differs from that of one device,
+    and between runs. Metrics and counters cover every example and update once; evaluation and prediction are exact.
 
     Args:
-        model: A compiled model, made within the scope of a `ParameterServerStrategy`. Only this instance changes.
-        coordinator: What sends steps to the workers; the strategy's own, unless given.
-        in_flight: How many batches may wait at workers or run; two for each worker, unless given.
+        model: A compiled model, built within the scope of a `ParameterServerStrategy`. Only this instance is changed.
+        coordinator: Dispatches steps to the workers; by default the strategy's own.
+        in_flight: How many batches may be queued or running; two per worker by default.
 
     Returns:
-        A handle; `undo()` gives the model its class's methods back.
+        A handle; `undo()` restores the methods of the model's class.
 
     Raises:
-        ValueError: The model can't be trained like this. The message says what to write.
+        ValueError: The model can't be trained with parameter servers. The message says what to write.
 
     Example, which connects the process to a cluster for good:
 
@@ -76,11 +75,11 @@ class ServerPreparation:
         self._dispatcher = Dispatcher(coordinator, count_workers(), in_flight)
         self._served = ParameterServerModel(model, self._dispatcher, lambda: check_model(model))
         for name in _METHODS:
-            # Straight into `__dict__`: Keras tracks and saves what is assigned as an attribute.
+            # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
             self.model.__dict__[name] = getattr(self, f"_{name}")
 
     def undo(self) -> None:
-        """Gives the model its class's methods back."""
+        """Restores the methods of the model's class."""
         for name in _METHODS:
             self.model.__dict__.pop(name, None)
         self._served.undo()
@@ -118,13 +117,13 @@ class ServerPreparation:
             return type(self.model).predict(self.model, **given)
 
     def _given(self, method: str, arguments: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a method of the model, by their names."""
+        """The arguments of a method of the model, by name."""
         bound = inspect.signature(getattr(type(self.model), method)).bind(self.model, *arguments, **keywords)
         bound.apply_defaults()
         return dict(list(bound.arguments.items())[1:])
 
     def _read(self, given: dict[str, Any], *names: str, **renamed: str) -> list[keras.callbacks.Callback]:
-        """Puts data that the chief reads in the place of what `fit` takes; returns the callbacks that it needs."""
+        """Replaces the data arguments with data read by the chief; returns the callbacks that it needs."""
         if isinstance(given["x"], DistributedData):
             return []
         options = {name: given[name] for name in names} | {name: given[other] for name, other in renamed.items()}
@@ -168,13 +167,13 @@ class ServerPreparation:
 
 
 class _Check(keras.callbacks.Callback):
-    """Refuses what callbacks before it have made of the training step."""
+    """Refuses changes that preceding callbacks made to the training step."""
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         check_model(self.model)
 
 
 def count_workers() -> int:
-    """How many workers this process, a chief, is connected to."""
+    """Number of workers that this process, a chief, is connected to."""
     devices = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
     return len({device.task for device in devices if device.job == "worker"})

@@ -1,4 +1,4 @@
-"""What can't be trained with parameter servers."""
+"""Refuses models that can't be trained with parameter servers."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ def check_model(model: Any) -> None:
     """Refuses a model that can't be trained with parameter servers.
 
     Raises:
-        ValueError: It was made elsewhere, is not compiled, or was compiled with what needs steps one after the other.
-            The message says what to write.
+        ValueError: It was built elsewhere, is not compiled, or was compiled with something that needs sequential
+            steps. The message says what to write.
     """
     strategy = model.distribute_strategy
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):

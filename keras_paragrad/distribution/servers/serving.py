@@ -1,4 +1,4 @@
-"""What a worker and a parameter server do: wait for the chief's orders, until they are told to end."""
+"""Runs a worker or parameter server, which serves the chief until it is terminated."""
 
 import logging
 import signal
@@ -20,7 +20,7 @@ def serve(cluster: Cluster) -> NoReturn:
 
     Raises:
         ValueError: It is neither.
-        SystemExit: With status 0, when SIGTERM has come.
+        SystemExit: With status 0, on SIGTERM.
     """
     if cluster.job not in ("worker", "ps"):
         raise ValueError(f"This process is {cluster.job} {cluster.index}. Only workers and parameter servers serve.")
@@ -29,13 +29,13 @@ def serve(cluster: Cluster) -> NoReturn:
         signal.signal(signal.SIGTERM, lambda *_: told.set())
     server = start_server(cluster)
     _log.info("%s %d serves at %s", cluster.job, cluster.index, server.target)
-    # Not the server's own join(), in which Python would never hear of the signal.
+    # Not the server's own join(), during which Python would never handle the signal.
     told.wait()
     sys.exit(0)
 
 
 def serve_if_asked(cluster: Cluster | None) -> None:
-    """Serves, and never returns, if this process is a worker or parameter server of a cluster that has the latter.
+    """Serves, and never returns, if this process is a worker or server of a cluster with parameter servers.
 
     Args:
         cluster: The cluster that this process is in, or `None`.

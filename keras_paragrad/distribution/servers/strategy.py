@@ -10,21 +10,21 @@ from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.launch.tasks import HOST, free_ports
 
 JOBS = ("chief", "worker", "ps")
-# TensorFlow's servers of one process end with it; they must not be collected before.
+# In-process servers live as long as the process; they must not be garbage-collected.
 _RUNNING: list[Any] = []
 
-# Each is a server with threads of its own.
+# Each is a server with its own threads.
 _MOST = 64
 
 
 def make_parameter_server_strategy(cluster: Cluster) -> tf.distribute.ParameterServerStrategy:
-    """Connects the chief to its workers and parameter servers; it waits until all of them are there.
+    """Connects the chief to its workers and parameter servers, and waits until all of them are up.
 
     Args:
-        cluster: A cluster with a chief, which this process is, workers and parameter servers.
+        cluster: A cluster with workers and parameter servers, in which this process is the chief.
 
     Returns:
-        The strategy to build a model under. Each weight lies whole on one server, in turns.
+        The strategy to build a model under. Each weight is stored whole on one server, assigned round-robin.
 
     Raises:
         ValueError: This process is another task, or there are no workers or servers.
@@ -43,17 +43,17 @@ def make_parameter_server_strategy(cluster: Cluster) -> tf.distribute.ParameterS
 
 
 def in_process_cluster(workers: int = 2, servers: int = 1) -> Cluster:
-    """Starts workers and parameter servers within this process, at free ports of 127.0.0.1, for tests and trials.
+    """Starts workers and parameter servers within this process, on free ports of 127.0.0.1, for tests and trials.
 
     Args:
-        workers: How many workers; they share this process's cores.
-        servers: How many parameter servers.
+        workers: Number of workers; they share this process's cores.
+        servers: Number of parameter servers.
 
     Returns:
         The cluster, in which this process is the chief.
 
     Raises:
-        ValueError: There is to be no worker or no server.
+        ValueError: The number of workers or servers is less than 1 or too large.
 
     Example:
 
@@ -78,7 +78,7 @@ def in_process_cluster(workers: int = 2, servers: int = 1) -> Cluster:
 
 
 def start_server(cluster: Cluster) -> tf.distribute.Server:
-    """Starts what TensorFlow runs in a worker or parameter server."""
+    """Starts TensorFlow's server for a worker or parameter server."""
     config = tf.compat.v1.ConfigProto()
     workers = len(cluster.jobs["worker"])
     if (os.cpu_count() or 1) <= workers:
@@ -90,5 +90,5 @@ def start_server(cluster: Cluster) -> tf.distribute.Server:
 
 
 def spec_of(cluster: Cluster) -> tf.train.ClusterSpec:
-    """The cluster without its evaluator, which TensorFlow's strategy does not know."""
+    """The cluster without its evaluator, which TensorFlow's strategy does not support."""
     return tf.train.ClusterSpec({job: list(cluster.jobs[job]) for job in JOBS})
