@@ -88,16 +88,17 @@ def test_in_windows_on_replicas():
 
 
 @pytest.mark.own_process
-def test_in_windows_under_a_bare_strategy(mirrored):
+@pytest.mark.parametrize("name", ["two outputs", pytest.param("mask", marks=pytest.mark.long)])
+def test_in_windows_under_a_bare_strategy(mirrored, name):
     def under_the_strategy(case):
         with mirrored.scope():
             model = case.model(accumulating(case))
         data = distributed_dataset(mirrored, MicroBatches(case.columns, MICRO_BATCHES))
         return model.fit(data, epochs=2, verbose=0, callbacks=[ExactAccumulation()]).history
 
-    expected = CASES["two outputs"].expected()
+    expected = CASES[name].expected()
     shown = {key: values for key, values in expected.items() if not key.startswith("val_")}
-    assert_same(under_the_strategy(CASES["two outputs"]), shown)
+    assert_same(under_the_strategy(CASES[name]), shown)
 
 
 @pytest.mark.own_process
