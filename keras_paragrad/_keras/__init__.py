@@ -1,7 +1,7 @@
-"""The seam: the only package that names what Keras and TensorFlow keep private.
+"""The seam: the only package that uses private names of Keras and TensorFlow.
 
-Importing it checks that every private hook is where it was, so that an unsupported release of Keras or TensorFlow is
-met by one clear sentence and not by a traceback from the middle of training.
+Importing it checks that every private hook exists, so that an unsupported release of Keras or TensorFlow gives one
+clear error instead of a traceback in the middle of training.
 """
 
 from keras_paragrad._keras.hooks.check import check_hooks

@@ -1,4 +1,4 @@
-"""The *apply* stage: the gradient of a batch, handed to the optimizer on every replica."""
+"""The *apply* stage: passes the gradient of a batch to the optimizer on every replica."""
 
 import functools
 import warnings
@@ -18,21 +18,21 @@ _REDUCE = "_all_reduce_sum_gradients"
 def apply_gradient(
     model: keras.Model, gradients: list[Any], *, whole: bool, beside: Sequence[tf.Tensor] = ()
 ) -> list[tf.Tensor] | None:
-    """Hands gradients to the model's optimizer; called on every replica.
+    """Passes gradients to the model's optimizer; called on every replica.
 
     Args:
         model: A compiled model.
         gradients: A gradient for each of its `trainable_weights`, or `None`.
-        whole: Whether the sum over the replicas is exactly the gradient of the batch. Then they are added up before
-            they are clipped, so that the step is that of one device. An optimizer that accumulates sees to that itself.
-        beside: Other tensors to add up over the replicas, in the same collective.
+        whole: Whether the sum over the replicas is exactly the gradient of the batch. Then gradients are all-reduced
+            before they are clipped, so the step is that of one device. An accumulating optimizer does that itself.
+        beside: Other tensors to all-reduce, in the same collective.
 
     Returns:
-        Their sums, or `None` if gradients were not added up here.
+        Their sums, or `None` if gradients were not all-reduced here.
     """
     optimizer, variables = model.optimizer, model.trainable_weights
     if not variables:
-        # As Keras does: such a model is trained for its metrics and what its layers count.
+        # As in Keras: such a model is still run for its metrics and its layers' non-trainable state.
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return None
     if replica_count() == 1 or not whole:
@@ -52,7 +52,7 @@ def apply_gradient(
 
 
 def _nonfinite_everywhere(gradients: list[Any]) -> list[Any]:
-    """NaN on every replica if a gradient is not finite on one: a `LossScaleOptimizer` looks at the first alone."""
+    """NaN on every replica if any replica overflows: a `LossScaleOptimizer` checks only the first one's gradients."""
     values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients if each is not None]
     finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
     (elsewhere,) = sum_over_replicas([tf.cast(tf.logical_not(finite), "float32")])
@@ -61,7 +61,7 @@ def _nonfinite_everywhere(gradients: list[Any]) -> list[Any]:
 
 
 def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradients, variables) -> None:
-    """Applies gradients that have been summed over the replicas, on each of them; called once for all.
+    """Applies all-reduced gradients on every replica; called in cross-replica context.
 
     Args:
         per_replica: Runs a function on every replica; see `keras_paragrad._keras.replicas.collectives.cross_replica`.

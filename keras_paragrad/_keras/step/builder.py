@@ -1,7 +1,7 @@
 """The one place that builds a train function, from the stages that components fill.
 
 A step has seven stages: *take* batches from the iterator, *split* a batch into slices, *gradient* of a slice, *combine*
-the gradients, *transform* that of a whole update, *apply* it, *log*. Keras's own way is what an unfilled stage does.
+the gradients, *transform* that of a whole update, *apply* it, *log*. An unfilled stage does what Keras does.
 """
 
 import contextlib
@@ -51,12 +51,12 @@ class StepBuilder:
 
     @classmethod
     def of(cls, model: keras.Model) -> "StepBuilder":
-        """The model's builder; it stays with the model, so that what it compiled serves the next `fit` too."""
-        # Straight into `__dict__`: Keras tracks and saves what is assigned as an attribute.
+        """The model's builder; stored on the model, so that compiled functions are reused by the next `fit`."""
+        # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
         return model.__dict__.setdefault("_keras_paragrad_step_builder", cls(model))
 
     def fill(self, **stages: Any) -> None:
-        """Fills stages, or empties them with `None`; with the last one emptied the model is Keras's again.
+        """Fills stages, or empties them with `None`; when all are empty, Keras's own methods are restored.
 
         Args:
             **stages: What to fill them with, by the names that `Stages` has.
@@ -70,7 +70,7 @@ class StepBuilder:
             self.model.__dict__.pop("make_train_function", None)
 
     def make_train_function(self, force: bool = False) -> None:
-        """What the model's `make_train_function` does while a stage is filled."""
+        """Replaces the model's `make_train_function` while a stage is filled."""
         of_callbacks = {"combine": None, "apply": None, "observe": None, "telemetry": None}
         if not force and any(getattr(self.stages, stage) for stage in of_callbacks):
             # Keras calls this before a callback fills its stages: these were left by a `fit` that broke off.
@@ -129,7 +129,7 @@ class StepBuilder:
         return 0 if self._to_skip else self.model.steps_per_execution
 
     def skip_batches(self, batches: int, then: Callable[[], None] | None = None) -> None:
-        """Takes the next batches and trains on none of them: where training goes on, it has seen them already.
+        """Skips the next batches: a resumed run has already been trained on them.
 
         Args:
             batches: How many.

@@ -29,9 +29,9 @@ def compile_steps(
     limit: Limit | None = None,
     goes_on: Callable[[Any], None] = lambda batch: None,
 ) -> Callable[[Any], dict]:
-    """Makes a train function in which each batch is run by one of several steps, compiled apart.
+    """Makes a train function in which each batch is run by one of several separately compiled steps.
 
-    The host picks the step: the branch lies outside what XLA compiles, so that a step costs nothing where it isn't run.
+    The host picks the step: the branch is outside the compiled code, so a step that doesn't run costs nothing.
 
     Args:
         model: The model that is trained; its `jit_compile`, `run_eagerly` and `steps_per_execution` hold.
@@ -105,7 +105,7 @@ def _compile_step(model: keras.Model, step: Step, take: Take | None, limit: Limi
         one_step = tf.function(
             releasing(one_step),
             reduce_retracing=True,
-            # XLA can't compile what several devices meet in.
+            # XLA can't compile collectives between these devices.
             jit_compile=model.jit_compile and (take is None or strategy.num_replicas_in_sync == 1),
             autograph=False,
             experimental_attributes={NO_INLINE: True},
@@ -151,7 +151,7 @@ def _in_graph(model: keras.Model, steps: Sequence[Step]) -> Execute:
 
 
 def _by_host(model: keras.Model, steps: Sequence[Step], *, cuts: bool) -> Execute:
-    """Takes one batch after the other: TensorFlow can't run a branch in which several devices meet."""
+    """Takes batches one by one: TensorFlow can't run collectives inside `tf.cond`."""
     strategy = model.distribute_strategy
 
     def take_next(iterator: Any) -> Any:

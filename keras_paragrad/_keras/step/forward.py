@@ -18,12 +18,12 @@ _SHARES = "_keras_paragrad_shares"
 
 
 class Normalizer(NamedTuple):
-    """The number that a micro-batch's loss was divided by, which is what its gradient counts for.
+    """The number that a micro-batch's loss was divided by, which is the weight of its gradient.
 
     Attributes:
-        value: What the loss was divided by, a float32 scalar: the gradient of two micro-batches together is the
-            average of their gradients, weighted by it.
-        summed: Whether the loss was not divided at all, so that the gradients of two micro-batches add up.
+        value: The loss's divisor, a float32 scalar: the gradient of two micro-batches together is the average of
+            their gradients, weighted by it.
+        summed: Whether the loss was not divided at all, so that the gradients of micro-batches are summed.
         stated: The `weighting` that the user asked for, or `None` if the compiled losses tell.
     """
 
@@ -47,7 +47,7 @@ class Passed(NamedTuple):
         gradients: A gradient for each of the model's `trainable_weights`, or `None` where there is none.
         loss: The loss as the model computed it.
         y_pred: The model's outputs.
-        weight: What the gradient counts for, or `None` if nobody asked.
+        weight: The gradient's weight, or `None` if not requested.
         sums: What the losses are made of, or `None` if Keras keeps track of them.
     """
 

@@ -1,4 +1,4 @@
-"""The *gradient* stage: forward and backward pass of a slice, and what its gradient counts for in the batch."""
+"""The *gradient* stage: forward and backward pass of a slice, and the weight of its gradient in the batch."""
 
 import functools
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Gradient(NamedTuple):
         gradients: A gradient for each of the model's `trainable_weights`, or `None` where there is none.
         loss: The loss as the model computed it, or `None` if there are only the `sums` of several.
         rows: How many examples it was computed on.
-        weight: What the gradient counts for, or `None` if nobody asked.
+        weight: The gradient's weight, or `None` if not requested.
         sums: What the losses that are shown are made of, or `None` if they are left to Keras.
         show: For a whole batch, tracks its loss and metrics as Keras does after the update, and returns the logs.
     """
@@ -61,7 +61,7 @@ class ReplicaLossScale:
         self._known: tf.Tensor | None = None
 
     def __call__(self, weight: Normalizer) -> tf.Tensor:
-        """What to multiply this replica's loss with, so that the replicas' gradients add up to that of the batch."""
+        """The factor of this replica's loss with which the sum of the replicas' gradients is that of the batch."""
         if self._known is None:
             self._known = self._share(weight)
         return self._known
@@ -92,7 +92,7 @@ def gradient_of(
     Args:
         model: A compiled model with Keras's own `train_step`.
         data: A batch, as `train_step` takes it.
-        normalize: Measures what the gradient counts for.
+        normalize: Measures the gradient's weight.
         replica_scale: What the loss is multiplied with, by its weight.
         shard: Whether there are examples in the batch; there are, if `None`.
         by_xla: Whether XLA compiles the forward and backward pass, and nothing else.

@@ -1,4 +1,4 @@
-"""Input pipelines: a batch cut up among replicas, and inputs normalized with the whole data's mean and variance."""
+"""Input pipelines: batches sharded over replicas, and inputs normalized by the whole data's mean and variance."""
 
 from keras_paragrad.distribution.data.dataset import DistributedData, distributed_dataset
 from keras_paragrad.distribution.data.epochs import FollowEpochs

@@ -1,7 +1,7 @@
 """One pass over the training data for the mean and variance of `keras.layers.Normalization` layers.
 
-Each worker takes its rows of each batch, or all of its own shard, and one all-reduce brings the parts together: that
-works for every shard policy, and makes the numbers the same on all workers to the last bit.
+Each worker takes its rows of each batch, or all of its own shard, and one all-reduce merges the results: this works
+for every shard policy, and gives bitwise the same numbers on all workers.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ Select = Callable[[Any], Any]
 def adapt_all(
     layers: list[tuple[keras.layers.Normalization, Select]], data: Any, strategy: tf.distribute.Strategy, policy: str
 ) -> None:
-    """Adapts several layers in one pass; for each, what gives its values from an `x`."""
+    """Adapts several layers in one pass; each comes with the function that selects its values from an `x`."""
     place = place_of(strategy)
     parts = all_or_none(strategy, lambda: _own_moments(layers, data, policy, place))
     vectors = gather(strategy, np.concatenate([part.to_vector() for part in parts]))

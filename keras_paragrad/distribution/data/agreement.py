@@ -1,4 +1,4 @@
-"""Whether all workers are about to read the same data."""
+"""Checks that all workers are about to read the same data."""
 
 import zlib
 from typing import Any
@@ -18,18 +18,18 @@ SEED_IT = (
 
 
 def common_steps(strategy: tf.distribute.Strategy, source: Source, policy: str) -> int | None:
-    """How many steps all workers take in an epoch, once they were seen to read what belongs together.
+    """The number of steps per epoch on all workers, after checking that their data agree.
 
     Args:
-        strategy: The strategy whose workers all call this.
-        source: What this worker reads.
-        policy: The shard policy, the same on all of them.
+        strategy: The strategy; all its workers call this.
+        source: This worker's data.
+        policy: The shard policy, the same on all workers.
 
     Returns:
-        The number of steps; `None` if only reading tells.
+        The number of steps; `None` if it is unknown until the data is read.
 
     Raises:
-        ValueError: On every worker: they read other data each, though they were to read the same.
+        ValueError: On every worker: their data differ, although they should be the same.
     """
     agree(
         strategy, {"as the checksum of its own": _checksum_of_layout(source)}, "nesting, types and shapes of the data"

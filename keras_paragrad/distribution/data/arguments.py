@@ -1,4 +1,4 @@
-"""What `distributed_dataset` can be asked for, checked before any data is touched."""
+"""The arguments of `distributed_dataset`, validated before any data is read."""
 
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -26,7 +26,7 @@ class Request:
     """The arguments of `distributed_dataset` besides the data.
 
     Raises:
-        ValueError: One of them, or two together, make no sense.
+        ValueError: An argument is invalid, or two contradict each other.
     """
 
     batch_size: int | None = None
@@ -60,10 +60,10 @@ class Request:
             )
 
     def check_data(self, x: Any) -> None:
-        """Refuses data that does not go together with the other arguments.
+        """Refuses data that is incompatible with the other arguments.
 
         Raises:
-            ValueError: It is distributed already, has no end, or has batches of its own and is given a batch size.
+            ValueError: It is already distributed, is infinite, or is already batched and a batch size is given.
         """
         if isinstance(x, tf.distribute.DistributedDataset):
             raise ValueError("The data is distributed already. Give the tf.data.Dataset that it was made from.")

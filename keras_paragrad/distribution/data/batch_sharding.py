@@ -1,4 +1,4 @@
-"""Cutting a global batch into a piece for each replica."""
+"""Splits a global batch into a shard for each replica."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from keras_paragrad._keras.replicas.local import Place
 
 
 def cut(batches: tf.data.Dataset, place: Place) -> tf.data.Dataset:
-    """Cuts each batch into a piece for each replica, in their order, and keeps those of this worker.
+    """Splits each batch into a shard for each replica, in order, and keeps those of this worker.
 
     Args:
         batches: Global batches: nested tensors, dense, ragged or sparse, with rows along their first axis.
         place: Which replicas are here.
 
     Returns:
-        A dataset of `place.local` pieces for each batch. Sizes differ by one row at most, as in `numpy.array_split`;
-        a batch with fewer rows than replicas leaves the last of them pieces without rows.
+        A dataset of `place.local` shards per batch. Sizes differ by at most one row, as in `numpy.array_split`; if a
+        batch has fewer rows than replicas, the last shards are empty.
     """
     if place.local == 1:
         return batches.map(
@@ -26,7 +26,7 @@ def cut(batches: tf.data.Dataset, place: Place) -> tf.data.Dataset:
         )
     rows = _rows_of_every_batch(batches)
     if rows is not None and place.local == place.replicas:
-        # Without a function to run, and with shapes that tell the step that no replica goes empty.
+        # Static bounds need no tf.function, and static shapes tell the step that no replica's shard is empty.
         bounds = [_bound(rows, number, place.local) for number in range(place.local + 1)]
         return batches.rebatch(tf.constant(np.diff(bounds), tf.int64))
     numbers = tf.data.Dataset.range(place.first, place.first + place.local)
@@ -36,7 +36,7 @@ def cut(batches: tf.data.Dataset, place: Place) -> tf.data.Dataset:
 
 
 def split(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
-    """Splits each batch into as many smaller ones, which come one after the other; none without rows."""
+    """Splits each batch into `parts` consecutive smaller ones; empty ones are left out."""
     if parts == 1:
         return batches
     numbers = tf.data.Dataset.range(parts)
@@ -54,7 +54,7 @@ def shard(batch: Any, number: Any, pieces: int) -> Any:
 
 
 def count_rows(batch: Any) -> tf.Tensor:
-    """The number of rows in a batch; an error while it runs if its tensors differ in it."""
+    """The number of rows in a batch; a runtime error if its tensors disagree."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if not _is_absent(leaf)]
     counts = [_rows(leaf) for leaf in leaves]
     same = [

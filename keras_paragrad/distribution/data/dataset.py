@@ -1,4 +1,4 @@
-"""`distributed_dataset`: what `fit` takes, cut up so that the replicas together do what one device would do."""
+"""`distributed_dataset`: shards the input of `fit` so that the replicas together train as one device would."""
 
 from collections.abc import Iterator
 from os import PathLike
@@ -26,13 +26,13 @@ class DistributedData(OwnAdapter):
     Iterating over it gives the batches of an epoch, one value for each replica on this worker.
 
     Attributes:
-        num_batches: How many steps an epoch takes, on every worker; `None` if only reading tells.
-        batch_size: How many rows a global batch has, if that is known.
-        batch_spec: What a global batch looks like, as nested `tf.TypeSpec`.
+        num_batches: Number of steps per epoch, the same on every worker; `None` if unknown until the data is read.
+        batch_size: Number of rows in a global batch, if known.
+        batch_spec: The nested `tf.TypeSpec` of a global batch.
         shard_policy: "data", "file" or "already_sharded".
         place: Which replicas are on this worker.
-        next_epoch: The number of the epoch that is read next.
-        tally: What the batches looked like, if several workers read the same.
+        next_epoch: The number of the epoch to read next.
+        tally: Record of the batches' shapes, if several workers read the same data.
     """
 
     def __init__(
@@ -74,21 +74,21 @@ class DistributedData(OwnAdapter):
 
     @property
     def element_spec(self) -> Any:
-        """What a step takes, as nested `tf.TypeSpec`: one for each replica on this worker."""
+        """The nested `tf.TypeSpec` of a step's input: one for each replica on this worker."""
         return self._feed.element_spec
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        """Says which epoch is read next; by themselves, epochs are counted from the first one that is read.
+        """Sets the epoch to read next; by default, epochs are counted from the first one read.
 
         Args:
-            epoch: Its number, of which the order of its rows is drawn.
-            skip: How many of its batches to leave out, as they were read before training was broken off.
+            epoch: Its number, which determines the order of its rows.
+            skip: How many of its batches to skip, as they were trained on before an interruption.
         """
         self.next_epoch, self._skip = epoch, skip
         self._feed.begin(epoch, skip)
 
     def first_batch(self) -> Any:
-        """A global batch to build a model with, which is not taken from those that are read."""
+        """A global batch to build a model with; it is not consumed."""
         return self._source.first_batch()
 
     def get_tf_dataset(self) -> tf.distribute.DistributedDataset:
@@ -130,39 +130,39 @@ def distributed_dataset(
     prefetch: bool | int = True,
     seed: int | None = None,
 ) -> DistributedData:
-    """Cuts each batch that one device would train on into a piece for each replica, of all workers in their order.
+    """Splits each batch that one device would train on into a shard for each replica, over all workers in order.
 
-    Pieces are contiguous, and their sizes differ by one row at most; of a batch with fewer rows than replicas, the last
-    pieces have none. Every worker takes the same number of steps; nothing is dropped or doubled. On several workers,
-    all of them call this, and before anything is read they compare what they are about to read.
+    Shards are contiguous, and their sizes differ by at most one row; if a batch has fewer rows than replicas, the last
+    shards are empty. Every worker takes the same number of steps; nothing is dropped or duplicated. With several
+    workers, all of them call this, and they check that their data agree before reading it.
 
     Args:
-        strategy: Whose replicas train.
+        strategy: The strategy whose replicas train.
         x: What `fit` takes: arrays, nested or not, a batched `tf.data.Dataset`, a `keras.utils.PyDataset` or a
             generator of batches.
         y: Targets, if `x` is arrays.
         sample_weight: Weights of the rows, if `x` is arrays.
         batch_size: Rows in a batch of arrays; 32 if neither it nor `steps_per_epoch` is given.
-        shuffle: Whether to draw a new order in every epoch, the same on every worker: of the rows of arrays (with
-            `"batch"`, only within each batch) or of the batches of a `PyDataset`. Other data comes as it comes.
+        shuffle: Whether to reshuffle every epoch, the same on every worker: the rows of arrays (with `"batch"`, only
+            within each batch) or the batches of a `PyDataset`. The order of other data is unchanged.
         class_weight: As in `fit`.
-        steps_per_epoch: As in `fit`, which needs to be given it too.
-        batch: Whether `batch_size`, or a batch of the data, is what all replicas share (`"global"`), or what each of
-            them gets (`"per_replica"`).
+        steps_per_epoch: As in `fit`; pass it there too.
+        batch: Whether `batch_size`, or a batch of the data, is divided among the replicas (`"global"`), or is what
+            each of them gets (`"per_replica"`).
         shard_policy: How workers share the data. `"data"`: all read the same, and take their rows of each batch.
-            `"file"`: each reads files of its own. `"already_sharded"`: each was given a part of its own. `"auto"`: what
-            the options of a `tf.data.Dataset` say, else `"data"`.
-        cache: Whether to keep this worker's pieces in memory after the first epoch, or the name of a file for them.
-        prefetch: Whether to prepare batches ahead, or how many.
-        seed: What orders are drawn from: the first worker's counts. By default the one that
-            `keras.utils.set_random_seed` was given, else one that the first worker draws.
+            `"file"`: each reads its own files. `"already_sharded"`: each was given its own shard. `"auto"`: as in the
+            options of a `tf.data.Dataset`, else `"data"`.
+        cache: Whether to keep this worker's shards in memory after the first epoch, or the name of a file for them.
+        prefetch: Whether to prefetch batches, or how many.
+        seed: The shuffling seed; the first worker's is used. By default the seed given to
+            `keras.utils.set_random_seed`, else one that the first worker draws.
 
     Returns:
-        What to give to `fit`, `evaluate` or `predict` as `x`.
+        The `x` for `fit`, `evaluate` or `predict`.
 
     Raises:
-        ValueError: On every worker: the arguments, or the data of the workers, do not go together. The message says
-            what to write.
+        ValueError: On every worker: the arguments, or the workers' data, are inconsistent. The message says what to
+            write.
 
     Example:
 

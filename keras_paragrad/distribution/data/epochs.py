@@ -1,4 +1,4 @@
-"""Tells a dataset which epoch `fit` is in, so that a resumed run reads its rows in the order of an undisturbed one."""
+"""Passes `fit`'s epoch to a dataset, so that a resumed run reads rows in the order of an uninterrupted one."""
 
 from typing import Any
 
@@ -19,6 +19,6 @@ class FollowEpochs(keras.callbacks.Callback):
         self._data = data
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Names the epoch before anything of it is read."""
+        """Sets the epoch before any of it is read."""
         if self._data.next_epoch != epoch:
             self._data.set_epoch(epoch)

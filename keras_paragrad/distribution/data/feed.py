@@ -1,4 +1,4 @@
-"""A distributed dataset that is another one in every epoch."""
+"""A distributed dataset that changes from epoch to epoch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from keras_paragrad.distribution.data.tally import Tally
 
 
 class Pieces:
-    """The pieces of an epoch's batches for this worker; made once, if epochs do not differ, so that a cache holds."""
+    """This worker's shards of an epoch's batches; created once if epochs do not differ, so that a cache stays valid."""
 
     def __init__(self, source: Source, request: Request, policy: str, place: Place, tally: Tally | None = None):
         self._source = source
@@ -51,15 +51,15 @@ class Pieces:
 
 
 class Feed(tf.distribute.DistributedDataset):
-    """Hands the pieces of batches to the replicas of this worker.
+    """Feeds shards of batches to the replicas of this worker.
 
     Args:
-        strategy: Whose replicas they are.
-        pieces: From the number of an epoch to its pieces: one for each local replica, batch after batch.
-        local: How many replicas are here.
+        strategy: The replicas' strategy.
+        pieces: From the number of an epoch to its shards: one for each local replica, batch after batch.
+        local: Number of replicas on this worker.
         changes: Whether epochs differ.
-        equal_steps: Whether all replicas are known to have equally many pieces.
-        tally: What notes the batches that are read, if they are to be compared between workers.
+        equal_steps: Whether all replicas are known to have equally many shards.
+        tally: Records the batches that are read, if they are to be compared between workers.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Feed(tf.distribute.DistributedDataset):
 
         Args:
             epoch: Its number.
-            skip: How many batches of it to leave out.
+            skip: How many of its batches to skip.
         """
         self._epoch, self._skip = epoch, skip
 

@@ -20,23 +20,23 @@ def adapt_normalization(
     select: Select | None = None,
     shard_policy: str = "auto",
 ) -> None:
-    """Sets a layer's mean and variance to those of the data, found in one pass and in float64.
+    """Sets a layer's mean and variance to those of the data, computed in one pass in float64.
 
-    Each worker reads its part, and one all-reduce brings the parts together: the result is the same on all of them, to
-    the last bit. It is saved with the model. Compiled functions of a model keep the numbers they were compiled with:
-    call this before `fit`, or `normalize_inputs`, which knows the model.
+    Each worker reads its shard, and one all-reduce merges them: the result is bitwise the same on all workers. It is
+    saved with the model. A model's compiled functions keep the old values, so call this before `fit`, or use
+    `normalize_inputs`, which resets them.
 
     Args:
         layer: The layer. It is built if it is not.
         data: The training data: arrays, nested or not; or batches of `x`, `(x, y)` or `(x, y, sample_weight)` from a
             `tf.data.Dataset` or a `keras.utils.PyDataset`.
         strategy: The strategy, if there are several workers, which all call this.
-        select: From an `x` to what the layer normalizes; needed if there are several inputs.
+        select: Selects the values that the layer normalizes from an `x`; needed if there are several inputs.
         shard_policy: As in `distributed_dataset`.
 
     Raises:
-        ValueError: The layer has a mean of its own, the data does not fit it, has no rows, does not end, can be read
-            only once, or holds what is no finite number.
+        ValueError: The layer was created with a mean, or the data does not fit it, has no rows, is infinite, can be
+            read only once, or has values that are not finite numbers.
 
     Example:
 
@@ -86,5 +86,5 @@ def normalize_inputs(
         )
     pairs = [(layer, selector(model, layer)) for layer in layers]
     adapt_all(pairs, data, strategy, shard_policy)
-    # They hold the old numbers.
+    # These were compiled with the old values.
     model.train_function = model.test_function = model.predict_function = None

@@ -1,4 +1,4 @@
-"""What a batch is, how the learning rate goes with it, and who reads which part of the data."""
+"""Decides how batches are divided, how the learning rate scales, and how data is sharded."""
 
 import math
 
@@ -29,7 +29,7 @@ def decide_lr_scaling(options: Options, replicas: int | None) -> Decision:
 
 
 def scaling_factor(rule: str | None, replicas: int | None) -> float | None:
-    """What the learning rate is multiplied with when each of several replicas takes a batch.
+    """The factor of the learning rate when each of several replicas takes a batch.
 
     Args:
         rule: `None`, `"linear"` or `"sqrt"`.

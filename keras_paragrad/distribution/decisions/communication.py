@@ -1,4 +1,4 @@
-"""How gradients meet, in what portions, and how long one waits for the others."""
+"""Decides the all-reduce of gradients, its bucket size, and its timeout."""
 
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
 from keras_paragrad.distribution.hardware import Hardware
@@ -15,10 +15,10 @@ LARGE_MEASURED = "measured on two cores: a step with two such gradients takes 1%
 
 
 def decide_communication(hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...]) -> Decision:
-    """Takes the way that was asked for, or the fastest that works on these devices.
+    """Takes the requested all-reduce, or the fastest that works on these devices.
 
     Raises:
-        ValueError: What was asked for does not work on them.
+        ValueError: The requested one does not work on them.
     """
     if options.given is not None:
         return Decision(NAME, "given", "the strategy was made with its own", _on(devices), 'strategy="auto"')
@@ -50,7 +50,7 @@ def _fastest(hardware: Hardware, strategy: str, kind: str) -> tuple[str, str, st
 
 
 def decide_pack_bytes(options: Options, communication: str) -> Decision:
-    """Says into what portions gradients are packed: 0 for one pack, `None` where nothing is packed."""
+    """Decides the bucket size: 0 for a single bucket, `None` if there are no buckets."""
     name = "pack_bytes"
     if communication not in ("nccl", "ring"):
         return Decision(name, None, "only nccl and ring pack", f"communication is {communication}", NO_CHOICE)
@@ -65,7 +65,7 @@ def decide_pack_bytes(options: Options, communication: str) -> Decision:
 
 
 def decide_timeout(options: Options, strategy: str) -> Decision:
-    """Says after how many seconds a collective fails; `None` for never."""
+    """Decides after how many seconds a collective fails; `None` for never."""
     name = "collective_timeout"
     if strategy != "multi_worker" or options.given is not None:
         return Decision(name, None, "nobody waits for another process", f"strategy is {strategy}", NO_CHOICE)

@@ -1,4 +1,4 @@
-"""`Decision`: what was decided, why, and how to decide otherwise."""
+"""`Decision`: a decision of the plan, its reason, and how to override it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +11,11 @@ class Decision:
     """One decision of a plan.
 
     Attributes:
-        name: What was decided on.
-        value: What was decided: a string, number, bool, `None`, or a tuple of strings.
+        name: The subject.
+        value: The outcome: a string, number, bool, `None`, or a tuple of strings.
         reason: Why, in a sentence.
-        evidence: What that rests on: what was found, measured or documented.
-        override: What to write to have it otherwise.
+        evidence: The detected, measured or documented facts behind it.
+        override: What to write to override it.
     """
 
     name: str

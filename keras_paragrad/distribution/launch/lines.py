@@ -62,7 +62,7 @@ class Lines:
         return [last] if last else []
 
     def _unfinished(self, rest: str) -> list[str]:
-        """Keeps what there is of a line, and gives it if it is too long or has been redrawn for long enough."""
+        """Buffers an incomplete line, and returns it if it is too long or a snapshot is due."""
         *before, last = _BACK.split(rest)
         sights = [sight for sight in before if sight.strip()]
         redrawn = bool(sights) and bool(last.strip("\b"))
