@@ -36,15 +36,15 @@ def update_metrics(model: keras.Model, batch: dict[str, Any]) -> None:
 class SharedResults:
     """The model's metrics over the examples of all replicas, the same on each.
 
-    Keras averages the replicas' metrics, which is right if all had as many examples. This adds up what the metrics are
-    made of.
+    Keras averages the replicas' metrics, which is right only if all had equally many examples. This all-reduces the
+    metrics' states instead.
 
     Args:
         model: The model, once its metrics have seen the batch.
         losses: The batch's losses, which have not been tracked yet, or `None` if they have.
 
     Attributes:
-        parts: What has to be added up over the replicas: a vector for each dtype, and the losses.
+        parts: The tensors to all-reduce: a vector for each dtype, and the losses.
     """
 
     def __init__(self, model: keras.Model, losses: TrackedLosses | None = None):
@@ -58,7 +58,7 @@ class SharedResults:
             self.parts.append(losses.part)
 
     def results(self, sums: Sequence[tf.Tensor]) -> dict[str, Any]:
-        """What `get_metrics_result` returns of the replicas' `parts`, added up."""
+        """The result of `get_metrics_result` for the all-reduced `parts`."""
         state = {}
         for group, total in zip(self._groups, sums, strict=False):
             pieces = tf.split(total, [variable.shape.num_elements() for variable in group])

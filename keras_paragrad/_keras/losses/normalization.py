@@ -1,4 +1,4 @@
-"""Loss normalization: what the loss of a micro-batch was divided by, and so what its gradient counts for."""
+"""Loss normalization: the divisor of a micro-batch's loss, and so the weight of its gradient."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ _ALL_THE_SAME = {**_ALIKE, "microbatch": "write microbatch(..., weighting='examp
 
 
 class IndivisibleError(ValueError):
-    """The gradients of parts of a batch can't make up that of the whole, as what each counts for is unknown."""
+    """The gradients of parts of a batch can't be combined into that of the whole, as their weights are unknown."""
 
 
 class LossNormalization:
-    """Finds the normalizer of a loss, as `AccumulatingOptimizer(weighting=...)` asks for.
+    """Finds the normalizer of a loss, for the `weighting` of `AccumulatingOptimizer`.
 
-    Two of the same weighting are equal, so that a step compiled for one serves the other.
+    Instances with the same weighting are equal, so that they share compiled steps.
 
     Args:
         weighting: `"auto"`, `"examples"`, `"sample_weight"`, `"mask"` or `"sum"`.

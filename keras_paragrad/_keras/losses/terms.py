@@ -103,7 +103,7 @@ class LossTerm:
 
 
 def is_summed(model: keras.Model) -> bool:
-    """Whether a model's compiled loss, which has been called, adds up over the examples instead of averaging."""
+    """Whether a model's compiled loss, which has been called, is a sum over the examples rather than a mean."""
     flat = model._compile_loss._flat_losses if model._compile_loss else None
     return bool(flat) and all(loss.loss is None or loss.loss.reduction == "sum" for loss in flat)
 
@@ -116,7 +116,7 @@ class _Listener(NamedTuple):
 
 
 class _Recording:
-    """Stands in for a compiled loss, and tells all who listen on this replica what it was called with."""
+    """Proxy of a compiled loss that passes its calls to all listeners on this replica."""
 
     def __init__(self, loss: keras.losses.Loss, listeners: list[_Listener]):
         self.loss, self.listeners = loss, listeners
@@ -158,7 +158,7 @@ def recorded_terms(
     listeners = compiled.__dict__.setdefault(_LISTENERS, [])
     if not listeners:
         _listen(compiled, listeners)
-    # Replicas may meet while the terms are recorded, and each takes note of its own.
+    # Tracing of replicas may be interleaved while the terms are recorded, and each records its own.
     listeners.append(_Listener(replica_index(), terms, untracked, by_example))
     try:
         yield terms

@@ -1,4 +1,4 @@
-"""Keras's trackers of losses, given what one device would have given them."""
+"""Updates Keras's loss trackers as on one device."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ class TrackedLosses:
         ends: Whether they end the window.
 
     Attributes:
-        part: What has to be added up over the replicas.
+        part: The tensor to all-reduce.
     """
 
     def __init__(self, model: keras.Model, sums: LossSums, window: LossWindow | None = None, *, ends: bool = False):
@@ -49,7 +49,7 @@ class TrackedLosses:
         entries = 1 + len(sums.form.factors)
         self.part = tf.concat([sums.vector, tf.zeros([2 * entries], sums.vector.dtype)], 0)
         if window is not None:
-            # Metrics that were reset have forgotten the window.
+            # A reset of the metrics also discards the window.
             known = self.model._loss_tracker.count.value > 0
             self.part += tf.where(known, window.state.value, 0.0)
 

@@ -21,7 +21,7 @@ _original: Any = None
 
 @contextlib.contextmanager
 def not_divided_by_replicas() -> Iterator[None]:
-    """Within it, and on this thread alone, a loss on a replica is what one device computes on the same rows.
+    """Context in which a loss on a replica, on this thread only, is what one device computes on the same rows.
 
     Keras divides what its losses return by the number of replicas, but not a sum, a loss that returns one number or
     what `compute_loss` computes by itself. A total of these can't be corrected afterwards. Keras's function is replaced

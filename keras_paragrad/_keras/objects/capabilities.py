@@ -1,7 +1,7 @@
-"""What an optimizer does for itself: asked of its attributes, never of its type.
+"""Capabilities of optimizers, determined by attributes, never by type.
 
-An optimizer that wraps another, as `LossScaleOptimizer` does, has it as `inner_optimizer`; wrappers nest. One that says
-`accumulates = True` has what `Accumulating` has.
+An optimizer that wraps another, as `LossScaleOptimizer` does, holds it in `inner_optimizer`; wrappers nest. One with
+`accumulates = True` implements `Accumulating`.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
 class Accumulating(Protocol):
-    """An optimizer that gathers gradients and all-reduces their sum once for an update, before that is clipped."""
+    """An optimizer that accumulates gradients and all-reduces their sum once per update, before clipping."""
 
     accumulates: bool
     weighting: str
 
     def weighed(self, weight: Any) -> contextlib.AbstractContextManager[Any]:
-        """The context in which `apply` is given a gradient that counts for so much on this replica."""
+        """The context in which `apply` gets a gradient of this weight on this replica."""
         ...
 
 
@@ -38,7 +38,7 @@ def updating(optimizer: Any) -> Any:
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """The optimizers that update variables: the innermost, and those that a `MultiOptimizer` hands on to."""
+    """The optimizers that update variables: the innermost, and those that a `MultiOptimizer` delegates to."""
     innermost = updating(optimizer)
     return [innermost, *getattr(innermost, "optimizers", [])]
 
@@ -50,12 +50,12 @@ def unscaled(optimizer: Any) -> Any:
 
 
 def accumulating(optimizer: Any) -> Accumulating | None:
-    """The optimizer among those nested that gathers gradients, or `None`."""
+    """The nested optimizer that accumulates gradients, or `None`."""
     return next((each for each in nested(optimizer) if getattr(each, "accumulates", False)), None)
 
 
 def accumulation_steps(optimizer: Any) -> int:
-    """How many gradients Keras's own accumulation gathers for an update; 1 without it."""
+    """The number of gradients per update in Keras's own accumulation; 1 without it."""
     return max(part.gradient_accumulation_steps or 1 for part in parts(optimizer))
 
 

@@ -8,7 +8,7 @@ Made = TypeVar("Made", bound="MethodPatch")
 
 
 class MethodPatch:
-    """Methods of objects, replaced from the first replica that comes to the last that leaves."""
+    """Methods of objects, patched from when the first replica enters until the last one leaves."""
 
     def __init__(self):
         self.inside = 0
@@ -30,7 +30,7 @@ class MethodPatch:
         self._replaced.callback(put_back)
 
     def put_back(self) -> None:
-        """Puts everything back."""
+        """Restores everything."""
         self._replaced.close()
 
 
@@ -48,7 +48,7 @@ def patched(owner: Any, key: str, make: Callable[[], Made]) -> Iterator[Made]:
         key: The attribute in which it does.
         make: Makes the replacement.
     """
-    # Replicas are traced in turns, each up to where they meet: the first in replaces, the last out puts back.
+    # Replicas are traced interleaved, up to each collective: the first to enter patches, the last to leave restores.
     replacement = owner.__dict__.setdefault(key, make())
     replacement.inside += 1
     try:

@@ -1,4 +1,4 @@
-"""Wrapping an optimizer so that everybody else takes the wrapper for the one inside it."""
+"""Optimizer wrapper that delegates state and settings to `inner_optimizer`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,8 +38,8 @@ _STATE = ("_variables", "_iterations", "_learning_rate", "_inner_optimizers")
 class WrappingOptimizer(keras.optimizers.Optimizer):
     """An optimizer whose settings, counters, methods and saved state are those of `inner_optimizer`.
 
-    A checkpoint or weights file of the inner optimizer alone loads into the wrapper, and the wrapper's into the inner
-    optimizer: what a subclass adds to the state is saved beside it, in attributes of its own.
+    Checkpoints and weights files of the wrapper and of the inner optimizer alone are interchangeable: the state that a
+    subclass adds is saved separately, in its own attributes.
 
     Args:
         inner_optimizer: The `keras.optimizers.Optimizer` that updates the weights.
@@ -87,7 +87,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         return self._trainable_variables
 
     def index_of(self, variable: keras.Variable) -> int:
-        """The place of one of the model's variables in `trainable_variables`."""
+        """The index of one of the model's variables in `trainable_variables`."""
         self._check_variables_are_known([variable])
         return self._get_variable_index(variable)
 
@@ -102,7 +102,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
 
     @property
     def iterations(self):
-        """How many updates have been made."""
+        """The number of updates made."""
         return self.inner_optimizer.iterations
 
     @property

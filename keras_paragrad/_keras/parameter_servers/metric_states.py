@@ -13,7 +13,7 @@ _ASSIGN = "_direct_assign"
 
 
 class MetricStates:
-    """A model's metrics, added up from what steps add to their states, in whatever order these arrive.
+    """A model's metrics, summed from the steps' contributions to their states, in any order of arrival.
 
     Keras changes a metric's variables by reading and writing them, between which another worker writes too. Here each
     step computes what it adds by itself, and the chief adds: no example is lost or counted twice.
@@ -64,7 +64,7 @@ class MetricStates:
             return _packed(self._variables) - before
 
     def reset(self) -> None:
-        """Begins anew."""
+        """Resets the sums."""
         with self._lock:
             self._total = self._start.copy()
 

@@ -57,7 +57,7 @@ class ParameterServerModel:
         self.install()
 
     def install(self) -> None:
-        """Puts the methods in place, also after others have taken theirs off again."""
+        """Installs the methods, also after other components have uninstalled theirs."""
         if self._model.__dict__.get("make_train_function") == self._make_train_function:
             return
         own = self._model.__dict__
@@ -70,7 +70,7 @@ class ParameterServerModel:
         self._forget_functions()
 
     def undo(self) -> None:
-        """Gives the model its class's methods back."""
+        """Restores the methods of the model's class."""
         for method in _METHODS:
             self._model.__dict__.pop(method, None)
         self._forget_functions()

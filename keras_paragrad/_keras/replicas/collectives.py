@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# Bytes from which on a tensor on CPUs is added up by itself: it isn't copied into a pack and out of it, nor does it
+# Bytes from which a tensor on CPUs is all-reduced by itself: it isn't copied into and out of a bucket, and does not
 # wait for the others. On two cores, 16 tensors of 1 MiB then took 12.5 ms instead of 13.2, 60 of them 47 ms instead of
 # 80, and 16 of 4 MiB 38 ms instead of 118; but 16 of 0.5 MiB 7.6 ms instead of 6.6.
 LARGE = 2**20
-# Bytes up to which tensors on one process's CPUs are added up without a collective: what replicas say of their parts of
-# a batch. On a ring, a CNN's step of 5.6 ms got 0.25 ms shorter.
+# Bytes up to which tensors on one process's CPUs are summed without a collective: scalars that describe a replica's
+# shard. On a ring, a CNN's step of 5.6 ms got 0.25 ms shorter.
 SMALL = 128
 
 
@@ -32,11 +32,11 @@ def replica_index() -> int:
 def cross_replica(body: Callable[..., None], *values: Any) -> None:
     """Calls `body(per_replica, *values)` once for all replicas; `per_replica(fn, *args)` calls `fn` on each of them.
 
-    What only one decision may be taken on, such as a branch around a collective, belongs in `body`.
+    A decision that all replicas must share, such as a branch around a collective, belongs in `body`.
 
     Args:
         body: What to do; it must not return anything.
-        *values: Nested tensors of this replica, handed to `body` grouped by replica.
+        *values: Nested tensors of this replica, passed to `body` grouped by replica.
     """
     if not tf.distribute.has_strategy():
         body(lambda fn, *args: fn(*args), *values)
@@ -68,9 +68,9 @@ def _summed(tensors: Sequence[Any]) -> list[Any]:
     together: dict[tf.DType, list[int]] = {}
     for place, tensor in enumerate(tensors):
         if place not in apart:
-            # Several workers' collective joins tensors into packs, and can't join dtypes.
+            # The multi-worker collective concatenates tensors into buckets, of one dtype each.
             together.setdefault(tensor.dtype, []).append(place)
-    # Large ones backward, as gradients come.
+    # Large ones in reverse, the order in which gradients are computed.
     collectives = [*([place] for place in reversed(apart)), *together.values()]
     context: Any = tf.distribute.get_replica_context()
     sums = {}
@@ -81,7 +81,7 @@ def _summed(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _adds_up_on_cpus() -> bool:
-    """Whether replicas are on CPUs, and nobody asked for packs of another size."""
+    """Whether replicas are on CPUs, and no bucket size was requested."""
     extended = tf.distribute.get_strategy().extended
     options = getattr(extended, "_communication_options", None)
     kinds = {tf.DeviceSpec.from_string(device).device_type for device in extended.worker_devices}

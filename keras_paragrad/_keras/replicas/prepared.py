@@ -1,4 +1,4 @@
-"""Methods of one model, in place of those of its class."""
+"""Installs methods on one model in place of those of its class."""
 
 import contextlib
 import functools
@@ -54,7 +54,7 @@ def spread_over_replicas(model: keras.Model, take: Take, cut: Cut | None = None)
 
 
 def uninstall(model: keras.Model) -> None:
-    """Gives a model its class's methods back."""
+    """Uninstalls them: restores the methods of the model's class."""
     for method in _METHODS:
         model.__dict__.pop(method, None)
     _forget_functions(model)
