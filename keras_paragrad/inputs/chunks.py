@@ -1,4 +1,4 @@
-"""How many rows to take at a time: as many as fit into a budget of memory, by what a row's forward pass holds."""
+"""Chunk sizes: as many rows as fit into a memory budget, estimated from a row's forward pass."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,11 +8,11 @@ import tensorflow as tf
 from keras_paragrad.inputs.modes import Jacobian
 from keras_paragrad.inputs.seeds import AT_ONCE
 
-# Larger chunks are no faster on small rows, whose overhead is spread over some thousand already.
+# Larger chunks are no faster for small rows: a few thousand already amortize the overhead.
 MOST_ROWS = 8192
 BUDGET = 256 * 2**20
 
-# What shares the memory of its input.
+# Operations whose output shares the memory of their input.
 _ALIASES = {"Reshape", "Identity", "IdentityN", "Squeeze", "ExpandDims", "StopGradient", "EnsureShape"}
 
 
@@ -22,28 +22,28 @@ def rows_within_budget(bytes_per_row: float) -> int:
 
 
 def bytes_of_derivative(way: Any, held: float, free: float, outputs: int, second: bool) -> float:
-    """The bytes that differentiating a row takes, about.
+    """An estimate of the bytes needed to differentiate a row.
 
     Args:
         way: How it is differentiated.
-        held: The bytes of its forward pass.
-        free: The bytes of the inputs that are differentiated.
-        outputs: The numbers it puts out.
+        held: Bytes of its forward pass.
+        free: Bytes of its differentiated inputs.
+        outputs: Number of output entries.
         second: Whether it is differentiated twice.
     """
     if not isinstance(way, Jacobian):
-        # Much of the forward pass is freed early, which makes room for the backward pass; copies of the result.
+        # Much of the forward pass is freed early, making room for the backward pass. The rest is copies of the result.
         return (4 if second else 1) * held + 4 * free
-    # The backward passes that run at once, beside the forward pass; the result as a stack, transposed and as an array.
+    # The concurrent backward passes besides the forward pass; and the result stacked, transposed and as an array.
     passes = outputs if way.mode == "vectorized" else AT_ONCE
     return (1 + passes / 2) * held + 3 * outputs * free
 
 
 def bytes_in_graph(graph: tf.Graph, inputs: Sequence[tf.Tensor]) -> int:
-    """The bytes of everything that a graph computes from its inputs, in its functions and loops too.
+    """The bytes of everything that a graph computes from its inputs, including its functions and loops.
 
-    What does not depend on the inputs, such as weights that are cast, is left out. A step of a loop counts once for
-    each entry of the longest list that the loop reads or writes.
+    Tensors that don't depend on the inputs, such as cast weights, are left out. A loop body counts once for each entry
+    of the longest tensor list that the loop reads or writes.
     """
     definition = graph.as_graph_def(add_shapes=True)
     functions = {function.signature.name: function for function in definition.library.function}
@@ -76,7 +76,7 @@ def _called(node: Any) -> list[str]:
 
 
 def _steps(loop: Any, by_name: Mapping[str, Any]) -> int:
-    """The length of the longest list that goes into a loop, which is how many steps a recurrent layer takes."""
+    """The length of the longest tensor list that enters a loop: the number of steps of a recurrent layer."""
     lengths = [1]
     for name in loop.input:
         made = by_name.get(_source(name))
@@ -91,7 +91,7 @@ def _steps(loop: Any, by_name: Mapping[str, Any]) -> int:
 
 
 def _source(name: str) -> str:
-    """The node that a node's input comes from."""
+    """The node that produces a node's input."""
     return name.removeprefix("^").split(":")[0]
 
 

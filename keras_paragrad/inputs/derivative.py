@@ -1,4 +1,4 @@
-"""What every derivative gives for a chunk of rows."""
+"""The result type of every derivative of a chunk of rows."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ class Derivative(NamedTuple):
 
     Attributes:
         values: A tensor of shape `(rows, ...)` for each free input.
-        sound: Whether they passed the checks that were made.
+        sound: Whether they passed the checks.
     """
 
     values: Sequence[tf.Tensor]

@@ -19,7 +19,7 @@ Differentiate = Callable[..., Derivative]
 
 
 class Execution:
-    """Compiles a derivative for the first chunk, and runs it on each.
+    """Compiles a derivative for the first chunk, and runs it on every chunk.
 
     Args:
         model: The model.
@@ -35,14 +35,14 @@ class Execution:
         self._function: Any = None
 
     def begin(self, chunk: Chunk, ways: Sequence[Differentiate]) -> list[np.ndarray]:
-        """The results of the first chunk, by the first way to differentiate whose results are sound."""
+        """The results of the first chunk, by the first of `ways` whose results are sound."""
         leaves = self._distributed(chunk)
         *others, last = ways
         for way in others:
             try:
                 return self._begin(way, leaves)
             except Exception:
-                # If it is not this way's fault, the last one fails in the same way.
+                # If the error is not specific to this way, the last one raises it again.
                 continue
         return self._begin(last, leaves)
 
@@ -71,7 +71,7 @@ class Execution:
         jit = self.model.jit_compile if self.options.jit_compile == "auto" else self.options.jit_compile
 
         def replica(*arguments):
-            # XLA compiles for each replica by itself: one function for all would touch the variables of one.
+            # XLA compiles per replica: a single function would use one replica's variables for all.
             return (
                 tf.function(derivative, jit_compile=True, autograph=False)(*arguments)
                 if jit
@@ -79,18 +79,18 @@ class Execution:
             )
 
         function = tf.function(releasing(lambda *parts: self.strategy.run(replica, args=parts)), autograph=False)
-        # Concrete, so that another shape is an error and not another function.
+        # Concrete, so that another shape raises instead of retracing.
         return function.get_concrete_function(leaves, tf.constant(True))
 
     def build(self, first: list[np.ndarray]) -> None:
-        """Builds the model if it is not, on the first row."""
+        """Builds the model on the first row, if it is not built."""
         if not self.model.built:
             leaves = [leaf[:1] for leaf in first[: len(self.selection.names)]]
             with self.strategy.scope():
                 self.model(keras.tree.pack_sequence_as(self.selection.structure, leaves))
 
     def bytes_per_row(self, first: list[np.ndarray], way: Differentiate) -> float:
-        """What differentiating a row takes at most, about, from a trace of the model's forward pass."""
+        """An estimated upper bound of the bytes to differentiate a row, from a trace of the forward pass."""
         rows = min(len(first[0]), MOST_ROWS)
         specs = [tf.TensorSpec((rows, *leaf.shape[1:]), leaf.dtype) for leaf in self._cast(first, slice(0, 1))]
 
@@ -109,7 +109,7 @@ class Execution:
         return bytes_of_derivative(way, held, free, output, second)
 
     def _row_function(self, leaves: Sequence[tf.Tensor]) -> tuple[RowFunction, list[tf.Tensor], list[tf.Tensor]]:
-        """The function of a chunk's leaves, its free inputs, and what else the derivative uses."""
+        """The row function of a chunk, its free inputs, and the additional arrays that the derivative uses."""
         count = len(self.selection.names)
         inputs, beside, labels = list(leaves[:count]), list(leaves[count:]), None
         if isinstance(self.options.output, np.ndarray):
@@ -118,14 +118,14 @@ class Execution:
         return function, [inputs[number] for number in self.selection.chosen], beside
 
     def _cast(self, leaves: list[np.ndarray], rows: slice) -> list[np.ndarray]:
-        """Leaves, in the dtypes that they are differentiated in."""
+        """Casts leaves to the dtypes in which they are differentiated."""
         leaves = [leaf[rows] for leaf in leaves]
         for number, dtype in zip(self.selection.chosen, self.selection.dtypes, strict=True):
             leaves[number] = leaves[number].astype(dtype, copy=False)
         return leaves
 
     def _distributed(self, chunk: Chunk) -> Any:
-        """A chunk's inputs, an equal part for each replica, in the dtypes that they are differentiated in."""
+        """A chunk's inputs, cast, and split equally over the replicas."""
         leaves = self._cast(chunk.leaves, slice(None))
         each = len(leaves[0]) // self.strategy.num_replicas_in_sync
 

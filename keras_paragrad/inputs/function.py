@@ -17,8 +17,8 @@ class RowFunction(NamedTuple):
     Attributes:
         model: The model.
         selection: The inputs that are free.
-        output: What is made of the outputs.
-        fixed: All inputs, in order; those that are free are not looked at.
+        output: Selects or computes the output to differentiate.
+        fixed: All inputs, in order; the free ones are ignored.
         labels: The label of each row, if the output is selected by labels.
     """
 
@@ -39,7 +39,7 @@ class RowFunction(NamedTuple):
         return _checked(value, leaves[0].shape[0])
 
     def values(self, free: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The output where it is one number a row: a tensor of shape `(rows,)`."""
+        """The output if it is a scalar per row: a tensor of shape `(rows,)`."""
         value = self(free)
         if value.shape.num_elements() != value.shape[0]:
             raise ValueError(
@@ -53,7 +53,7 @@ class RowFunction(NamedTuple):
         """The gradients, if the output depends on all the inputs.
 
         Raises:
-            ValueError: It doesn't depend on one, or not in a way that has a derivative.
+            ValueError: It doesn't depend on one, or not differentiably.
         """
         for number, gradient in zip(self.selection.chosen, gradients, strict=True):
             if gradient is None:

@@ -9,10 +9,10 @@ from keras_paragrad.inputs.rows import arrays_of, is_batched
 
 
 def checked_labels(value: Any) -> np.ndarray | None:
-    """Labels as an array of int32 of shape `(rows,)`, or `None` if `value` is no array and no sequence.
+    """Labels as an int32 array of shape `(rows,)`, or `None` if `value` is neither an array nor a sequence.
 
     Raises:
-        ValueError: It is one, and does not hold an integer of at least 0 for each row.
+        ValueError: It is one, but does not hold a nonnegative integer per row.
     """
     found = _array(value)
     if found is None or found.ndim == 0:
@@ -33,7 +33,7 @@ def checked_labels(value: Any) -> np.ndarray | None:
 
 
 def check_labels_fit(labels: np.ndarray, x: Any) -> None:
-    """Refuses labels that are not known to belong to the rows of `x`, one to each."""
+    """Refuses labels that can't be matched one to one with the rows of `x`."""
     if is_batched(x):
         raise ValueError(
             f"`output` holds labels, and `x` is a {type(x).__name__}, whose rows may come in any order. Give arrays "
@@ -49,5 +49,5 @@ def _array(value: Any) -> np.ndarray | None:
         if isinstance(value, type) or not (isinstance(value, (list, tuple)) or hasattr(value, "__array__")):
             return None
         return np.asarray(value)
-    except Exception:  # rows of unequal length, a symbolic tensor, or an object of a user's
+    except Exception:  # rows of unequal length, a symbolic tensor, or a user's object
         return None

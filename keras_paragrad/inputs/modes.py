@@ -1,4 +1,4 @@
-"""Jacobians of a chunk of rows: one pass an input in forward mode, one pass an output in reverse mode."""
+"""Jacobians of a chunk of rows: one pass per input entry in forward mode, one per output entry in reverse mode."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,10 +13,11 @@ MODES = ("auto", "forward", "reverse", "vectorized")
 
 
 class Jacobian(NamedTuple):
-    """The Jacobian of a function of a chunk of rows, whose forward pass the passes for all seeds share.
+    """The Jacobian of a function of a chunk of rows; the passes for all seeds share one forward pass.
 
-    A backward pass is linear in its seed, so its gradient with respect to the seed is the derivative along a tangent:
-    forward mode is reverse mode, twice. Unlike `tf.autodiff.ForwardAccumulator` that goes through recurrent layers.
+    A backward pass is linear in its seed, so its gradient with respect to the seed is a Jacobian-vector product:
+    forward mode is reverse mode applied twice. Unlike `tf.autodiff.ForwardAccumulator`, this works with recurrent
+    layers.
 
     Attributes:
         mode: One of `MODES`.
@@ -25,7 +26,7 @@ class Jacobian(NamedTuple):
     mode: str
 
     def __call__(self, function: RowFunction, free: list[tf.Tensor], beside: Sequence, check: tf.Tensor) -> Derivative:
-        """Differentiates `function` at `free`, and if `check` holds, compares forward mode with reverse mode."""
+        """Differentiates `function` at `free`; if `check` is true, also compares forward mode with reverse mode."""
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as outer:
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as inner:
                 inner.watch(free)
@@ -56,12 +57,12 @@ class Jacobian(NamedTuple):
 
 
 def _fewer_passes(flat: tf.Tensor, free: Sequence[tf.Tensor]) -> str:
-    # A pass takes about as long either way: see the crossover in docs/benchmarks/input_gradients.md.
+    # A pass takes about as long in either mode: see the crossover in docs/benchmarks/input_gradients.md.
     return "forward" if sum(width(tensor) for tensor in free) < width(flat) else "reverse"
 
 
 def _pushed(tape: tf.GradientTape, seed: tf.Tensor, pulled: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """Takes the entries of an input forward, one by one: a tensor of shape `(rows, outputs, inputs)`."""
+    """Pushes forward one input entry at a time: a tensor of shape `(rows, outputs, inputs)`."""
 
     def push(index) -> list:
         try:
@@ -84,9 +85,9 @@ def _vectorized(tape: tf.GradientTape, flat: tf.Tensor, tensor: tf.Tensor) -> tf
 
 
 def _error(jacobians: Sequence[tf.Tensor], seed: tf.Tensor, pulled: Sequence[tf.Tensor]) -> tf.Tensor:
-    """How far Jacobians are from reverse mode along one seed, at most, relative to the largest entry.
+    """The largest difference from reverse mode along one seed, relative to the largest entry.
 
-    TensorFlow takes a gradient that has no derivative of its own, as that of bilinear resizing, for a constant.
+    TensorFlow treats a gradient without a registered derivative, such as that of bilinear resizing, as a constant.
     """
     errors = []
     for jacobian, expected in zip(jacobians, pulled, strict=True):

@@ -18,10 +18,10 @@ class DerivativeOptions(NamedTuple):
     verbose: Any
 
     def checked(self) -> "DerivativeOptions":
-        """The same, if each is what it may be.
+        """Returns the options, validated.
 
         Raises:
-            ValueError: One is not. The message says what to write.
+            ValueError: An option is invalid. The message says what to write.
         """
         checked = self._replace(
             batch_size=check_integer("batch_size", self.batch_size, most=2**31 - 1, example=2048, optional=True),

@@ -1,4 +1,4 @@
-"""Which output is differentiated: named, picked by its index, or a function of them all."""
+"""Selects the output to differentiate: by name, by index, by label, or by a function of all outputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,9 @@ Output = str | int | Callable[[Any], Any] | np.ndarray | None
 
 
 def checked_output(output: Any) -> Output:
-    """The `output` argument, if it is a name, an index, a function, `None`, or a label for each row.
+    """Validates the `output` argument: a name, an index, a function, `None`, or a label per row.
 
-    Labels are returned as an array of int32 of shape `(rows,)`.
+    Labels are returned as an int32 array of shape `(rows,)`.
     """
     if output is None or isinstance(output, str) or (callable(output) and not isinstance(output, type)):
         return output
@@ -40,7 +40,7 @@ def select(model: keras.Model, outputs: Any, output: Output, labels: tf.Tensor |
         model: The model.
         outputs: Its outputs for a chunk of rows.
         output: The checked argument.
-        labels: The chunk's part of `output`, if that is an array of labels.
+        labels: The chunk's labels, if `output` is an array of labels.
     """
     if callable(output):
         return output(outputs)

@@ -1,10 +1,10 @@
-"""What to write instead of a gradient with respect to an input that has none."""
+"""Error messages for inputs that have no gradient."""
 
 import keras
 
 
 def integer_refusal(model: keras.Model, names: list[str], number: int, dtype: str) -> str:
-    """What to say of an input that is not made of real numbers."""
+    """The message for an input that is not real-valued."""
     said = f"Input {names[number]!r} is {dtype}, which can't be moved by a little, and so has no gradient. "
     others = [name for name in names if name != names[number]]
     leave_out = f" To leave it out, write wrt={others}." if others else ""
@@ -15,7 +15,7 @@ def integer_refusal(model: keras.Model, names: list[str], number: int, dtype: st
 
 
 def embedding_hint(model: keras.Model, number: int) -> str:
-    """What to write to differentiate from the embedding of an input, if there is one."""
+    """How to differentiate with respect to the embedding of an input, if there is one."""
     embeddings = [layer for layer in getattr(model, "layers", []) if isinstance(layer, keras.layers.Embedding)]
     tensors = list(getattr(model, "inputs", None) or [])
     if not embeddings:

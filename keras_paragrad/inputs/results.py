@@ -1,4 +1,4 @@
-"""Where results go as they come: into an array, or into a file."""
+"""Sinks for results: an array in memory, or a file."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from keras_paragrad.arguments import check_path, refusal
 
 
 class GrowingArray:
-    """An array that rows are added to, without a second copy of them all at the end.
+    """An array that rows are appended to, without a second full copy at the end.
 
     Args:
         rows: How many rows there will be, or `None` if that isn't known.
@@ -28,7 +28,7 @@ class GrowingArray:
             self._array = np.empty((self._expected or len(part), *part.shape[1:]), part.dtype)
         end = self._rows + len(part)
         if end > len(self._array):
-            # By little, so that little is empty: the system moves a large array without copying it.
+            # Grows in small steps to waste little memory: the system remaps a large array without copying it.
             self._array.resize((end + end // 32, *part.shape[1:]), refcheck=False)
         self._array[self._rows : end] = part
         self._rows = end
@@ -42,11 +42,11 @@ class GrowingArray:
 
 
 class NpyFile:
-    """A `.npy` file that rows are added to. It can be read at any time, and holds the rows added so far.
+    """A `.npy` file that rows are appended to. It is readable at any time, and holds the rows written so far.
 
     Args:
-        path: The file. One that is there already is replaced by a new one with the first rows, so that an array that
-            is mapped from it stays as it is.
+        path: The file. An existing file is replaced by a new one with the first rows, so that arrays mapped from the
+            old one stay intact.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -77,19 +77,19 @@ class NpyFile:
         self._write_header(file, part)
 
     def _write_header(self, file: BinaryIO, part: np.ndarray) -> None:
-        # NumPy leaves room in the header for any number of rows, so that it is always as long.
+        # NumPy pads the header for any number of rows, so its length never changes.
         shape = (self._rows, *part.shape[1:])
         header = {"descr": np.lib.format.dtype_to_descr(part.dtype), "fortran_order": False, "shape": shape}
         file.seek(0)
         np.lib.format.write_array_header_1_0(file, header)
 
     def result(self) -> np.ndarray:
-        """All rows, mapped into memory to read."""
+        """All rows, memory-mapped read-only."""
         return np.load(self._path, mmap_mode="r")
 
 
 def sinks(out: Any, nesting: Any, rows: int | None, x: Any) -> list[GrowingArray] | list[NpyFile]:
-    """Where each of the results goes: into files if `out` names them in the same nesting, or into memory.
+    """A sink for each result: files if `out` names them in the same nesting, otherwise memory.
 
     Files that the rows `x` are mapped from, and one for several results, are refused.
     """
@@ -113,7 +113,7 @@ def sinks(out: Any, nesting: Any, rows: int | None, x: Any) -> list[GrowingArray
 def _mapped_files(x: Any) -> set[str]:
     found = set()
     for array in keras.tree.flatten(x):
-        # A part of a mapped array, or a plain view of it, has it as its base.
+        # Slices and plain views of a mapped array have it as their base.
         while isinstance(array, np.ndarray):
             if isinstance(array, np.memmap) and array.filename is not None:
                 found.add(os.path.realpath(array.filename))

@@ -1,4 +1,4 @@
-"""Rows from wherever they come, in chunks of one size: arrays, datasets, generators."""
+"""Reads rows from arrays, datasets or generators, in chunks of equal size."""
 
 import itertools
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from keras_paragrad.arguments import shown
 
 
 class Chunk(NamedTuple):
-    """Rows that go through the model at once.
+    """Rows that pass through the model together.
 
     Attributes:
         leaves: An array for each input, all with the same number of rows.
-        rows: How many of them count; the others fill the chunk up.
+        rows: How many of them are real; the rest is padding.
     """
 
     leaves: list[np.ndarray]
@@ -24,16 +24,16 @@ class Chunk(NamedTuple):
 
 
 class InputRows:
-    """Reads nested inputs and hands them on in chunks that are all of the same size.
+    """Reads nested inputs and yields them in chunks of equal size.
 
     Args:
         x: Arrays, nested or not; or batches of any size from a `tf.data.Dataset`, a `keras.utils.PyDataset` or an
-            iterator, each of them `x` or, as in `model.predict`, a tuple `(x, y, ...)` of which the rest is left aside.
+            iterator, each of them `x` or, as in `model.predict`, a tuple `(x, y, ...)` of which only `x` is used.
 
     Attributes:
         structure: The nesting of the inputs, with a number for each.
-        known: How many rows there are, or `None` if only reading them tells.
-        first: The first batch that has rows; of arrays, all rows.
+        known: The number of rows, or `None` if it is unknown before reading.
+        first: The first nonempty batch; of arrays, all rows.
 
     Raises:
         ValueError: There are no rows, unequal numbers of rows, or sparse or ragged inputs.
@@ -83,7 +83,7 @@ def arrays_of(nested: Any) -> list[np.ndarray]:
             raise ValueError(f"`x` holds a {type(leaf).__name__}. Write .to_tensor(), or tf.sparse.to_dense() for it.")
     try:
         arrays = [np.asarray(leaf) for leaf in leaves]
-    except Exception:  # whatever an object of a user's raises
+    except Exception:  # whatever a user's object raises
         arrays = []
     if not arrays or any(array.ndim == 0 or array.dtype == object for array in arrays):
         raise ValueError(
@@ -96,12 +96,12 @@ def arrays_of(nested: Any) -> list[np.ndarray]:
 
 
 def is_batched(x: Any) -> bool:
-    """Whether `x` gives batches, and is not the rows themselves."""
+    """Whether `x` yields batches, rather than being the rows themselves."""
     return isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__")
 
 
 def _batches(x: Any) -> tuple[Iterator[Any], int | None]:
-    """The batches of `x`, and their rows if they can be told."""
+    """The batches of `x`, and their number of rows if known."""
     if isinstance(x, keras.utils.PyDataset):
         count = itertools.count() if x.num_batches is None else range(x.num_batches)
         x = map(x.__getitem__, count)
@@ -111,7 +111,7 @@ def _batches(x: Any) -> tuple[Iterator[Any], int | None]:
 
 
 def _cut(batches: Iterator[list[np.ndarray]], size: int) -> Iterator[list[np.ndarray]]:
-    """Cuts batches of any size anew: all are of `size` but the last. Rows of one array are not copied."""
+    """Rebatches: all batches but the last have `size` rows. Rows of one array are not copied."""
     pieces, missing = [], size
     for batch in batches:
         start = 0
@@ -132,7 +132,7 @@ def _joined(pieces: list[list[np.ndarray]]) -> list[np.ndarray]:
 
 
 def _filled(part: list[np.ndarray], size: int) -> Chunk:
-    """A chunk of `size` rows, filled up with its own rows, over again: they are as good as any, and never strange."""
+    """A chunk of `size` rows, padded by repeating its own rows, which are valid inputs."""
     rows = len(part[0])
     if rows < size:
         part = [np.take(leaf, np.arange(size) % rows, axis=0) for leaf in part]

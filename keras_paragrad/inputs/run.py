@@ -1,4 +1,4 @@
-"""Takes a derivative of any number of rows: chunk by chunk, and out to where the results go."""
+"""Differentiates any number of rows, chunk by chunk, and writes the results to their sinks."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ def differentiate(
 
     Args:
         model: The model.
-        x: The rows; see `Rows`.
+        x: The rows; see `InputRows`.
         ways: How to differentiate a chunk. The first whose result on the first chunk is sound is used for all.
         options: The arguments of the public function.
         beside: Nested arrays, cut into chunks with `x`, for the derivative's own use.
@@ -47,7 +47,7 @@ def differentiate(
     execution.build(rows.first)
     size = options.batch_size or rows_within_budget(execution.bytes_per_row(rows.first, ways[-1]))
     parts = _over(rows.chunks(size, replicas), rows.known, execution, ways, options.verbose)
-    # What can be refused is refused before this returns, also where the results are streamed.
+    # The first chunk runs eagerly here, so that errors are raised at the call even for streamed results.
     parts = itertools.chain([next(parts)], parts)
     if options.stream:
         return (selection.nested(part) for part in parts)

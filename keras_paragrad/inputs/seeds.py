@@ -4,37 +4,37 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-# Passes side by side keep the cores busy: singly they took 1.1 (dense, convolution) to 1.5 (attention under XLA) times
-# as long. More than four at a time took no less, and take more memory.
+# Parallel passes keep the cores busy: one at a time took 1.1 (dense, convolution) to 1.5 (attention under XLA) times as
+# long. More than four at a time were no faster, and take more memory.
 AT_ONCE = 4
 
 
 def width(tensor: tf.Tensor) -> int:
-    """How many numbers a row holds."""
+    """The number of entries in a row."""
     count = tensor.shape[1:].num_elements()
     assert count is not None, "the number of rows and their shape are known while tracing"
     return count
 
 
 def one_hot(like: tf.Tensor, index) -> tf.Tensor:
-    """A seed in a tensor's shape: in each row, one at the entry `index` and zero elsewhere."""
+    """A seed of a tensor's shape: in each row, one at entry `index` and zero elsewhere."""
     row = tf.one_hot(index, width(like), dtype=like.dtype)
     return tf.broadcast_to(tf.reshape(row, [1, *like.shape[1:]]), like.shape)
 
 
 def over_seeds(passed: Callable, count: int, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Stacks what a function gives for each seed.
+    """Stacks a function's results over all seeds.
 
     Args:
-        passed: From a seed's index to tensors.
-        count: How many seeds there are.
-        like: Tensors of the shapes and dtypes that it gives.
+        passed: Maps a seed's index to tensors.
+        count: Number of seeds.
+        like: Tensors of the shapes and dtypes that `passed` returns.
 
     Returns:
         For each tensor one of shape `(count, ...)`.
     """
     rounds = -(-count // AT_ONCE)
-    # Spread evenly over the rounds. An index past the last seed is one-hot nowhere, and what it gives is dropped.
+    # Spread evenly over the rounds. An index past the last seed gives a zero seed, whose result is dropped.
     each = -(-count // rounds)
 
     def passes(first) -> list[tf.Tensor]:

@@ -1,4 +1,4 @@
-"""Which inputs are differentiated: all of them, or those that `wrt` names. What can't be is refused."""
+"""Selects the inputs to differentiate: all, or those that `wrt` names. Inputs without a gradient are refused."""
 
 import contextlib
 from typing import Any, NamedTuple
@@ -67,7 +67,7 @@ def _numbers(wrt: Any, names: list[str]) -> Any:
     try:
         leaves = keras.tree.flatten(wrt)
         return keras.tree.pack_sequence_as(wrt, [_number(name, names) for name in leaves])
-    except TypeError:  # a dict of keys that can't be sorted
+    except TypeError:  # a dict with unsortable keys
         raise refusal("wrt", wrt, f"one of the inputs {names}, or several, each once") from None
 
 

@@ -1,4 +1,4 @@
-"""The rules that come with the package, one module for each kind of layer."""
+"""The built-in rules, one module per kind of layer."""
 
 from keras_paragrad.per_example.rules import (  # noqa: F401  (each registers its own)
     convolution,

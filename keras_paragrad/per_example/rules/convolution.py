@@ -1,4 +1,4 @@
-"""Convolutions: a dense layer on every window."""
+"""Convolutions: a dense layer applied to every window."""
 
 import math
 from collections.abc import Sequence
@@ -19,14 +19,15 @@ from keras_paragrad.per_example.rules.windows import (
     with_padding,
 )
 
-# From so many rows of taps on, XLA is faster with taps on both sides. On two cores, 64 images of 16x16x16 and 7x7 taps
+# From this kernel size on, XLA is faster with taps split between both factors. On two cores, 64 images of 16x16x16 and
+# 7x7 taps
 # took 3.8 ms instead of 6.4, 32 of 28x28x32 and 5x5 taps 10.8 instead of 15.4, but 64 of 8x8x64 and 3x3 taps 2.7
 # instead of 2.1.
 MANY_TAPS = 5
 
 
 class Convolutional(Linear):
-    """What convolutions of all kinds share.
+    """Base class of the convolution rules.
 
     Rochette et al., https://arxiv.org/abs/1912.06015, and Lee and Kifer, https://arxiv.org/abs/2009.03106.
     """
@@ -47,7 +48,7 @@ class ConvolutionRule(Convolutional):
         return grouped_product(inputs, cotangent, Geometry.of(layer), self.groups(layer, inputs), call.by_xla)
 
     def shares_taps(self, call: Call) -> bool:
-        """Whether both sides of the product have taps, those of one axis each."""
+        """Whether the taps are split between the factors, one axis each."""
         layer: Any = call.layer
         inputs, cotangent = channels_last(call.input, layer), channels_last(call.cotangent, layer)
         known = inputs.shape[1:].is_fully_defined() and cotangent.shape[1:].is_fully_defined()
@@ -63,7 +64,7 @@ class ConvolutionRule(Convolutional):
         return [call.cotangent.shape.rank - 1 if layer.data_format == "channels_last" else 1]
 
     def groups(self, layer: Any, inputs: tf.Tensor) -> int:
-        """How many groups of channels are convolved on their own."""
+        """The number of channel groups."""
         return layer.groups
 
     def kernel(self, layer: Any, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
@@ -90,7 +91,7 @@ class ConvolutionRule(Convolutional):
         (call, *others), layer = calls, calls[0].layer
         if others or not call.beside_plain or call.gradients is not None or not self.folds(call):
             return super().folded_squared_norms(calls)
-        # Nothing but the norms is wanted of the gradients.
+        # Only the norms are needed.
         return folded.grouped_squared_norms(call.input, call.cotangent, Geometry.of(layer), layer.kernel.shape)
 
     def folds(self, call: Call) -> bool:
@@ -99,7 +100,7 @@ class ConvolutionRule(Convolutional):
         return can and self.costs_less_folded(call) and folded.has_grouped_gradients()
 
     def costs_less_folded(self, call: Call) -> bool:
-        """Whether folding moves less than laying out the windows does, or ghost norms."""
+        """Whether folding moves less memory than im2col or ghost norms."""
         shape: Any = call.layer.kernel.shape
         positions, pixels = (tensor.shape[1:-1].num_elements() for tensor in (call.cotangent, call.input))
         if positions is None or pixels is None:
@@ -130,16 +131,16 @@ class DepthwiseRule(ConvolutionRule):
         return Convolutional.folded_squared_norms(self, calls)
 
     def folds(self, call: Call) -> bool:
-        # As products they have one column for each channel, in which a matrix product has nothing to reuse.
+        # As products they have one column per channel, where a matmul has no reuse.
         return folded.suits(call)
 
 
 def kernel_gradient(layer: Any, inputs: tf.Tensor, cotangent: tf.Tensor) -> tf.Tensor:
-    """The gradient of a batch for the kernel of a convolution layer, whatever the kernel is."""
+    """The batch's kernel gradient of a convolution layer; it doesn't depend on the kernel's value."""
     kernel = tf.zeros(layer.kernel.shape, inputs.dtype)
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(kernel)
-        # Its result is not used, so only the gradient is computed.
+        # The output is unused, so only the gradient is computed.
         outputs = keras.ops.conv(inputs, kernel, layer.strides, layer.padding, layer.data_format, layer.dilation_rate)
     (gradient,) = tape.gradient(outputs, [kernel], output_gradients=[cotangent])
     return tf.convert_to_tensor(gradient)
@@ -152,10 +153,10 @@ def grouped_product(inputs: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry,
 
 
 def product_of_shared_taps(inputs: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry) -> Product:
-    """The gradient of a kernel, with the taps of the last axis on the left side and those of the first on the right.
+    """The kernel gradient, with the last axis's taps in the left factor and the first axis's in the right.
 
-    A row of the input meets each row of the cotangent that has it in its windows. So both sides together have as many
-    copies as the kernel has rows and columns, rather than taps.
+    Each input row is paired with the cotangent rows whose windows contain it. Both factors together then hold as many
+    copies as the kernel has rows plus columns, rather than taps.
     """
     rows, columns = spatial(cotangent)
     taps, dilation = geometry.kernel_size, geometry.dilation
@@ -205,7 +206,7 @@ def flat(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _is_ghost(positions: int, shape: Any) -> bool:
-    """Whether the inner products of windows take less than the gradients of a kernel."""
+    """Whether the inner products of windows are cheaper than the kernel gradients."""
     rows, columns = math.prod(shape[:-1]), shape[-1]
     return positions * (rows + columns) <= rows * columns
 

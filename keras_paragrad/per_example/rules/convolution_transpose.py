@@ -1,4 +1,4 @@
-"""Transposed convolutions: convolutions with the input and the output in each other's places."""
+"""Transposed convolutions: convolutions with input and output swapped."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from keras_paragrad.per_example.rules.windows import Geometry, channels_last, sp
 
 @register_rule(keras.layers.Conv1DTranspose, keras.layers.Conv2DTranspose, keras.layers.Conv3DTranspose)
 class ConvolutionTransposeRule(Convolutional):
-    """Positions are the input's pixels; rows are the taps and channels of the window of the output that one adds to."""
+    """Positions are input pixels; rows are taps and channels of the output window that a pixel contributes to."""
 
     def product(self, call: Call) -> Product:
         layer = call.layer

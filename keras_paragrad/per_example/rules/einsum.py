@@ -1,4 +1,4 @@
-"""EinsumDense layers, and with them the projections of attention."""
+"""`EinsumDense` layers, and so the projections of attention."""
 
 import string
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from keras_paragrad.per_example.rules.linear import Linear, Product, flattened
 
 
 class Axes(NamedTuple):
-    """The axes of an einsum, by what becomes of them.
+    """The axes of an einsum, by role.
 
     Attributes:
         inputs: The input's axes, the batch first.
@@ -33,9 +33,9 @@ class Axes(NamedTuple):
 
     @property
     def are_of_matrices(self) -> bool:
-        """Whether Keras multiplies a matrix for each example by one kernel.
+        """Whether Keras multiplies one matrix per example by one kernel matrix.
 
-        Its gradient is a product for each example then, and their sum.
+        If so, the plain gradient is a batched matmul summed over the batch.
         """
         in_order = self.inputs[1:] == self.positions + self.rows and self.outputs[1:] == self.positions + self.columns
         sizes = len(self.positions), len(self.rows), len(self.columns)
@@ -48,7 +48,7 @@ class EinsumRule(Linear):
 
     def suits(self, layer: Any) -> bool:
         inputs, kernel, outputs = _terms(layer.equation)
-        # What is left over would be summed over on one side alone.
+        # Other axes would be summed over in one operand alone.
         plain = all(len(set(term)) == len(term) for term in (inputs, kernel, outputs))
         paired = set(inputs) | set(kernel) | set(outputs) == (
             set(inputs) & set(kernel) | set(inputs) & set(outputs) | set(kernel) & set(outputs)
@@ -60,11 +60,11 @@ class EinsumRule(Linear):
         axes = _axes(call.layer.equation, call.input.shape.rank)
         left = _sorted(call.input, axes.inputs, axes.groups, axes.positions, axes.rows)
         right = _sorted(call.cotangent, axes.outputs, axes.groups, axes.positions, axes.columns)
-        # XLA finds the same products too, but is slower at adding up their squares than at inner products.
+        # XLA finds the shared products too, but sums their squares more slowly than it computes inner products.
         found = call.beside_plain and not call.by_xla and call.input.dtype == call.layer.compute_dtype
         if not (found and axes.are_of_matrices and left.shape.is_fully_defined()):
             return Product(left, right)
-        # Written as in the layer and its gradient, as only then TensorFlow sees that they are the same.
+        # Written as in the layer and its gradient: otherwise TensorFlow does not deduplicate the operations.
         inputs = tf.reshape(call.input, [-1, *left.shape[2:]])
         outputs = tf.reshape(call.cotangent, [right.shape[0], *right.shape[2:]])
         return Product(tf.reshape(inputs, left.shape), tf.reshape(outputs, right.shape), at_hand=True)

@@ -1,4 +1,4 @@
-"""Embeddings: rows picked by number."""
+"""Embeddings: rows looked up by index."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,12 +9,12 @@ import tensorflow as tf
 from keras_paragrad.per_example.factored_gradients import Factors
 from keras_paragrad.per_example.registry import Call, Rule, register_rule
 
-# Up to so many, comparing all with all is faster than sorting them.
+# Up to this many lookups, comparing all pairs is faster than sorting.
 FEW_LOOKUPS = 128
 
 
 class _Rows(NamedTuple):
-    """The rows of the table that each example's gradient has.
+    """The nonzero rows of the per-example gradients of the table.
 
     Attributes:
         indices: Which row of the table it is, `(count,)`.
@@ -27,11 +27,10 @@ class _Rows(NamedTuple):
 
 @register_rule(keras.layers.Embedding)
 class EmbeddingRule(Rule):
-    """An example's gradient has only the rows it looked up, and a row looked up twice is the sum of both.
+    """An example's gradient is nonzero only in the rows it looked up; a row looked up twice gets the sum.
 
-    So the rows are sorted and added up within each example, or where they are few, their products with each other are
-    added up for those that are of one index. Nothing is as large as the table for every example, except its gradients
-    when they are read.
+    Rows are sorted and summed within each example; if there are few, inner products of rows with equal indices are
+    summed instead. No table per example is materialized until gradients are read.
     """
 
     def variables(self, layer: Any) -> list[keras.Variable]:
@@ -74,7 +73,7 @@ class EmbeddingRule(Rule):
 
 
 class _Table(NamedTuple):
-    """The layout of a table's gradients that are kept as the rows looked up; one looked up twice is there twice."""
+    """The layout of table gradients stored as the rows looked up, which may repeat."""
 
     size: int
 
@@ -88,16 +87,16 @@ class _Table(NamedTuple):
 
 
 def lookups(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:
-    """What each example looked up in all calls, `(batch, lookups)`, and its cotangents, `(batch, lookups, width)`."""
+    """Each example's indices over all calls, `(batch, lookups)`, and their cotangents, `(batch, lookups, width)`."""
     layer: Any = calls[0].layer
     indices = tf.concat([_one_axis(tf.cast(call.input, tf.int32), 0) for call in calls], 1)
-    # As Keras does, which counts negative ones from the end.
+    # As in Keras, negative indices count from the end.
     indices = tf.where(indices < 0, indices + layer.input_dim, indices)
     return indices, tf.concat([_one_axis(call.cotangent, 1) for call in calls], 1)
 
 
 def _summed(calls: Sequence[Call]) -> _Rows:
-    """The rows with those of the same example and index added up into one, and zeros in the places of the rest."""
+    """The rows, summed for each example and index, and padded with zeros."""
     indices, cotangents = lookups(calls)
     order = tf.argsort(indices, axis=1, stable=True)
     indices, cotangents = (tf.gather(each, order, batch_dims=1) for each in (indices, cotangents))
@@ -107,13 +106,13 @@ def _summed(calls: Sequence[Call]) -> _Rows:
     segments = tf.reshape(tf.cumsum(changes, axis=1) + tf.range(batch)[:, tf.newaxis] * width, [-1])
     count = batch * width
     values = tf.math.unsorted_segment_sum(tf.reshape(cotangents, [-1, cotangents.shape[-1]]), segments, count)
-    # A segment that is not used keeps the lowest index there is, where it adds zero.
+    # An unused segment has the lowest integer as its index; clipped to 0, it adds zeros there.
     numbers = tf.maximum(tf.math.unsorted_segment_max(tf.reshape(indices, [-1]), segments, count), 0)
     return _Rows(numbers, values)
 
 
 def _one_axis(tensor: tf.Tensor, kept: int) -> tf.Tensor:
-    """A tensor with the axes between the batch and the last `kept` made into one, of one place if there are none."""
+    """Merges the axes between the batch and the last `kept` into one, of size 1 if there are none."""
     shape = tf.shape(tensor)
     size = -1 if None in tensor.shape[1:] else int(tensor.shape[1:].num_elements() // (tensor.shape[-1] if kept else 1))
     return tf.reshape(tensor, tf.concat([shape[:1], [size], shape[tensor.shape.rank - kept :]], 0))

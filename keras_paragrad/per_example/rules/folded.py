@@ -1,7 +1,7 @@
 """Per-example gradients of convolution kernels, with the batch folded into the channels.
 
-Groups of channels do not mix, and a depthwise convolution does not mix channels. So examples can be laid side by side
-as the groups of one image, and TensorFlow's gradient for the kernel of that image holds each example's own.
+Groups of channels do not mix, and a depthwise convolution does not mix channels. So examples can be stacked as the
+groups of one image, and the kernel gradient of that image holds each example's gradient.
 Rochette et al., https://arxiv.org/abs/1912.06015.
 """
 
@@ -15,11 +15,11 @@ import tensorflow as tf
 from keras_paragrad.per_example.registry import Call
 from keras_paragrad.per_example.rules.windows import Geometry, with_padding
 
-# Numbers in the inputs of the examples that are folded together. With oneDNN on two cores, norms of 64 examples of
+# Input entries of the examples folded together. With oneDNN on two cores, norms of 64 examples of
 # 32x32x16 and 3x3 taps took 2.6 ms in chunks of this size, 3.5 in those of a fourth and 3.0 at once; of 32x32x32 with
 # stride 2 they took 3.8, 5.5 and 3.9.
 CHUNK = 2**19
-# Of a chunk whose images are of unknown size.
+# Examples per chunk if the images' size is unknown.
 EXAMPLES = 32
 # Larger depthwise kernels are faster with the cotangents as kernels. On two cores, 16 examples of 16x16x64 and 7x7 taps
 # took 1.5 ms, against 4.1 by the gradient of the kernel, and 32 of 7x7x768 5.9 against 292; but 16 of 32x32x32 and 3x3
@@ -28,13 +28,13 @@ FEW_TAPS = 9
 
 
 def grouped(inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]) -> tf.Tensor:
-    """Each example's gradient for the kernel of a convolution, whose groups become groups for each example.
+    """The per-example kernel gradients of a convolution; each example becomes its own set of groups.
 
     Args:
-        inputs: The layer's, `(batch, *spatial, channels)` with one or two spatial axes.
-        cotangents: The loss's gradient for its outputs, likewise.
-        geometry: Where the windows lie.
-        shape: The kernel's.
+        inputs: The layer's inputs, `(batch, *spatial, channels)` with one or two spatial axes.
+        cotangents: The loss's gradient with respect to its outputs, in the same layout.
+        geometry: Where the windows are.
+        shape: The kernel's shape.
 
     Returns:
         `(batch, *shape)`
@@ -53,7 +53,7 @@ def grouped(inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape:
 def grouped_squared_norms(
     inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]
 ) -> tf.Tensor:
-    """The squared norms of the gradients that `grouped` returns, `(batch,)`, of which only a few exist at once."""
+    """The squared norms of the gradients of `grouped`, `(batch,)`, with only a chunk of them in memory at once."""
     *_, filters = shape
 
     def of_few(count: Any, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
@@ -65,7 +65,7 @@ def grouped_squared_norms(
 
 
 def depthwise(inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]) -> tf.Tensor:
-    """Each example's gradient for the kernel of a depthwise convolution; the arguments are those of `grouped`."""
+    """The per-example kernel gradients of a depthwise convolution; arguments as for `grouped`."""
     *taps, channels, multiplier = shape
     dilated = geometry.dilation[0] > 1
     of_image = _as_convolution if dilated or math.prod(taps) > FEW_TAPS else _as_gradient
@@ -80,10 +80,10 @@ def depthwise(inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shap
 
 
 def suits(call: Call) -> bool:
-    """Whether a convolution's call can be folded, on CPUs without XLA; GPUs have not been tried."""
+    """Whether a convolution's call can be folded: on CPUs without XLA only; GPUs are untested."""
     layer: Any = call.layer
     plain = layer.data_format == "channels_last" and layer.padding != "causal" and call.input.shape.rank in (3, 4)
-    # What TensorFlow has for depthwise convolutions.
+    # The strides and dilations that TensorFlow supports for depthwise convolutions.
     (stride, *strides), (dilation, *dilations) = layer.strides, layer.dilation_rate
     even = set(strides) <= {stride} and set(dilations) <= {dilation} and 1 in (stride, dilation)
     on_cpu = not call.by_xla and not tf.config.list_logical_devices("GPU")
@@ -92,7 +92,7 @@ def suits(call: Call) -> bool:
 
 @functools.cache
 def has_grouped_gradients() -> bool:
-    """Whether TensorFlow has the gradient of a grouped convolution on CPUs, as it has with oneDNN alone."""
+    """Whether TensorFlow has the gradient of grouped convolutions on CPUs, which requires oneDNN."""
 
     @tf.function(autograph=False)
     def of_two_groups() -> tf.Tensor:
@@ -155,11 +155,11 @@ def _few_by_few(
     cotangents: tf.Tensor,
     shape: Sequence[int],
 ) -> tf.Tensor:
-    """What a function makes of the first axis `(few, *shape)`, for all examples `(batch, *shape)`."""
+    """Maps a function over chunks of the first axis `(few, *shape)`, for all examples `(batch, *shape)`."""
     batch: Any = tf.shape(inputs)[0] if inputs.shape[0] is None else inputs.shape[0]
     numbers = inputs.shape[1:].num_elements()
     few = max(1, CHUNK // numbers) if numbers else EXAMPLES
-    # Pairs of chunks of one size, so that two threads end together; of an empty batch, one example of zeros.
+    # An even number of equal chunks, so that two threads finish together; for an empty batch, one example of zeros.
     pairs = tf.maximum(-(-batch // (2 * few)), 1)
     count = tf.maximum(-(-batch // (2 * pairs)), 1)
 

@@ -1,4 +1,4 @@
-"""Any layer: its gradients, example by example."""
+"""The generic rule: any layer's gradients, example by example."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,12 +26,12 @@ from keras_paragrad.per_example.rules.normalization import needs_its_batch
 class Generic(Rule):
     """Runs the layer's own call and its gradient on one example after the other, in a compiled loop.
 
-    Where the call drew random numbers, as dropout does, it can't be done again on an example alone. Then it is done
-    again on the batch, with the same numbers, and its gradient is taken once for each example, with the cotangents of
-    the others set to zero. Examples that are not finite are left out of that, as zero times NaN is NaN.
+    A call that draws random numbers, as dropout does, can't be repeated on a single example. It is repeated on the
+    batch with the same numbers, and its gradient is taken once per example, with the others' cotangents zeroed.
+    Non-finite examples are excluded from this, as zero times NaN is NaN.
     """
 
-    # A loop and never a vectorized map, which corrupts memory on the gradients of einsums outside of XLA.
+    # A loop rather than `tf.vectorized_map`, which corrupts memory on gradients of einsums outside XLA.
 
     serves_overrides = True
 
@@ -50,7 +50,7 @@ class Generic(Rule):
         return outputs
 
     def gradients(self, call: Call) -> list[tf.Tensor]:
-        # Neither TensorFlow nor XLA sees that two loops compute the same.
+        # Neither TensorFlow nor XLA deduplicates equal loops.
         if call.gradients is None:
             assert call.cotangents is not None
             found = (_of_whole_batch if call.recorded else _one_by_one)(call, call.cotangents)
@@ -59,12 +59,12 @@ class Generic(Rule):
 
 
 class _Batch(NamedTuple):
-    """What a call was given.
+    """The arguments of a call.
 
     Attributes:
         flat: Its flattened arguments and keywords.
-        rows: Those that have a row for each example, by their places.
-        masks: The masks on them.
+        rows: Those with a row for each example, by index.
+        masks: Their masks.
     """
 
     flat: list[Any]
@@ -81,7 +81,7 @@ class _Batch(NamedTuple):
     def called(
         self, call: Call, rows: dict[int, tf.Tensor], masks: dict[int, tf.Tensor], state: Any
     ) -> list[tf.Tensor]:
-        """What a call on other rows returns, where variables have the given values."""
+        """The outputs of the call on other rows, with the given values of variables."""
         flat = list(self.flat)
         for place, value in rows.items():
             flat[place] = with_mask(value, masks.get(place))
@@ -127,13 +127,13 @@ def _of_whole_batch(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """For each example whether all of several `(batch, ...)` tensors are finite."""
+    """Whether all of several `(batch, ...)` tensors are finite, for each example."""
     rows = [tf.reduce_all(tf.math.is_finite(each), list(range(1, each.shape.rank))) for each in tensors]
     return tf.reduce_all(tf.stack(rows), 0)
 
 
 def _with_finite_rows(rows: tf.Tensor, finite: tf.Tensor) -> tf.Tensor:
-    """A batch with the first finite example in the places of those that are not."""
+    """A batch in which non-finite examples are replaced by the first finite one."""
     return tf.where(_beside(finite, rows), rows, rows[tf.argmax(tf.cast(finite, tf.int32))][tf.newaxis])
 
 
@@ -157,5 +157,5 @@ def _floating(outputs: Any) -> list[tf.Tensor]:
 
 
 def _has_rows(value: Any) -> bool:
-    """Whether an argument of which nothing is known looks like a batch."""
+    """Whether an argument looks like a batch, if probing didn't tell."""
     return tf.is_tensor(value) and value.shape.rank != 0 and value.shape[0] != 1

@@ -1,4 +1,4 @@
-"""Weights that multiply: the sums over positions that dense, einsum and convolution layers come down to."""
+"""Linear maps: the sums over positions shared by dense, einsum and convolution layers."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Product(NamedTuple):
     Attributes:
         left: `(batch, groups, positions, rows)`.
         right: `(batch, groups, positions, columns)`.
-        at_hand: Whether the plain gradient is the sum of just these products, so that they are there already.
+        at_hand: Whether the plain gradient sums these very products, so that they are computed anyway.
     """
 
     left: tf.Tensor
@@ -27,17 +27,17 @@ class Product(NamedTuple):
 
     @property
     def is_ghost(self) -> bool:
-        """Whether norms are had for less from the positions' inner products than from the gradients themselves."""
+        """Whether norms are cheaper from inner products of positions (ghost norms) than from the gradients."""
         left: Any = self.left.shape
         _, _, positions, rows = left
         columns: Any = self.right.shape[3]
-        # Gradients that are at hand have only to be squared.
+        # Gradients that are computed anyway only need to be squared.
         direct = rows * columns * (1 if self.at_hand else positions or 0)
         return positions == 1 or (positions is not None and positions**2 * (rows + columns) <= direct)
 
     @property
     def has_small_sides(self) -> bool:
-        """Whether both sides together take less room than the gradients."""
+        """Whether the two factors take less memory than the gradients."""
         left: Any = self.left.shape
         _, _, positions, rows = left
         columns: Any = self.right.shape[3]
@@ -55,29 +55,29 @@ class Product(NamedTuple):
         return squared_norm(self._gradients_either_way(by_xla)[0], by_xla)
 
     def sum_of_gradients(self, weights: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
-        """The sum over examples of gradients times `weights` `(batch,)`, out of those that norms were taken of.
+        """The sum over examples of gradients times `weights` `(batch,)`, reusing the gradients computed for norms.
 
-        Those of weight 0 may be not finite.
+        Gradients of weight 0 may be non-finite.
         """
         gradients, transposed = self._gradients_either_way(by_xla)
 
         def sum_of(gradients: tf.Tensor) -> tf.Tensor:
             return tf.einsum("b,bgij->gji" if transposed else "b,bgij->gij", weights, gradients)
 
-        # Mostly all examples count, and then nothing is copied.
+        # Usually all weights are nonzero, and then nothing is copied.
         some = tf.reduce_any(tf.equal(weights, 0))
         return tf.cond(some, lambda: sum_of(zeroed(gradients, weights)), lambda: sum_of(gradients))
 
     def _gradients_either_way(self, by_xla: bool) -> tuple[tf.Tensor, bool]:
-        """Each example's gradient, and whether it is transposed, which makes no difference to norms."""
-        # Without XLA, products with the wider side last are faster.
+        """The per-example gradients, and whether they are transposed, which doesn't matter for norms."""
+        # Without XLA, products with the wider factor last are faster.
         transposed = not by_xla and not self.at_hand and (self.left.shape[3] or 0) > (self.right.shape[3] or 0)
         if not transposed:
             return self.gradients(), False
         return _matmul(self.right, self.left, transpose_a=True), True
 
     def inner_products(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Those of either side's positions with each other, `(batch, groups, positions, positions)`."""
+        """Both factors' inner products between positions, `(batch, groups, positions, positions)`."""
         if self.left.shape[2] == 1:
             left, right = (tf.reduce_sum(tf.square(side), 3, keepdims=True) for side in (self.left, self.right))
         else:
@@ -93,7 +93,7 @@ class Product(NamedTuple):
     def sum(self) -> tf.Tensor:
         """The sum over examples, `(groups, rows, columns)`."""
         if self.left.shape[1] == 1:
-            # TensorFlow multiplies matrices faster than a batch of one.
+            # A plain matmul is faster than a batched one of batch size 1.
             left, right = (tf.reshape(side, [-1, side.shape[3]]) for side in (self.left, self.right))
             return tf.matmul(left, right, transpose_a=True)[tf.newaxis]
         left, right = (tf.transpose(side, [1, 0, 2, 3]) for side in (self.left, self.right))
@@ -107,10 +107,10 @@ class Product(NamedTuple):
 
 
 class Linear(Rule):
-    """The base of rules for layers that multiply by one weight and add another.
+    """The base class of rules for layers that multiply by a kernel and may add a bias.
 
-    With inputs a and cotangents d at positions t, an example's gradient is g = sum_t a_t d_t', and |g|^2 is either had
-    from g or as sum_ts (a_t'a_s)(d_t'd_s), which never makes g.
+    With inputs a and cotangents d at positions t, an example's gradient is g = sum_t a_t d_t'. |g|^2 is computed from
+    g, or as sum_ts (a_t'a_s)(d_t'd_s) without materializing g.
     Goodfellow, https://arxiv.org/abs/1510.01799 (one position); Li et al., https://arxiv.org/abs/2110.05679 (several);
     Bu et al., https://arxiv.org/abs/2205.10683 (which of the two).
     """
@@ -118,15 +118,15 @@ class Linear(Rule):
     before_activation = True
 
     def product(self, call: Call) -> Product:
-        """The kernel's gradient as a product."""
+        """The kernel gradient of a call, in factored form."""
         raise NotImplementedError
 
     def kernel(self, layer: Any, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
-        """`(..., groups, rows, columns)` in the order and shape of the kernel, after the leading axes."""
+        """Reshapes `(..., groups, rows, columns)` to the kernel's layout `(..., *kernel.shape)`."""
         raise NotImplementedError
 
     def columns(self, call: Call) -> Sequence[int]:
-        """The axes of the output that are the product's groups and columns; none where they are something else."""
+        """The output axes that are the product's groups and columns; none if they don't match."""
         return ()
 
     def broadcast_bias(self, layer: Any, rank: int) -> Sequence[int]:
@@ -138,11 +138,11 @@ class Linear(Rule):
         return self.kernel(call.layer, self.product(call).weighted_sum(weights), call.by_xla)
 
     def folded(self, calls: Sequence[Call]) -> tf.Tensor | None:
-        """Each example's kernel gradient `(batch, *shape)` from `folded.py`, where that costs less than the product."""
+        """The per-example kernel gradients `(batch, *shape)` from `folded.py`, or `None` if the product is cheaper."""
         return None
 
     def folded_squared_norms(self, calls: Sequence[Call]) -> tf.Tensor | None:
-        """The squared norms of `folded`, `(batch,)`, or `None` likewise."""
+        """The squared norms of `folded`, `(batch,)`, or `None` if the product is cheaper."""
         folded = self.folded(calls)
         return None if folded is None else squared_norm(folded)
 
@@ -176,7 +176,7 @@ class Linear(Rule):
             return [folded, *map(tf.square, self._biases(calls))]
         product = self._product(calls)
         if product.is_ghost and all(map(self._adds_to_columns, calls)):
-            # As if the bias were the kernel's row for an input of 1.
+            # The bias is a kernel row for a constant input of 1.
             left, right = product.inner_products()
             return [(left + 1.0) * right]
         return [product.squared_norms(calls[0].by_xla), *map(tf.square, self._biases(calls))]
@@ -196,14 +196,14 @@ class Linear(Rule):
             return [tf.tensordot(weights, folded, 1), *biases]
         product = self._product([call.original or call for call in calls])
         if not product.is_ghost and not product.has_small_sides:
-            # Norms were taken of these gradients. Where they take no more room than the sides, they may be kept until
-            # it is known what each counts for.
+            # Norms were computed from these gradients. If they take no more memory than the factors, they may be kept
+            # until the weights are known.
             by_xla = calls[0].by_xla
             return [self.kernel(calls[0].layer, product.sum_of_gradients(weights, by_xla), by_xla), *biases]
         return [tf.add_n([self.kernel_sum(call, weights) for call in calls]), *biases]
 
     def _product(self, calls: Sequence[Call]) -> Product:
-        """The calls' products one after the other, as if they were positions of one."""
+        """The calls' products, concatenated along the positions."""
         products = [self.product(call) for call in calls]
         if len(products) == 1:
             return products[0]
@@ -211,7 +211,7 @@ class Linear(Rule):
         return Product(left, right)
 
     def _adds_to_columns(self, call: Call) -> bool:
-        """Whether there is a bias whose gradient is the sum of the product's right side."""
+        """Whether there is a bias whose gradient is the sum of the product's right factor."""
         layer, sizes = call.layer, call.cotangent.shape
         columns = {axis for axis in self.columns(call) if sizes[axis] != 1}
         if layer.bias is None or not columns:
@@ -227,7 +227,7 @@ class Linear(Rule):
 
 
 class _Kernel(NamedTuple):
-    """The layout of gradients that are kept as the sides of a product."""
+    """The layout of gradients stored as the factors of a product."""
 
     rule: Linear
     layer: keras.layers.Layer
@@ -239,17 +239,18 @@ class _Kernel(NamedTuple):
 
 
 def bias_gradients(cotangent: tf.Tensor, shape: Sequence[int], bias: keras.Variable) -> tf.Tensor:
-    """Each example's gradient for a bias that was added in the given shape, `(batch, *bias.shape)`."""
+    """The per-example gradients of a bias that was added in the given shape, `(batch, *bias.shape)`."""
     kept = bias_axes(cotangent, shape)
     sums = tf.reduce_sum(cotangent, [axis for axis in range(1, cotangent.shape.rank) if axis not in kept])
     return tf.reshape(sums, [-1, *bias.shape])
 
 
 def bias_axes(cotangent: tf.Tensor, shape: Sequence[int]) -> list[int]:
-    """The axes of an output along which a bias differs that was added in the given shape.
+    """The output axes along which a bias added in the given shape varies.
 
-    Keras adds a bias with one long axis to the last axis of that length, or else to the second, whichever it was meant
-    for (`keras.ops.add` takes it to `tf.nn.bias_add`); the gradient goes where the bias went.
+    Keras adds a bias with one axis larger than 1 to the last axis if the lengths match, otherwise to the second,
+    whichever axis it was meant for (`keras.ops.add` takes it to `tf.nn.bias_add`); the gradient goes where the bias
+    went.
     """
     rank = cotangent.shape.rank
     kept = [axis for axis, size in enumerate(shape, start=rank - len(shape)) if size > 1]
@@ -260,7 +261,7 @@ def bias_axes(cotangent: tf.Tensor, shape: Sequence[int]) -> list[int]:
 
 
 def flattened(tensor: tf.Tensor, first: int, last: int) -> tf.Tensor:
-    """A tensor with the axes from `first` up to `last` made into one, which is of size 1 where there are none."""
+    """Merges the axes from `first` up to `last` into one, of size 1 if there are none."""
     sizes: list[Any] = list(tensor.shape)
     dynamic = tf.shape(tensor)
     middle = -1 if None in sizes[first:last] else math.prod(sizes[first:last])
@@ -269,14 +270,14 @@ def flattened(tensor: tf.Tensor, first: int, last: int) -> tf.Tensor:
 
 
 def _matmul(left: tf.Tensor, right: tf.Tensor, **transposed: Any) -> tf.Tensor:
-    # TensorFlow multiplies a batch of matrices faster than a batch of batches, and most layers have one group.
+    # TensorFlow's batched matmul is faster with one batch axis than with two, and most layers have one group.
     if left.shape[1] != 1:
         return tf.matmul(left, right, **transposed)
     return tf.expand_dims(tf.matmul(_without_groups(left), _without_groups(right), **transposed), 1)
 
 
 def _without_groups(side: tf.Tensor) -> tf.Tensor:
-    # TensorFlow sees through reshapes of reshapes, so that what is the same as elsewhere is computed once.
+    # TensorFlow simplifies chained reshapes, so that common subexpressions are computed once.
     if side.shape.is_fully_defined():
         return tf.reshape(side, [side.shape[0], *side.shape[2:]])
     return tf.squeeze(side, 1)

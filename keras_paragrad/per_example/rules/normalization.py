@@ -1,4 +1,4 @@
-"""Normalizations: a scale and an offset on what was normalized."""
+"""Normalization layers: a scale and an offset applied to the normalized input."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,24 +14,24 @@ from keras_paragrad.per_example.registry import Call, Rule, register_rule, widen
 class Normalization(Rule):
     """y = scale * z + offset: an example's gradients are the sums of d * z and d over the axes that share a weight.
 
-    What was normalized, z, is had from the layer itself, called again without either.
+    The normalized input z is recomputed by calling the layer without scale and offset.
 
     Attributes:
-        without: What attributes the layer has if it has neither.
+        without: The layer attributes that switch both off.
     """
 
     without: Mapping[str, Any] = {"scale": False, "center": False, "gamma": None, "beta": None}
 
     def scale(self, layer: Any) -> keras.Variable | None:
-        """The weight that multiplies."""
+        """The scale, or `None`."""
         return layer.gamma
 
     def offset(self, layer: Any) -> keras.Variable | None:
-        """The weight that is added."""
+        """The offset, or `None`."""
         return layer.beta
 
     def axes(self, layer: Any, rank: int) -> set[int]:
-        """The axes of the input along which there is a weight for every place."""
+        """The input axes along which the weights vary."""
         axes: Iterable[int] = [layer.axis] if isinstance(layer.axis, int) else layer.axis
         return {axis % rank for axis in axes}
 
@@ -47,7 +47,7 @@ class Normalization(Rule):
         summed = [axis for axis in range(1, cotangent.shape.rank) if axis not in kept]
         gradients = []
         if self.scale(call.layer) is not None:
-            # The scope keeps losses that the layer adds from being added again.
+            # The scope keeps the layer from adding its losses a second time.
             with Weights(()), attributes(call.layer, **self.without):
                 normalized = widened(call.rerun(call.arguments, call.keywords))
             gradients.append(tf.reduce_sum(cotangent * normalized, summed))
@@ -58,7 +58,7 @@ class Normalization(Rule):
 
 @register_rule(keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.BatchNormalization)
 class ScaleAndOffsetRule(Normalization):
-    """Over the features, over groups of them, or by the moving statistics of batch normalization."""
+    """Layer normalization, group normalization, and batch normalization with moving statistics."""
 
     def run(self, call: Call, function: Any, reads: Any) -> Any:
         if call.training and isinstance(call.layer, keras.layers.BatchNormalization):
@@ -68,7 +68,7 @@ class ScaleAndOffsetRule(Normalization):
 
 @register_rule(keras.layers.RMSNormalization)
 class RMSNormalizationRule(Normalization):
-    """With a scale alone."""
+    """RMS normalization, with a scale only."""
 
     without: Mapping[str, Any] = {"scale": None}
 
@@ -80,7 +80,7 @@ class RMSNormalizationRule(Normalization):
 
 
 def needs_its_batch(layer: keras.layers.BatchNormalization) -> str:
-    """What to say of batch normalization in training."""
+    """The error message for batch normalization in training."""
     return (
         f"{layer.name!r} normalizes each example by the statistics of its batch, so an example has no gradient of its "
         "own. Use keras.layers.GroupNormalization in its place, or freeze it: layer.trainable = False."

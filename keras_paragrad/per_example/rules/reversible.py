@@ -1,4 +1,4 @@
-"""Reversible embeddings: a table that words are looked up in, and scored by."""
+"""Reversible embeddings: a table used for lookups and, transposed, for scores."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,11 @@ from keras_paragrad.per_example.rules.embedding import EmbeddingRule, lookups
 
 @register_rule(keras.layers.ReversibleEmbedding)
 class ReversibleEmbeddingRule(Rule):
-    """Looking up gives rows E; scoring h by the table gives sum_s d_s h_s', with cotangents d over the words.
+    """Lookups contribute the rows E to the gradient; scoring h contributes sum_s d_s h_s', with cotangents d over the
+    words.
 
-    Where both have one table, |E + sum_s d_s h_s'|^2 has the product of the two in it, for which only the scores of
-    the words that were looked up are needed: 2 sum_ts d_s[i_t] (h_s'e_t). No example makes a table.
+    With a tied table, |E + sum_s d_s h_s'|^2 has a cross term that needs only the scores of the words looked up: 2
+    sum_ts d_s[i_t] (h_s'e_t). No per-example table is materialized.
     """
 
     _embedding = EmbeddingRule()
@@ -60,7 +61,7 @@ class ReversibleEmbeddingRule(Rule):
         return layer.tie_weights
 
     def _by_weight(self, calls: Sequence[Call], table: list[Any], scores: list[Any], turned: Any) -> list[Any]:
-        """The parts added up for the one table, or for the two that there are if the weights are not tied."""
+        """The parts summed for the tied table, or one for each of the two untied tables."""
         of_weights = [table + scores] if self._is_tied(calls) else [table, list(map(turned, scores))]
         found = [[tf.convert_to_tensor(part) for part in parts] for parts in of_weights]
         if not all(found):
@@ -70,14 +71,14 @@ class ReversibleEmbeddingRule(Rule):
 
 
 def _apart(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
-    """The calls that looked up, and those that scored."""
+    """Splits the calls into lookups and scorings."""
     reverse = [bool(call.keywords.get("reverse", (*call.arguments[1:], False)[0])) for call in calls]
     pairs = list(zip(calls, reverse, strict=True))
     return [call for call, scores in pairs if not scores], [call for call, scores in pairs if scores]
 
 
 def _scores(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:
-    """The cotangents of the scores, `(batch, scores, words)`, and what was scored, `(batch, scores, width)`."""
+    """The cotangents of the scores, `(batch, scores, words)`, and the inputs scored, `(batch, scores, width)`."""
     cotangents = [_positions(_before_cap(call)) for call in calls]
     return tf.concat(cotangents, 1), tf.concat([_positions(call.input) for call in calls], 1)
 

@@ -1,4 +1,4 @@
-"""Separable convolutions: a depthwise one, and a dense layer on what comes out of it."""
+"""Separable convolutions: a depthwise convolution followed by a pointwise one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from keras_paragrad.per_example.rules.windows import Geometry, channels_last
 
 @register_rule(keras.layers.SeparableConv1D, keras.layers.SeparableConv2D)
 class SeparableRule(Rule):
-    """The depthwise output is computed again, and the cotangent brought back to it through the pointwise kernel."""
+    """Recomputes the depthwise output, and backpropagates the cotangent to it through the pointwise kernel."""
 
     before_activation = True
 

@@ -1,4 +1,4 @@
-"""The parts of an input that a convolution multiplies with its kernel, laid out side by side."""
+"""im2col: the windows of an input that a convolution multiplies with its kernel."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ FEW_CHANNELS = 8
 
 
 class Geometry(NamedTuple):
-    """Where a convolution's windows lie.
+    """The geometry of a convolution's windows.
 
     Attributes:
         kernel_size: How many taps the kernel has along each axis.
@@ -31,18 +31,18 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> "Geometry":
-        """A convolution layer's."""
+        """The geometry of a convolution layer."""
         return cls(layer.kernel_size, layer.strides, layer.dilation_rate, layer.padding)
 
 
 def windows(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any], by_xla: bool) -> tf.Tensor:
-    """Every window's values.
+    """Extracts the values of every window.
 
     Args:
-        images: What the windows lie on, `(batch, *spatial, channels)`.
-        geometry: Where.
-        outputs: How many windows there are along each axis.
-        by_xla: Whether XLA compiles this. It slices fast, and gathers slowly; without it, it is the other way round.
+        images: The images, `(batch, *spatial, channels)`.
+        geometry: Where the windows are.
+        outputs: Number of windows along each axis.
+        by_xla: Whether XLA compiles this. XLA slices fast and gathers slowly; without XLA it is the other way round.
 
     Returns:
         `(batch, positions, taps, channels)`; taps by the last axis first, as `(width, height)` of a kernel, unless
@@ -53,7 +53,8 @@ def windows(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any], by_xl
     in_order = first_axis_first(channels, by_xla)
     padded = with_padding(images, geometry, outputs)
     if by_xla:
-        # With positions last, products over them read both sides in memory order. On two cores, 64 products of 288x256
+        # With positions last, products over them read both factors in memory order. On two cores, 64 products of
+        # 288x256
         # and 256x64 took 6 ms instead of 16. XLA folds the transpose into the product.
         channels_first = tf.transpose(padded, [0, padded.shape.rank - 1, *range(1, padded.shape.rank - 1)])
         found = _sliced(channels_first, geometry, outputs, first=2, into=1, in_order=True)
@@ -77,7 +78,7 @@ def first_axis_first(channels: int, by_xla: bool) -> bool:
 
 
 def spatial(tensor: tf.Tensor) -> list[Any]:
-    """The sizes of the axes between batch and channels, numbers where they are known."""
+    """The sizes of the axes between batch and channels, static where known."""
     dynamic = tf.shape(tensor)
     return [
         dynamic[axis] if tensor.shape[axis] is None else tensor.shape[axis] for axis in range(1, tensor.shape.rank - 1)
@@ -85,7 +86,7 @@ def spatial(tensor: tf.Tensor) -> list[Any]:
 
 
 def channels_last(tensor: tf.Tensor, layer: Any) -> tf.Tensor:
-    """A layer's input or output, in the order in which TensorFlow convolves on CPUs."""
+    """A layer's input or output with channels last, as TensorFlow convolves on CPUs."""
     if layer.data_format == "channels_last":
         return tensor
     return tf.transpose(tensor, [0, *range(2, tensor.shape.rank), 1])
@@ -94,12 +95,12 @@ def channels_last(tensor: tf.Tensor, layer: Any) -> tf.Tensor:
 def _sliced(
     padded: tf.Tensor, geometry: Geometry, outputs: Sequence[Any], first: int, into: int, in_order: bool
 ) -> tf.Tensor:
-    """Windows, by slices along one axis after the other.
+    """Extracts windows by slicing along one axis after the other.
 
     Args:
-        padded: The images with what is around them.
-        geometry: Where the windows lie.
-        outputs: How many there are along each axis.
+        padded: The padded images.
+        geometry: Where the windows are.
+        outputs: Number of windows along each axis.
         first: The first spatial axis of `padded`.
         into: The axis before which the taps are put.
         in_order: Whether the taps come in the kernel's order, or the last axis first.
@@ -107,7 +108,7 @@ def _sliced(
     found = padded
     for axis in range(len(outputs)):
         taps, stride, dilation, count = (each[axis] for each in (*geometry[:3], outputs))
-        # Taps of the axes before may have been put in front.
+        # Taps of earlier axes may have been inserted before this one.
         at = first + axis + (axis if into < first else 0)
         if stride > 1 and found.shape[at] is not None:
             slices = _phases(found, at, [tap * dilation for tap in range(taps)], stride, count)
@@ -120,7 +121,7 @@ def _sliced(
 
 
 def _phases(tensor: tf.Tensor, axis: int, starts: Sequence[int], stride: int, count: int) -> list[tf.Tensor]:
-    """Slices with a stride, out of an axis that was cut into strides, so that each is in one piece."""
+    """Strided slices of an axis, taken after splitting it by the stride, so that each slice is contiguous."""
     size: Any = tensor.shape[axis]
     strides = max(-(-size // stride), max(starts) // stride + count)
     paddings = [[0, 0] for _ in tensor.shape]
@@ -133,7 +134,7 @@ def _phases(tensor: tf.Tensor, axis: int, starts: Sequence[int], stride: int, co
 
 
 def _gathered(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int]) -> tf.Tensor:
-    """The windows `(batch, positions, taps, channels)`, by the numbers of their pixels."""
+    """The windows `(batch, positions, taps, channels)`, gathered by pixel index."""
     shape: Any = padded.shape
     numbers = np.arange(math.prod(shape[1:-1])).reshape(shape[1:-1])
     taps = itertools.product(*map(range, geometry.kernel_size))
@@ -143,7 +144,7 @@ def _gathered(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int]) -> 
 
 
 def _gathered_by_axis(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int]) -> tf.Tensor:
-    """The windows `(batch x positions, taps x channels)`, by all that is at a place of one axis after the other."""
+    """The windows `(batch x positions, taps x channels)`, gathered along one axis after the other."""
     shape: Any = padded.shape
     found, width = padded, shape[-1]
     for axis, (taps, stride, dilation, count) in enumerate(zip(*geometry[:3], outputs, strict=True)):
@@ -161,7 +162,7 @@ def _gathered_by_axis(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[i
 
 
 def _range(tap: Sequence[int], geometry: Geometry, outputs: Sequence[int]) -> tuple[slice, ...]:
-    """Where a tap of the kernel is in all the windows."""
+    """The slices that hold one kernel tap of all windows."""
     starts = [place * step for place, step in zip(tap, geometry.dilation, strict=True)]
     steps = zip(starts, outputs, geometry.strides, strict=True)
     return tuple(slice(start, start + (size - 1) * stride + 1, stride) for start, size, stride in steps)
@@ -172,14 +173,14 @@ def _at_least_zero(size: Any) -> Any:
 
 
 def with_padding(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any]) -> tf.Tensor:
-    """With the zeros around it that the windows reach, cut to where they end."""
+    """Pads images with the zeros that the windows reach, and crops them to where the windows end."""
     paddings = []
     for size, out, taps, stride, dilation in zip(
         spatial(images), outputs, geometry.kernel_size, geometry.strides, geometry.dilation, strict=True
     ):
         missing = (out - 1) * stride + (taps - 1) * dilation + 1 - size
         missing = _at_least_zero(missing)
-        # Causal windows begin before the input even where the last of them end before its end.
+        # Causal padding goes before the input, even where the last window ends before the input does.
         before = (taps - 1) * dilation if geometry.padding == "causal" else missing // 2
         paddings.append([before, _at_least_zero(missing - before)])
     if all(isinstance(size, int) and size == 0 for pair in paddings for size in pair):
