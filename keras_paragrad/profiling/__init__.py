@@ -1,4 +1,4 @@
-"""Seeing where a training's time and its gradient go."""
+"""Profiling: where training time goes, and statistics of gradients."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""How many batches an epoch really had, where calls run several."""
+"""Counts the batches that an epoch really had, if calls run several."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from keras_paragrad.profiling.updates import UpdateCount
 
 
 class EpochCount:
-    """Corrects a count of batches at the end of an epoch: its last call may have had fewer than it asked for.
+    """Corrects the batch count at the end of an epoch, whose last call may have got fewer batches than requested.
 
     Args:
-        optimizer: The optimizer, which is asked where the epoch's length isn't known.
-        per_call: How many batches a call asks for.
-        steps: How many batches an epoch has, or `None` if that isn't known.
-        began: How many batches had run when the epoch began.
+        optimizer: The optimizer, whose counter is read if the epoch's length is unknown.
+        per_call: Batches requested per call.
+        steps: Batches per epoch, or `None` if unknown.
+        began: Batches that had run when the epoch began.
     """
 
     def __init__(self, optimizer: Any, per_call: int, steps: int | None, began: int):
@@ -26,7 +26,7 @@ class EpochCount:
         """How many batches have run in all.
 
         Args:
-            batches: How many the calls asked for.
+            batches: Batches requested by the calls.
         """
         if self._per_call == 1:
             return batches

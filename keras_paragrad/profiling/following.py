@@ -1,4 +1,4 @@
-"""Following a schedule through a training: which window comes next, and when."""
+"""Follows a schedule during training: which trace window comes next, and when."""
 
 import math
 
@@ -8,14 +8,14 @@ from keras_paragrad.profiling.windows import WindowTracer
 
 
 class Following:
-    """Opens and closes windows as a schedule says, and when somebody asks.
+    """Opens and closes trace windows by schedule and on demand.
 
     Args:
-        schedule: When windows are traced, or `None` for those that are asked for alone.
-        tracer: Traces them.
+        schedule: When windows are traced, or `None` for on demand only.
+        tracer: Traces the windows.
 
     Attributes:
-        asked: Whether somebody has asked for a window.
+        asked: Whether a window has been requested.
     """
 
     def __init__(self, schedule: ProfileSchedule | None, tracer: WindowTracer):
@@ -25,7 +25,7 @@ class Following:
         self._index = 0
 
     def next_turn(self, batch: int) -> float:
-        """After how many batches there is something to do.
+        """The batch count at which `turn` has to be called next.
 
         Args:
             batch: How many batches have run.
@@ -34,19 +34,19 @@ class Following:
             return self.tracer.next_turn()
         window = self._scheduled()
         while window is not None and window.end <= batch:
-            # Another window, or evaluating, has been in its way.
+            # Another window or an evaluation overlapped it.
             self._index += 1
             window = self._scheduled()
         return math.inf if window is None else window.warmup
 
     def turn(self, batch: int) -> ProfileSummary | None:
-        """Does what there is to do before a call.
+        """Opens or closes a window before a call, if due.
 
         Args:
             batch: How many batches have run.
 
         Returns:
-            What a window shows that was closed, or `None`.
+            The summary of the window that was closed, or `None`.
         """
         closed = None
         if self.tracer.window is not None and not self.tracer.turn(batch):
@@ -59,7 +59,7 @@ class Following:
         return closed
 
     def _due(self, batch: int) -> TraceWindow | None:
-        """The window to open now: one that was asked for, or the schedule's."""
+        """The window to open now: a requested one, or the schedule's."""
         if self.asked:
             self.asked = False
             return (self.schedule or DEFAULT).window_at(batch)

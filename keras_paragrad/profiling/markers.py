@@ -1,4 +1,4 @@
-"""Marks the steps of a training in a trace, in the way that xprof understands."""
+"""Writes step markers into a trace, in xprof's format."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from keras_paragrad.profiling.updates import UpdateCount
 
 
 class StepMarkers:
-    """Marks each call from its beginning to the beginning of the next, so that other callbacks' time is in it.
+    """Marks each call from its start to the start of the next, so that the time of other callbacks is included.
 
-    A marker is a step for TensorBoard. Where an update takes several batches, the update is the step, and its batches
-    are nested in it. What the analysis needs to know is written into the markers themselves.
+    A step marker is a step for TensorBoard. If an update takes several batches, the update is the step, with its
+    batches nested inside. The markers carry all metadata that the analysis needs.
 
     Args:
-        updates: Counts batches into updates, and stands before the first call.
+        updates: Counts batches into updates; positioned before the first call.
         per_call: How many batches a call runs.
-        pulls: How many batches are taken from iterators for one of the training: one for each replica.
+        pulls: Batches taken from iterators per training batch: one for each replica.
     """
 
     def __init__(self, updates: UpdateCount, per_call: int, pulls: int):
@@ -29,7 +29,7 @@ class StepMarkers:
         self._batch = 0
 
     def open(self, batch: int) -> None:
-        """Marks the beginning of a call, and the end of the one before.
+        """Marks the start of a call, and the end of the previous one.
 
         Args:
             batch: How many batches of the training have run.
@@ -47,11 +47,11 @@ class StepMarkers:
         self._batch = batch
 
     def close(self, batch: int, *, for_good: bool = True) -> None:
-        """Marks the end of the last call, if it is open, and of its update, if that has come to its end.
+        """Marks the end of the last call, if open, and of its update, if complete.
 
         Args:
-            batch: How many batches of the training have run. If no more than before the call, the data had ended.
-            for_good: Whether other than training comes next.
+            batch: How many batches of the training have run. If unchanged by the call, the data had ended.
+            for_good: Whether something other than training comes next.
         """
         update = self._updates.update
         if self._call is not None:
@@ -65,5 +65,5 @@ class StepMarkers:
             self._update = None
 
     def read(self) -> None:
-        """Reads anew where the optimizer stands: an epoch's end may have closed an update."""
+        """Rereads the optimizer's position: the end of an epoch may have completed an update."""
         self._updates.read()

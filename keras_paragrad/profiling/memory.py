@@ -1,4 +1,4 @@
-"""The most memory in use while a window is traced."""
+"""Peak memory during a trace window."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import tensorflow as tf
 
 
 class PeakMemory:
-    """Looks at what the process uses, once a call; devices keep count of their peak themselves."""
+    """Samples the process's memory once per call; devices track their own peak."""
 
     def __init__(self):
         self._process = _this_process()
@@ -15,12 +15,12 @@ class PeakMemory:
             tf.config.experimental.reset_memory_stats(device)
 
     def look(self) -> None:
-        """Takes note of what the process uses now."""
+        """Samples the process's current memory."""
         if self._process is not None:
             self._host = max(self._host or 0, self._process.memory_info().rss)
 
     def found(self) -> dict[str, int | None]:
-        """By device or `"host"`, the most memory in bytes; `None` where TensorFlow doesn't count."""
+        """Peak memory in bytes by device or `"host"`; `None` where TensorFlow doesn't track it."""
         counted = set(_with_a_count())
         names = [_short_name(device.name) for device in tf.config.list_logical_devices()]
         devices = {
@@ -38,7 +38,7 @@ def _this_process() -> Any:
 
 
 def _with_a_count() -> list[str]:
-    # Of a CPU, TensorFlow reports zeros, without an error.
+    # For CPUs, TensorFlow reports zeros without an error.
     return [_short_name(device.name) for device in tf.config.list_logical_devices() if device.device_type == "GPU"]
 
 

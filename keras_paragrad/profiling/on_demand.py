@@ -1,4 +1,4 @@
-"""Asking a training that is running for a window: with a signal, or by touching a file."""
+"""Requests a trace window of a running training, with a signal or by touching a file."""
 
 import logging
 import signal
@@ -17,9 +17,9 @@ class OnDemand:
     """Waits for a signal to this process, and for the file `profile-now` in the log directory to be touched.
 
     Args:
-        log_dir: The log directory. The file stays; touching it again asks again.
+        log_dir: The log directory. The file is kept; touching it again requests another window.
         signal_name: The signal's name, such as `"SIGUSR1"`, or `None` for no signal.
-        ask: What to call when somebody asks; from another thread or a signal handler.
+        ask: Called on each request, from another thread or a signal handler.
     """
 
     waiting: "ClassVar[OnDemand | None]" = None
@@ -33,19 +33,19 @@ class OnDemand:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Begins to wait."""
-        # Of a `fit` that broke off: Keras doesn't tell callbacks.
+        """Starts listening."""
+        # Left over from an aborted `fit`, of which Keras doesn't notify callbacks.
         if OnDemand.waiting is not None:
             OnDemand.waiting.end()
         OnDemand.waiting = self
         self._listen()
         self._ended.clear()
-        # Looking at the disk takes longer than a batch may: it is done beside the training.
+        # Polling the disk may take longer than a batch, so it runs in its own thread.
         self._thread = threading.Thread(target=self._look, args=(self._touched(),), name="profile-now", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Ends waiting, and gives the signal back."""
+        """Stops listening, and restores the signal handler."""
         OnDemand.waiting = None
         self._ended.set()
         if self._thread is not None:

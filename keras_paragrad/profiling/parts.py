@@ -1,4 +1,4 @@
-"""The parts of a step, and the share of the time that each has: computed once for terminal, report and advice."""
+"""The parts of a step and their shares of the time, computed alike for terminal, report and advice."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ PARTS = ("input", "host", "compute", "collective", "idle")
 
 
 def shares_of(steps: Sequence[StepTime]) -> dict[str, float]:
-    """By part of a step, its share of the time of all of them.
+    """The share of the total time of each part of a step.
 
     Example:
 

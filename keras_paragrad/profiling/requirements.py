@@ -1,4 +1,4 @@
-"""What profiling needs besides TensorFlow, said once, before a training begins."""
+"""Checks what profiling needs besides TensorFlow, once before training begins."""
 
 import logging
 import shutil
@@ -13,11 +13,11 @@ _FOR = {"xprof": "read a trace", "tensorboard": "look at one in TensorBoard", "j
 
 
 def say_what_is_missing(log_dir: Path, *, report: bool) -> None:
-    """Logs, in one line each, which packages are missing, and that the disk is full.
+    """Logs missing packages and a full disk, in one line each.
 
     Args:
-        log_dir: Where traces are going to be.
-        report: Whether a report is asked for.
+        log_dir: Where traces will be written.
+        report: Whether a report is requested.
     """
     missing = [name for name in _FOR if not is_installed(name) and (report or name != "jinja2")]
     if missing:

@@ -1,4 +1,4 @@
-"""What is being trained, as `run.json` has it."""
+"""The description of a training run in `run.json`."""
 
 import datetime
 import json
@@ -26,7 +26,7 @@ _ALWAYS_THERE = {"model", "optimizer", "strategy", "replicas", "started"}
 
 
 def run_info(model: keras.Model) -> RunInfo:
-    """Describes a compiled model and what it is trained with.
+    """Describes a compiled model and its training setup.
 
     Args:
         model: A model that has been built and compiled.
@@ -48,7 +48,7 @@ def run_info(model: keras.Model) -> RunInfo:
         model=model.name,
         optimizer=_named(model.optimizer),
         parameters=sum(int(np.prod(variable.shape)) for variable in model.trainable_variables),
-        # Where there is none, TensorFlow has a private one.
+        # The default strategy is a private class of TensorFlow.
         strategy="" if kind.startswith("_") else kind,
         replicas=strategy.num_replicas_in_sync,
         worker=place_of(strategy).worker,
@@ -64,11 +64,11 @@ def run_info(model: keras.Model) -> RunInfo:
 
 
 def write_run_info(log_dir: Path, info: RunInfo) -> None:
-    """Writes `run.json`; the first worker does. A file of that name that is not ours is left as it is.
+    """Writes `run.json`, on the first worker only. An existing file that is not ours is left alone.
 
     Args:
         log_dir: The log directory.
-        info: What is trained.
+        info: The description of the run.
 
     Raises:
         OSError: It can't be written.
@@ -94,14 +94,14 @@ def _is_ours(path: Path) -> bool:
 
 
 def _used_devices(model: keras.Model, strategy: tf.distribute.Strategy) -> list[str]:
-    """The devices that hold the trainable variables, in their shortest form: `GPU:0`."""
+    """The devices that hold the trainable variables, in short form: `GPU:0`."""
     variables: Any = [variable.value for variable in model.trainable_variables]
     held = [part.device for each in variables for part in strategy.experimental_local_results(each)]
     return sorted({device.rpartition("/device:")[2] for device in held if device})
 
 
 def _least_capability(used: Collection[str]) -> tuple[int, int] | None:
-    """The least compute capability of the GPUs in use, or `None` if that of one is not known."""
+    """The lowest compute capability of the GPUs in use, or `None` if one is unknown."""
     found = [device.compute_capability for device in logical_devices() if device.kind == "GPU" and device.name in used]
     known = [each for each in found if each is not None]
     return min(known) if known and len(known) == len(found) else None

@@ -1,4 +1,4 @@
-"""One run of TensorFlow's profiler, and where its trace goes."""
+"""One session of TensorFlow's profiler, and where its trace goes."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ TRACE = ".xplane.pb"
 
 
 class Session:
-    """Runs TensorFlow's profiler, of which a process has one.
+    """Runs TensorFlow's profiler, of which a process can run one at a time.
 
     Args:
         log_dir: The log directory.
@@ -32,10 +32,10 @@ class Session:
     def __init__(self, log_dir: Path):
         self._log_dir = log_dir
         log_dir.mkdir(parents=True, exist_ok=True)
-        # Two trainings on one machine could write the same file, so that it is written elsewhere and moved.
+        # Two trainings on one machine could write the same file, so the trace is written elsewhere and moved.
         self._elsewhere = Path(tempfile.mkdtemp(prefix=".tracing-", dir=log_dir))
         try:
-            # Without options, which TensorFlow 2.21 doesn't take, but warns of.
+            # Without options: TensorFlow 2.21 ignores them with a warning.
             tf.profiler.experimental.start(str(self._elsewhere))
         except tf.errors.AlreadyExistsError as error:
             self._clear()
@@ -47,22 +47,22 @@ class Session:
 
     @classmethod
     def end_running(cls) -> None:
-        """Ends a session that a `fit` has left running when it broke off; Keras doesn't tell callbacks."""
+        """Ends a session left running by an aborted `fit`, of which Keras doesn't notify callbacks."""
         if cls.running is not None:
             cls.running.discard()
 
     def discard(self) -> None:
-        """Ends the profiler and keeps nothing."""
+        """Stops the profiler and discards its trace."""
         try:
             tf.profiler.experimental.stop(save=False)
         except tf.errors.UnavailableError:
-            # Somebody else has ended it.
+            # Someone else has stopped it.
             pass
         finally:
             self._clear()
 
     def finish(self) -> Path:
-        """Ends the profiler and puts its trace where TensorBoard finds it.
+        """Stops the profiler and moves its trace to where TensorBoard finds it.
 
         Returns:
             The trace's folder.
@@ -85,7 +85,7 @@ class Session:
             self._clear()
 
     def _move(self, file: Path) -> Path:
-        # TensorBoard's own names go down to seconds, and several windows may end in one.
+        # TensorBoard's own names have a resolution of seconds, in which several windows may end.
         name = datetime.now().strftime("%Y_%m_%d_%H_%M_%S_%f")
         folder = self._log_dir / PROFILES / name
         folder.mkdir(parents=True)
@@ -100,8 +100,9 @@ class Session:
 
 
 def remove_oldest(log_dir: Path, keep: int) -> None:
-    """Removes the oldest windows, of this run and of others; traces that are not ours stay, and so do files in a window
-    that neither this package nor TensorBoard has put there.
+    """Removes the oldest windows, of this run and of others.
+
+    Traces that are not ours are kept, and so are files in a window that neither this package nor TensorBoard wrote.
 
     Args:
         log_dir: The log directory.
@@ -110,13 +111,13 @@ def remove_oldest(log_dir: Path, keep: int) -> None:
     summaries = (log_dir / PROFILES).glob(f"*/{SUMMARY}")
     own = sorted(path.parent for path in summaries if _is_ours(path, log_dir))
     for folder in own[: max(len(own) - keep, 0)]:
-        # What is left of a window that can't be removed is removed with the next.
+        # Leftovers of a window that can't be removed now are removed next time.
         with contextlib.suppress(OSError):
             _remove(folder)
 
 
 def _is_ours(summary: Path, log_dir: Path) -> bool:
-    """Whether the summary says that the window in its folder is the one that it was written for."""
+    """Whether the summary was written for the window in its folder."""
     try:
         found = json.loads(summary.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -128,12 +129,12 @@ def _is_ours(summary: Path, log_dir: Path) -> bool:
 
 def _remove(folder: Path) -> None:
     hosts = {path.name.removesuffix(TRACE) for path in folder.glob(f"*{TRACE}")}
-    # TensorBoard keeps what it makes of a trace beside it, under the name of the host or of all.
+    # TensorBoard caches its results beside the trace, named after the host or ALL_HOSTS.
     prefixes = tuple(f"{host}." for host in (*hosts, "ALL_HOSTS"))
     for path in list(folder.iterdir()):
         if path.name == "cache_version.txt" or path.name.startswith(prefixes):
             path.unlink()
-    # The last: without it, the rest would not be known as ours.
+    # Last: without the summary, the rest would not be recognized as ours.
     (folder / SUMMARY).unlink()
     with contextlib.suppress(OSError):
         folder.rmdir()

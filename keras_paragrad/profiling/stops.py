@@ -1,4 +1,4 @@
-"""How long `Profiler` has held training up, which `Throughput` leaves out of its figures."""
+"""The time for which `Profiler` has paused training, which `Throughput` excludes."""
 
 import contextlib
 import time
@@ -7,10 +7,10 @@ from typing import ClassVar
 
 
 class Stops:
-    """The time that beginning and ending windows took while training stood still; a process has one profiler.
+    """The time that training was paused to start and stop windows, per process, as a process has one profiler.
 
     Attributes:
-        seconds: How long that was so far.
+        seconds: The total so far.
 
     Example:
 
@@ -27,7 +27,7 @@ class Stops:
     @classmethod
     @contextlib.contextmanager
     def counted(cls) -> Iterator[None]:
-        """Counts the time of what runs inside, as a context or a decorator; not within itself."""
+        """Context manager or decorator that adds the time of its body; must not be nested."""
         began = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""What a profile shows, as data: made by the profiler, read by the terminal and the report."""
+"""The data of a profile, written by the profiler and read by the terminal output and the report."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,19 +11,19 @@ class RunInfo:
 
     Attributes:
         model: The model's name.
-        optimizer: The optimizer's class, with that of the one inside it: `AccumulatingOptimizer(Adam)`.
-        parameters: How many trainable values the model has.
+        optimizer: The optimizer's class, with the wrapped one: `AccumulatingOptimizer(Adam)`.
+        parameters: Number of trainable parameters.
         strategy: The class of the strategy, or `""` without one.
-        replicas: How many replicas train in step, over all workers.
+        replicas: Number of replicas over all workers.
         worker: Which worker this is, counted from 0.
         jit: Whether XLA compiles the step.
-        steps_per_execution: How many batches a call runs.
+        steps_per_execution: Batches per call of the train function.
         precision: The name of the dtype policy.
         devices: The devices of this process, as TensorFlow names them.
-        device_kind: The kind of those that hold the model: `CPU`, `GPU` or `TPU`; `""` if it isn't known.
-        compute_capability: The least of the GPUs that hold the model, such as `(8, 0)`, or `None` if it isn't known.
+        device_kind: The kind of devices that hold the model: `CPU`, `GPU` or `TPU`; `""` if unknown.
+        compute_capability: The lowest of the GPUs that hold the model, such as `(8, 0)`, or `None` if unknown.
         versions: The versions of Python and of packages, by name.
-        started: When, as ISO 8601 with the time zone.
+        started: Start time, in ISO 8601 with time zone.
     """
 
     model: str = ""
@@ -43,7 +43,7 @@ class RunInfo:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> "RunInfo":
-        """What was described as data that JSON can hold, also by an earlier version.
+        """Restores a `RunInfo` from JSON data, also of an earlier version.
 
         Example:
 
@@ -62,17 +62,17 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Where the time of one batch went, in milliseconds; the parts add up to the duration.
+    """Where the time of one batch went, in milliseconds; the parts sum to the duration.
 
     Attributes:
         step: Which batch of the training it was, counted from 0.
         update: Which update of the optimizer it belongs to, counted from 0, or `None` if that isn't known.
-        begins: When it began, from the beginning of the window.
-        duration: How long it took.
+        begins: Start time, relative to the start of the window.
+        duration: Total time.
         input: Waiting for data.
-        host: On the host, outside of operations.
+        host: On the host, outside operations.
         compute: In operations on a device.
-        collective: Waiting for, and adding up with, other replicas.
+        collective: In collectives with other replicas, including waiting for them.
         idle: In none of these.
     """
 
@@ -89,15 +89,15 @@ class StepTime:
 
 @dataclass(frozen=True)
 class OperationTime:
-    """What one operation took, all of its executions together.
+    """The time of one operation, over all of its executions.
 
     Attributes:
-        name: As the trace has it.
+        name: Its name in the trace.
         kind: Its type, such as `MatMul`.
-        layer: The layer it belongs to, or `""` where the trace doesn't say.
-        count: How often it ran in the window.
-        milliseconds: Its own time in the window, without what it called.
-        share: That as a share of all operations' time.
+        layer: The layer it belongs to, or `""` if the trace doesn't say.
+        count: Number of executions in the window.
+        milliseconds: Its self time in the window.
+        share: Its self time as a fraction of all operations' time.
     """
 
     name: str
@@ -110,12 +110,12 @@ class OperationTime:
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to do, and why.
+    """One recommendation, and why.
 
     Attributes:
         kind: `"input"`, `"host"`, `"collective"`, `"compute"`, `"compile"` or `"none"`.
         text: What to do.
-        evidence: The figures it rests on.
+        evidence: The measurements behind it.
     """
 
     kind: str
@@ -125,16 +125,16 @@ class Advice:
 
 @dataclass(frozen=True)
 class ProfileSummary:
-    """What the window of a profile shows.
+    """The summary of one trace window.
 
     Attributes:
         run: What was run.
         steps: The window's batches in order.
-        operations: The operations that took longest, in that order.
-        peak_memory: By device or `"host"`, the most memory in use, in bytes, or `None` where it can't be known.
+        operations: The longest operations, in descending order.
+        peak_memory: Peak memory in bytes by device or `"host"`, or `None` where unknown.
         advice: What to do first, or `None` if there were no steps.
         trace: The trace's folder, relative to the log directory.
-        notes: What to know about these figures: what is missing, and why.
+        notes: Caveats: what is missing, and why.
     """
 
     run: RunInfo = RunInfo()
@@ -146,7 +146,7 @@ class ProfileSummary:
     notes: tuple[str, ...] = ()
 
     def per_step(self, operation: OperationTime) -> float:
-        """The milliseconds that an operation took in each step on average; in the whole window if it has no steps."""
+        """An operation's mean milliseconds per step; its total if the window has no steps."""
         return operation.milliseconds / (len(self.steps) or 1)
 
     def to_dict(self) -> dict[str, Any]:

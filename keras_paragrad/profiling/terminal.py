@@ -1,4 +1,4 @@
-"""The figures of a window, for a terminal."""
+"""Prints a window's summary to a terminal."""
 
 import io
 import shlex
@@ -25,10 +25,10 @@ _BAR = 24
 
 
 class WindowFigures:
-    """A summary to read: for `print`, and for a rich console.
+    """A readable summary, for `print` and for a rich console.
 
     Args:
-        summary: What a window shows.
+        summary: The summary of a window.
         log_dir: The log directory, for the command that opens TensorBoard.
         most: How many operations to show.
 
@@ -62,16 +62,16 @@ class WindowFigures:
 
     def __str__(self) -> str:
         page = io.StringIO()
-        # No colours, whatever the environment asks of rich: this is text.
+        # Plain text: no colours, whatever rich reads from the environment.
         console = Console(file=page, width=WIDTH, color_system=None, force_terminal=False, _environ={})
         console.print(self)
         return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
 
 
 def show(figures: WindowFigures) -> None:
-    """Prints figures: as wide as the terminal and in its colours, or as plain text into a file."""
+    """Prints figures in the terminal's width and colours, or as plain text to a file."""
     console = Console()
-    # The progress bar has left its line open.
+    # End the line of Keras's progress bar.
     print()
     if console.is_terminal:
         console.print(figures)

@@ -1,4 +1,4 @@
-"""Which update of the optimizer a batch belongs to, counted on the host so that no batch waits for the device."""
+"""Maps batches to optimizer updates, counted on the host to avoid device synchronization."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 
 
 class UpdateCount:
-    """Counts batches into updates: reads once where the optimizer stands, then goes by its schedule.
+    """Counts batches into updates: reads the optimizer's position once, then follows its schedule.
 
     Args:
         optimizer: The optimizer that a model was compiled with.
@@ -17,7 +17,7 @@ class UpdateCount:
     Attributes:
         update: The update that the next batch belongs to, counted from 0.
         position: How many batches of that update have run.
-        each: How many batches it takes.
+        each: How many batches the update takes.
 
     Example:
 
@@ -37,7 +37,7 @@ class UpdateCount:
         self.read()
 
     def read(self) -> None:
-        """Reads where the optimizer stands, which waits for the device."""
+        """Reads the optimizer's position, which waits for the device."""
         optimizer = self._optimizer
         if optimizer is None:
             return
@@ -51,7 +51,7 @@ class UpdateCount:
         self.each = self._takes(self.update)
 
     def _counted(self) -> int:
-        # The first of an optimizer's variables counts how often it was called, whatever `iterations` makes of that.
+        # An optimizer's first variable counts its calls, even if `iterations` is overridden.
         return int(self._optimizer.variables[0].numpy()) if self._optimizer is not None else 0
 
     def _takes(self, update: int) -> int:
@@ -62,7 +62,7 @@ class UpdateCount:
 
     @property
     def left(self) -> int:
-        """How many batches the update still takes."""
+        """How many batches the update still needs."""
         return max(self.each - self.position, 1)
 
     @property

@@ -1,4 +1,4 @@
-"""One window at a time, from its first batch to its summary."""
+"""Traces one window at a time, from its first batch to its summary."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ class WindowTracer:
     Args:
         model: The model, compiled and built.
         log_dir: The log directory.
-        run: What is trained.
+        run: The description of the run.
         keep: How many windows to keep on disk.
 
     Attributes:
@@ -48,19 +48,19 @@ class WindowTracer:
         self._pulls = place_of(model.distribute_strategy).local
 
     def next_turn(self) -> int:
-        """After how many batches there is something to do in the open window; 0 for at each call."""
+        """The batch count at which the open window needs its next `turn`; 0 for every call."""
         if self.window is None or self._markers is not None:
             return 0
         return self.window.begin
 
     def turn(self, batch: int) -> bool:
-        """Goes on with the open window at the beginning of a call, and closes it if it has come to its end.
+        """Advances the open window at the start of a call.
 
         Args:
             batch: How many batches of the training have run.
 
         Returns:
-            Whether the window is still open.
+            Whether a window is open and has not reached its end.
         """
         if self.window is None:
             return False
@@ -75,7 +75,7 @@ class WindowTracer:
 
     @Stops.counted()
     def open(self, window: TraceWindow, batch: int) -> None:
-        """Opens a window; before its first batch the profiler warms up.
+        """Opens a window, starting with the profiler's warm-up.
 
         Args:
             window: The window.
@@ -85,7 +85,7 @@ class WindowTracer:
             RuntimeError: Another profiler is running.
             OSError: The log directory can't be written to.
         """
-        # It begins later if a call has run beyond its beginning.
+        # It starts later if a call has run past its start.
         late = max(batch - window.begin, 0)
         self.window = TraceWindow(window.warmup, window.begin + late, window.end + late)
         if self.window.begin > batch:
@@ -112,24 +112,24 @@ class WindowTracer:
         self._markers = StepMarkers(updates, per_call, self._pulls)
 
     def pause(self, batch: int) -> None:
-        """Ends the last step's marker: something else than training comes next."""
+        """Closes the last step marker, as something other than training comes next."""
         if self._markers is not None:
             self._markers.close(batch)
 
     def resume(self) -> None:
-        """Training goes on: with an epoch's end, an update may have been closed before it was full."""
+        """Resumes after a pause: the end of an epoch may have applied an incomplete update."""
         if self._markers is not None:
             self._markers.read()
 
     @Stops.counted()
     def close(self, batch: int) -> ProfileSummary | None:
-        """Closes the window and writes what it shows.
+        """Closes the window and writes its summary.
 
         Args:
             batch: How many batches of the training have run.
 
         Returns:
-            What it shows, or `None` if it had not begun.
+            Its summary, or `None` if the window had not begun.
 
         Raises:
             OSError: The trace can't be written.
@@ -159,7 +159,7 @@ class WindowTracer:
             from keras_paragrad.profiling.analysis import summarize
 
             return summarize(folder, run=self._run, layers=self._layers, peak_memory=peak)
-        # The trace is on disk for TensorBoard all the same.
+        # The trace itself is on disk for TensorBoard.
         except MissingExtraError as error:
             note = f"The trace is in {folder}, but was not read. {error}"
         except Exception as error:
@@ -172,7 +172,7 @@ class WindowTracer:
 
     @Stops.counted()
     def abandon(self) -> None:
-        """Ends the open window and keeps nothing of it."""
+        """Ends the open window and discards its trace."""
         session = self._session
         self._session = self._markers = self._memory = self.window = None
         if session is not None:

@@ -24,7 +24,7 @@ from keras_paragrad.per_example.rules.normalization import needs_its_batch
     keras.layers.TimeDistributed,
 )
 class Generic(Rule):
-    """Runs the layer's own call and its gradient on one example after the other, in a compiled loop.
+    """Runs the layer's own call and its gradient on one example at a time, in a compiled loop.
 
     A call that draws random numbers, as dropout does, can't be repeated on a single example. It is repeated on the
     batch with the same numbers, and its gradient is taken once per example, with the others' cotangents zeroed.

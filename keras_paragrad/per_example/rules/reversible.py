@@ -12,8 +12,7 @@ from keras_paragrad.per_example.rules.embedding import EmbeddingRule, lookups
 
 @register_rule(keras.layers.ReversibleEmbedding)
 class ReversibleEmbeddingRule(Rule):
-    """Lookups contribute the rows E to the gradient; scoring h contributes sum_s d_s h_s', with cotangents d over the
-    words.
+    """Lookups add rows E to the gradient; scoring h adds sum_s d_s h_s', with cotangents d over the words.
 
     With a tied table, |E + sum_s d_s h_s'|^2 has a cross term that needs only the scores of the words looked up: 2
     sum_ts d_s[i_t] (h_s'e_t). No per-example table is materialized.

@@ -1,1 +1,1 @@
-"""Gradients, weights and updates, layer by layer, while `fit` runs."""
+"""Per-layer statistics of gradients, weights and updates during `fit`."""

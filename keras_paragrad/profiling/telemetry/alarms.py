@@ -1,4 +1,4 @@
-"""Warnings of layers whose gradient goes wrong, each once."""
+"""Warnings about unhealthy gradients, once per layer and kind."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +17,7 @@ _SAYS = {
 
 
 class Alarms:
-    """Says once for each layer what is wrong with its gradient.
+    """Warns once per layer and kind of problem with its gradient.
 
     - Non-finite: it has an infinity or NaN.
     - Exploding: its norm is more than `exploding` times the median of all layers, or the geometric mean of its own
@@ -25,7 +25,7 @@ class Alarms:
     - Vanishing: its norm is less than `vanishing` times the largest of the other layers.
     - Dead: it is zero, while that of another layer is not.
 
-    Vanishing and dead are said of a layer that was so in `patience` reports in a row.
+    Vanishing and dead require `patience` consecutive reports.
 
     Args:
         layers: The layers' names.
@@ -50,11 +50,11 @@ class Alarms:
         count = len(layers)
         self._said = {kind: np.zeros(count, bool) for kind in _SAYS}
         self._in_a_row = {kind: np.zeros(count, int) for kind in ("vanishing", "dead")}
-        # Of the logarithms of the norms before: their sum and number.
+        # Sum and count of the logarithms of earlier norms.
         self._logarithms, self._norms = np.zeros(count), np.zeros(count)
 
     def check(self, steps: np.ndarray, norms: np.ndarray, nonfinite: np.ndarray) -> Iterator[str]:
-        """What there is to say of reports, in order.
+        """Yields the warnings for reports, in order.
 
         Args:
             steps: The reports' steps, shape `(reports,)`.
@@ -68,12 +68,12 @@ class Alarms:
             yield from self._check(int(step), norm, count)
 
     def _all_well(self, norms: np.ndarray) -> bool:
-        """Whether nothing can be wrong with any of the reports: one look at all, instead of one at each."""
+        """Whether all reports are certainly healthy, in one vectorized check."""
         least, most = norms.min(initial=np.inf), norms.max(initial=0)
         known = self._norms > 0
         before = np.exp(np.divide(self._logarithms, self._norms, out=np.zeros_like(self._norms), where=known))
         lowest = min(least, before[known].min(initial=np.inf))
-        # A mean, or a median, is no less than the least: what is not too large for that is not too large for them.
+        # Means and medians are at least the minimum, so a norm within the bound of the minimum is within theirs.
         return bool(least > 0 and self.vanishing * most <= least and most <= self.exploding * lowest)
 
     def _remember(self, norms: np.ndarray) -> None:
@@ -103,7 +103,7 @@ class Alarms:
     def _explodes(self, norms: np.ndarray, finite: np.ndarray, alive: np.ndarray) -> np.ndarray:
         before = np.exp(self._logarithms / np.maximum(self._norms, 1))
         rises = (self._norms > 0) & (norms > self.exploding * before)
-        # Squares that overflow leave an infinite norm of finite values.
+        # Overflowing squares give finite values an infinite norm.
         return rises | ~finite | (alive & (norms > self.exploding * _lower_median(norms[alive])))
 
     def _lasts(self, kind: str, now: np.ndarray) -> np.ndarray:
@@ -112,5 +112,5 @@ class Alarms:
 
 
 def _lower_median(values: np.ndarray) -> float:
-    """The value in the middle, and of two the smaller one; infinity, if there is none."""
+    """The lower median; infinity for an empty array."""
     return np.sort(values)[(len(values) - 1) // 2] if len(values) else np.inf

@@ -1,4 +1,4 @@
-"""The measurement of updates: a small vector that the compiled step writes and the host reads."""
+"""Measures updates: a small vector that the compiled step writes and the host reads."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from keras_paragrad.sums import row_sums
 class Meter:
     """Measures every so many updates; fills the *telemetry* stage of `keras_paragrad._keras.step.builder.StepBuilder`.
 
-    A model without weights gets them in its first step. So the vector is made when that step is traced; where several
-    replicas train, Keras has built the model before, and it is made right away.
+    An unbuilt model gets its weights in its first step, so the vector is created while that step is traced. With
+    several replicas Keras has built the model before, and the vector is created at once.
 
     Args:
         model: A compiled model.
         every: The updates whose number is a multiple of this are measured.
-        tell: Called with each vector that was measured.
-        named: Called with the names of the weights that are measured, when they are known.
+        tell: Called with each measured vector.
+        named: Called with the names of the measured weights, once known.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class Meter:
         self._batches: int | None = None
 
     def is_of(self, model: Any) -> bool:
-        """Whether the model still trains the weights that are measured."""
+        """Whether the model still trains the measured weights."""
         return self.model is model and [*map(id, model.trainable_variables)] == [*map(id, self._trainable)]
 
     def begin(self) -> None:
-        """Asks the optimizer how many updates it has made."""
+        """Reads how many updates the optimizer has made."""
         self._number = int(self.model.optimizer.iterations.numpy())
 
     def watch(self, updated: Sequence[Any], known: Sequence[Any]) -> Sequence[Any]:
-        """The weights that are measured: those that the model trains and the optimizer updates."""
+        """The measured weights: those that the model trains and the optimizer updates."""
         if not self._chosen:
             self._trainable = self.model.trainable_variables
             own, others = {id(weight) for weight in self._trainable}, {id(weight) for weight in self.model.weights}
@@ -77,7 +77,7 @@ class Meter:
 
     def show(self, update: Update) -> None:
         """Measures an update, while a step is traced."""
-        # The replicas' updates are alike: on each worker one of them measures it.
+        # The update is the same on all replicas, so one per worker measures it.
         if replica_index() % self._local_replicas:
             return
         if self.every == 1:
@@ -95,34 +95,34 @@ class Meter:
         return before // self.every != self._number // self.every
 
     def latest(self) -> tf.Tensor:
-        """The vector, while a step is traced; zeros, if the step makes no update."""
+        """The vector, while a step is traced; zeros if the step makes no update."""
         return tf.zeros([len(HEADER)], "float64") if self._vector is None else self._vector.value()
 
     def ran(self, watched: bool, batches: int, latest: tf.Tensor | None) -> None:
-        """Reads the vector, if there can be something new in it."""
+        """Reads the vector, if it may have changed."""
         if self._batches is not None:
-            # Batches without knowing which of them updates: there is no more than one update to a batch.
+            # It is unknown which batches update; each makes at most one update.
             self._batches += batches
             if self._batches < self.every:
                 return
             self._batches = 0
         if watched and not self.read(latest) and self._batches is None:
-            # The optimizer has made fewer updates than there were batches: a scaled loss has overflowed.
+            # The optimizer has made fewer updates than batches: the scaled loss has overflowed.
             self.begin()
 
     def read(self, latest: Any = None) -> bool:
-        """Tells what was measured, and returns whether it is something new."""
+        """Reports the measurement if it is new, and returns whether it was."""
         if latest is None and self._vector is None:
             return False
         if latest is None:
-            # The first of this worker's replicas has it.
+            # The first of this worker's replicas holds it.
             latest = getattr(self._vector, "values", (self._vector,))[0]
         vector = latest.numpy()
         # 0 as long as no update was measured.
         new = int(vector[0]) not in (0, self._told)
         if new:
             self._told = int(vector[0])
-            # The squares were halves of them.
+            # The squares were stored halved.
             vector[len(HEADER) : -len(self._chosen)] *= 2
             self.tell(vector)
         return new
@@ -137,12 +137,12 @@ class Meter:
 
 
 def weights_of(model: keras.Model, variables: Sequence[Any]) -> list[Weight]:
-    """Names of a model's weights, no two of them the same."""
+    """Unique names of a model's weights."""
     found: dict[tuple[str, str], int] = {}
     named = []
     for variable in variables:
         layer, _, name = variable.path.removeprefix(f"{model.name}/").rpartition("/")
-        # The model's own weights are in no layer.
+        # The model's own weights belong to no layer.
         layer = layer or model.name
         found[layer, name] = found.get((layer, name), 0) + 1
         count = found[layer, name]

@@ -1,4 +1,4 @@
-"""What telemetry reports of updates."""
+"""The reports of telemetry."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class Weight(NamedTuple):
 
     Attributes:
         layer: The path of its layer.
-        name: Its name in there.
+        name: Its name within the layer.
     """
 
     layer: str
@@ -52,8 +52,8 @@ class Reports(NamedTuple):
     Attributes:
         steps: Which of the optimizer's updates they were, counted from 1, shape `(reports,)`.
         epochs: In which epochs, counted from 0, shape `(reports,)`.
-        learning_rate: What the optimizer updated with, shape `(reports,)`.
-        loss_scale: What the loss was multiplied with, 1 without a scale; shape `(reports,)`.
+        learning_rate: The learning rate of the update, shape `(reports,)`.
+        loss_scale: The loss scale, 1 without one, shape `(reports,)`.
         weights: Figures of each weight, in the model's order, shape `(reports, weights)`.
         layers: Figures of each layer, in the order in which they first have a weight, shape `(reports, layers)`.
         model: Figures of the whole model, shape `(reports,)`.
@@ -69,7 +69,7 @@ class Reports(NamedTuple):
 
 
 class Reader:
-    """Makes reports of the vectors that the compiled step writes.
+    """Parses the vectors that the compiled step writes into reports.
 
     Args:
         weights: The model's trainable weights.

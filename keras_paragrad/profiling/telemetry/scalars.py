@@ -14,9 +14,9 @@ _number = itertools.count()
 
 
 class Scalars:
-    """Writes scalars where TensorBoard finds them, a report at a time.
+    """Writes scalars for TensorBoard, one report at a time.
 
-    The file's records are written as they are: through `tf.summary` a report takes eight times as long.
+    Writes event records directly: through `tf.summary` a report takes eight times as long.
 
     Args:
         log_dir: TensorBoard's log directory.
@@ -25,7 +25,7 @@ class Scalars:
 
     def __init__(self, log_dir: Path, suffix: str):
         log_dir.mkdir(parents=True, exist_ok=True)
-        # As TensorBoard has it: files that begin later come later in the order of their names.
+        # TensorBoard's convention: later files sort after earlier ones.
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(_number)}{suffix}"
         self._writer = tf.io.TFRecordWriter(str(log_dir / name))
         self._write(tf.compat.v1.Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -49,7 +49,7 @@ class Scalars:
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         self._writer.close()
 
     def _write(self, event: tf.compat.v1.Event) -> None:

@@ -1,4 +1,4 @@
-"""Where reports go: a table and TensorBoard. A disk that is full ends that, and not the training."""
+"""Sinks for reports: a table and TensorBoard. A full disk ends the writing, not the training."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _log = logging.getLogger("keras_paragrad")
 
 
 class Guarded:
-    """Calls what writes files, until it can't any more; says so once.
+    """Calls functions that write files, until one fails; logs the failure once.
 
     Args:
         what: What is written, for the message.
@@ -45,7 +45,7 @@ class Sinks:
     Args:
         log_dir: The directory.
         file_format: `"csv"` or `"parquet"`.
-        resume: Whether a table that is there already is of the same training.
+        resume: Whether an existing table belongs to the same training.
     """
 
     def __init__(self, log_dir: Path, file_format: str, resume: bool) -> None:
@@ -57,7 +57,7 @@ class Sinks:
         self._tags: list[str] = []
 
     def name(self, weights: Sequence[Weight], layers: Sequence[str]) -> None:
-        """Names the weights that the reports are of, and their layers; called before `append`."""
+        """Names the reported weights and their layers; called before `append`."""
         model = ("gradient_norm", "clipped_gradient_norm", "loss_scale", "learning_rate")
         self._labels = [("", "", name) for name in model]
         self._labels += [(*weight, name) for name in QUANTITIES for weight in weights]
@@ -69,10 +69,10 @@ class Sinks:
         self._guarded(lambda: self._append(reports))
 
     def close(self) -> None:
-        """Ends the files."""
+        """Closes the files."""
         for sink in (self._table, self._scalars):
             if sink is not None:
-                # Also after a failure: nothing is to be left open.
+                # Also after a failure: nothing must stay open.
                 Guarded(self._guarded.what)(sink.close)
 
     def _append(self, reports: Reports) -> None:
@@ -85,7 +85,7 @@ class Sinks:
 
 
 def check_format(file_format: str) -> str:
-    """The format, if there is one of that name and what writes it is installed."""
+    """Validates the format, and that the package that writes it is installed."""
     chosen = check_choice("file_format", file_format, ("csv", "parquet"))
     if chosen == "parquet":
         require("file_format='parquet'", "pyarrow", instead="write file_format='csv'")

@@ -1,4 +1,4 @@
-"""Figures in long form, a row for each: in a CSV or a Parquet file."""
+"""Values in long format, one per row, in a CSV or a Parquet file."""
 
 import contextlib
 import csv
@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-# Stands for the step and the epoch in a report's lines; no label has it.
+# Placeholder for the step and the epoch in a report's lines; never part of a label.
 _WHEN = "\0"
 
 
 class Table:
-    """A file with columns `step`, `epoch`, labels of your own and `value`.
+    """A file with the columns `step`, `epoch`, custom labels and `value`.
 
-    A CSV file is whole after every `append`. A Parquet file is there after `close`, and until then the one before it.
+    A CSV file is complete after every `append`. A Parquet file replaces its predecessor on `close`.
     Values have twelve digits in CSV.
 
     Args:
-        path: The file; its suffix, `.csv` or `.parquet`, says what it is.
+        path: The file; its suffix, `.csv` or `.parquet`, gives the format.
         labels: The names of the columns between `epoch` and `value`.
-        resume: Whether to go on with the file where it ends, if there is one.
+        resume: Whether to append to an existing file.
 
     Raises:
         FileExistsError: There is a file in its place that has other columns.
@@ -59,10 +59,10 @@ class _Csv:
 
     def append(self, steps: Any, epochs: Any, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
         if labels is not self._of:
-            # Any two numbers of 32 bits differ in nine digits; all seventeen take three times as long.
+            # Nine digits distinguish any two 32-bit floats; all seventeen take three times as long.
             lines = [_quoted(label).replace("%", "%%") for label in labels]
             self._of, self._report = labels, "".join(f"{_WHEN},{line},%.12g\n" for line in lines)
-        # Opened each time: a training that breaks off leaves no file open.
+        # Opened each time: an aborted training leaves no file open.
         with self._path.open("a", newline="", encoding="utf-8") as lines:
             for step, epoch, row in zip(steps, epochs, values.tolist(), strict=True):
                 lines.write((self._report % tuple(row)).replace(_WHEN, f"{step},{epoch}"))
@@ -80,13 +80,13 @@ class _Parquet:
         kinds = [pyarrow.int64()] * 2 + [pyarrow.string()] * (len(columns) - 3) + [pyarrow.float64()]
         self._schema = pyarrow.schema(list(zip(columns, kinds, strict=True)))
         before = self._before(path)
-        # Parquet can't be gone on with: whoever is killed while writing a new file leaves the one before it.
+        # Parquet can't be appended to: a process killed while writing a new file leaves the previous one intact.
         partial = path.with_name(f"{path.name}.partial")
         if partial.exists():
             with partial.open("rb") as file:
                 _check_ours(file.read(4) in (b"", b"PAR1"), partial)
         self._writer = parquet.ParquetWriter(partial, self._schema)
-        # Also when a `fit` breaks off, and never closes it.
+        # Also if an aborted `fit` never closes it.
         self._end = weakref.finalize(self, _finish, self._writer, partial, path)
         if resume and before is not None:
             self._writer.write_table(before)
@@ -118,12 +118,12 @@ def _finish(writer: Any, partial: Path, path: Path) -> None:
 
 
 def begin_csv(path: Path, columns: Sequence[str], resume: bool) -> None:
-    """Begins a CSV file with its header, or leaves one that has it as it is.
+    """Starts a CSV file with its header, or keeps one that already has it.
 
     Args:
         path: The file.
         columns: The header.
-        resume: Whether to leave what a file of these columns has.
+        resume: Whether to keep the rows of a file with these columns.
 
     Raises:
         FileExistsError: There is a file in its place that has other columns.

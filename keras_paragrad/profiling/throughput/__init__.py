@@ -1,1 +1,1 @@
-"""How fast `fit` goes, and what it holds and costs."""
+"""Speed, memory and cost of `fit`."""

@@ -1,4 +1,4 @@
-"""The time that a train function's calls take."""
+"""Times the calls of a train function."""
 
 import time
 from collections import deque
@@ -12,12 +12,12 @@ _KEPT = 1000
 
 
 class Clock:
-    """A train function that takes the time of its calls; for the rest it is the one inside it.
+    """Wraps a train function and times its calls; other attributes are delegated to it.
 
     Args:
         function: The train function.
         ended: Called after each call that ran, with the iterator and the times before and after.
-        broke_off: Called when a call has failed, as Keras tells no callback of that.
+        broke_off: Called when a call has failed, as Keras doesn't notify callbacks.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StepTimes:
         self._seconds: deque[float] = deque(maxlen=_KEPT)
 
     def add(self, seconds: float) -> None:
-        """Takes note of a call whose steps took so long each."""
+        """Records a call whose steps took `seconds` each."""
         self._seconds.append(seconds)
 
     def percentiles(self) -> tuple[float, float]:

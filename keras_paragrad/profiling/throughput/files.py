@@ -1,4 +1,4 @@
-"""Where throughput goes: two tables and TensorBoard."""
+"""Throughput's output: two tables and TensorBoard."""
 
 import csv
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ class Files:
 
     Args:
         log_dir: The directory.
-        resume: Whether files that are there already are of the same training.
+        resume: Whether existing files belong to the same training.
     """
 
     def __init__(self, log_dir: Path, resume: bool):
@@ -29,14 +29,14 @@ class Files:
         self._guarded(lambda: begin_csv(self._retraces, ("step", "function", "signature"), resume))
 
     def append(self, step: int, epoch: int, figures: Mapping[str, float]) -> None:
-        """Writes figures by their names."""
+        """Writes figures, by name."""
         labels, values = [(name,) for name in figures], np.array([list(figures.values())], float)
         self._guarded(lambda: self._table.append([step], [epoch], labels, values))
         tags = [f"throughput/{name}" for name in figures]
         self._guarded(lambda: self._scalars.append(np.array([step]), tags, values))
 
     def left_out(self, step: int, epoch: int, seconds: Mapping[str, float]) -> None:
-        """Writes what was left out of the figures, and how long it took: in the table alone."""
+        """Writes to the table only how long the excluded parts took, by name."""
         labels, values = [(name,) for name in seconds], np.array([list(seconds.values())], float)
         self._guarded(lambda: self._table.append([step], [epoch], labels, values))
 
@@ -45,7 +45,7 @@ class Files:
         self._guarded(lambda: self._write([(step, *trace) for trace in traces]))
 
     def close(self) -> None:
-        """Ends the files."""
+        """Closes the files."""
         for file in (self._table, self._scalars):
             if file is not None:
                 Guarded(self._guarded.what)(file.close)

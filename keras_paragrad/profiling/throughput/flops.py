@@ -7,21 +7,20 @@ from typing import Any
 
 import tensorflow as tf
 
-# What has a body of its own, run nobody knows how often, or is computed in ways unknown here.
+# Operations with a body that runs an unknown number of times, or of unknown cost.
 _UNKNOWN = re.compile("While|If$|Case$|PartitionedCall|RNN|XlaLaunch|SparseTensorDenseMatMul|SparseMatMul|Fused")
 
 
 def flops_of(graph: tf.Graph) -> int | None:
-    """The operations in a graph's matrix products and convolutions, a multiplication and addition counted as two.
+    """The FLOPs of a graph's matrix products and convolutions; a multiply-add counts as two.
 
-    What goes element by element, such as activations, is left out: it is little beside them, and not what the peak of
-    a device is about.
+    Elementwise operations, such as activations, are excluded: they are few, and a device's peak doesn't refer to them.
 
     Args:
         graph: A graph with static shapes.
 
     Returns:
-        Their number, or `None` where it can't be known: in loops, branches, calls, and with unknown shapes.
+        Their number, or `None` if it is unknown: with loops, branches, calls or unknown shapes.
 
     Example:
 

@@ -13,7 +13,7 @@ _log = logging.getLogger("keras_paragrad")
 
 
 def says_host_memory() -> bool:
-    """Whether psutil is here to ask; says what to install, if not."""
+    """Whether psutil is installed; otherwise logs what to install."""
     found = is_installed("psutil")
     if not found:
         _log.warning("%s", explain_missing("Throughput's host_memory_bytes", ["psutil"]))
@@ -21,7 +21,7 @@ def says_host_memory() -> bool:
 
 
 def host_memory() -> int:
-    """The bytes of this process that are in memory."""
+    """The resident memory of this process, in bytes."""
     return _process(os.getpid()).memory_info().rss
 
 
@@ -30,7 +30,7 @@ def device_memory() -> int | None:
     found = []
     for device in tf.config.list_logical_devices():
         if device.device_type == "CPU":
-            # It gives zeros there, which mean nothing.
+            # It reports zeros there, which are meaningless.
             continue
         try:
             found.append(tf.config.experimental.get_memory_info(device.name)["current"])
@@ -39,7 +39,7 @@ def device_memory() -> int | None:
     return sum(found) if found else None
 
 
-# Making one takes as long as asking it.
+# Creating one takes as long as querying it.
 @functools.cache
 def _process(pid: int) -> Any:
     import psutil

@@ -1,4 +1,4 @@
-"""How many steps, updates and examples there were, in which time."""
+"""Counts steps, updates and examples over time."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from keras_paragrad._keras.telemetry.counts import examples_seen
 
 
 class Pace:
-    """Counts what a model is fed and makes of it, and the time that it takes, within an epoch.
+    """Counts a model's steps, updates and examples within an epoch, and the time they take.
 
     Args:
         model: A built and compiled model.
-        batch_size: How many examples a batch has, where the model's loss doesn't count them.
+        batch_size: Examples per batch, if the model's loss metric doesn't count them.
 
     Attributes:
-        began: When it last began to count, or as much later as was left out since.
+        began: When it last started counting, shifted by the time excluded since.
         steps: How many steps there were in this epoch.
         update: How many updates the optimizer had made by then.
     """
@@ -26,16 +26,16 @@ class Pace:
         self.begin(0.0)
 
     def begin(self, now: float, steps: int = 0) -> None:
-        """Counts from here, so many steps into the epoch."""
+        """Restarts counting, `steps` steps into the epoch."""
         self.began, self.steps, self._from = now, steps, steps
         self._steps_left_out = 0
         self._examples, self.update = self.examples() if steps else 0.0, self.updates()
 
     def examples(self) -> float | None:
-        """How many examples there were in this epoch, on all workers; `None` if nobody knows."""
+        """The number of examples in this epoch over all workers; `None` if unknown."""
         seen = examples_seen(self.model)
         if seen:
-            # Workers have equal parts of a batch, and reading all of them would take a collective.
+            # Workers have equal shards of a batch, and reading all counts would take a collective.
             return seen * self._workers
         return None if self.batch_size is None else float(self.batch_size * self.steps)
 
@@ -44,14 +44,14 @@ class Pace:
         return int(self.model.optimizer.iterations.numpy())
 
     def leave_out(self, seconds: float, steps: int = 0) -> None:
-        """Takes some time out of the next rates, and the steps that ran in it."""
+        """Excludes some time, and the steps that ran in it, from the next rates."""
         self.began += seconds
         self._steps_left_out += steps
 
     def rates(self, now: float) -> dict[str, float | None]:
-        """Examples, updates and steps a second since the last time, and counts from here.
+        """Examples, updates and steps per second since the last call; restarts counting.
 
-        How many examples a step had that is left out nobody has looked up: as many as the others on average.
+        Excluded steps are taken to have the average number of examples.
         """
         seconds = now - self.began
         steps = self.steps - self._from

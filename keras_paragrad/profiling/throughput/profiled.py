@@ -1,4 +1,4 @@
-"""What a profile says of collectives, where there is one."""
+"""The share of collectives, from a profile if there is one."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from keras_paragrad.profiling.summary import ProfileSummary
 
 
 def collective_share(log_dir: Path) -> float | None:
-    """The share of the step that replicas wait for each other, in the newest profile in a log directory, or `None`."""
+    """The share of step time in collectives, in the newest profile of a log directory, or `None`."""
     summaries = sorted(log_dir.glob("plugins/profile/*/keras_paragrad.json"))
     if not summaries:
         return None

@@ -1,4 +1,4 @@
-"""Graphs that are traced again, and for what."""
+"""Detects retraces, and the shapes that caused them."""
 
 from collections.abc import Sized
 from typing import Any
@@ -7,10 +7,10 @@ from keras_paragrad._keras.telemetry.counts import TracedGraph, compiled_functio
 
 
 class Retraces:
-    """Counts how often a train function's graphs are traced; the first time of each is none too many.
+    """Counts the retraces of a train function's graphs; the first trace of each doesn't count.
 
     Attributes:
-        count: How many times a graph was traced again.
+        count: The number of retraces.
     """
 
     def __init__(self):
@@ -21,7 +21,7 @@ class Retraces:
         self._counts: list[int] = []
 
     def watch(self, function: Any) -> None:
-        """Looks at this train function from now on."""
+        """Observes this train function from now on."""
         if function is self._function:
             return
         before = {id(each): count for each, count in zip(self._traced, self._counts, strict=True)}
@@ -31,12 +31,12 @@ class Retraces:
         self._counts = [before.get(id(each), count) for each, count in zip(self._traced, so_far, strict=True)]
 
     def happened(self) -> bool:
-        """Whether graphs were traced since the last look."""
-        # In every step's time.
+        """Whether graphs were traced since the last `look`."""
+        # This runs in every step.
         return list(map(len, self._graphs)) != self._counts
 
     def look(self) -> list[TracedGraph]:
-        """Of graphs within each other that were traced again since the last time, the outer one."""
+        """The graphs retraced since the last call; of nested ones, only the outermost."""
         before, self._counts = self._counts, list(map(len, self._graphs))
         again = [
             newest_trace(function)
