@@ -58,15 +58,24 @@ class StopRequest:
 
     def leave(self) -> None:
         """Restores the previous handler, unless another one has been installed since."""
-        if self._listening and signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)  # pyright: ignore
+        if self._listening:
+            self._restore()
         self._listening = False
 
+    def _restore(self) -> bool:
+        installed = signal.getsignal(signal.SIGTERM) == self._handle
+        if installed:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)  # pyright: ignore
+        return installed
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
-            self.leave()
-            os.kill(os.getpid(), number)
-            return
-        self.received = True
+        if self._listening and not self.received:
+            self.received = True
+        else:
+            # A handler that was installed later, and left later, may have put this one back after its time.
+            self._listening = False
+            if self._restore():
+                os.kill(os.getpid(), number)
+                return
         if callable(self._previous):
             self._previous(number, frame)
