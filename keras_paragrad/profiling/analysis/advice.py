@@ -1,4 +1,4 @@
-"""What to do first about a training's speed, with the figures that say so."""
+"""Recommends what to do first about training speed, with the supporting figures."""
 
 import statistics
 from collections.abc import Collection, Sequence
@@ -10,8 +10,8 @@ from keras_paragrad.profiling.analysis.input_advice import about_input
 from keras_paragrad.profiling.parts import shares_of
 from keras_paragrad.profiling.summary import Advice, OperationTime, RunInfo, StepTime
 
-# From which share of the step on something is worth doing about it. Between operations there is always something to
-# do for the host, and a part of what looks like it is operations' threads starting.
+# The share of the step from which a part is worth acting on. The host always has some work between operations, and some
+# of its apparent time is operation threads starting.
 WORTH = {"compile": 0.1, "input": 0.2, "collective": 0.25, "host": 0.5}
 COMPUTE_BOUND = 0.4
 _UNKNOWN = RunInfo()
@@ -25,15 +25,15 @@ def advise(
     pipeline: str = "",
     stages: Collection[str] = (),
 ) -> Advice | None:
-    """One advice: against the largest part of the step that is not computing.
+    """One recommendation, about the largest part of the step that is not compute.
 
     Args:
         steps: The batches.
-        operations: The longest operations, in that order.
+        operations: The longest operations, in descending order.
         run: What was run.
-        compiling: How many milliseconds of all steps went into tracing functions again.
-        pipeline: The slowest part of the input pipeline, if it is known.
-        stages: All of its parts, as the trace names them.
+        compiling: The milliseconds of all steps spent on retracing.
+        pipeline: The slowest stage of the input pipeline, if known.
+        stages: All of its stages, as the trace names them.
 
     Returns:
         The advice, or `None` if there are no steps.
@@ -46,7 +46,7 @@ def advise(
         "compile": compiling / total,
         "input": shares["input"],
         "collective": shares["collective"],
-        # While nothing is recorded, Python is at work.
+        # Time without any recorded event is spent in Python.
         "host": shares["host"] + shares["idle"],
     }
     excess = {kind: share / WORTH[kind] for kind, share in spent.items()}
@@ -69,7 +69,7 @@ _DOES = {
 
 
 def _outside_of_operations(shares: dict[str, float]) -> str:
-    """In the parts that the terminal and the report show, so that a figure of the host is the same in all three."""
+    """Uses the parts that the terminal and the report show, so that the host's figure is the same in all three."""
     return f"runs no operation: {shares['host']:.1%} on the host between operations, {shares['idle']:.1%} idle"
 
 
@@ -80,7 +80,7 @@ def _what_to_do(kind: str, run: RunInfo) -> str:
         return "Take larger batches on each replica, or update less often: AccumulatingOptimizer(optimizer, steps=4)."
     compiles = not run.jit and gains_from_xla(_device_kind(run))
     if run.replicas > 1:
-        # Keras alone can't compile a step across replicas, and several steps in a call gain nothing on them.
+        # Plain Keras can't compile a step across replicas, and several steps per call gain nothing there.
         larger = "Take larger batches on each replica"
         return f"{larger}, or train with DistributedFit(jit=True), which compiles it." if compiles else f"{larger}."
     if compiles:
@@ -108,20 +108,20 @@ def _about_computing(steps: Sequence[StepTime], operations: Sequence[OperationTi
         "jit_compile=True" if gains_from_xla(kind) and not run.jit else "",
         f'keras.mixed_precision.set_global_policy("{policy}")' if policy and run.precision == "float32" else "",
     ]
-    # Replicas on one machine's processors share its cores.
+    # CPU replicas on one machine share its cores.
     replicas = "more replicas" if kind in ("GPU", "TPU") else "more replicas, on other machines,"
     cheaper = " or ".join(each for each in means if each)
     return Advice("compute", f"The model is what takes the time; {cheaper or replicas} may make it cheaper.", figures)
 
 
 def _device_kind(run: RunInfo) -> str:
-    """What holds the model; for a run that doesn't say, what its process had: GPUs or TPUs, if any."""
+    """The kind of device that holds the model; if the run doesn't say, GPU or TPU if its process had any."""
     kinds = [kind_of_device(device.rpartition("/device:")[2]) for device in run.devices]
     return run.device_kind or next((kind for kind in kinds if kind != "CPU"), "")
 
 
 def milliseconds_compiling(trace: Trace) -> float:
-    """How long calls took in which a `tf.function` was traced again.
+    """The total time of calls that retraced a `tf.function`, in milliseconds.
 
     Args:
         trace: What was read from a file. A function's first call in it is not counted: it may have been traced before.

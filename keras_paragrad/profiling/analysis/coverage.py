@@ -1,4 +1,4 @@
-"""How much of a stretch of time is covered by spans that may overlap."""
+"""How much of an interval is covered by spans that may overlap."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""What a trace holds that a training step is made of."""
+"""The events of a trace that make up a training step."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -7,11 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Marker:
-    """A step as it was marked.
+    """A step marker.
 
     Attributes:
         begin, end: In nanoseconds.
-        stats: What the marker says, as text.
+        stats: The marker's metadata, as text.
         line: On which thread it is.
     """
 
@@ -23,7 +23,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Pull:
-    """A batch that was taken from an iterator: when, in nanoseconds, and whether there was one."""
+    """A request for a batch from an iterator: when, in nanoseconds, and whether it returned one."""
 
     begin: float
     filled: bool
@@ -31,7 +31,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class Work:
-    """What a thread did of a function that another one called.
+    """A thread's part in a function that another thread called.
 
     Attributes:
         begin, end: In nanoseconds.
@@ -47,7 +47,7 @@ class Work:
 
 @dataclass(frozen=True)
 class TracedCall:
-    """A function that is handed to other threads: when, in nanoseconds, on which thread, and the call's number."""
+    """A function dispatched to other threads: when, in nanoseconds, on which thread, and the call's number."""
 
     begin: float
     line: int
@@ -56,7 +56,7 @@ class TracedCall:
 
 @dataclass(frozen=True)
 class Compiled:
-    """An operation that XLA made and the host's processors ran; its times are in nanoseconds."""
+    """An operation compiled by XLA and run on the CPU; its times are in nanoseconds."""
 
     name: str
     begin: float
@@ -66,22 +66,22 @@ class Compiled:
 
 @dataclass
 class Trace:
-    """What a trace holds that a training step is made of; spans are in nanoseconds.
+    """The events of a trace that make up a training step; spans are in nanoseconds.
 
     Attributes:
         markers: The steps.
         pulls: The batches.
         input: Waiting for batches.
-        operations: Operations on the host's processors.
+        operations: Operations on the CPU.
         device: Operations on other devices.
-        collective: Operations that meet other replicas.
+        collective: Collectives with other replicas.
         host: By thread, what the host did, operations included.
         made_by_python: What an input pipeline runs in Python, as for a generator or a `PyDataset`.
         python_calls: By thread, calls from Python into TensorFlow.
         without_lock: By thread, what these calls did with Python's interpreter lock released.
         calls: Functions that were called.
-        work: What threads did of them.
-        compiled: Operations that XLA made and the host's processors ran.
+        work: The parts of them that other threads ran.
+        compiled: Operations compiled by XLA and run on the CPU.
         functions: By name of a `tf.function`, its calls: when, and how often it had been traced.
         has_device: Whether there is a GPU or TPU.
     """

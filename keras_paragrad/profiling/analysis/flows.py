@@ -7,11 +7,11 @@ from keras_paragrad.profiling.analysis.events import Trace, TracedCall, Work
 
 
 def work_of(trace: Trace, line: int) -> list[Span]:
-    """What other threads did of the functions that a thread called, and of those that these called.
+    """The work of other threads in functions that a thread called, directly or indirectly.
 
     Args:
         trace: What was read from a file.
-        line: The thread that takes the steps.
+        line: The thread that runs the steps.
     """
     work: dict[str, list[Work]] = defaultdict(list)
     for each in trace.work:

@@ -1,4 +1,4 @@
-"""What to do about an input pipeline that is too slow: only what it doesn't do yet."""
+"""Advice for a slow input pipeline: only what it doesn't do yet."""
 
 from collections.abc import Collection
 

@@ -1,4 +1,4 @@
-"""When a thread waits for Python's interpreter lock, as a trace shows it."""
+"""Finds in a trace when a thread waits for Python's global interpreter lock (GIL)."""
 
 import bisect
 import itertools
@@ -13,9 +13,9 @@ SWITCH_INTERVAL = 5_000_000
 def lock_waits(calls: Sequence[Span], executions: Sequence[Span]) -> list[Span]:
     """When a thread waits for the interpreter lock: to return from TensorFlow, or between two calls into it.
 
-    A call waits from when its work is done. Between calls a thread is taken to wait from when Python has asked it for
-    the lock: a trace doesn't show whether it ran Python of its own then. So ask only for times in which another thread
-    runs Python.
+    A call waits once its work is done. Between calls, a thread is assumed to wait once the switch interval has passed:
+    a trace doesn't show whether it ran Python code itself. So use this only for times in which another thread runs
+    Python.
 
     Args:
         calls: A thread's calls from Python into TensorFlow.

@@ -1,4 +1,4 @@
-"""Which layer an operation belongs to, by its name."""
+"""Maps operations to layers, by name."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -9,8 +9,8 @@ _COUNTED = re.compile(r"(.+)_\d+$")
 class LayerNames:
     """Finds layers in the scopes of operations' names.
 
-    TensorFlow adds a number to a scope that it has seen before, and Keras numbers layers in the same way. Which of
-    the two a number is follows from the scopes that leave no doubt.
+    TensorFlow appends a number to a repeated scope, and Keras numbers layers in the same way. Which of the two a number
+    means is inferred from the unambiguous scopes.
 
     Args:
         layers: The names of the model's layers, at every depth.

@@ -18,7 +18,7 @@ _WAITS = ("Prefetch", "Root")
 
 
 class Operation(NamedTuple):
-    """What an operation took, and whether it ran on a GPU or TPU; its own time, in milliseconds."""
+    """An operation's self time in milliseconds, and whether it ran on a GPU or TPU."""
 
     name: str
     kind: str
@@ -35,7 +35,7 @@ def xprof_operations(file: Path) -> list[Operation]:
     """
     from xprof.convert.raw_to_tool_data import xspace_to_tool_data
 
-    # xprof leaves files beside the trace, and what it finds in one of several would pass for all of them.
+    # xprof caches its results beside the trace, and those of one file would be used for all.
     with tempfile.TemporaryDirectory() as folder:
         alone = Path(folder, file.name)
         alone.symlink_to(file.resolve())
@@ -63,10 +63,10 @@ def _rows(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def compiled_operations(compiled: list[Compiled]) -> list[Operation]:
-    """What XLA made and the host's processors ran, which xprof leaves out of its table.
+    """The operations compiled by XLA and run on the CPU, which xprof omits from its table.
 
     Args:
-        compiled: Each time that one ran. What ran inside of another is taken off that one's time.
+        compiled: All executions. The time of nested executions is subtracted from the outer one's.
     """
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
@@ -119,7 +119,7 @@ def stages_of_the_pipeline(operations: list[Operation]) -> frozenset[str]:
 
 
 def slowest_of_the_pipeline(operations: list[Operation]) -> str:
-    """The part of the input pipeline with the most time of its own, as the trace names it, or `""`.
+    """The stage of the input pipeline with the most self time, as the trace names it, or `""`.
 
     Args:
         operations: All in the trace.

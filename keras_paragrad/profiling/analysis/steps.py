@@ -1,4 +1,4 @@
-"""From a trace to where the time of each batch went."""
+"""Computes from a trace where the time of each batch went."""
 
 import bisect
 from collections.abc import Callable, Iterator
@@ -10,17 +10,17 @@ from keras_paragrad.profiling.analysis.interpreter_lock import lock_waits
 from keras_paragrad.profiling.summary import StepTime
 
 NANOSECONDS = 1e6
-# From an interval in nanoseconds to the parts of it, by name, in milliseconds.
+# Maps an interval in nanoseconds to its parts in milliseconds, by name.
 Parts = Callable[[float, float], dict[str, float]]
 
 
 def step_times(trace: Trace) -> tuple[StepTime, ...]:
     """The batches that ran in a trace, in order.
 
-    A batch's time goes from its marker's beginning to its end, and where one marker is for several batches, from
-    taking one of them to taking the next. A moment in which several things happen counts for the first of: operations
+    A batch's time runs from its marker's start to its end; if one marker covers several batches, from fetching one to
+    fetching the next. Where activities overlap, the time counts for the first of: operations
     on a GPU or TPU, waiting for input, operations on the host's processors, collectives, other work of the host. That
-    is xprof's order, with what it calls host compute told apart. A step that waits for Python's interpreter lock while
+    is xprof's order, with its host compute split up. A step that waits for Python's interpreter lock while
     Python makes batches waits for input too.
 
     Args:
@@ -59,7 +59,7 @@ def _batches(marker: Marker, pulls: list[Pull]) -> Iterator[tuple[int, int | Non
         return
     if "batch" in stats and "ran" not in stats:
         return
-    # Every replica takes its own.
+    # Every replica fetches its own.
     replicas = int(stats.get("pulls", 1))
     count = min(asked, len(filled) // replicas) if len(filled) >= replicas and asked > 1 else asked
     cuts = [marker.begin, *_cuts(marker, filled, count), marker.end]
@@ -68,7 +68,7 @@ def _batches(marker: Marker, pulls: list[Pull]) -> Iterator[tuple[int, int | Non
 
 
 def _cuts(marker: Marker, filled: list[float], count: int) -> list[float]:
-    """Where one batch of a marker ends and the next begins: where it is taken, or else in equal parts."""
+    """The boundaries between a marker's batches: where each is fetched, or else in equal parts."""
     if len(filled) >= count > 1:
         return [filled[index * len(filled) // count] for index in range(1, count)]
     length = (marker.end - marker.begin) / count
@@ -83,12 +83,12 @@ def _update(stats: dict[str, str], index: int) -> int | None:
 
 
 def _parts_on(trace: Trace, line: int, markers: list[Marker]) -> Parts:
-    """How to take the time of a thread's steps apart."""
+    """The function that splits the time of a thread's steps into parts."""
     steps = [(marker.begin, marker.end) for marker in markers if marker.line == line]
     host = Coverage(_cut_off([*trace.host[line], *work_of(trace, line)], steps))
     locked_out = Coverage(lock_waits(trace.python_calls[line], trace.without_lock[line]))
     waiting = Coverage(trace.input) | (locked_out & Coverage(trace.made_by_python))
-    # An input pipeline's operations run beside the step's, also when no step is waiting for operations.
+    # Operations of the input pipeline run concurrently, even when no step is waiting for operations.
     operations = Coverage(trace.operations) & host
     device = Coverage(trace.device)
     layers = [device]
@@ -110,7 +110,7 @@ def _parts_on(trace: Trace, line: int, markers: list[Marker]) -> Parts:
 
 
 def _cut_off(spans: list[Span], steps: list[Span]) -> list[Span]:
-    """Ends spans where the step ends in which they began: what goes on after it is not the next step's."""
+    """Clips spans at the end of the step in which they began: the remainder doesn't belong to the next step."""
     begins = [begin for begin, _ in steps]
     found = []
     for begin, end in spans:

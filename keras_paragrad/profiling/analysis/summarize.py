@@ -27,13 +27,13 @@ def summarize(
     layers: Collection[str] = (),
     peak_memory: Mapping[str, int | None] | None = None,
 ) -> ProfileSummary:
-    """Finds out what a trace shows: ours, or another program's.
+    """Summarizes a trace, ours or another program's.
 
     Args:
         trace: The folder of one trace. Of several files in it, one for each worker, the first is read.
         run: What was run.
-        layers: The names of the model's layers, which operations are then said to belong to.
-        peak_memory: By device, the most memory in use, in bytes.
+        layers: The names of the model's layers, to which operations are assigned.
+        peak_memory: Peak memory in bytes, by device.
 
     Raises:
         FileNotFoundError: There is no trace in the folder.
@@ -79,6 +79,6 @@ def _notes(read: Trace, steps: int, operations: list[Operation]) -> list[str]:
 
 
 def _as_tensorboard_has_it(trace: Path) -> str:
-    """The trace's folder from `plugins` on, as it is in a log directory."""
+    """The trace's folder from `plugins` on, as in a log directory."""
     parts = trace.parts
     return "/".join(parts[parts.index("plugins") :]) if "plugins" in parts else trace.name

@@ -1,4 +1,4 @@
-"""Reading a trace file: what happened when, sorted by what it means for a training step."""
+"""Reads a trace file, and sorts its events by their role in a training step."""
 
 import re
 from collections.abc import Iterator
@@ -9,19 +9,19 @@ from keras_paragrad.extras import require
 from keras_paragrad.profiling.analysis.events import Compiled, Marker, Pull, Trace, TracedCall, Work
 
 TRACES = "*.xplane.pb"
-# The devices' names as the profiler has them, and the lines of a device that hold what ran, not what it was part of.
+# The profiler's device names, and a device's lines that hold what ran rather than what it was part of.
 _DEVICE = re.compile(r"/device:(GPU|TPU):\d+")
 _DEVICE_LINES = re.compile(r"Stream|XLA Ops")
 _OPERATION = re.compile(r"[A-Za-z0-9.][\w.\\/>-]*:([A-Za-z_]\w*)$")
 _COLLECTIVE = re.compile(r"collective|nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter", re.IGNORECASE)
 _COLLECTIVE_CALL, _COLLECTIVE_DONE = "CollectiveOpV2Kernel::Run", "CollectiveExecutor::ExecuteAsync::Done"
-# What stands around a call, as xprof has it; its inside counts.
+# Events that enclose a call, as in xprof; only their inside counts.
 _AROUND = ("EagerExecute", "EagerLocalExecute", "EagerKernelExecute", "end: ")
-# What hands work to other threads, and what takes it up, say so in these statistics: of which type, and its number.
+# Statistics of events that dispatch work to other threads, and of those that pick it up: the type and the id.
 _HANDS_ON, _TAKES_UP = ("_pt", "_p"), ("_ct", "_c")
 # A call from Python into TensorFlow, and what runs in it with the interpreter lock released.
 _FROM_PYTHON, _WITHOUT_LOCK = "TFE_Py_", "EagerExecute"
-# An input pipeline's own functions, which run beside the step.
+# The input pipeline's own functions, which run concurrently with the step.
 _OF_THE_PIPELINE = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 _PIPELINE_LINES = ("tf_data_iterator_resource",)
 
@@ -82,7 +82,7 @@ def _read_host(trace: Trace, plane: Any) -> None:
 
 
 class _Waits:
-    """Collectives from where they are called to where they are done: in between they wait for other replicas."""
+    """Collectives, from call to completion: in between they wait for other replicas."""
 
     def __init__(self):
         self.called: dict[str, float] = {}
@@ -125,7 +125,7 @@ def _keep_compiled(trace: Trace, waits: _Waits, event: Any, span: tuple[float, f
 
 def _keep_function(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
     traced = dict(event.stats).get("tracing_count")
-    # A call that failed, as at the end of data, doesn't say.
+    # A call that failed, as at the end of data, lacks the statistic.
     if traced is not None:
         trace.functions[event.name].append((*span, int(traced)))
 
@@ -166,7 +166,7 @@ def _span(event: Any) -> tuple[float, float]:
 
 
 def _told_apart(line: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """A line's events with what each is: told once for a name, since asking for an event's statistics is slow."""
+    """A line's events with their kinds, determined once per name, since reading an event's statistics is slow."""
     found: dict[str, tuple[str, ...]] = {}
     for event in line.events:
         kinds = found.get(event.name)

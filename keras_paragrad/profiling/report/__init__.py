@@ -1,4 +1,4 @@
-"""A run's profile and telemetry as one HTML file, which needs no network: `write_report`."""
+"""`write_report`: a run's profile and telemetry as one self-contained HTML file."""
 
 from keras_paragrad.profiling.report.write import write_report
 

@@ -1,4 +1,4 @@
-"""An axis: where a value lies on it, and where its marks are."""
+"""Chart axes: the position of values and of tick marks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 from keras_paragrad.profiling.report.units import number
 
-# From so much between the smallest and the largest value on, they are drawn by their order of magnitude.
+# From this ratio of the largest to the smallest value on, the scale is logarithmic.
 LOGARITHMIC_FROM = 50.0
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values, on a line from 0 to 100%.
+    """Maps a range of values to 0 to 100%.
 
     Attributes:
         low: The value at 0.
         high: The value at 100%.
-        logarithmic: Whether it goes by orders of magnitude.
-        marks: The values that are named.
-        written: How they are named.
+        logarithmic: Whether the scale is logarithmic.
+        marks: The values of the tick marks.
+        written: Formats a mark's label.
     """
 
     low: float
@@ -30,7 +30,7 @@ class Axis:
     written: Callable[[float], str] = number
 
     def place(self, value: float) -> float:
-        """Where a value lies, in percent; beyond the ends, at the nearer one."""
+        """The position of a value in percent, clipped to the range."""
         if self.logarithmic:
             if value <= 0:
                 return 0.0
@@ -41,7 +41,7 @@ class Axis:
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """The place and the name of every mark."""
+        """The position and the label of every mark."""
         return [(self.place(mark), self.written(mark)) for mark in self.marks]
 
 
@@ -51,13 +51,13 @@ def axis_for(
     may_be_logarithmic: bool = True,
     binary: bool = False,
 ) -> Axis:
-    """An axis for finite values: from 0, or by orders of magnitude if they are positive, or 0, and far apart.
+    """An axis for finite values: linear from 0, or logarithmic if they are nonnegative and far apart.
 
     Args:
-        values: What is to be drawn; none will do.
-        written: How marks are named.
-        may_be_logarithmic: Whether orders of magnitude will do.
-        binary: Whether marks are apart by a power of 2, as suits bytes.
+        values: The values to draw; may be empty.
+        written: Formats a mark's label.
+        may_be_logarithmic: Whether a logarithmic scale is allowed.
+        binary: Whether marks are spaced by a power of 2, for bytes.
 
     Example:
 

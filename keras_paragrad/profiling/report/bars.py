@@ -1,4 +1,4 @@
-"""Steps as stacked bars: which part of each step's time went where."""
+"""Steps as stacked bars: where each step's time went."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Segment:
         part: Which part of a step, as `figures.PARTS` has it.
         start: Where it begins.
         length: How long it is.
-        words: What it says when pointed at.
+        words: Its tooltip.
     """
 
     part: str
@@ -38,7 +38,7 @@ class Bar:
 
     Attributes:
         step: Its number.
-        name: What stands below it, or `""`.
+        name: The label below it, or `""`.
         left: Where it begins on the axis of steps, in percent.
         width: How wide it is, in percent.
         segments: Its parts.
@@ -60,10 +60,10 @@ class StepChart:
     Attributes:
         up: The axis of time.
         bars: The steps.
-        median: Where the median lies, in percent.
-        p95: Where the 95th percentile lies, in percent.
+        median: The position of the median, in percent.
+        p95: The position of the 95th percentile, in percent.
         parts: The parts that occur.
-        words: The chart in a sentence, for those who hear it.
+        words: A sentence that describes the chart for screen readers.
         note: What was left out, or `""`.
     """
 
@@ -81,8 +81,8 @@ def step_chart(steps: Sequence[StepTime], figures: StepFigures, longest: float) 
 
     Args:
         steps: The steps, at least one.
-        figures: What they amount to.
-        longest: What the axis must reach, in milliseconds.
+        figures: Their statistics.
+        longest: The least upper end of the axis, in milliseconds.
     """
     chosen = kept(np.array([step.duration for step in steps]), MOST_BARS)
     shown = [steps[index] for index in chosen]
@@ -104,7 +104,7 @@ def step_chart(steps: Sequence[StepTime], figures: StepFigures, longest: float) 
 
 
 def shares_bar(figures: StepFigures) -> tuple[Segment, ...]:
-    """The shares of all steps' time as one bar."""
+    """The shares of the total step time as one bar."""
     segments: list[Segment] = []
     begins = 0.0
     for part in _parts(figures):

@@ -1,4 +1,4 @@
-"""Two runs side by side: every figure of the one beside that of the other, and how much it changed."""
+"""Compares two runs: every figure of both side by side, and the change."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ class Pair:
 
     Attributes:
         name: What it is.
-        values: It, in each run.
-        change: How much more or less the second has.
+        values: Its value in each run.
+        change: The change from the first run to the second.
     """
 
     name: str
@@ -45,7 +45,7 @@ def newest_window(run: Run) -> ProfiledWindow | None:
 
 
 def newest(run: Run) -> ProfileSummary:
-    """What that window shows, or nothing."""
+    """The summary of that window, or an empty one."""
     window = newest_window(run)
     return window.summary if window else ProfileSummary()
 
@@ -85,7 +85,7 @@ def operation_pairs(runs: Sequence[Run]) -> tuple[Pair, ...]:
 
 
 def layer_pairs(runs: Sequence[Run]) -> tuple[tuple[str, tuple[Pair, ...]], ...]:
-    """By quantity, its median in every layer."""
+    """The median per layer of each quantity."""
     found = []
     for quantity, title in LAYER_QUANTITIES.items():
         layers = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""What the steps of a window amount to: median, 95th percentile and shares."""
+"""Step statistics of a window: median, 95th percentile and shares."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class StepFigures:
         p95: 95 of 100 took no longer.
         shortest: The shortest of them.
         longest: The longest of them.
-        shares: By part of a step, its share of the time of all of them.
+        shares: The share of the total time of each part of a step.
     """
 
     count: int
@@ -40,7 +40,7 @@ class StepFigures:
 
 
 def figures_of(steps: Sequence[StepTime]) -> StepFigures | None:
-    """The figures of some steps, or `None` if there are none.
+    """The statistics of some steps, or `None` if there are none.
 
     Example:
 

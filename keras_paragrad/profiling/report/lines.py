@@ -1,4 +1,4 @@
-"""A chart of lines over the steps: where each point lies, and the same figures as a table."""
+"""Line charts over the steps, with the same values as a table."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from keras_paragrad.profiling.report.records import Series
 from keras_paragrad.profiling.report.thinning import MOST_POINTS, kept
 from keras_paragrad.profiling.report.units import count, number, size
 
-# What a reader can still tell apart by colour and dashes.
+# As many lines as a reader can tell apart by colour and dashes.
 MOST_LINES = 5
 TABLE_ROWS = 12
 DOT = "·"
@@ -21,11 +21,11 @@ class Line:
     """One line of a chart.
 
     Attributes:
-        name: What the legend says.
+        name: The legend entry.
         style: The number of its colour and dashes.
-        pieces: The points of every stretch without a gap, as SVG writes them, in a square of 1000 by 1000.
-        dots: Points that stand alone, in percent.
-        gaps: Where values are that are no numbers, in percent.
+        pieces: The points of every gapless segment in SVG syntax, in a square of 1000 by 1000.
+        dots: Isolated points, in percent.
+        gaps: Positions of non-finite values, in percent.
         smallest: The smallest value, with its unit and step.
         median: The median, with its unit.
         largest: The largest value, with its unit and step.
@@ -62,15 +62,15 @@ class LineChart:
 
     Attributes:
         title: What it shows, with the unit.
-        counted: What a step is.
+        counted: The unit of the steps axis.
         across: The axis of the steps.
         up: The axis of the values.
         lines: The lines.
-        heads: The head of each column of the table of values.
-        rows: Some steps, and the value of every line there.
+        heads: The column headers of the table of values.
+        rows: Some steps, with the value of every line.
         notes: What was left out.
         marks: Where something was left out of the values.
-        marked: By kind of these marks, what the legend says.
+        marked: The legend entry of each kind of mark.
     """
 
     title: str
@@ -91,7 +91,7 @@ class LineChart:
 
     @property
     def words(self) -> str:
-        """The chart in a sentence or two, for those who hear it."""
+        """One or two sentences that describe the chart for screen readers."""
         lines = "; ".join(
             f"{line.name or 'value'}: smallest {line.smallest}, largest {line.largest}, last {line.last}"
             for line in self.lines
@@ -113,10 +113,10 @@ def line_chart(
     Args:
         title: What it shows, with the unit.
         series: What to draw, at most `MOST_LINES`; their names are the legend.
-        written: How a value is written.
-        may_be_logarithmic: Whether the axis may go by orders of magnitude.
+        written: Formats a value.
+        may_be_logarithmic: Whether a logarithmic axis is allowed.
         counted: What a step is: of the training, or an update of the optimizer.
-        left_out: By what was left out of the values, in words, how many seconds of it and where.
+        left_out: The seconds excluded from the values at each step, by description.
     """
     series = [one for one in series if len(one.values)]
     if not series:
@@ -138,7 +138,7 @@ def line_chart(
 
 
 def _places(series: Series, across: Axis) -> list[float]:
-    """Where marks can be told apart."""
+    """Positions where marks remain distinguishable."""
     return sorted({float(round(across.place(float(step)))) for step in series.steps})
 
 
@@ -148,7 +148,7 @@ def named(series: Series, name: str) -> Series:
 
 
 def sparkline(series: Series, across: Axis, up: Axis) -> Line:
-    """A line of few points, for a cell of a table."""
+    """A line of few points, for a table cell."""
     return _line(series, 0, across, up, "update", most=80)
 
 
@@ -192,7 +192,7 @@ def _value(value: float, written: Callable[[float], str]) -> str:
 
 
 def _table(series: Sequence[Series], written: Callable[[float], str]) -> tuple[tuple[str, ...], ...]:
-    """Some steps, evenly apart, and the values there."""
+    """Some evenly spaced steps, and their values."""
     steps = np.unique(np.concatenate([one.steps for one in series]))
     chosen = steps[np.unique(np.linspace(0, len(steps) - 1, TABLE_ROWS).round().astype(int))]
     columns = [dict(zip(one.steps, one.values, strict=True)) for one in series]

@@ -1,4 +1,4 @@
-"""What a run wrote down step by step, read again: telemetry, throughput and retraces."""
+"""Reads a run's per-step records: telemetry, throughput and retraces."""
 
 import csv
 import itertools
@@ -17,12 +17,12 @@ MOST_RETRACES = 50
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity over the steps.
+    """One quantity as a series over the steps.
 
     Attributes:
-        quantity: What it is, as the file says.
-        name: Whose it is: a layer and its variable, or `""` for the whole model.
-        variable: The variable alone, or `""` for all of the layer.
+        quantity: Its name in the file.
+        name: What it belongs to: a layer and its variable, or `""` for the whole model.
+        variable: The variable only, or `""` for the whole layer.
         steps: The steps, ascending, shape `(values,)`.
         values: The values, not all of them finite, shape `(values,)`.
     """
@@ -35,7 +35,7 @@ class Series:
 
     @property
     def finite(self) -> np.ndarray:
-        """The values that are numbers."""
+        """The finite values."""
         return self.values[np.isfinite(self.values)]
 
 
@@ -57,8 +57,8 @@ class Retrace:
 def read_series(folder: Path, name: str) -> tuple[Series, ...]:
     """All series of `<name>.csv`, or of `<name>.parquet`, in a folder, by quantity and name; none without the file.
 
-    Rows that are not whole, such as the last one of a run that was killed, are passed over. Of two values for one step,
-    as a run writes them that went on from a checkpoint, the later one counts.
+    Incomplete rows, such as the last one of a killed run, are skipped. Of two values for one step, as written by a run
+    that resumed from a checkpoint, the later one counts.
     """
     found: dict[tuple[str, str, str], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for row in _rows(folder, name):
@@ -68,7 +68,7 @@ def read_series(folder: Path, name: str) -> tuple[Series, ...]:
             key = str(row["quantity"]), "/".join(part for part in (row.get("layer"), variable) if part), variable
         except (KeyError, TypeError, ValueError):
             continue
-        # Such a step is no step: the row was cut off, or is of another file.
+        # Not a valid step: the row is truncated, or belongs to another file.
         if math.isfinite(step):
             found[key][0].append(step)
             found[key][1].append(value)
@@ -76,7 +76,7 @@ def read_series(folder: Path, name: str) -> tuple[Series, ...]:
 
 
 def worth_showing(series: Iterable[Series]) -> tuple[Series, ...]:
-    """The series but for gradients after clipping that nothing has clipped, and the scale of a loss that has none."""
+    """The series without clipped gradients where nothing was clipped, and without a loss scale that is not used."""
     series = tuple(series)
     before = {one.name: one for one in series if one.quantity == "gradient_norm"}
 
@@ -108,7 +108,7 @@ def _rows(folder: Path, name: str) -> Iterable[Mapping[str, str]]:
 
 def _comma_rows(path: Path) -> Iterator[Mapping[str, str]]:
     with path.open(encoding="utf-8", errors="replace", newline="") as lines:
-        # A disk that was full can leave zeros behind.
+        # A full disk can leave zero bytes behind.
         yield from csv.DictReader(line.replace("\0", "") for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""What a log directory holds: the windows that were traced, and what was written down step by step."""
+"""Reads a log directory: the trace windows and the per-step records."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
 TRACES = "*.xplane.pb"
 SUMMARIES = "keras_paragrad*.json"
 WHERE_TENSORBOARD_LOOKS = "plugins/profile/"
-# A trace that isn't ours is analysed for the report, which can take seconds.
+# Traces of other programs are analysed for the report, which can take seconds each.
 MOST_ANALYSED = 4
 MOST_WINDOWS = 40
 
@@ -21,7 +21,7 @@ class ProfiledWindow:
 
     Attributes:
         name: Its folder, relative to the log directory, with the summary's file if there are several.
-        summary: What it shows.
+        summary: Its summary.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Run:
         telemetry: Norms, ratios and counts.
         throughput: Speeds, times and sizes.
         retraces: The last functions that were traced again.
-        retrace_count: How often that happened in all.
+        retrace_count: The total number of retraces.
         notes: What couldn't be read, and what was left out.
     """
 
@@ -60,7 +60,7 @@ def read_run(folder: Path) -> Run:
         folder: The log directory, or a folder of traces in it.
 
     Raises:
-        FileNotFoundError: There is no such folder, or nothing in it that a report could show.
+        FileNotFoundError: The folder doesn't exist, or holds nothing that a report could show.
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "doesn't exist"
@@ -88,7 +88,7 @@ def _nothing_found(folder: Path, notes: list[str]) -> str:
 def _windows(folder: Path, notes: list[str]) -> tuple[ProfiledWindow, ...]:
     """The newest windows, oldest first. Those without a summary of ours are analysed, unless they are many."""
     found = sorted({path.parent for pattern in (TRACES, SUMMARIES) for path in folder.rglob(pattern)})
-    # A window that is still being traced, or whose run was killed meanwhile, is in a hidden folder.
+    # A window still being traced, or whose run was killed, is in a hidden folder.
     found = [trace for trace in found if not any(part.startswith(".") for part in trace.relative_to(folder).parts)]
     roots = sorted({_root(trace, folder) for trace in found})
     if len(roots) > 1:
@@ -126,7 +126,7 @@ def _joined(folder: str, file: str) -> str:
 
 
 def _own_summaries(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
-    """By file, the summaries that the profiler left beside a trace, the last worker's first."""
+    """The summaries beside a trace by file, the last worker's first."""
     found: dict[str, ProfileSummary] = {}
     for path in sorted(trace.glob(SUMMARIES), reverse=True):
         try:
@@ -141,7 +141,7 @@ def _analysed(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
 
     try:
         return {"": summarize(trace)}
-    # A trace can be broken in any way, and what else there is shall be shown all the same.
+    # A trace can be broken in any way; the rest of the run is still shown.
     except Exception as error:
         notes.append(f"The trace {trace.name} can't be analysed ({type(error).__name__}: {error}).")
         return {}
@@ -150,7 +150,7 @@ def _analysed(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
 def _series(folder: Path, name: str, notes: list[str]) -> tuple[Series, ...]:
     try:
         return read_series(folder, name)
-    # A Parquet file of a run that hasn't ended, or was killed, has no end.
+    # A Parquet file of a run that is still running, or was killed, has no footer.
     except (OSError, ValueError) as error:
         notes.append(
             f"{name} can't be read: it is damaged, or its run has not ended ({type(error).__name__}: {error})."

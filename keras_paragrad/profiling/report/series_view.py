@@ -1,4 +1,4 @@
-"""What the report says of the figures that a run wrote down step by step."""
+"""The report's views of a run's per-step records."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Drawn:
         quantities: What is in it, with the names of the lines.
         written: How values are written.
         logarithmic: Whether they can differ by orders of magnitude from step to step, and are read that way.
-        counted: What the file counts by.
-        interrupted: Whether the values leave out what `LEFT_OUT` names.
+        counted: The unit of the file's steps.
+        interrupted: Whether the values exclude what `LEFT_OUT` names.
     """
 
     title: str
@@ -72,9 +72,9 @@ THROUGHPUT_CHARTS = (
     Drawn("Share of the peak: model FLOPs utilisation", {"mfu": "utilisation"}, share),
     Drawn("Share of collectives in the step", {"collective_share": "collectives"}, share),
 )
-# What such values leave out, in seconds, and its name.
+# What such values exclude, in seconds, and how the report names it.
 LEFT_OUT = {"compile_s": "steps that were compiled", "profiler_s": "stops of Profiler"}
-# Figures of which the last value says all.
+# Figures of which only the last value matters.
 LAST_VALUES: dict[str, tuple[str, Written]] = {
     "time_to_first_step_s": ("Time to the first step", _seconds),
     "updates_per_second": ("Updates per second", number),
@@ -109,7 +109,7 @@ class LayerView:
 
 
 def charts(series: Sequence[Series], wanted: Sequence[Drawn]) -> tuple[LineChart, ...]:
-    """Those charts of whole-model quantities for which something was written down."""
+    """The charts of whole-model quantities for which there are records."""
     whole = {one.quantity: one for one in series if not one.name}
     left_out = {words: whole[name] for name, words in LEFT_OUT.items() if name in whole}
     found = (
@@ -129,7 +129,7 @@ def chart_of(drawn: Drawn, series: Sequence[Series], left_out: Mapping[str, Seri
 
 
 def last_values(series: Sequence[Series]) -> tuple[tuple[str, str], ...]:
-    """The figures of which the last value says all, by their titles."""
+    """The figures of which only the last value matters, with their titles."""
     return tuple(
         (LAST_VALUES[one.quantity][0], LAST_VALUES[one.quantity][1](float(one.values[-1])))
         for one in series
@@ -138,7 +138,7 @@ def last_values(series: Sequence[Series]) -> tuple[tuple[str, str], ...]:
 
 
 def layer_views(series: Sequence[Series]) -> tuple[LayerView, ...]:
-    """Every quantity that was written down layer by layer."""
+    """A view for every quantity recorded per layer."""
     found = ((name, [one for one in series if one.quantity == name and one.name]) for name in LAYER_QUANTITIES)
     return tuple(_layer_view(name, layers) for name, layers in found if layers)
 

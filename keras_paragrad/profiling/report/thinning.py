@@ -1,4 +1,4 @@
-"""Fewer points that look the same: a long series cut down for a picture, its extremes kept."""
+"""Thins a long series for plotting, and keeps its extremes."""
 
 import numpy as np
 
@@ -6,17 +6,17 @@ MOST_POINTS = 400
 
 
 def kept(values: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
-    """Which of many values to draw.
+    """Selects which values to draw.
 
-    The values are cut into spans of equal length, of which the smallest and the largest stay, in their order, and of
-    those that are no numbers the first. The first and the last value stay too.
+    The values are split into spans of equal length. Of each span the smallest, the largest and the first non-finite
+    value are kept, in order, as are the first and the last value overall.
 
     Args:
         values: All values in order, shape `(values,)`.
-        most: How many may stay, at least 5.
+        most: Most values to keep, at least 5.
 
     Returns:
-        The indices of those that stay, ascending, shape `(at most most,)`.
+        The indices of the kept values, ascending, shape `(at most most,)`.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them, each with its unit."""
+"""Formats numbers for people, with units."""
 
 import math
 from typing import TypeGuard
@@ -7,7 +7,7 @@ NOT_KNOWN = "n/a"
 
 
 def milliseconds(value: float | None) -> str:
-    """A time in milliseconds, in the unit that suits it.
+    """A time given in milliseconds, in a suitable unit.
 
     Example:
 
@@ -29,33 +29,33 @@ def operations(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A part of the whole, in percent."""
+    """A fraction, in percent."""
     if not _is_number(value):
         return NOT_KNOWN
     return f"{value * 100:.1f}%" if 0 < abs(value) < 0.0995 else f"{value * 100:.0f}%"
 
 
 def change(before: float | None, after: float | None) -> str:
-    """How much more or less `after` is, in percent of `before`."""
+    """The change from `before` to `after`, in percent of `before`."""
     if not _is_number(before) or not _is_number(after) or not before:
         return NOT_KNOWN
     return _signed((after - before) / abs(before) * 100, "%")
 
 
 def points(before: float | None, after: float | None) -> str:
-    """How much more or less a share is, in percentage points."""
+    """The change of a share, in percentage points."""
     if not _is_number(before) or not _is_number(after):
         return NOT_KNOWN
     return _signed((after - before) * 100, " points")
 
 
 def count(value: float | None) -> str:
-    """A whole number, with its thousands apart."""
+    """An integer, with thousands separators."""
     return f"{value:,.0f}" if _is_number(value) else NOT_KNOWN
 
 
 def number(value: float | None) -> str:
-    """Three digits of any number, not a finite one included.
+    """A number with three significant digits; also non-finite ones.
 
     Example:
 
@@ -81,7 +81,7 @@ def _is_number(value: float | None) -> TypeGuard[float]:
 
 
 def _scaled(value: float | None, units: tuple[tuple[str, float], ...]) -> str:
-    """`value` in the largest unit of which there is at least one, or else in the smallest."""
+    """`value` in the largest unit that it reaches, or else in the smallest."""
     if value is None or not math.isfinite(value):
         return NOT_KNOWN
     if value == 0:

@@ -1,4 +1,4 @@
-"""What the report says of a window that was traced."""
+"""The report's view of a trace window."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ from keras_paragrad.profiling.summary import ProfileSummary
 
 MOST_DETAILED = 4
 MOST_OPERATIONS = 15
-# Names that compilers make up are as long as they like.
+# Compiler-generated names can be arbitrarily long.
 LONGEST_NAME = 160
 
 
 @dataclass(frozen=True)
 class OperationRow:
-    """A row of the table of operations, in words.
+    """A formatted row of the table of operations.
 
     Attributes:
-        name: What it is called, cut off where it is endless.
+        name: Its name, shortened if it is very long.
         kind: Its type.
         layer: Its layer, or `""`.
-        count: How often it ran in the window.
-        took: Its own time in a step; in the window if that has no steps.
-        share: That as a share of all operations'.
-        percent: The same as a number, for its bar.
+        count: Number of executions in the window.
+        took: Its self time per step; the window's total if that has no steps.
+        share: Its self time as a share of all operations'.
+        percent: The share as a number, for its bar.
     """
 
     name: str
@@ -44,12 +44,12 @@ class WindowView:
 
     Attributes:
         name: Its folder.
-        summary: What it shows.
-        figures: What its steps amount to, or `None` without steps.
+        summary: Its summary.
+        figures: The statistics of its steps, or `None` without steps.
         chart: Its steps, or `None` without any.
         shares: The shares of its time as a bar.
         operations: The operations that took longest.
-        memory: By device, the most memory in use.
+        memory: Peak memory, by device.
     """
 
     name: str
@@ -65,8 +65,8 @@ def window_view(window: ProfiledWindow, longest: float = 0.0) -> WindowView:
     """A window in detail.
 
     Args:
-        window: What was traced.
-        longest: What the axis of time must reach at least, in milliseconds, to compare with another window.
+        window: The trace window.
+        longest: The least upper end of the time axis, in milliseconds, for comparison with another window.
     """
     summary = window.summary
     figures = figures_of(summary.steps)
@@ -93,7 +93,7 @@ def overview(windows: Sequence[ProfiledWindow]) -> tuple[tuple[str, ...], ...]:
 
 
 def shortened(name: str) -> str:
-    """A name with its middle left out if it is endless."""
+    """A name with its middle elided if it is very long."""
     half = LONGEST_NAME // 2
     return name if len(name) <= LONGEST_NAME else f"{name[: half - 1]}…{name[-half:]}"
 

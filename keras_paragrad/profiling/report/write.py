@@ -16,7 +16,7 @@ from keras_paragrad.profiling.report.window_view import MOST_DETAILED, overview,
 from keras_paragrad.profiling.summary import RunInfo
 
 NAME, COMPARED_NAME = "report.html", "comparison.html"
-# In the head of every report of ours, and of nobody else's.
+# Identifies our reports; in the head of each.
 _GENERATOR = b'<meta name="generator" content="keras_paragrad">'
 
 
@@ -25,24 +25,24 @@ def write_report(
     output: str | os.PathLike[str] | None = None,
     compare: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Writes what a log directory holds as one HTML file that needs neither a network nor a script.
+    """Writes a log directory's profiles and records as one HTML file without scripts or network access.
 
-    The file stays under 1 MB however long the run was: long series are drawn with fewer points that keep their
-    extremes, long tables are cut, and the report says where.
+    The file stays under 1 MB for runs of any length: long series are thinned with their extremes kept, long tables are
+    truncated, and the report says where.
 
     Args:
-        log_dir: What was given to `Profiler`, `GradientTelemetry` or `Throughput`; a trace of another tool will do.
-        output: The file to write; by default `report.html` in `log_dir`, or `comparison.html` to compare. A report that
-            is there already is replaced.
-        compare: The log directory of another run, to set beside it.
+        log_dir: The log directory of `Profiler`, `GradientTelemetry` or `Throughput`; traces of other tools work too.
+        output: The file to write; by default `report.html` in `log_dir`, or `comparison.html` with `compare`. An
+            existing report is replaced.
+        compare: The log directory of another run to compare with.
 
     Returns:
         The path of the file.
 
     Raises:
         FileNotFoundError: A log directory does not exist, or holds nothing to report on.
-        FileExistsError: There is a file in its place that is not such a report.
-        MissingExtraError: Jinja2, or for tables in Parquet pyarrow, is not installed.
+        FileExistsError: `output` is an existing file that is not such a report.
+        MissingExtraError: Jinja2 is not installed, or pyarrow for Parquet tables.
 
     Example:
 
@@ -66,7 +66,7 @@ def write_report(
     _refuse_to_replace(path)
     text = environment.get_template(page).render(content)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Under another name first: a reader, or a full disk, never leaves half a report in the place of a whole one.
+    # Written under another name first and then renamed, so that a partial report never replaces a complete one.
     beginning = path.with_name(f".{path.name}.{os.getpid()}")
     with beginning.open("x", encoding="utf-8") as file:
         try:
@@ -165,7 +165,7 @@ def _moment(written: str) -> str:
 
 
 def _headlines(run: Run) -> tuple[tuple[str, str], ...]:
-    """The few figures that stand at the top."""
+    """The headline figures."""
     figures = figures_of(compare_view.newest(run).steps)
     speed = series_view.median_of(run.throughput, "examples_per_second")
     found = [
