@@ -11,14 +11,14 @@ from keras_paragrad._keras.replicas.collectives import sum_over_replicas
 
 
 def update_metrics(model: keras.Model, batch: dict[str, Any]) -> None:
-    """Gives a model's metrics a part of a batch; what they come to is asked of `get_metrics_result` for all parts.
+    """Updates a model's metrics with a part of a batch; `get_metrics_result` later gives the result of all parts.
 
     Args:
         model: A compiled model.
         batch: The arguments of its `compute_metrics`.
 
     Raises:
-        ValueError: A `compute_metrics` of the model's own shows something else.
+        ValueError: A custom `compute_metrics` returns something else.
     """
     found = model.compute_metrics(**batch)
     if type(model).compute_metrics is keras.Model.compute_metrics and "compute_metrics" not in vars(model):

@@ -57,7 +57,7 @@ class LossNormalization:
         """Refuses a model of which the weights can't be measured.
 
         Raises:
-            ValueError: It takes its training step, or with `"auto"` computes its loss, in a way of its own.
+            ValueError: It has a custom training step, or with `"auto"` a custom loss.
         """
         name = type(model).__name__
         if has_own_train_step(model):
@@ -101,7 +101,7 @@ class LossNormalization:
         return self._stated(model, arguments, terms)
 
     def in_own_step(self, model: keras.Model, data: Any, terms: Sequence[LossTerm], what: str) -> Normalizer:
-        """The weight of a part of a batch that a `test_step` of the model's own is run on.
+        """The weight of a part of a batch for a custom `test_step`.
 
         Args:
             model: The model.

@@ -1,4 +1,4 @@
-"""What a `train_step` or `test_step` of the model's own shows, over the examples of all replicas."""
+"""Logs of a custom `train_step` or `test_step`, over the examples of all replicas."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ def evaluated_by_own_step(model: Any, data: Any, normalize: LossNormalization | 
     Args:
         model: The model.
         data: This replica's part of a batch.
-        normalize: Measures what the part counts for, or `None` to count its examples.
+        normalize: Measures the weight of the part, or `None` to count its examples.
 
     Raises:
         ValueError: It can't be known what a number divides by. The message says what to write.
@@ -53,13 +53,13 @@ def trained_by_own_step(model: Any, data: Any) -> dict[str, Any]:
 
 
 class _Part:
-    """One replica's part of a batch, which a step of the model's own is run on."""
+    """One replica's part of a batch, in a custom step."""
 
     def __init__(
         self, model: Any, data: Any, shard: Shard, normalize: LossNormalization | None, terms: Sequence[LossTerm]
     ) -> None:
         self.model, self.data, self.shard, self.normalize, self.terms = model, data, shard, normalize, terms
-        # `metrics` may be a property of the model's own that leaves some out.
+        # An overridden `metrics` property may leave some out.
         every = [*model.metrics, *keras.Model.metrics.fget(model)]  # pyright: ignore
         self.metrics: list[Any] = list({id(metric): metric for metric in every}.values())
         self.variables = [variable for metric in self.metrics for variable in metric.variables]

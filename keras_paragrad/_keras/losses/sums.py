@@ -16,7 +16,7 @@ class LossForm(NamedTuple):
     """What is the same for all parts of a batch.
 
     Attributes:
-        factors: What each output's loss counts for in the total besides the first entry.
+        factors: The weight of each output's loss in the total besides the first entry.
         called: For each output, whether its loss was computed.
         by_rows: For each output, whether Keras's tracker of its loss counts rows instead of batches.
         proportional: Whether every loss is divided by a fixed multiple of the rows.
@@ -29,7 +29,7 @@ class LossForm(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """The losses of a part of a batch. Those of several parts are added up, and then give the losses of them all.
+    """The losses of a part of a batch. The sum over several parts gives the losses of them all.
 
     Attributes:
         vector: Numerators, divisors and rows. The first numerator is of the total, without what outputs' losses make of
@@ -71,7 +71,7 @@ def outputs_of(model: keras.Model) -> int:
 
 
 def shown(vector: tf.Tensor, form: LossForm) -> Shown:
-    """What sums over all parts of a batch come to."""
+    """The losses that follow from the sums over all parts of a batch."""
     entries = 1 + len(form.factors)
     numerators, divisors, rows = tf.split(vector, [entries, entries, 1])
     values = tf.where(divisors == 0, numerators, tf.math.divide_no_nan(numerators, divisors))
@@ -95,7 +95,7 @@ def loss_sums(
         loss: What its `compute_loss` returned.
         terms: The calls of its compiled losses.
         rows: How many examples the part has.
-        weight: What the part's gradient counts for, a `Normalizer`, if that was measured.
+        weight: The weight of the part's gradient, a `Normalizer`, if measured.
         divided: Whether Keras divided losses by the number of replicas.
     """
     dtype = model._loss_tracker.dtype

@@ -38,7 +38,7 @@ class LossTerm:
 
     @property
     def reduces_itself(self) -> bool:
-        """Whether the loss has a `__call__` of its own, so that its reduction can't be known."""
+        """Whether the loss overrides `__call__`, so that its reduction is unknown."""
         return type(self.loss).__call__ is not keras.losses.Loss.__call__
 
     @property
@@ -140,7 +140,7 @@ def _listeners_here(listeners: list[_Listener]) -> list[_Listener]:
 def recorded_terms(
     model: keras.Model, *, untracked: bool = False, by_example: bool = False
 ) -> Iterator[list[LossTerm]]:
-    """Within it, `model.compute_loss` fills the yielded list with the terms of the compiled loss.
+    """Context in which `model.compute_loss` fills the yielded list with the terms of the compiled loss.
 
     Several may be open at a time, and close in any order.
 

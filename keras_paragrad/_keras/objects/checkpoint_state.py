@@ -1,4 +1,4 @@
-"""All variables that training goes on from, and where in its epochs a model is."""
+"""All variables needed to resume training, and the epoch and batch to resume at."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def read_all(sections: dict[str, list[keras.Variable]]) -> dict[str, list[np.nda
 
 
 def assign_all(sections: dict[str, list[keras.Variable]], values: dict[str, list[np.ndarray]]) -> None:
-    """Gives the variables their values back, on any number of replicas; all workers must call this."""
+    """Restores the values of the variables, on any number of replicas; all workers must call this."""
     for name, variables in sections.items():
         for variable, value in zip(variables, values[name], strict=True):
             variable.assign(value)
@@ -50,13 +50,13 @@ def build_optimizer(model: Any) -> None:
 
 
 def begin_in(model: Any, epoch: int | None) -> None:
-    """Says in which epoch the running `fit` begins, and the next ones do until told `None`."""
+    """Sets the epoch at which the running `fit` and later ones begin; `None` resets it."""
     check_objects()
     model._initial_epoch = epoch
 
 
 def skip_batches(model: keras.Model, batches: int, then: Callable[[], None] | None = None) -> None:
-    """Makes `fit` take so many batches and train on none of them.
+    """Makes `fit` skip batches.
 
     Args:
         model: The model.
@@ -65,7 +65,7 @@ def skip_batches(model: keras.Model, batches: int, then: Callable[[], None] | No
     """
     builder = StepBuilder.of(model)
     if batches and "make_train_function" not in model.__dict__:
-        # Nothing has asked for a train function of ours, and Keras's own can't leave batches out.
+        # No stage is filled, and Keras's own train function can't skip batches.
         builder.build()
     builder.skip_batches(batches, then)
 

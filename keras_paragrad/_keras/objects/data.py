@@ -105,7 +105,7 @@ def counts_readers(adapter: Any) -> bool:
 
 
 def read_once(adapter: Any) -> None:
-    """Makes every iterator go on where the last one stopped. Keras begins each of them with the first two batches."""
+    """Makes every iterator resume where the last one stopped. Keras begins each of them with the first two batches."""
     if isinstance(adapter, GeneratorDataAdapter):
         stream = adapter.generator()
         adapter.generator = lambda: stream

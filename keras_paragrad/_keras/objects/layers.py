@@ -1,4 +1,4 @@
-"""What goes on inside a layer's call."""
+"""The state of a layer's call."""
 
 import contextlib
 from collections.abc import Iterator
@@ -72,7 +72,7 @@ def full_precision() -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes(layer: keras.layers.Layer, **values: Any) -> Iterator[None]:
-    """Gives a layer other attributes for a while, without Keras noticing."""
+    """Context that sets attributes of a layer, bypassing Keras's tracking."""
     own = vars(layer)
     before = {name: own[name] for name in values if name in own}
     own.update(values)

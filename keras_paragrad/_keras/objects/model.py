@@ -1,4 +1,4 @@
-"""What a model brings of its own."""
+"""Queries about a model: its layers and metrics, and what it overrides."""
 
 import weakref
 from typing import Any
@@ -39,7 +39,7 @@ def summed_by_keras(model: keras.Model) -> list[bool]:
 
 
 def has_own_compute_loss(model: keras.Model) -> bool:
-    """Whether the model computes its loss in a way of its own."""
+    """Whether the model overrides how its loss is computed."""
     return type(model).compute_loss is not keras.Model.compute_loss or "compute_loss" in model.__dict__
 
 
@@ -61,21 +61,21 @@ def has_own_predict(model: keras.Model) -> bool:
 
 
 def has_own_train_step(model: keras.Model) -> bool:
-    """Whether the model takes its training step in a way of its own."""
+    """Whether the model has a custom training step."""
     return type(model).train_step is not keras.Model.train_step or "train_step" in model.__dict__
 
 
 def has_own_test_step(model: keras.Model) -> bool:
-    """Whether the model evaluates a batch in a way of its own."""
+    """Whether the model has a custom evaluation step."""
     return type(model).test_step is not keras.Model.test_step or "test_step" in model.__dict__
 
 
 def has_own_predict_step(model: keras.Model) -> bool:
-    """Whether the model predicts on a batch in a way of its own."""
+    """Whether the model has a custom prediction step."""
     return type(model).predict_step is not keras.Model.predict_step or "predict_step" in model.__dict__
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """What `compile` was given, by the names of its arguments."""
+    """The arguments of `compile`, by name."""
     check_objects()
     return dict(model._compile_config.config)

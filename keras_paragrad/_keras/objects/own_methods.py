@@ -10,7 +10,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras_paragrad._keras.objects.layers import attributes
 from keras_paragrad._keras.objects.method_patch import MethodPatch, patched
 
-# Methods that are right for whoever trains the model, as long as they find what that one was compiled with.
+# Methods that also work on another model that trains this one, given what that one was compiled with.
 LENDABLE = ("compute_loss", "compute_metrics", "get_metrics_result", "reset_metrics", "test_step", "predict_step")
 # Methods that say how to train: the model that trains in its place has ways of its own for those.
 IN_THE_WAY = (
@@ -39,7 +39,7 @@ _LENT = "_keras_paragrad_lent"
 
 
 def overrides(model: keras.Model, name: str) -> bool:
-    """Whether a model has a method or property of `keras.Model` of its own, by its class or on itself."""
+    """Whether a model overrides a method or property of `keras.Model`, in its class or on the instance."""
     return getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model)
 
 
@@ -84,7 +84,7 @@ class _Lent(MethodPatch):
 
 @contextlib.contextmanager
 def lent(model: keras.Model, trained: keras.Model) -> Iterator[None]:
-    """Within it, a model has the loss, metrics and optimizer that another was compiled with.
+    """Context in which a model has the loss, metrics and optimizer that another was compiled with.
 
     Args:
         model: The model to lend to. It is left as it was found.
@@ -97,7 +97,7 @@ def lent(model: keras.Model, trained: keras.Model) -> Iterator[None]:
 def lend(
     trained: keras.Model, model: keras.Model, while_loss: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> None:
-    """Gives a model the methods in `LENDABLE` that another has of its own, to run on that other.
+    """Gives a model the methods in `LENDABLE` that another overrides, to run on that other.
 
     Args:
         trained: The model that is compiled and trained.
@@ -106,7 +106,7 @@ def lend(
     """
     for name in LENDABLE:
         if overrides(model, name):
-            # Past Keras's tracking: a method is no state of the model.
+            # Bypass Keras's tracking: a method is not state of the model.
             vars(trained)[name] = _borrowed(trained, model, name)
     if overrides(model, "compute_loss"):
         vars(trained)["compute_loss"] = _borrowed_loss(trained, model, while_loss)

@@ -1,4 +1,4 @@
-"""The states of a model's metrics as one vector: what a step on a worker adds to them, and what the chief adds up."""
+"""The states of a model's metrics as one vector: each step on a worker returns what it adds, and the chief sums."""
 
 import contextlib
 import threading
@@ -22,7 +22,7 @@ class MetricStates:
         model: A compiled and built model. Its metrics are sums over the examples, as Keras's are.
 
     Raises:
-        ValueError: A metric has a state that is not added up.
+        ValueError: A metric has a state that is not a sum.
     """
 
     def __init__(self, model: keras.Model):
@@ -45,7 +45,7 @@ class MetricStates:
             )
 
     def is_of(self, model: keras.Model) -> bool:
-        """Whether the model still has the metrics that are added up here."""
+        """Whether the model still has the metrics that are summed here."""
         return [id(variable) for variable in model.metrics_variables] == [id(variable) for variable in self._variables]
 
     def added_by(self, step: Callable[[], Any]) -> tf.Tensor:
@@ -80,7 +80,7 @@ class MetricStates:
         return self._results(total) if self._model.run_eagerly else self._compiled(total)
 
     def write(self) -> None:
-        """Gives the metrics' own variables the states, for whoever looks there."""
+        """Writes the states to the metrics' own variables, for code that reads them."""
         for variable, value in zip(self._variables, _unpacked(self._total, self._variables), strict=True):
             variable.assign(value)
 
@@ -104,7 +104,7 @@ def _check_logs(model: Any, logs: Any) -> None:
 
 @contextlib.contextmanager
 def _held_apart(variables: list[Any]) -> Iterator[None]:
-    """Within it, the variables are tensors: what is assigned to them is forgotten at its end, and reaches no server."""
+    """Context in which the variables are tensors: assignments are discarded at its end, and reach no server."""
     values = [variable._value for variable in variables]
     for variable in variables:
         variable.__dict__[_ASSIGN] = _rebinder(variable)

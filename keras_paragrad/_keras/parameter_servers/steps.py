@@ -64,7 +64,7 @@ def _open(tensor: tf.Tensor) -> tf.Tensor:
 
 @contextlib.contextmanager
 def _counting_at_once(optimizer: keras.optimizers.Optimizer | None) -> Iterator[None]:
-    """Within it, an optimizer's counter adds on its server; Keras would read it, and write over what others added."""
+    """Context in which an optimizer's counter is incremented on its server; Keras's own way would lose updates."""
     counters = [] if optimizer is None else [part.iterations for part in parts(optimizer)]
     for counter in counters:
         counter.__dict__["assign_add"] = _adder(counter)

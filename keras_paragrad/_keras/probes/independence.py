@@ -84,7 +84,7 @@ def _known(key: tuple, model: Any, arguments: dict[str, Any], find: Callable[[],
     """What `find` gives, now or when it was asked before of this model as it is compiled."""
     key = (*key, replica_count() > 1, *map(_kind, keras.tree.flatten(arguments)))
     configuration = model._compile_config
-    # Straight into `__dict__`: Keras tracks and saves what is assigned as an attribute.
+    # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
     if model.__dict__.get(_FOUND, (None, {}))[0] is not configuration:
         model.__dict__[_FOUND] = (configuration, {})
     known = model.__dict__[_FOUND][1]

@@ -59,7 +59,7 @@ def parts_make_up_the_whole(
     Args:
         model: A built and compiled model.
         arguments: Those of its `compute_loss`, of which only shapes and dtypes count.
-        normalize: From such arguments to what the loss is said to be divided by.
+        normalize: From such arguments to the stated divisor of the loss.
 
     Returns:
         `True` also where the loss could not be computed on made-up rows, or is random.

@@ -32,7 +32,7 @@ def metrics_apart(model: Any, y: Any, y_pred: Any, sample_weight: Any, *, beside
     Args:
         model: A built and compiled model.
         y, y_pred, sample_weight: What its metrics are given, of which only shapes and dtypes count.
-        beside: Whether the parts are on two replicas, whose states are added up; else one follows the other.
+        beside: Whether the parts are on two replicas, whose states are summed; else they are sequential.
 
     Returns:
         The names of those that do for parts of one size, and of those that do only for parts of unequal sizes. Both

@@ -1,4 +1,4 @@
-"""Trial runs on made-up rows, of which nothing is left behind."""
+"""Trial runs on made-up rows, without side effects."""
 
 import contextlib
 import logging
@@ -39,7 +39,7 @@ class Unknown(Exception):  # noqa: N818  (an answer, not a failure)
 def attempt(run: Callable[..., Result], *choices: Any, otherwise: Result) -> Result:
     """What `run` returns for the first of the choices for which it raises nothing, or `otherwise`.
 
-    It is called in a thread of its own. No strategy, graph, tape or device is in effect there, nor anything that Keras
+    It is called in a separate thread. No strategy, graph, tape or device is in effect there, nor anything that Keras
     keeps for a thread: nothing in it waits for other replicas or workers, and global seeds stay as they are.
     """
 

@@ -63,7 +63,7 @@ def uninstall(model: keras.Model) -> None:
 
 @contextlib.contextmanager
 def distributing_by(model: Any, cut: Callable[[Any], Any]) -> Iterator[None]:
-    """Within it, data that the model's own methods make are distributed by `cut`, from a dataset to an adapter."""
+    """Context in which data made by the model's own methods is distributed by `cut`, from a dataset to an adapter."""
     own = model.__dict__
     before = own["_distribute_strategy"]
     own["_distribute_strategy"] = _Distributes(model.distribute_strategy, cut)

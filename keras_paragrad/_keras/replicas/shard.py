@@ -56,7 +56,7 @@ class Shard(NamedTuple):
         tf.cond(self.nonempty, run_it, lambda: False)
 
     def weight(self, value: tf.Tensor) -> tf.Tensor:
-        """What an example counts for, or 0 where there is none."""
+        """The weight of an example, or 0 if the shard is empty."""
         return value if self.nonempty is None else value * tf.cast(self.nonempty, value.dtype)
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:

@@ -73,7 +73,7 @@ class StepBuilder:
         """Replaces the model's `make_train_function` while a stage is filled."""
         of_callbacks = {"combine": None, "apply": None, "observe": None, "telemetry": None}
         if not force and any(getattr(self.stages, stage) for stage in of_callbacks):
-            # Keras calls this before a callback fills its stages: these were left by a `fit` that broke off.
+            # Keras calls this before a callback fills its stages: these were left by a `fit` that failed.
             self.fill(**of_callbacks)
         if force or self.model.train_function is None:
             self.build()

@@ -72,7 +72,7 @@ def pass_through(
     Args:
         model: A compiled model.
         data: A batch, as `train_step` takes it.
-        normalize: Measures what the gradient counts for. On replicas, that of a mean is then divided by their number.
+        normalize: Measures the weight of the gradient. On replicas, that of a mean is then divided by their number.
         replica_scale: What the loss is multiplied with, by its weight.
         sums: Whether to tell what the losses are made of, instead of leaving outputs' losses to Keras's trackers.
         look: Is shown what `normalize` would be given.

@@ -95,13 +95,13 @@ class TrainStep(NamedTuple):
         return accumulating(self.model.optimizer)
 
     def _in_window(self, gradient: Gradient, sharing: ReplicaLossScale | None) -> Gradient:
-        """The gradient with what it counts for in an accumulation window, on this replica."""
+        """The gradient with its weight in an accumulation window, on this replica."""
         weight = gradient.weight
         if weight is None or self._accumulator is None or self._accumulator.weighting != "uniform":
             return gradient
         if sharing is None or weight.summed:
             return gradient._replace(weight=None)
-        # Micro-batches count the same. Of one, this replica has a share.
+        # Micro-batches are weighted uniformly; this replica has a share of one.
         return gradient._replace(weight=Normalizer(sharing(weight) / replica_count()))
 
     def _gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:

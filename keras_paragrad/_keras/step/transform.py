@@ -35,7 +35,7 @@ def install(optimizer: Any, transform: Transform | None) -> None:
         transform: The stage's filler.
 
     Raises:
-        ValueError: The optimizer accumulates gradients in a way of its own.
+        ValueError: The optimizer accumulates gradients itself.
     """
     if transform is None:
         if optimizer.__dict__.pop(_TRANSFORM, None) is not None:
@@ -48,7 +48,7 @@ def install(optimizer: Any, transform: Transform | None) -> None:
             "of a whole update can't be transformed. Leave that out, and compile with "
             f"AccumulatingOptimizer(optimizer, steps={steps})."
         )
-    # Straight into `__dict__`: Keras tracks and saves what is assigned as an attribute.
+    # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
     optimizer.__dict__[_TRANSFORM] = transform
     optimizer.__dict__["apply"] = functools.partial(_apply, optimizer, transform)
 

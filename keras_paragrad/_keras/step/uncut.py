@@ -72,7 +72,7 @@ class Foreseen:
 
 
 def _said(model: Any) -> set[str]:
-    # Straight into `__dict__`: Keras tracks and saves what is assigned as an attribute.
+    # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
     return model.__dict__.setdefault(_SAID, set())
 
 

@@ -1,1 +1,1 @@
-"""Gradients and updates, watched on their way."""
+"""Observation of gradients and updates."""

@@ -1,4 +1,4 @@
-"""What a train function has done so far: examples it was fed, and graphs that were traced for it."""
+"""Counters of a train function: examples fed to it, and graphs traced for it."""
 
 from collections.abc import Iterator, Sized
 from typing import Any, NamedTuple

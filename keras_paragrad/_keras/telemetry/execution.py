@@ -1,4 +1,4 @@
-"""Two train functions, one of which looks at what it does: between them the host picks."""
+"""Two train functions, with and without telemetry, between which the host picks."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol

@@ -1,4 +1,4 @@
-"""Gradients on their way from the backward pass to the weights, shown to whoever wants to see them."""
+"""Passes gradients to an observer, between the backward pass and the update."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ def observed(model: keras.Model, observe: Observe | None, rows: tf.Tensor) -> It
 
     Args:
         model: A compiled model.
-        observe: Who wants to see them; nobody, if `None`.
+        observe: The observer; none, if `None`.
         rows: How many examples this replica has.
     """
     if observe is None:
@@ -46,7 +46,7 @@ def observed(model: keras.Model, observe: Observe | None, rows: tf.Tensor) -> It
 
 
 def show_before_sum(model: keras.Model, gradients: Sequence[Any], share: tf.Tensor) -> None:
-    """Shows a replica's gradients where they are added up before they come to the optimizer; called on every replica.
+    """Shows a replica's gradients if they are all-reduced before the optimizer; called on every replica.
 
     Args:
         model: The model whose step is traced; nothing happens unless it is `observed`.
@@ -61,7 +61,7 @@ def show_before_sum(model: keras.Model, gradients: Sequence[Any], share: tf.Tens
 
 
 class _Window(MethodPatch):
-    """An optimizer's methods, replaced by ones that show the gradients they are called with."""
+    """Patches an optimizer's methods to show the gradients they are called with."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, observe: Observe):
         super().__init__()

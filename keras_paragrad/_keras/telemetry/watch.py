@@ -1,4 +1,4 @@
-"""An update of the weights, watched from within the optimizer that makes it."""
+"""Observes updates of the weights from within the optimizer."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ class Update(NamedTuple):
         before: The weights before the update.
         change: What the update added to the weights or took from them.
         learning_rate: As the update rule gets it.
-        loss_scale: What the loss was multiplied with.
+        loss_scale: The factor of the loss.
     """
 
     number: tf.Tensor
@@ -52,7 +52,7 @@ class Watcher(Protocol):
         ...
 
     def show(self, update: Update) -> None:
-        """Takes note of an update; called on each replica, right after the update and in the same branch."""
+        """Records an update; called on each replica, right after the update and in the same branch."""
         ...
 
 
@@ -108,7 +108,7 @@ class _Seen:
 
 
 class _Watch(MethodPatch):
-    """An optimizer's methods, replaced by ones that take note of what they are called with."""
+    """Patches an optimizer's methods to record their arguments."""
 
     def __init__(self, model: Any, optimizer: Any, watcher: Watcher):
         super().__init__()

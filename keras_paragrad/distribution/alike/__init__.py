@@ -1,4 +1,4 @@
-"""Whether all workers train the same model in the same way: compared before the first step and once an epoch."""
+"""Checks that all workers train the same model in the same way, before the first step and once an epoch."""
 
 from keras_paragrad.distribution.alike.comparison import SAME_CODE, check_alike
 from keras_paragrad.distribution.alike.epochs import AgreeEachEpoch

@@ -88,7 +88,7 @@ def _batch_codes(callback: keras.callbacks.Callback, hooks: Sequence[str]) -> li
 
 
 def _codes(callback: keras.callbacks.Callback) -> list[CodeType]:
-    """The code of a callback of one's own and of the functions that it was given."""
+    """The code of a custom callback and of the functions passed to it."""
     own = [function for value in vars(callback).values() for function in _functions(value)]
     return [*codes_of_class(type(callback)), *(function.__code__ for function in own)]
 

@@ -1,4 +1,4 @@
-"""Comparing what workers say of their training, and one error on all of them that names what differs."""
+"""Compares descriptions of the training between workers, with one error on all that names the difference."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ _NOTHING = "nothing"
 
 
 def check_alike(strategy: tf.distribute.Strategy, entries: Mapping[str, str]) -> None:
-    """Raises one and the same error on every worker if what they are about to train differs.
+    """Raises the same error on every worker if what they are about to train differs.
 
     One all-reduce of some numbers if all is the same; only otherwise the workers send each other what they have.
 

@@ -1,4 +1,4 @@
-"""What a reader of the environment hands on, and the numbers in it."""
+"""The result of reading the environment, and parsing of numbers in it."""
 
 import re
 from collections.abc import Mapping

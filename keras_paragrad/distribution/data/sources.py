@@ -20,7 +20,7 @@ class Source:
         steps: How many batches an epoch has; `None` if only reading tells, or it never ends.
         rows: How many rows it has, if that is known.
         batch_size: How many rows a batch has, if that is known.
-        changes: Whether each epoch needs a dataset of its own.
+        changes: Whether each epoch needs its own dataset.
     """
 
     def __init__(self, adapter: Any):

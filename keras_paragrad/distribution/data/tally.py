@@ -12,7 +12,7 @@ _FACTOR = 6364136223846793005
 
 
 class Tally:
-    """Notes the shapes and dtypes of batches while they are read, before they are cut up.
+    """Records the shapes and dtypes of batches as they are read, before they are sharded.
 
     Batches are prepared ahead of the steps that take them, so for each of them is noted what all up to it have looked
     like; which was the last is asked afterwards.
@@ -35,7 +35,7 @@ class Tally:
         return self._reading
 
     def noted(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """The same batches, of which each is noted."""
+        """The same batches, each of them recorded."""
         if self._notes is None:
             with tf.init_scope(), tf.device("CPU:0"):
                 self._number = tf.Variable(tf.constant(self._reading, tf.int64), trainable=False)

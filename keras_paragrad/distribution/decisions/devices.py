@@ -1,4 +1,4 @@
-"""Which devices, and how many replicas that makes."""
+"""Decides the devices and the number of replicas."""
 
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, list_of
 from keras_paragrad.distribution.hardware import Hardware

@@ -1,4 +1,4 @@
-"""Whether the answer is that of one device."""
+"""Decides whether the result must be that of one device."""
 
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware

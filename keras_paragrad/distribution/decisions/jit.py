@@ -1,4 +1,4 @@
-"""Whether XLA compiles the training step, and how much of it at a time."""
+"""Decides whether XLA compiles the training step, and which part of it."""
 
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
 from keras_paragrad.distribution.gains import XLA_ON_CPUS, gains_from_xla

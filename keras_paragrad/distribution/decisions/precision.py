@@ -1,4 +1,4 @@
-"""In what precision."""
+"""Decides the precision."""
 
 import keras
 

@@ -1,4 +1,4 @@
-"""Which strategy."""
+"""Decides the strategy."""
 
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.decisions.decision import Decision
@@ -13,7 +13,7 @@ LAUNCH = "python -m keras_paragrad launch --workers 2 train.py"
 
 
 def decide_strategy(hardware: Hardware, options: Options) -> Decision:
-    """Takes the strategy that was asked for, or the one that uses all there is.
+    """Takes the requested strategy, or the one that uses all devices.
 
     Raises:
         ValueError: What was asked for can't work here, or the cluster can't.
