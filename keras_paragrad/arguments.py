@@ -239,7 +239,7 @@ def check_each(name: str, values: Any, check: Callable[..., Any], what: str, *, 
         raise refusal(name, values, what, example)
     try:
         items = tuple(values) if len(values) <= _MOST_ITEMS else None
-    except Exception:  # it has no length, or an __iter__ of a user's
+    except Exception:  # it has no length, or a user's __iter__ failed
         items = None
     if items is None:
         raise refusal(name, values, what, example)

@@ -195,7 +195,7 @@ def grouped_kernel(shape: tf.TensorShape, product: tf.Tensor, by_xla: bool) -> t
 
 
 def convolution_bias(layer: Any, rank: int) -> Sequence[int]:
-    """The shape in which a convolution layer adds its bias to outputs of so many axes."""
+    """The shape in which a convolution layer adds its bias to outputs of rank `rank`."""
     size = layer.bias.shape[0]
     return [1] * (rank - 1) + [size] if layer.data_format == "channels_last" else [1, size] + [1] * (rank - 2)
 

@@ -130,7 +130,7 @@ class Linear(Rule):
         return ()
 
     def broadcast_bias(self, layer: Any, rank: int) -> Sequence[int]:
-        """The shape in which the layer adds its bias to outputs of so many axes."""
+        """The shape in which the layer adds its bias to outputs of rank `rank`."""
         return layer.bias.shape
 
     def kernel_sum(self, call: Call, weights: tf.Tensor) -> tf.Tensor:

@@ -155,7 +155,7 @@ def _layer_view(quantity: str, layers: Sequence[Series]) -> LayerView:
     if quantity in COUNTED and not any(layer.values.any() for layer in layers):
         return LayerView(title, None, (), f"None: {count(values)} counts in {count(len(layers))} layers are all 0.")
     written = count if quantity in COUNTED else number
-    # Where there are figures of whole layers beside those of their variables, the table alone has them all.
+    # If there are figures of both whole layers and their variables, only the table shows all of them.
     whole = [layer for layer in layers if not layer.variable] or layers
     standing_out = _standing_out(whole)
     chart = line_chart(title, standing_out, written, counted="update")

@@ -17,7 +17,7 @@ class Clock:
     Args:
         function: The train function.
         ended: Called after each call that ran, with the iterator and the times before and after.
-        broke_off: Called when a call has failed, as Keras doesn't notify callbacks.
+        broke_off: Called when a call fails, of which Keras doesn't notify callbacks.
     """
 
     def __init__(
