@@ -54,6 +54,15 @@ def batches_for_each_replica_make_a_larger_one(mirrored):
         ]
 
 
+def an_epoch_begun_in_its_middle_leaves_out_the_batches_of_all_replicas(mirrored):
+    data = distributed_dataset(mirrored, np.arange(11), batch_size=4)
+    data.set_epoch(0, skip=1)
+    assert [[piece.tolist() for piece in step] for step in steps_of(mirrored, data)] == [
+        [[4, 5], [6, 7]],
+        [[8, 9], [10]],
+    ]
+
+
 def the_replicas_are_known(mirrored):
     assert place_of(mirrored) == (2, 2, 0)
     assert place_of(tf.distribute.get_strategy()) == (1, 1, 0)
@@ -74,6 +83,7 @@ def batches_too_small_for_the_replicas_are_refused(mirrored):
 @own_process
 def test_sizes_places_and_refusals(mirrored):
     batches_for_each_replica_make_a_larger_one(mirrored)
+    an_epoch_begun_in_its_middle_leaves_out_the_batches_of_all_replicas(mirrored)
     the_replicas_are_known(mirrored)
     batches_too_small_for_the_replicas_are_refused(mirrored)
 
