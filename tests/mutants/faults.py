@@ -200,7 +200,7 @@ _PER_EXAMPLE = [
         "per_example/rules/linear.py",
         "return [rank - 1 if size == cotangent.shape[-1] else 1]",
         "return [rank - 1]",
-        "per_example/test_rules.py::test_a_rule_is_the_loop[transpose2d]",
+        "per_example/test_rules.py::test_a_rule_is_the_loop[conv2d]",
     ),
     _fault(
         "weighted sums of separable convolutions have unweighted biases",
@@ -307,6 +307,13 @@ _DISTRIBUTION = [
         "distribution/data/test_order.py",
     ),
     _fault(
+        "an epoch that is begun in its middle leaves out batches as if there were one replica",
+        "distribution/data/feed.py",
+        ".skip(skip * self._local)",
+        ".skip(skip)",
+        "distribution/data/test_replicas.py::test_sizes_places_and_refusals",
+    ),
+    _fault(
         "the variance of a normalization leaves out the distance between parts",
         "distribution/data/moments.py",
         "self.deviations + other.deviations + between",
@@ -360,7 +367,7 @@ _DISTRIBUTION = [
         "_keras/parameter_servers/metric_states.py",
         "self._total += added",
         "self._total += 2 * added",
-        "distribution/servers/test_training.py::test_metrics_are_those_of_every_example_once",
+        "distribution/servers/test_training.py::test_counts_are_exact_in_every_run_and_the_loss_falls",
     ),
 ]
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from faults import FAULTS, PACKAGE, ROOT, TESTS, Fault
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
@@ -122,31 +123,31 @@ def run(faults: Sequence[Fault]) -> dict[str, Found]:
     return found
 
 
-def report(faults: Sequence[Fault], found: dict[str, Found]) -> list[dict[str, object]]:
-    """Prints the table, and returns its rows."""
+def report(faults: Sequence[Fault], found: dict[str, Found]) -> None:
+    """Prints the table, and writes its rows into `results`, beside those of other faults."""
     table = Table("fault", "file", "found by", "s", title=f"{len(faults)} faults, and the first test that finds each")
-    rows = []
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for fault in faults:
         by, seconds = found[fault.name]
-        table.add_row(fault.name, fault.file, by or "NOT FOUND", f"{seconds:.0f}")
-        rows.append({"fault": fault.name, "file": fault.file, "found by": by, "seconds": seconds})
+        table.add_row(fault.name, fault.file, escape(by or "NOT FOUND"), f"{seconds:.0f}")
+        rows[fault.name] = {"file": fault.file, "found by": by, "seconds": seconds}
     Console(width=160).print(table)
-    return rows
+    rows = {fault.name: rows[fault.name] for fault in FAULTS if fault.name in rows}
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def main(words: Sequence[str]) -> None:
-    """Runs the faults whose name has one of the words in it, or all; writes the table of all into `results`."""
+    """Plants the faults with the given text in their names, or all."""
     wanted = " ".join(words)
     faults = [fault for fault in FAULTS if wanted in fault.name]
     if not faults:
         names = "\n".join(f"  {fault.name}" for fault in FAULTS)
         raise SystemExit(f"No fault has {wanted!r} in its name. Write FAULTS= and a part of one of these:\n{names}")
-    rows = report(faults, run(faults))
-    if not wanted:
-        RESULTS.write_text(json.dumps({"Faults, and the first test that finds each": rows}, indent=1) + "\n")
-    missed = [row["fault"] for row in rows if row["found by"] is None]
+    found = run(faults)
+    report(faults, found)
+    missed = [name for name, each in found.items() if each.by is None]
     if missed:
-        raise SystemExit(f"No test finds: {'; '.join(map(str, missed))}.")
+        raise SystemExit(f"No test finds: {'; '.join(missed)}.")
 
 
 if __name__ == "__main__":
