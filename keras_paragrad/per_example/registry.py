@@ -125,9 +125,10 @@ class Rule:
         """Calls the layer and returns its outputs; override it to record something of the call, or to refuse it.
 
         Args:
-        call: The call; its `outputs` and `cotangents` are not set yet.
-        function: The layer's own `call`.
-        reads: The `reads.WeightReads` scope in which the call runs."""
+            call: The call; its `outputs` and `cotangents` are not set yet.
+            function: The layer's own `call`.
+            reads: The `reads.WeightReads` scope in which the call runs.
+        """
         return function(*call.arguments, **call.keywords)
 
     def gradients(self, call: Call) -> list[tf.Tensor]:

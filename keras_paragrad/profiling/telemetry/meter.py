@@ -16,8 +16,7 @@ from keras_paragrad.sums import row_sums
 
 
 class Meter:
-    """Measures every `every`-th update; fills the *telemetry* stage of
-    `keras_paragrad._keras.step.builder.StepBuilder`.
+    """Measures updates; fills the *telemetry* stage of `keras_paragrad._keras.step.builder.StepBuilder`.
 
     An unbuilt model gets its weights in its first step, so the vector is created while that step is traced. With
     several replicas Keras has built the model before, and the vector is created at once.
