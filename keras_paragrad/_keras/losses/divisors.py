@@ -1,4 +1,4 @@
-"""What a compiled loss divides by."""
+"""The divisor of a compiled loss."""
 
 import tensorflow as tf
 
@@ -9,7 +9,7 @@ SIZE = ("size",)
 
 
 class UnknownDivisorError(ValueError):
-    """It can't be seen what a loss divides by."""
+    """The divisor of a loss is unknown."""
 
 
 def divisor_of(term: LossTerm) -> tuple[tuple, tf.Tensor]:

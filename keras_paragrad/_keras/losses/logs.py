@@ -1,4 +1,4 @@
-"""What `fit` shows of a step that several replicas took."""
+"""The logs of a step over several replicas."""
 
 from collections.abc import Sequence
 from typing import Any

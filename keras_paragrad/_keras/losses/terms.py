@@ -1,4 +1,4 @@
-"""What a compiled loss averaged over: its terms, seen as the model computes them."""
+"""Records the terms of a compiled loss as the model computes them."""
 
 import contextlib
 import dataclasses

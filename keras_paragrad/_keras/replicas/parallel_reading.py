@@ -8,9 +8,9 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer,
 
 
 def read_by_own_workers(adapter: Any) -> None:
-    """Gives each iterator over a `PyDataset` with several workers an enqueuer of its own, stopped when it is dropped.
+    """Gives each iterator over a `PyDataset` with several workers its own enqueuer, stopped when it is dropped.
 
-    Keras has one for all iterators, and stops it when an epoch ends. Where `steps_per_epoch` lets an iterator go on in
+    Keras has one for all iterators, and stops it when an epoch ends. Where `steps_per_epoch` lets an iterator resume in
     the next epoch, a dataset of replicas, which reads ahead, may then find it stopped: "Iterator called after
     `on_epoch_end`", and batches change their order.
 

@@ -1,4 +1,4 @@
-"""Whether all workers hold the same weights: two numbers of each, compared within rounding."""
+"""Checks that all workers hold the same weights: two numbers per weight, compared within rounding."""
 
 from typing import Any
 
