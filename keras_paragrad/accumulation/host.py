@@ -3,7 +3,6 @@
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from keras_paragrad._keras.step.gradient import Gradient
 from keras_paragrad._keras.step.uncut import Foreseen
 
 if TYPE_CHECKING:
@@ -83,9 +82,9 @@ class HostSchedule:
             self.optimizer.end_epoch()
             self._counting = False
 
-    def gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
-        """The context in which the optimizer accumulates a gradient with its weight."""
-        return self.optimizer.gathering(gradient and gradient.weight)
+    def gathering(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which the optimizer only accumulates."""
+        return self.optimizer.gathering()
 
     def end(self, update: bool) -> None:
         """Ends the micro-batch on this replica."""

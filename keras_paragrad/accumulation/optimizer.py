@@ -13,11 +13,9 @@ from keras_paragrad._keras.replicas.collectives import (
     cross_replica,
     first_replica,
     replica_count,
-    replica_index,
     run_if,
 )
 from keras_paragrad._keras.step.apply import apply_everywhere
-from keras_paragrad._keras.step.forward import Normalizer
 from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad._keras.step.transform import installed
 from keras_paragrad.accumulation.advice import advise_the_callback
@@ -111,7 +109,6 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self._window: GradientWindow | None = None
         self._strategy = tf.distribute.get_strategy()
         self._gathers_only = False
-        self._weights: dict[int, Normalizer | None] = {}
         self._with_gradient: set[int] = set()
         self._advised = False
 
@@ -149,38 +146,34 @@ class AccumulatingOptimizer(WrappingOptimizer):
                 self.build(list(trainable_variables))
         window = self.window
         variables = self.trainable_variables if trainable_variables is None else trainable_variables
-        given = [(self.index_of(v), g) for g, v in zip(grads, variables, strict=True) if g is not None]
+        pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
+        contribution = next((g for g, v in pairs if v is self.gradient_weight), None)
+        given = [(self.index_of(v), g) for g, v in pairs if v is not self.gradient_weight]
         if not given:
             raise ValueError("No gradients provided for any variable: the loss depends on none of them.")
         indices, gradients = zip(*given, strict=True)
         self._with_gradient.update(indices)
-        weight = self._weights.get(replica_index())
         # With data of unknown length, a counter must not advance for a batch that turns out not to exist.
         with tf.control_dependencies(None if tf.executing_eagerly() else gradients):
-            window.add_gradients(indices, gradients, weight, drop_nonfinite=self._drops_nonfinite)
+            window.add_gradients(indices, gradients, contribution, drop_nonfinite=self._drops_nonfinite)
             if not self._gathers_only:
-                if weight is None:
+                if contribution is None:
                     self._advise()
                 self.end_micro_batch()
 
-    @contextlib.contextmanager
-    def gathering(self, weight: Normalizer | None = None) -> Iterator[None]:
-        """Context in which `apply` only accumulates, with this weight; `end_micro_batch` has to follow."""
-        self._gathers_only = True
-        try:
-            with self.weighed(weight):
-                yield
-        finally:
-            self._gathers_only = False
+    @property
+    def gradient_weight(self) -> keras.Variable:
+        """The window's weight. Its gradient, passed to `apply` with the others, says what they count for."""
+        return self.window.weight
 
     @contextlib.contextmanager
-    def weighed(self, weight: Normalizer | None) -> Iterator[None]:
-        """Context in which `apply` gets a gradient of this weight on this replica."""
-        self._weights[replica_index()] = weight
+    def gathering(self) -> Iterator[None]:
+        """Context in which `apply` only accumulates; `end_micro_batch` has to follow."""
+        self._gathers_only = True
         try:
             yield
         finally:
-            self._weights.pop(replica_index(), None)
+            self._gathers_only = False
 
     def end_micro_batch(self, update: bool | None = None) -> None:
         """Counts the micro-batch, and updates if it is the window's last. Call it on every replica.
@@ -205,7 +198,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         indices = sorted(self._with_gradient) or range(count)
 
         def mean():
-            means, weight = window.mean(indices)
+            means, weight = window.mean(indices, [self.trainable_variables[index] for index in indices])
             gradients = dict(zip(indices, means, strict=True))
             return [gradients.get(index) for index in range(count)], weight
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
+import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.optimizer import WrappingOptimizer
 from keras_paragrad._keras.objects.saved import SavedVariables
-from keras_paragrad._keras.replicas.collectives import replica_count, sum_over_replicas
-from keras_paragrad._keras.step.forward import Normalizer
+from keras_paragrad._keras.replicas.layout import combined
+from keras_paragrad._keras.step.apply import Contribution
 
 
 class GradientWindow(SavedVariables):
@@ -26,6 +27,8 @@ class GradientWindow(SavedVariables):
         self.overwrites = [optimizer.overwrites(variable) for variable in variables]
         self.position = self.add("position", dtype="int64")
         self.weight = self.add("weight", local=True, aggregation="sum")
+        # Optimizers around this one, such as a LossScaleOptimizer, pass its gradient on as it is.
+        self.weight.overwrite_with_gradient = True
         # A variable that is overwritten by its gradient, such as a float8 scale, takes the largest; its values are
         # the same on all replicas and must not be summed when saved.
         self.accumulators = [
@@ -41,29 +44,24 @@ class GradientWindow(SavedVariables):
         ]
 
     def add_gradients(
-        self, indices: Sequence[int], gradients: Sequence, weight: Normalizer | None, *, drop_nonfinite: bool
+        self, indices: Sequence[int], gradients: Sequence, contribution: tf.Tensor | None, *, drop_nonfinite: bool
     ) -> None:
         """Adds one micro-batch's gradients.
 
         Args:
             indices: Indices of the optimizer's variables that the gradients belong to.
             gradients: Dense or `tf.IndexedSlices`.
-            weight: The weight of the micro-batch; uniform, if `None`.
+            contribution: Their `Contribution` as a tensor; that of all is the same, if `None`.
             drop_nonfinite: Whether to skip the micro-batch if any gradient is infinite or NaN.
         """
-        # Keras divides the loss by the number of replicas, so that their gradients can be summed.
-        share = 1.0 / replica_count()
-        if weight is None:
-            scale, counts = None, tf.constant(share)
-        elif weight.summed:
-            scale, counts = None, tf.constant(share) - self.weight.value
-        else:
-            counts = tf.cast(weight.value, "float32")
-            scale = counts / share
+        given = Contribution.of(None) if contribution is None else Contribution(*tf.unstack(contribution, 3))
+        scale = None if contribution is None else given.scale
+        before = tf.convert_to_tensor(self.weight.value)
+        weight = before * given.kept + given.weight
         finite = _all_finite(gradients) if drop_nonfinite else None
         if finite is not None:
-            counts = tf.where(finite, counts, 0.0)
-        self.weight.value.assign_add(counts)
+            weight = tf.where(finite, weight, before)
+        self.weight.value.assign(weight)
         for index, gradient in zip(indices, gradients, strict=True):
             self._add(index, gradient, scale, finite)
 
@@ -84,13 +82,21 @@ class GradientWindow(SavedVariables):
             alpha = -tf.cast(1.0 if scale is None else scale, values.dtype)
             tf.raw_ops.ResourceApplyGradientDescent(var=target.handle, alpha=alpha, delta=values)
 
-    def mean(self, indices: Sequence[int]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The gradient of the whole window over all replicas, by one all-reduce, and the weight it was divided by."""
+    def mean(self, indices: Sequence[int], variables: Sequence[keras.Variable]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """The gradient of the whole window over all replicas, combined once, and the weight it was divided by.
+
+        Args:
+            indices: Indices of the optimizer's variables that have one.
+            variables: Those variables.
+        """
         # Without tf.identity, a multi-worker strategy can't place variables that are used inside a conditional.
         sums = [tf.identity(self.accumulators[index].value) for index in indices]
         averaged = [place for place, index in enumerate(indices) if not self.overwrites[index]]
-        reduced = sum_over_replicas([*(sums[place] for place in averaged), tf.identity(self.weight.value)])
-        *totals, weight = reduced
+        totals, (weight,) = combined(
+            [sums[place] for place in averaged],
+            [variables[place] for place in averaged],
+            [tf.identity(self.weight.value)],
+        )
         # One reciprocal, then multiplications: TensorFlow's `div_no_nan` of a tensor is several times slower.
         factor = tf.math.reciprocal_no_nan(weight)
         for place, total in zip(averaged, totals, strict=True):

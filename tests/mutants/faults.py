@@ -47,9 +47,9 @@ def _fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
 _ACCUMULATION = [
     _fault(
         "a micro-batch counts for one row more than it has",
-        "accumulation/window.py",
-        'counts = tf.cast(weight.value, "float32")',
-        'counts = tf.cast(weight.value, "float32") + 1.0',
+        "_keras/step/apply.py",
+        'value = tf.cast(normalizer.value, "float32")',
+        'value = tf.cast(normalizer.value, "float32") + 1.0',
         "accumulation/test_weights.py::test_masks",
     ),
     _fault(
@@ -62,8 +62,8 @@ _ACCUMULATION = [
     _fault(
         "a micro-batch that is dropped for a NaN still counts in the divisor",
         "accumulation/window.py",
-        "counts = tf.where(finite, counts, 0.0)",
-        "counts = tf.where(finite, counts, counts)",
+        "weight = tf.where(finite, weight, before)",
+        "weight = tf.where(finite, weight, weight)",
         "accumulation/test_mixed_precision.py::test_skip_nonfinite",
     ),
     _fault(
@@ -98,10 +98,17 @@ _ACCUMULATION = [
 
 _STEP = [
     _fault(
+        "a weight's own layout is not asked how its gradient is combined",
+        "_keras/replicas/layout.py",
+        "places.setdefault(layout_of(variable), [])",
+        "places.setdefault(_REPLICATED, [])",
+        "test_layouts.py",
+    ),
+    _fault(
         "gradients are clipped before they are all-reduced, too",
         "_keras/step/apply.py",
-        "summed = sum_over_replicas([*(gradients[index] for index in present), *beside])",
-        "summed = sum_over_replicas([*optimizer._clip_gradients([gradients[index] for index in present]), *beside])",
+        "applied, sums = combined([gradients[index] for index in present], ",
+        "applied, sums = combined(optimizer._clip_gradients([gradients[index] for index in present]), ",
         "accumulation/test_microbatch.py::test_on_two_replicas",
     ),
     _fault(

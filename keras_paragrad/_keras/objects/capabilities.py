@@ -4,7 +4,6 @@ An optimizer that wraps another, as `LossScaleOptimizer` does, holds it in `inne
 `accumulates = True` implements `Accumulating`.
 """
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -19,8 +18,12 @@ class Accumulating(Protocol):
     accumulates: bool
     weighting: str
 
-    def weighed(self, weight: Any) -> contextlib.AbstractContextManager[Any]:
-        """The context in which `apply` gets a gradient of this weight on this replica."""
+    @property
+    def gradient_weight(self) -> keras.Variable:
+        """The variable whose gradient, passed to `apply` with the others, is their `Contribution` as a tensor.
+
+        It is overwritten by its gradient, as float8 scales are: wrappers pass such gradients on as they are.
+        """
         ...
 
 

@@ -3,26 +3,59 @@
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.capabilities import accumulating, parts, unscaled
+from keras_paragrad._keras.objects.capabilities import Accumulating, accumulating, parts, unscaled
 from keras_paragrad._keras.replicas.collectives import cross_replica, replica_count, run_if, sum_over_replicas
-from keras_paragrad._keras.step.forward import scaled_gradient
+from keras_paragrad._keras.replicas.layout import combined
+from keras_paragrad._keras.step.forward import Normalizer, scaled_gradient
 
 _REDUCE = "_all_reduce_sum_gradients"
 
 
+class Contribution(NamedTuple):
+    """What a replica's gradient contributes to an accumulation window: three float32 scalars.
+
+    Attributes:
+        scale: What the gradient is multiplied with.
+        weight: What it adds to the window's weight on this replica, by which the sum of all gradients is divided.
+        kept: The factor of the weight that the window has already: 0 if gradients are summed and not averaged.
+    """
+
+    scale: Any
+    weight: Any
+    kept: Any = 1.0
+
+    @classmethod
+    def of(cls, normalizer: Normalizer | None) -> "Contribution":
+        """That of a gradient whose loss was divided by a normalizer; every gradient's is the same, if `None`."""
+        # Keras divides the loss by the number of replicas, so that their gradients can be summed.
+        share = 1.0 / replica_count()
+        if normalizer is None:
+            return cls(1.0, share)
+        if normalizer.summed:
+            return cls(1.0, share, kept=0.0)
+        value = tf.cast(normalizer.value, "float32")
+        return cls(value / share, value)
+
+
 def apply_gradient(
-    model: keras.Model, gradients: list[Any], *, whole: bool, beside: Sequence[tf.Tensor] = ()
+    model: keras.Model,
+    gradients: list[Any],
+    weight: Normalizer | None = None,
+    *,
+    whole: bool,
+    beside: Sequence[tf.Tensor] = (),
 ) -> list[tf.Tensor] | None:
     """Passes gradients to the model's optimizer; called on every replica.
 
     Args:
         model: A compiled model.
         gradients: A gradient for each of its `trainable_weights`, or `None`.
+        weight: What they count for in an accumulation window, or `None` if all count the same.
         whole: Whether the sum over the replicas is exactly the gradient of the batch. Then gradients are all-reduced
             before they are clipped, so the step is that of one device. An accumulating optimizer does that itself.
         beside: Other tensors to all-reduce, in the same collective.
@@ -35,20 +68,31 @@ def apply_gradient(
         # As in Keras: such a model is still run for its metrics and its layers' non-trainable state.
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return None
-    if replica_count() == 1 or not whole:
-        optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        return None
-    if accumulating(optimizer):
-        if unscaled(optimizer) is not optimizer:
+    accumulator = accumulating(optimizer)
+    if accumulator or replica_count() == 1 or not whole:
+        if accumulator and whole and replica_count() > 1 and unscaled(optimizer) is not optimizer:
             gradients = _nonfinite_everywhere(gradients)
-        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        pairs = list(zip(gradients, variables, strict=True))
+        if accumulator and weight is not None:
+            pairs.append(_weighting(optimizer, accumulator, variables, weight))
+        optimizer.apply_gradients(pairs)
         return None
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    summed = sum_over_replicas([*(gradients[index] for index in present), *beside])
-    sums = dict(zip(present, summed, strict=False))
-    total = [sums.get(index) for index in range(len(gradients))]
+    applied, sums = combined([gradients[index] for index in present], [variables[index] for index in present], beside)
+    by_index = dict(zip(present, applied, strict=True))
+    total = [by_index.get(index) for index in range(len(gradients))]
     cross_replica(lambda per_replica, total: apply_everywhere(per_replica, optimizer, total, variables), total)
-    return summed[len(present) :]
+    return sums
+
+
+def _weighting(
+    optimizer: Any, accumulator: Accumulating, variables: Sequence[keras.Variable], weight: Normalizer
+) -> tuple[tf.Tensor, keras.Variable]:
+    """What tells an accumulating optimizer, through those around it, what the gradients beside it count for."""
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name):
+            optimizer.build(variables)
+    return tf.stack(Contribution.of(weight)), accumulator.gradient_weight
 
 
 def _nonfinite_everywhere(gradients: list[Any]) -> list[Any]:

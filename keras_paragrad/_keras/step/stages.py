@@ -69,8 +69,8 @@ class Apply(Protocol):
         """Tells that so many batches of the epoch were taken and not run, as training has seen them already."""
         ...
 
-    def gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
-        """The context in which the optimizer gathers a gradient, or those of a `train_step` that can't be seen into."""
+    def gathering(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which the optimizer gathers gradients, and `end` ends the micro-batch."""
         ...
 
     def end(self, update: bool) -> None:

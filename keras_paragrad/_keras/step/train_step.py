@@ -57,7 +57,7 @@ class TrainStep(NamedTuple):
                 f"{type(self.model).__name__} has a train_step of its own, which applies the gradients of each replica "
                 "where those of the whole batch can't be transformed. Move what train_step does into compute_loss."
             )
-        with self._gathering(None):
+        with self._gathering():
             if self.stages.take and replica_count() > 1:
                 return trained_by_own_step(self.model, data)
             return self.model.train_step(data)
@@ -84,8 +84,11 @@ class TrainStep(NamedTuple):
         shown = SharedResults(self.model, losses) if self.stages.take and sharing else None
         if losses and shown is None:
             losses.track()
-        with self._gathering(self._in_window(gradient, sharing)):
-            sums = apply_gradient(self.model, gradient.gradients, whole=whole, beside=shown.parts if shown else ())
+        weight = self._weight_in_window(gradient, sharing)
+        with self._gathering():
+            sums = apply_gradient(
+                self.model, gradient.gradients, weight, whole=whole, beside=shown.parts if shown else ()
+            )
         if shown is None:
             return gradient.show() if gradient.show else self.model.get_metrics_result()
         return shown.results(sum_over_replicas(shown.parts) if sums is None else sums)
@@ -94,22 +97,18 @@ class TrainStep(NamedTuple):
     def _accumulator(self) -> Accumulating | None:
         return accumulating(self.model.optimizer)
 
-    def _in_window(self, gradient: Gradient, sharing: ReplicaLossScale | None) -> Gradient:
-        """The gradient with its weight in an accumulation window, on this replica."""
+    def _weight_in_window(self, gradient: Gradient, sharing: ReplicaLossScale | None) -> Normalizer | None:
+        """What a gradient counts for in an accumulation window, on this replica."""
         weight = gradient.weight
         if weight is None or self._accumulator is None or self._accumulator.weighting != "uniform":
-            return gradient
+            return weight
         if sharing is None or weight.summed:
-            return gradient._replace(weight=None)
+            return None
         # Micro-batches are weighted uniformly; this replica has a share of one.
-        return gradient._replace(weight=Normalizer(sharing(weight) / replica_count()))
+        return Normalizer(sharing(weight) / replica_count())
 
-    def _gathering(self, gradient: Gradient | None) -> contextlib.AbstractContextManager[Any]:
-        if self.stages.apply:
-            return self.stages.apply.gathering(gradient)
-        if gradient is None or gradient.weight is None or self._accumulator is None:
-            return contextlib.nullcontext()
-        return self._accumulator.weighed(gradient.weight)
+    def _gathering(self) -> contextlib.AbstractContextManager[Any]:
+        return self.stages.apply.gathering() if self.stages.apply else contextlib.nullcontext()
 
     def _gradient(self, data: Any, shard: Shard, replica_scale: ReplicaScale | None) -> Gradient:
         if self.stages.split:
