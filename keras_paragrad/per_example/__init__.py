@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING
 from keras_paragrad.exports import lazily
 
 if TYPE_CHECKING:
+    from keras_paragrad.per_example.calls import Call
     from keras_paragrad.per_example.example_gradients import ExampleGradients
     from keras_paragrad.per_example.functional import per_example_gradients, per_example_norms
     from keras_paragrad.per_example.model import wrap
     from keras_paragrad.per_example.noise_scale import GradientNoiseScale
-    from keras_paragrad.per_example.registry import Call, Rule, register_rule
+    from keras_paragrad.per_example.registry import register_rule
+    from keras_paragrad.per_example.rule import Rule
     from keras_paragrad.per_example.rules.generic import Generic
     from keras_paragrad.per_example.wrapper import PerExampleGradients
 
@@ -28,12 +30,12 @@ __all__ = [
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "Call": "registry",
+        "Call": "calls",
         "ExampleGradients": "example_gradients",
         "Generic": "rules.generic",
         "GradientNoiseScale": "noise_scale",
         "PerExampleGradients": "wrapper",
-        "Rule": "registry",
+        "Rule": "rule",
         "per_example_gradients": "functional",
         "per_example_norms": "functional",
         "register_rule": "registry",

@@ -7,8 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.factored_gradients import Factors
-from keras_paragrad.per_example.registry import Call, Rule, squared_norm, zeroed
+from keras_paragrad.per_example.rule import Rule, squared_norm, zeroed
 from keras_paragrad.per_example.units import Unit
 from keras_paragrad.sums import row_sums_of_all
 

@@ -62,7 +62,7 @@ def blocks():
 
 @pytest.mark.covering
 @pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("layer", [Scale, lambda: Noisy(3), lambda: layers.TimeDistributed(layers.Dense(2))])
+@pytest.mark.parametrize("layer", [Scale, lambda: Noisy(3)])
 def test_a_layer_without_a_rule(layer, jit_compile):
     model = keras.Sequential([keras.Input((4, 2)), layers.Dense(2), layer()])
     randomize(model)

@@ -1,23 +1,39 @@
 """Every rule gives what a forward and backward pass for each example gives."""
 
+import functools
 import os
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
+import drawn_layers
 import hypothesis
 import keras
 import pytest
 from covering import examples
-from drawn_layers import DRAWN, LayerCase, randomize, some_inputs
+from drawn_layers import DRAWN, RULES, LayerCase, randomize, some_inputs
 from every_example import check
 from keras import layers
 
+from keras_paragrad.per_example import Generic, Rule, registry, rules
 from keras_paragrad.per_example.rules import convolution, folded
 
+LOOPS = [kind for kind, rule in RULES.items() if isinstance(rule, Generic)]
 
-@pytest.mark.parametrize("kind", DRAWN)
+
+@pytest.mark.parametrize("kind", [kind for kind in DRAWN if kind not in LOOPS])
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_a_rule_is_the_loop(kind, data):
+    case: LayerCase = data.draw(DRAWN[kind])
+    check(case.model(), case.inputs(), case.jit_compile, beside_plain=data.draw(hypothesis.strategies.booleans()))
+
+
+# One rule for all, so that a few cases of each do.
+@pytest.mark.parametrize("kind", LOOPS)
+@examples(2)
+@hypothesis.given(data=hypothesis.strategies.data())
+def test_the_generic_rule_is_the_loop(kind, data):
     case: LayerCase = data.draw(DRAWN[kind])
     check(case.model(), case.inputs(), case.jit_compile, beside_plain=data.draw(hypothesis.strategies.booleans()))
 
@@ -25,8 +41,14 @@ def test_a_rule_is_the_loop(kind, data):
 # What half precision rounds, of a sum over a few positions: 10 bits of a float16, 7 of a bfloat16.
 TOLERANCES = {"float64": 1e-6, "mixed_float16": 6e-3, "mixed_bfloat16": 5e-2, "bfloat16": 5e-2}
 # Keras can't initialize recurrent weights in bfloat16.
-RECURRENT = ("simple_rnn", "lstm", "gru")
-CASES = [(kind, dtype) for dtype in TOLERANCES for kind in DRAWN if dtype != "bfloat16" or kind not in RECURRENT]
+RECURRENT = [kind for kind in LOOPS if kind != "TimeDistributed"]
+CASES = [
+    # As a step of each, and the loop, are in the other three.
+    pytest.param(kind, dtype, marks=[pytest.mark.long] * (kind in LOOPS and kind not in ("SimpleRNN", "LSTM", "GRU")))
+    for dtype in TOLERANCES
+    for kind in DRAWN
+    if dtype != "bfloat16" or kind not in RECURRENT
+]
 
 
 @pytest.mark.covering
@@ -36,7 +58,7 @@ CASES = [(kind, dtype) for dtype in TOLERANCES for kind in DRAWN if dtype != "bf
 def test_a_rule_in_another_dtype(kind, dtype, data):
     case: LayerCase = data.draw(DRAWN[kind])
     # On CPUs, TensorFlow convolves with the channels first in float32 alone.
-    hypothesis.assume("data_format" not in case.make.keywords)
+    hypothesis.assume(getattr(case.make(), "data_format", None) != "channels_first")
     beside_plain = data.draw(hypothesis.strategies.booleans())
     check(case.model(dtype), case.inputs(dtype), case.jit_compile, TOLERANCES[dtype], beside_plain)
 
@@ -55,10 +77,18 @@ def test_a_mask(layer, length, jit_compile):
     check(model, some_inputs((5, length), 3), jit_compile)
 
 
-@pytest.mark.parametrize("kind", ["conv1d", "conv2d", "depthwise1d", "depthwise2d", "separable2d"])
+def with_channels_last(case):
+    """The same case as one that can be folded."""
+    if case.make().data_format == "channels_last":
+        return case
+    channels, *sizes = case.shape
+    return case._replace(make=functools.partial(case.make, data_format="channels_last"), shape=(*sizes, channels))
+
+
+@pytest.mark.parametrize("kind", ["Conv1D", "Conv2D", "DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv2D"])
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_a_convolution_folded_into_channels(kind, data):
-    case: LayerCase = data.draw(DRAWN[kind])
+    case: LayerCase = with_channels_last(data.draw(DRAWN[kind]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folded, "CHUNK", data.draw(hypothesis.strategies.sampled_from([1, 300, folded.CHUNK])))
         patch.setattr(folded, "FEW_TAPS", data.draw(hypothesis.strategies.sampled_from([0, folded.FEW_TAPS])))
@@ -66,7 +96,7 @@ def test_a_convolution_folded_into_channels(kind, data):
         check(case.model(), case.inputs(), False, beside_plain=data.draw(hypothesis.strategies.booleans()))
 
 
-@pytest.mark.parametrize("kind", ["conv2d", "depthwise2d"])
+@pytest.mark.parametrize("kind", ["Conv2D", "DepthwiseConv2D"])
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_a_convolution_with_taps_on_both_sides(kind, data):
     case: LayerCase = data.draw(DRAWN[kind])
@@ -80,3 +110,75 @@ def test_grouped_gradients_are_asked_for_where_they_exist():
     environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
     printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True, timeout=120)
     assert printed.split()[-1] == "False"
+
+
+TABLE = "docs/internals/rules_table.py"
+
+
+def rules_table():
+    return runpy.run_path(str(Path(__file__).parents[2] / TABLE))
+
+
+def test_the_documentation_has_each_rule():
+    made = rules_table()
+    page = made["PAGE"].read_text()
+    assert made["with_table"](page) == page, f"Run: PYTHONPATH=$PWD .venv/bin/python {TABLE}"
+
+
+NEW_RULE = """
+import keras
+
+from keras_paragrad.per_example.registry import register_rule
+from keras_paragrad.per_example.rule import Rule, RuleCase
+
+
+class Scale(keras.layers.Layer):
+    def build(self, input_shape):
+        self.scale = self.add_weight(shape=(input_shape[-1],), initializer="ones")
+
+    def call(self, inputs):
+        return inputs * self.scale
+
+
+@register_rule(Scale)
+class ScaleRule(Rule):
+    formula = "a product"
+    calls = 0
+
+    def case(self, layer, pick):
+        return RuleCase(layer, pick([(3,), (2,)]))
+
+    def gradients(self, call):
+        ScaleRule.calls += 1
+        return [call.input * call.cotangent]
+"""
+
+
+def test_a_file_is_all_that_a_rule_takes(tmp_path, monkeypatch):
+    (tmp_path / "scale.py").write_text(NEW_RULE)
+    monkeypatch.setattr(rules, "__path__", [*rules.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry, "_RULES", registry.registered())
+    try:
+        assert "scale" in rules.import_rules()
+        layer = sys.modules[f"{rules.__name__}.scale"].Scale
+    finally:
+        sys.modules.pop(f"{rules.__name__}.scale", None)
+    assert "Scale" in drawn_layers.drawn()
+    rule = registry.registered()[layer]
+    case = LayerCase(*rule.case(layer, lambda values: values[0]))
+    check(case.model(), case.inputs())
+    assert type(rule).calls
+    assert "| Scale | a product | no |" in rules_table()["table"]()
+
+
+def test_a_rule_without_a_case_or_a_formula_says_so(monkeypatch):
+    with pytest.raises(NotImplementedError, match=r"Rule has no test case for Dense\. Implement case\(layer, pick\)"):
+        Rule().case(layers.Dense, lambda values: values[0])
+    monkeypatch.setattr(registry, "_RULES", {layers.Dense: Rule()})
+    with pytest.raises(ValueError, match=r"Rule has no row\. Set its attribute `formula`"):
+        rules_table()["table"]()
+
+
+def test_every_module_of_rules_is_imported():
+    files = {path.stem for path in Path(rules.__file__).parent.glob("*.py")} - {"__init__"}
+    assert set(rules.import_rules()) == files

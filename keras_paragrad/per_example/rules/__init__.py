@@ -1,14 +1,15 @@
-"""The built-in rules, one module per kind of layer."""
+"""The rules of this package, one module per kind of layer. Each registers its own: a module added here is found."""
 
-from keras_paragrad.per_example.rules import (  # noqa: F401  (each registers its own)
-    convolution,
-    convolution_transpose,
-    dense,
-    einsum,
-    embedding,
-    generic,
-    normalization,
-    prelu,
-    reversible,
-    separable,
-)
+import importlib
+import pkgutil
+
+
+def import_rules() -> list[str]:
+    """Imports every module of this package, and returns their names."""
+    names = [module.name for module in pkgutil.iter_modules(__path__)]
+    for name in names:
+        importlib.import_module(f"{__name__}.{name}")
+    return names
+
+
+import_rules()

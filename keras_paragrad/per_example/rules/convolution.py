@@ -7,8 +7,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.registry import Call, register_rule
+from keras_paragrad.per_example.calls import Call
+from keras_paragrad.per_example.registry import register_rule
+from keras_paragrad.per_example.rule import Pick, RuleCase
 from keras_paragrad.per_example.rules import folded
+from keras_paragrad.per_example.rules.convolution_case import convolution_case
 from keras_paragrad.per_example.rules.linear import Linear, Product, flattened
 from keras_paragrad.per_example.rules.windows import (
     Geometry,
@@ -31,6 +34,12 @@ class Convolutional(Linear):
 
     Rochette et al., https://arxiv.org/abs/1912.06015, and Lee and Kifer, https://arxiv.org/abs/2009.03106.
     """
+
+    formula = r"$\sum_t a_t \delta_t^\top$ on windows"
+    norms_without_gradients = "where that is cheaper"
+
+    def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
+        return convolution_case(layer, pick)
 
     def broadcast_bias(self, layer: Any, rank: int) -> Sequence[int]:
         return convolution_bias(layer, rank)

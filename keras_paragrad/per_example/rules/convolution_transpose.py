@@ -5,7 +5,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.registry import Call, register_rule
+from keras_paragrad.per_example.calls import Call
+from keras_paragrad.per_example.registry import register_rule
 from keras_paragrad.per_example.rules.convolution import Convolutional, flat, grouped_kernel
 from keras_paragrad.per_example.rules.linear import Product, flattened
 from keras_paragrad.per_example.rules.windows import Geometry, channels_last, spatial, windows
@@ -14,6 +15,8 @@ from keras_paragrad.per_example.rules.windows import Geometry, channels_last, sp
 @register_rule(keras.layers.Conv1DTranspose, keras.layers.Conv2DTranspose, keras.layers.Conv3DTranspose)
 class ConvolutionTransposeRule(Convolutional):
     """Positions are input pixels; rows are taps and channels of the output window that a pixel contributes to."""
+
+    formula = r"$\sum_t a_t \delta_t^\top$, with input and output exchanged"
 
     def product(self, call: Call) -> Product:
         layer = call.layer

@@ -1,13 +1,30 @@
 """`EinsumDense` layers, and so the projections of attention."""
 
+import functools
 import string
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.registry import Call, register_rule
+from keras_paragrad.per_example.calls import Call
+from keras_paragrad.per_example.registry import register_rule
+from keras_paragrad.per_example.rule import Pick, RuleCase
 from keras_paragrad.per_example.rules.linear import Linear, Product, flattened
+
+# To test the rule with: equations, with the shape of an example, the layer's `output_shape` and its `bias_axes`.
+_EQUATIONS = [
+    ("abc,cde->abde", (4, 3), (None, 2, 3), "de"),
+    ("abcd,cde->abe", (4, 2, 3), (None, 5), "e"),
+    ("abc,bcd->abd", (4, 3), (4, 5), "bd"),
+    ("abc,bd->adc", (4, 3), (5, 3), "d"),
+    ("ab,bc->ac", (4,), (3,), None),
+    ("...x,xy->...y", (2, 3, 4), 5, "y"),
+    ("acb,bd->adc", (4, 3), (5, 4), "dc"),
+    ("abc,cde->abde", (2, 9), (None, 4, 3), "de"),
+    ("abc,cde->abde", (2, 9), (None, 4, 3), "e"),
+    ("abc,cd->abd", (2, 9), (2, 8), "b"),
+]
 
 
 class Axes(NamedTuple):
@@ -45,6 +62,14 @@ class Axes(NamedTuple):
 @register_rule(keras.layers.EinsumDense)
 class EinsumRule(Linear):
     """The same as a dense layer's, with the axes sorted into groups, positions, rows and columns."""
+
+    formula = r"$\sum_t a_t \delta_t^\top$"
+    norms_without_gradients = "one position: always; several: where that is cheaper"
+
+    def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
+        equation, shape, output_shape, axes = pick(_EQUATIONS)
+        bias_axes, activation = pick([axes, None]), pick(["tanh", None, "silu"])
+        return RuleCase(functools.partial(layer, equation, output_shape, activation, bias_axes), shape)
 
     def suits(self, layer: Any) -> bool:
         inputs, kernel, outputs = _terms(layer.equation)

@@ -1,13 +1,16 @@
 """Embeddings: rows looked up by index."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.factored_gradients import Factors
-from keras_paragrad.per_example.registry import Call, Rule, register_rule
+from keras_paragrad.per_example.registry import register_rule
+from keras_paragrad.per_example.rule import Pick, Rule, RuleCase
 
 # Up to this many lookups, comparing all pairs is faster than sorting.
 FEW_LOOKUPS = 128
@@ -32,6 +35,13 @@ class EmbeddingRule(Rule):
     Rows are sorted and summed within each example; if there are few, inner products of rows with equal indices are
     summed instead. No table per example is materialized until gradients are read.
     """
+
+    formula = "the rows looked up"
+    norms_without_gradients = "always"
+
+    def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
+        make = functools.partial(layer, input_dim=9, output_dim=pick([2, 1, 3, 4]))
+        return RuleCase(make, pick([(), (1,), (7,), (2, 5)]), vocabulary=pick([2, 9]))
 
     def variables(self, layer: Any) -> list[keras.Variable]:
         return [layer.embeddings]

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad.per_example.registry import Call
+from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.rules.windows import Geometry, with_padding
 
 # Input entries of the examples folded together. With oneDNN on two cores, norms of 64 examples of

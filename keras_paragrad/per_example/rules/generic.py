@@ -1,5 +1,6 @@
 """The generic rule: any layer's gradients, example by example."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,8 +9,10 @@ import tensorflow as tf
 
 from keras_paragrad._keras.objects.layers import full_precision, mask_of, with_mask
 from keras_paragrad._keras.objects.model import all_layers
+from keras_paragrad.per_example.calls import Call, wide, widened
 from keras_paragrad.per_example.reads import Weights
-from keras_paragrad.per_example.registry import Call, Rule, register_rule, wide, widened
+from keras_paragrad.per_example.registry import register_rule
+from keras_paragrad.per_example.rule import Pick, Rule, RuleCase
 from keras_paragrad.per_example.rules.normalization import needs_its_batch
 
 
@@ -34,6 +37,20 @@ class Generic(Rule):
     # A loop rather than `tf.vectorized_map`, which corrupts memory on gradients of einsums outside XLA.
 
     serves_overrides = True
+    formula = "a loop over the examples"
+
+    def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
+        units = pick([2, 1, 3, 4])
+        if layer is keras.layers.TimeDistributed:
+            return RuleCase(lambda: layer(keras.layers.Dense(units)), (4, 2))
+        options = {"return_sequences": pick([False, True]), "go_backwards": pick([False, True])}
+        sizes = pick([2, 3]), pick([2, 3])
+        if layer is keras.layers.RNN:
+            return RuleCase(lambda: layer(keras.layers.SimpleRNNCell(units), **options), sizes)
+        if layer.__name__.startswith("ConvLSTM"):
+            axes = int(layer.__name__.removeprefix("ConvLSTM").removesuffix("D"))
+            return RuleCase(functools.partial(layer, units, 2, **options), (2, *[2] * axes, 2))
+        return RuleCase(functools.partial(layer, units=units, **options), sizes)
 
     def run(self, call: Call, function: Any, reads: Any) -> Any:
         if getattr(call.layer, "stateful", False):

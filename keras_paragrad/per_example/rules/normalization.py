@@ -1,5 +1,6 @@
 """Normalization layers: a scale and an offset applied to the normalized input."""
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -7,8 +8,10 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.layers import attributes
+from keras_paragrad.per_example.calls import Call, widened
 from keras_paragrad.per_example.reads import Weights
-from keras_paragrad.per_example.registry import Call, Rule, register_rule, widened
+from keras_paragrad.per_example.registry import register_rule
+from keras_paragrad.per_example.rule import Pick, Rule, RuleCase
 
 
 class Normalization(Rule):
@@ -60,6 +63,19 @@ class Normalization(Rule):
 class ScaleAndOffsetRule(Normalization):
     """Layer normalization, group normalization, and batch normalization with moving statistics."""
 
+    formula = r"$\sum \delta z$, $\sum \delta$; BatchNormalization in inference mode only"
+    norms_without_gradients = "no; they are small"
+
+    def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
+        if layer is keras.layers.GroupNormalization:
+            make = functools.partial(layer, groups=pick([1, 2, -1]), center=pick([True, False]))
+            return RuleCase(make, pick([(5, 6), (3, 2, 6)]))
+        if layer is keras.layers.BatchNormalization:
+            return RuleCase(functools.partial(layer, axis=pick([-1, 1])), (4, 6))
+        center = pick([True, False])
+        scale = pick([True, False]) if center else True
+        return RuleCase(functools.partial(layer, axis=pick([-1, 1, [1, 2]]), center=center, scale=scale), (4, 6))
+
     def run(self, call: Call, function: Any, reads: Any) -> Any:
         if call.training and isinstance(call.layer, keras.layers.BatchNormalization):
             raise ValueError(needs_its_batch(call.layer))
@@ -69,6 +85,12 @@ class ScaleAndOffsetRule(Normalization):
 @register_rule(keras.layers.RMSNormalization)
 class RMSNormalizationRule(Normalization):
     """RMS normalization, with a scale only."""
+
+    formula = r"$\sum \delta z$"
+    norms_without_gradients = "no; they are small"
+
+    def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
+        return RuleCase(functools.partial(layer, axis=pick([-1, [1, 2]])), (4, 6))
 
     without: Mapping[str, Any] = {"scale": None}
 

@@ -1,12 +1,15 @@
 """Reversible embeddings: a table used for lookups and, transposed, for scores."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.registry import Call, Rule, register_rule
+from keras_paragrad.per_example.calls import Call
+from keras_paragrad.per_example.registry import register_rule
+from keras_paragrad.per_example.rule import Pick, Rule, RuleCase
 from keras_paragrad.per_example.rules.embedding import EmbeddingRule, lookups
 
 
@@ -18,7 +21,13 @@ class ReversibleEmbeddingRule(Rule):
     sum_ts d_s[i_t] (h_s'e_t). No per-example table is materialized.
     """
 
+    formula = r"the rows looked up, plus $\sum_s \delta_s h_s^\top$"
+    norms_without_gradients = "always"
     _embedding = EmbeddingRule()
+
+    def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
+        make = functools.partial(layer, input_dim=9, output_dim=pick([2, 1, 3]), tie_weights=pick([True, False]))
+        return RuleCase(make, pick([(7,), (1,), (2, 5)]), vocabulary=pick([2, 9]))
 
     def variables(self, layer: Any) -> list[keras.Variable]:
         return [layer.embeddings] if layer.tie_weights else [layer.embeddings, layer.reverse_embeddings]

@@ -6,7 +6,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.registry import Call, Rule, register_rule, squared_norm
+from keras_paragrad.per_example.calls import Call
+from keras_paragrad.per_example.registry import register_rule
+from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, squared_norm
 from keras_paragrad.per_example.rules import folded
 from keras_paragrad.per_example.rules.convolution import (
     convolution_bias,
@@ -14,6 +16,7 @@ from keras_paragrad.per_example.rules.convolution import (
     grouped_kernel,
     grouped_product,
 )
+from keras_paragrad.per_example.rules.convolution_case import convolution_case
 from keras_paragrad.per_example.rules.linear import Product, bias_gradients
 from keras_paragrad.per_example.rules.windows import Geometry, channels_last
 
@@ -23,6 +26,11 @@ class SeparableRule(Rule):
     """Recomputes the depthwise output, and backpropagates the cotangent to it through the pointwise kernel."""
 
     before_activation = True
+    formula = "those of a depthwise convolution and a dense layer"
+    norms_without_gradients = "where that is cheaper, if not shared"
+
+    def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
+        return convolution_case(layer, pick)
 
     def variables(self, layer: Any) -> list[keras.Variable]:
         kernels = [layer.depthwise_kernel, layer.pointwise_kernel]

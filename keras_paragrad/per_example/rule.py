@@ -1,0 +1,155 @@
+"""`Rule`: how to compute a layer's per-example gradients from its inputs and output cotangents."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.per_example.calls import Call
+from keras_paragrad.per_example.factored_gradients import Factors
+from keras_paragrad.per_example.reads import WeightReads
+from keras_paragrad.sums import row_sums
+
+# A weight's per-example gradients: a tensor `(batch, *shape)`, or its factors.
+ExampleRows = tf.Tensor | Factors
+# A sum of gradients over examples, in the shape of the weight; sparse for the rows of an embedding table.
+GradientSum = tf.Tensor | tf.IndexedSlices
+T = TypeVar("T")
+
+
+class Pick(Protocol):
+    """Picks one of several values."""
+
+    def __call__(self, values: Sequence[T], /) -> T: ...
+
+
+class RuleCase(NamedTuple):
+    """A layer and its inputs, on which the tests compare a rule with a loop over the examples.
+
+    Attributes:
+        make: Creates the layer.
+        shape: The shape of an example.
+        vocabulary: How many distinct integers the inputs have; 0 for inputs of floats.
+    """
+
+    make: Callable[[], keras.layers.Layer]
+    shape: tuple[int, ...]
+    vocabulary: int = 0
+
+
+class Rule:
+    """Computes a layer's per-example gradients; subclass it and decorate the subclass with `register_rule`.
+
+    Only `gradients` is required. The other methods have slow, obvious defaults built on it; override them where the
+    result can be computed without materializing a gradient per example. `calls` are all calls of one layer in a step,
+    and every returned list has one entry for each of `variables(layer)`, unless stated otherwise. `batch` is the number
+    of examples, `shape` the shape of the variable.
+
+    | method | returns, for each variable |
+    |---|---|
+    | `gradients(call)` | `tf.Tensor` `(batch, *shape)` |
+    | `gradients_of_all(calls)` | `tf.Tensor` `(batch, *shape)` |
+    | `gradients_to_keep(calls)` | the same, or `Factors` |
+    | `squared_norms(calls)` | `tf.Tensor` `(batch,)` |
+    | `squares(calls)` | any number of `tf.Tensor` `(batch, ...)` |
+    | `second_moments(calls)` | `tf.Tensor` of `shape` |
+    | `weighted_sums(calls, weights)` | `tf.Tensor` of `shape`, or `tf.IndexedSlices` |
+
+    Attributes:
+        before_activation: Whether cotangents are taken before the layer's `activation`, rather than at its output.
+        serves_overrides: Whether the rule also holds for subclasses of its layers that override the computation.
+        formula: An example's gradient, in Markdown. This and `norms_without_gradients` are for the documentation's
+            table of the rules in this package.
+        norms_without_gradients: When norms are computed without materializing the gradients, in Markdown.
+    """
+
+    before_activation: bool = False
+    serves_overrides: bool = False
+    formula: str = ""
+    norms_without_gradients: str = "no"
+
+    def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
+        """A layer to test the rule with; needed for the rules in this package only.
+
+        Args:
+            layer: One of the layer classes that the rule is registered for.
+            pick: Draws one of the given values, such as `pick([True, False])`. Tests begin with the first of each, so
+                that should be the value with which most can go wrong.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no test case for {layer.__name__}. Implement case(layer, pick), as in "
+            "keras_paragrad/per_example/rules/prelu.py."
+        )
+
+    def variables(self, layer: keras.layers.Layer) -> list[keras.Variable]:
+        """The trainable variables that the rule handles, in the order in which it returns their gradients.
+
+        A layer with any other trainable variable falls back to the generic rule.
+        """
+        return list(layer.trainable_variables)
+
+    def suits(self, layer: keras.layers.Layer) -> bool:
+        """Whether the rule supports the layer's configuration; if not, the generic rule is used."""
+        known = {id(variable) for variable in self.variables(layer)}
+        return all(id(variable) in known for variable in layer.trainable_variables)
+
+    def run(self, call: Call, function: Callable[..., Any], reads: WeightReads) -> Any:
+        """Calls the layer and returns its outputs; override it to record something of the call, or to refuse it.
+
+        Args:
+            call: The call; its `outputs` and `cotangents` are not set yet.
+            function: The layer's own `call`.
+            reads: The scope in which the call runs; it tracks which weights are read and assigned.
+        """
+        return function(*call.arguments, **call.keywords)
+
+    def gradients(self, call: Call) -> list[tf.Tensor]:
+        """The per-example gradients of one call, each a `tf.Tensor` of shape `(batch, *shape)`."""
+        raise NotImplementedError(f"{type(self).__name__} has to implement gradients(call).")
+
+    def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        """The per-example gradients `(batch, *shape)`, summed over the calls of a shared layer."""
+        return [tf.add_n(list(parts)) for parts in zip(*map(self.gradients, calls), strict=True)]
+
+    def gradients_to_keep(self, calls: Sequence[Call]) -> list[ExampleRows]:
+        """As `gradients_of_all`, or each as `Factors` where these take less memory."""
+        return list(self.gradients_of_all(calls))
+
+    def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        """The squared norms of the per-example gradients, `(batch,)`, one tensor per variable."""
+        return [squared_norm(gradient, calls[0].by_xla) for gradient in self.gradients_of_all(calls)]
+
+    def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        """Any number of tensors `(batch, ...)` whose rows sum to each example's total of `squared_norms`.
+
+        Override it if the joint norm of all variables is cheaper, or to leave small reductions to be fused by the
+        caller.
+        """
+        return self.squared_norms(calls)
+
+    def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        """The sum over examples of the elementwise squared gradients, each of its variable's shape."""
+        return [tf.reduce_sum(tf.square(gradient), 0) for gradient in self.gradients_of_all(calls)]
+
+    def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[GradientSum]:
+        """The sum over examples of the gradients times `weights` `(batch,)`, each of its variable's shape.
+
+        In overrides, the calls' tensors are zero for examples of weight 0, even where they were not finite.
+        """
+        return [tf.tensordot(weights, zeroed(gradient, weights), 1) for gradient in self.gradients_of_all(calls)]
+
+
+def zeroed(rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    """A `(batch, ...)` tensor with zeros in the rows of examples of weight 0, since 0 times NaN is NaN."""
+    kept = tf.reshape(tf.not_equal(weights, 0), [-1, *[1] * (rows.shape.rank - 1)])
+    return tf.where(kept, rows, tf.zeros([], rows.dtype))
+
+
+def squared_norm(gradients: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
+    """The squared norm of each row of a `(batch, ...)` tensor, `(batch,)`."""
+    if by_xla:
+        return row_sums(tf.square(gradients), by_xla)
+    # XLA lacks this op. It takes a root that is then squared, but never materializes the squares: for rows of 8192 it
+    # takes a third of the time.
+    return tf.square(tf.math.reduce_euclidean_norm(gradients, list(range(1, gradients.shape.rank))))
