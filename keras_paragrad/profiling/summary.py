@@ -1,6 +1,6 @@
 """The data of a profile, written by the profiler and read by the terminal output and the report."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -87,6 +87,22 @@ class StepTime:
     idle: float = 0.0
 
 
+PARTS = ("input", "host", "compute", "collective", "idle")
+
+
+def shares_of(steps: Sequence[StepTime]) -> dict[str, float]:
+    """The share of the total time of each part of a step, computed alike for terminal, report and advice.
+
+    Example:
+
+    >>> from keras_paragrad.profiling.summary import StepTime, shares_of
+    >>> shares_of([StepTime(0, 0, 0.0, 4.0, input=3.0, compute=1.0)])["input"]
+    0.75
+    """
+    total = sum(step.duration for step in steps) or 1.0
+    return {part: sum(getattr(step, part) for step in steps) / total for part in PARTS}
+
+
 @dataclass(frozen=True)
 class OperationTime:
     """The time of one operation, over all of its executions.
@@ -113,7 +129,8 @@ class Advice:
     """One recommendation, and why.
 
     Attributes:
-        kind: `"input"`, `"host"`, `"collective"`, `"compute"`, `"compile"` or `"none"`.
+        kind: What it is about: `"input"`, `"host"`, `"collective"`, `"compute"` or `"compile"`; `"none"` if nothing
+            stands out.
         text: What to do.
         evidence: The measurements behind it.
     """

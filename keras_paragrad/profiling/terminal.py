@@ -10,8 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.profiling.parts import shares_of
-from keras_paragrad.profiling.summary import ProfileSummary, StepTime
+from keras_paragrad.profiling.summary import ProfileSummary, StepTime, shares_of
 
 WIDTH = 100
 PARTS = {

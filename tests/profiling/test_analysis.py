@@ -10,11 +10,12 @@ from hypothesis import given
 from keras_paragrad.distribution.described import describe
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
-from keras_paragrad.profiling.analysis.advice import advise, milliseconds_compiling
+from keras_paragrad.profiling.analysis import advice
+from keras_paragrad.profiling.analysis.advice import Evidence, Finding, advise, milliseconds_retracing, recommendation
 from keras_paragrad.profiling.analysis.coverage import Coverage
 from keras_paragrad.profiling.analysis.events import Compiled, Marker, Pull, Trace, TracedCall, Work
-from keras_paragrad.profiling.analysis.layers import LayerNames
 from keras_paragrad.profiling.analysis.operations import (
+    LayerNames,
     Operation,
     compiled_operations,
     longest_operations,
@@ -23,7 +24,7 @@ from keras_paragrad.profiling.analysis.operations import (
 )
 from keras_paragrad.profiling.analysis.steps import step_times
 from keras_paragrad.profiling.analysis.summarize import summarize
-from keras_paragrad.profiling.summary import OperationTime, RunInfo, StepTime
+from keras_paragrad.profiling.summary import Advice, OperationTime, RunInfo, StepTime
 
 MILLISECOND = 1e6
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted), max_size=8)
@@ -258,19 +259,20 @@ LONGEST = [OperationTime("m/first/MatMul", "MatMul", "first", 4, 2.0, 0.5)]
     ids=["input", "collective", "host", "compute", "none"],
 )
 def test_one_advice_with_its_evidence(parts, kind, evidence):
-    advice = advise(steps(**parts), LONGEST)
-    assert advice.kind == kind
-    assert evidence in advice.evidence
+    found = advise(Evidence(steps(**parts), LONGEST))
+    assert found.kind == kind
+    assert evidence in found.evidence
 
 
 def test_advice_names_what_is_not_yet_done():
     host, on_gpu = steps(host=90, compute=10), {"devices": ("/device:CPU:0", "/device:GPU:0")}
-    assert "jit_compile=True" in advise(host, (), RunInfo(**on_gpu)).text
-    assert "jit_compile" not in advise(host, (), RunInfo(jit=True, **on_gpu)).text
-    assert "steps_per_execution" not in advise(host, (), RunInfo(jit=True, steps_per_execution=8, **on_gpu)).text
-    assert "DistributedFit(jit=True)" in advise(host, (), RunInfo(replicas=2, **on_gpu)).text
-    assert "larger batches" in advise(host, (), RunInfo(replicas=2)).text
-    assert advise((), ()) is None
+    assert "jit_compile=True" in advise(Evidence(host, (), RunInfo(**on_gpu))).text
+    assert "jit_compile" not in advise(Evidence(host, (), RunInfo(jit=True, **on_gpu))).text
+    several = RunInfo(jit=True, steps_per_execution=8, **on_gpu)
+    assert "steps_per_execution" not in advise(Evidence(host, (), several)).text
+    assert "DistributedFit(jit=True)" in advise(Evidence(host, (), RunInfo(replicas=2, **on_gpu))).text
+    assert "larger batches" in advise(Evidence(host, (), RunInfo(replicas=2))).text
+    assert advise(Evidence((), ())) is None
 
 
 @pytest.mark.parametrize(
@@ -291,10 +293,10 @@ def test_advice_names_what_is_not_yet_done():
 )
 def test_16_bits_are_advised_as_the_plan_does(run, policy):
     computing = steps(compute=9)
-    text = advise(computing, LONGEST, RunInfo(**run)).text
+    text = advise(Evidence(computing, LONGEST, RunInfo(**run))).text
     assert (f'set_global_policy("{policy}")' in text) if policy else ("float16" not in text)
     assert ("jit_compile=True" in text) == (run.get("device_kind", "GPU") != "CPU")
-    assert "float16" not in advise(computing, LONGEST, RunInfo(precision="mixed_bfloat16", **run)).text
+    assert "float16" not in advise(Evidence(computing, LONGEST, RunInfo(precision="mixed_bfloat16", **run))).text
     kind, capability = run.get("device_kind", "GPU"), run.get("compute_capability")
     counts = {"gpus": int(kind == "GPU"), "tpu_cores": int(kind == "TPU")}
     plan = make_plan(describe(compute_capability=capability, **counts), Options())
@@ -305,9 +307,9 @@ def test_16_bits_are_advised_as_the_plan_does(run, policy):
 @pytest.mark.parametrize("devices", [("/device:CPU:0", "/device:CPU:1"), ()], ids=["CPUs", "unknown"])
 @pytest.mark.parametrize("parts", [{"host": 90, "compute": 10}, {"compute": 90}], ids=str)
 def test_xla_and_16_bits_are_advised_only_where_they_are_known_to_help(parts, devices):
-    advice = advise(steps(**parts), LONGEST, RunInfo(devices=devices))
-    assert "jit_compile" not in advice.text
-    assert "float16" not in advice.text
+    found = advise(Evidence(steps(**parts), LONGEST, RunInfo(devices=devices)))
+    assert "jit_compile" not in found.text
+    assert "float16" not in found.text
 
 
 @pytest.mark.parametrize(
@@ -317,13 +319,14 @@ def test_xla_and_16_bits_are_advised_only_where_they_are_known_to_help(parts, de
         (("Map", "TensorSlice"), ("num_parallel_calls", "prefetch("), ("workers",)),
         (("ParallelMapV2", "TensorSlice"), ("prefetch(",), ("num_parallel_calls",)),
         (("Prefetch", "Map", "MemoryCacheImpl"), ("num_parallel_calls",), ("prefetch(", "cache()")),
-        (("Prefetch", "ParallelMapV2"), ("cache()", "slowest part"), ("num_parallel_calls", "prefetch(", "dataset.")),
+        (("Prefetch", "ParallelMapV2"), ("cache()", "slowest stage"), ("num_parallel_calls", "prefetch(", "dataset.")),
         (("Prefetch", "FlatMap", "Generator"), ("workers=", "use_multiprocessing"), ("prefetch(", "dataset.")),
     ],
     ids=["unknown", "neither", "parallel", "prefetched and cached", "both", "generator"],
 )
 def test_input_advice_names_what_the_pipeline_does_not_do_yet(stages, advised, done):
-    text = advise(steps(input=90, compute=10), (), stages=stages).text
+    pipeline = [Operation("Iterator::Root::" + "::".join(stages), "Dataset", 1, 1.0, False)] if stages else []
+    text = advise(Evidence(steps(input=90, compute=10), recorded=pipeline)).text
     assert all(part in text for part in advised), text
     assert not any(part in text for part in done), text
 
@@ -332,8 +335,20 @@ def test_functions_that_are_traced_again():
     trace = Trace()
     times = spans((0, 5), (5, 25), (30, 31))
     trace.functions["step"] = [(*times[0], 1), (*times[1], 2), (*times[2], 2)]
-    assert milliseconds_compiling(trace) == 20
-    assert advise(steps(compute=25), (), compiling=20).kind == "compile"
+    assert milliseconds_retracing(trace) == 20
+    assert advise(Evidence(steps(compute=25), trace=trace)).kind == "compile"
+
+
+def test_one_function_is_all_that_a_recommendation_takes(monkeypatch):
+    monkeypatch.setattr(advice, "_RECOMMENDATIONS", dict(advice._RECOMMENDATIONS))
+
+    @recommendation("memory", worth=0.01)
+    def swapping(evidence):
+        return Finding(0.2 * bool(evidence.run.devices), "waits for the disk", "Buy memory.", ", all of it")
+
+    assert advise(Evidence(steps(compute=25))).kind == "none"
+    found = advise(Evidence(steps(input=10, compute=15), run=RunInfo(devices=("/device:CPU:0",))))
+    assert found == Advice("memory", "Buy memory.", "20% of the step waits for the disk (5.00 of 25.00 ms), all of it")
 
 
 def test_a_folder_without_a_trace(tmp_path):

@@ -1,108 +1,191 @@
-"""Recommends what to do first about training speed, with the supporting figures."""
+"""Recommends what to do first about training speed, with the supporting figures.
 
+Each function decorated with `recommendation` looks for one cause of lost time. To add a cause, add a function here.
+"""
+
+import functools
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from keras_paragrad.distribution.gains import faster_policy, gains_from_xla
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.profiling.analysis.events import Trace
-from keras_paragrad.profiling.analysis.input_advice import about_input
-from keras_paragrad.profiling.parts import shares_of
-from keras_paragrad.profiling.summary import Advice, OperationTime, RunInfo, StepTime
+from keras_paragrad.profiling.analysis.operations import Operation, slowest_of_the_pipeline, stages_of_the_pipeline
+from keras_paragrad.profiling.summary import Advice, OperationTime, RunInfo, StepTime, shares_of
 
-# The share of the step from which a part is worth acting on. The host always has some work between operations, and some
-# of its apparent time is operation threads starting.
-WORTH = {"compile": 0.1, "input": 0.2, "collective": 0.25, "host": 0.5}
 COMPUTE_BOUND = 0.4
-_UNKNOWN = RunInfo()
 
 
-def advise(
-    steps: Sequence[StepTime],
-    operations: Sequence[OperationTime],
-    run: RunInfo = _UNKNOWN,
-    compiling: float = 0.0,
-    pipeline: str = "",
-    stages: Collection[str] = (),
-) -> Advice | None:
-    """One recommendation, about the largest part of the step that is not compute.
+@dataclass(frozen=True)
+class Evidence:
+    """What is known about a trace window.
 
-    Args:
+    Attributes:
         steps: The batches.
         operations: The longest operations, in descending order.
         run: What was run.
-        compiling: The milliseconds of all steps spent on retracing.
-        pipeline: The slowest stage of the input pipeline, if known.
-        stages: All of its stages, as the trace names them.
+        trace: The events of the trace.
+        recorded: All operations in the trace, also those of the input pipeline.
+    """
+
+    steps: Sequence[StepTime]
+    operations: Sequence[OperationTime] = ()
+    run: RunInfo = RunInfo()
+    trace: Trace = field(default_factory=Trace)
+    recorded: Sequence[Operation] = ()
+
+    @property
+    def total(self) -> float:
+        """The milliseconds of all batches."""
+        return sum(step.duration for step in self.steps)
+
+    @functools.cached_property
+    def shares(self) -> dict[str, float]:
+        """The share of the total of each part of a step."""
+        return shares_of(self.steps)
+
+    @property
+    def device_kind(self) -> str:
+        """The kind of device that holds the model; if the run doesn't say, GPU or TPU if its process had any."""
+        kinds = [kind_of_device(device.rpartition("/device:")[2]) for device in self.run.devices]
+        return self.run.device_kind or next((kind for kind in kinds if kind != "CPU"), "")
+
+
+class Finding(NamedTuple):
+    """Time lost to one cause.
+
+    Attributes:
+        share: The share of the step's time.
+        cause: What the step does in this time, after "30% of the step".
+        text: What to do about it.
+        detail: What follows the figures.
+    """
+
+    share: float
+    cause: str
+    text: str
+    detail: str = ""
+
+
+_RECOMMENDATIONS: dict[str, tuple[float, Callable[[Evidence], Finding]]] = {}
+
+
+def recommendation(kind: str, *, worth: float) -> Callable[..., Callable[[Evidence], Finding]]:
+    """Decorates a function that looks for a cause of lost time.
+
+    Args:
+        kind: What `Advice.kind` says.
+        worth: The share of the step from which the cause is worth acting on.
+    """
+
+    def add(find: Callable[[Evidence], Finding]) -> Callable[[Evidence], Finding]:
+        _RECOMMENDATIONS[kind] = worth, find
+        return find
+
+    return add
+
+
+def advise(evidence: Evidence) -> Advice | None:
+    """One recommendation: about the cause that most exceeds what is worth acting on, or about computing.
 
     Returns:
         The advice, or `None` if there are no steps.
     """
-    total = sum(step.duration for step in steps)
-    if not total:
+    if not evidence.total:
         return None
-    shares = shares_of(steps)
-    spent = {
-        "compile": compiling / total,
-        "input": shares["input"],
-        "collective": shares["collective"],
-        # Time without any recorded event is spent in Python.
-        "host": shares["host"] + shares["idle"],
-    }
-    excess = {kind: share / WORTH[kind] for kind, share in spent.items()}
+    found = {kind: find(evidence) for kind, (_, find) in _RECOMMENDATIONS.items()}
+    excess = {kind: found[kind].share / worth for kind, (worth, _) in _RECOMMENDATIONS.items()}
     kind = max(excess, key=lambda kind: excess[kind])
     if excess[kind] < 1:
-        return _about_computing(steps, operations, run)
-    mean = total / len(steps)
-    does = _DOES[kind] if kind != "host" else _outside_of_operations(shares)
-    figures = f"{spent[kind]:.0%} of the step {does} ({spent[kind] * mean:.2f} of {mean:.2f} ms)"
-    if kind == "input" and pipeline:
-        figures += f", most of it in the pipeline's {pipeline}"
-    return Advice(kind, about_input(stages) if kind == "input" else _what_to_do(kind, run), figures)
+        return _about_computing(evidence)
+    share, cause, text, detail = found[kind]
+    mean = evidence.total / len(evidence.steps)
+    return Advice(kind, text, f"{share:.0%} of the step {cause} ({share * mean:.2f} of {mean:.2f} ms){detail}")
 
 
-_DOES = {
-    "compile": "goes into tracing functions again",
-    "input": "waits for input",
-    "collective": "waits for other replicas",
-}
+@recommendation("compile", worth=0.1)
+def _retracing(evidence: Evidence) -> Finding:
+    share = milliseconds_retracing(evidence.trace) / evidence.total
+    text = "Give all batches one shape: dataset.batch(n, drop_remainder=True), and pad sequences to few lengths."
+    return Finding(share, "is spent retracing functions", text)
 
 
-def _outside_of_operations(shares: dict[str, float]) -> str:
-    """Uses the parts that the terminal and the report show, so that the host's figure is the same in all three."""
-    return f"runs no operation: {shares['host']:.1%} on the host between operations, {shares['idle']:.1%} idle"
+@recommendation("input", worth=0.2)
+def _waiting_for_input(evidence: Evidence) -> Finding:
+    slowest = slowest_of_the_pipeline(evidence.recorded)
+    detail = f", most of it in the pipeline's {slowest}" if slowest else ""
+    return Finding(evidence.shares["input"], "waits for input", _about_input(evidence), detail)
 
 
-def _what_to_do(kind: str, run: RunInfo) -> str:
-    if kind == "compile":
-        return "Give all batches one shape: dataset.batch(n, drop_remainder=True), and pad sequences to few lengths."
-    if kind == "collective":
-        return "Take larger batches on each replica, or update less often: AccumulatingOptimizer(optimizer, steps=4)."
-    compiles = not run.jit and gains_from_xla(_device_kind(run))
+def _about_input(evidence: Evidence) -> str:
+    """Only what the pipeline doesn't do yet."""
+    stages = stages_of_the_pipeline(evidence.recorded)
+    if "Generator" in stages:
+        return (
+            "Python prepares one batch at a time. With a PyDataset, prepare several in parallel: "
+            "super().__init__(workers=4, use_multiprocessing=True). A generator can't run in parallel: turn it into a "
+            "keras.utils.PyDataset with workers, or a tf.data.Dataset that reads and maps without Python."
+        )
+    # TensorFlow itself runs some maps in parallel: these are named ParallelMap in the trace, and are not advised again.
+    parallel = bool(stages) and "Map" not in stages
+    prefetched = "Prefetch" in stages
+    what = [*([] if prefetched else ["prefetch"]), *([] if parallel else ["prepare batches in parallel"])]
+    cached = any("Cache" in stage for stage in stages)
+    if not what:
+        cache = "" if cached else ".cache() what fits into memory, "
+        first = "The pipeline already prefetches, and has no sequential map: "
+        return f"{first}{cache}make its slowest stage cheaper, or do that work once, before training."
+    map_in_parallel = "" if parallel else ".map(f, num_parallel_calls=tf.data.AUTOTUNE)"
+    calls = f"dataset{map_in_parallel}{'' if prefetched else '.prefetch(tf.data.AUTOTUNE)'}"
+    sentence = " and ".join(what)
+    return f"{sentence[0].upper()}{sentence[1:]}: {calls}{'.' if cached else '; .cache() what fits into memory.'}"
+
+
+@recommendation("collective", worth=0.25)
+def _waiting_for_replicas(evidence: Evidence) -> Finding:
+    text = "Use larger batches per replica, or update less often: AccumulatingOptimizer(optimizer, steps=4)."
+    return Finding(evidence.shares["collective"], "waits for other replicas", text)
+
+
+# The host always has some work between operations, and some of its apparent time is operation threads starting.
+@recommendation("host", worth=0.5)
+def _outside_of_operations(evidence: Evidence) -> Finding:
+    shares = evidence.shares
+    # The parts that the terminal and the report show, so that the host's figure is the same in all three.
+    cause = f"runs no operation: {shares['host']:.1%} on the host between operations, {shares['idle']:.1%} idle"
+    # Time without any recorded event is spent in Python.
+    return Finding(shares["host"] + shares["idle"], cause, _about_the_host(evidence))
+
+
+def _about_the_host(evidence: Evidence) -> str:
+    run = evidence.run
+    compiles = not run.jit and gains_from_xla(evidence.device_kind)
     if run.replicas > 1:
         # Plain Keras can't compile a step across replicas, and several steps per call gain nothing there.
-        larger = "Take larger batches on each replica"
-        return f"{larger}, or train with DistributedFit(jit=True), which compiles it." if compiles else f"{larger}."
+        compiled = ", or train with DistributedFit(jit=True), which compiles the step" if compiles else ""
+        return f"Use larger batches per replica{compiled}."
     if compiles:
         return (
-            "Compile the step, or run several in a call: model.compile(..., jit_compile=True, steps_per_execution=16)."
+            "Compile the step, or run several per call: model.compile(..., jit_compile=True, steps_per_execution=16)."
         )
     if run.steps_per_execution == 1:
-        return "Run several batches in a call: model.compile(..., steps_per_execution=16); or take larger batches."
-    return "Take larger batches, so that operations are longer than what lies between them."
+        return "Run several batches per call: model.compile(..., steps_per_execution=16); or use larger batches."
+    return "Use larger batches, so that operations take longer than the gaps between them."
 
 
-def _about_computing(steps: Sequence[StepTime], operations: Sequence[OperationTime], run: RunInfo) -> Advice:
-    total = sum(step.duration for step in steps)
-    share = sum(step.compute for step in steps) / total
+def _about_computing(evidence: Evidence) -> Advice:
+    steps, run = evidence.steps, evidence.run
+    share = sum(step.compute for step in steps) / evidence.total
     median = statistics.median(step.duration for step in steps)
     figures = f"{share:.0%} of the step computes (median {median:.2f} ms)"
-    if share < COMPUTE_BOUND or not operations:
+    if share < COMPUTE_BOUND or not evidence.operations:
         return Advice("none", "Nothing stands out.", figures)
-    first = operations[0]
+    first = evidence.operations[0]
     where = f"{first.kind} in {first.layer}" if first.layer else first.kind
     figures += f", {first.share:.0%} of operations' time is {where}"
-    kind = _device_kind(run)
+    kind = evidence.device_kind
     policy, _ = faster_policy(kind, [run.compute_capability] if kind == "GPU" else [])
     means = [
         "jit_compile=True" if gains_from_xla(kind) and not run.jit else "",
@@ -111,20 +194,13 @@ def _about_computing(steps: Sequence[StepTime], operations: Sequence[OperationTi
     # CPU replicas on one machine share its cores.
     replicas = "more replicas" if kind in ("GPU", "TPU") else "more replicas, on other machines,"
     cheaper = " or ".join(each for each in means if each)
-    return Advice("compute", f"The model is what takes the time; {cheaper or replicas} may make it cheaper.", figures)
+    return Advice("compute", f"The model itself takes the time; {cheaper or replicas} may help.", figures)
 
 
-def _device_kind(run: RunInfo) -> str:
-    """The kind of device that holds the model; if the run doesn't say, GPU or TPU if its process had any."""
-    kinds = [kind_of_device(device.rpartition("/device:")[2]) for device in run.devices]
-    return run.device_kind or next((kind for kind in kinds if kind != "CPU"), "")
-
-
-def milliseconds_compiling(trace: Trace) -> float:
+def milliseconds_retracing(trace: Trace) -> float:
     """The total time of calls that retraced a `tf.function`, in milliseconds.
 
-    Args:
-        trace: What was read from a file. A function's first call in it is not counted: it may have been traced before.
+    A function's first call in the trace is not counted: it may have been traced before.
     """
     total = 0.0
     for calls in trace.functions.values():

@@ -1,20 +1,22 @@
-"""The operations that took longest."""
+"""The operations of a trace: which took longest, in which layer, and the stages of the input pipeline."""
 
 import json
+import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from keras_paragrad.profiling.analysis.events import Compiled
-from keras_paragrad.profiling.analysis.layers import LayerNames
 from keras_paragrad.profiling.summary import OperationTime
 
 MOST = 50
 MILLISECONDS = 1e-3
 _PIPELINE = ("Dataset", "PyFunc", "EagerPyFunc", "PyFuncStateless")
 _WAITS = ("Prefetch", "Root")
+# A scope with a number after it.
+_COUNTED = re.compile(r"(.+)_\d+$")
 
 
 class Operation(NamedTuple):
@@ -108,7 +110,7 @@ def longest_operations(operations: list[Operation], layers: Collection[str]) -> 
     )
 
 
-def stages_of_the_pipeline(operations: list[Operation]) -> frozenset[str]:
+def stages_of_the_pipeline(operations: Sequence[Operation]) -> frozenset[str]:
     """The stages of the input pipeline as the trace names them, such as `Prefetch`, `ParallelMapV2` and `Generator`.
 
     Args:
@@ -118,7 +120,7 @@ def stages_of_the_pipeline(operations: list[Operation]) -> frozenset[str]:
     return frozenset(stage.partition("[")[0] for path in paths for stage in path)
 
 
-def slowest_of_the_pipeline(operations: list[Operation]) -> str:
+def slowest_of_the_pipeline(operations: Sequence[Operation]) -> str:
     """The stage of the input pipeline with the most self time, as the trace names it, or `""`.
 
     Args:
@@ -126,3 +128,42 @@ def slowest_of_the_pipeline(operations: list[Operation]) -> str:
     """
     parts = [each for each in operations if each.kind == "Dataset" and not each.name.endswith(_WAITS)]
     return max(parts, key=lambda each: each.milliseconds).name.rpartition("::")[2] if parts else ""
+
+
+class LayerNames:
+    """Finds layers in the scopes of operations' names.
+
+    TensorFlow appends a number to a repeated scope, and Keras numbers layers in the same way. Which of the two a number
+    means is inferred from the unambiguous scopes.
+
+    Args:
+        layers: The names of the model's layers, at every depth.
+        operations: The names of all operations in the trace.
+
+    Example:
+
+    >>> from keras_paragrad.profiling.analysis.operations import LayerNames
+    >>> names = ["model_1/dense_1/MatMul", "model_1/dense_1_1/MatMul", "gradient_tape/model_1/dense_1_1/Sum"]
+    >>> layers = LayerNames(["dense", "dense_1"], names)
+    >>> [layers.of(name) for name in [*names, "adam/truediv_5"]]
+    ['dense', 'dense_1', 'dense_1', '']
+    """
+
+    def __init__(self, layers: Collection[str], operations: Iterable[str]):
+        self.layers = frozenset(layers)
+        scopes = {scope for name in operations for scope in name.split("/")[:-1]}
+        self._is_counted = any(self._without_count(scope) in self.layers for scope in scopes - self.layers)
+
+    def of(self, operation: str) -> str:
+        """The innermost layer that an operation belongs to, or `""`."""
+        for scope in reversed(operation.split("/")[:-1]):
+            uncounted = self._without_count(scope)
+            for name in (uncounted, scope) if self._is_counted else (scope,):
+                if name in self.layers:
+                    return name
+        return ""
+
+    @staticmethod
+    def _without_count(scope: str) -> str:
+        found = _COUNTED.match(scope)
+        return found[1] if found else ""

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 
 from keras_paragrad.profiling.analysis.coverage import Coverage, Span
 from keras_paragrad.profiling.analysis.events import Marker, Pull, Trace
-from keras_paragrad.profiling.analysis.flows import work_of
-from keras_paragrad.profiling.analysis.interpreter_lock import lock_waits
+from keras_paragrad.profiling.analysis.threads import lock_waits, work_of
 from keras_paragrad.profiling.summary import StepTime
 
 NANOSECONDS = 1e6

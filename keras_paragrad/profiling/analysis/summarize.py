@@ -3,14 +3,12 @@
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from keras_paragrad.profiling.analysis.advice import advise, milliseconds_compiling
+from keras_paragrad.profiling.analysis.advice import Evidence, advise
 from keras_paragrad.profiling.analysis.events import Trace
 from keras_paragrad.profiling.analysis.operations import (
     Operation,
     compiled_operations,
     longest_operations,
-    slowest_of_the_pipeline,
-    stages_of_the_pipeline,
     xprof_operations,
 )
 from keras_paragrad.profiling.analysis.steps import step_times
@@ -44,20 +42,12 @@ def summarize(
     steps = step_times(read)
     operations = [*xprof_operations(file), *compiled_operations(read.compiled)]
     longest = longest_operations(operations, layers)
-    compiling = milliseconds_compiling(read)
     return ProfileSummary(
         run=run,
         steps=steps,
         operations=longest,
         peak_memory=dict(peak_memory or {}),
-        advice=advise(
-            steps,
-            longest,
-            run,
-            compiling,
-            slowest_of_the_pipeline(operations),
-            stages_of_the_pipeline(operations),
-        ),
+        advice=advise(Evidence(steps, longest, run, read, operations)),
         trace=_as_tensorboard_has_it(Path(trace)),
         notes=tuple(_notes(read, len(steps), operations)),
     )

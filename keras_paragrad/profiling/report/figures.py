@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keras_paragrad.profiling.parts import PARTS as PARTS
-from keras_paragrad.profiling.parts import shares_of
-from keras_paragrad.profiling.summary import StepTime
+from keras_paragrad.profiling.summary import PARTS as PARTS
+from keras_paragrad.profiling.summary import StepTime, shares_of
 
 IN_WORDS = {
     "input": "waiting for input",
