@@ -9,8 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer, refusal
-from keras_paragrad.inputs.derivative import Derivative
-from keras_paragrad.inputs.function import RowFunction
+from keras_paragrad.inputs.function import Derivative, RowFunction
 from keras_paragrad.inputs.options import DerivativeOptions
 from keras_paragrad.inputs.run import differentiate
 

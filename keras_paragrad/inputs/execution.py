@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad.inputs.chunks import MOST_ROWS, bytes_in_graph, bytes_of_derivative
-from keras_paragrad.inputs.derivative import Derivative
-from keras_paragrad.inputs.function import RowFunction
+from keras_paragrad.inputs.function import Derivative, RowFunction
 from keras_paragrad.inputs.options import DerivativeOptions
 from keras_paragrad.inputs.rows import Chunk
 from keras_paragrad.inputs.selection import Selection

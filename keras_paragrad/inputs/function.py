@@ -1,4 +1,4 @@
-"""The function that is differentiated: from some of a model's inputs to one of its outputs, a chunk at a time."""
+"""The function that is differentiated, from some of a model's inputs to one of its outputs, and its derivative."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -67,6 +67,18 @@ class RowFunction(NamedTuple):
                     + (f" To leave it out, write wrt={others}." if others else "")
                 )
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
+
+
+class Derivative(NamedTuple):
+    """The derivative of a chunk of rows.
+
+    Attributes:
+        values: A tensor of shape `(rows, ...)` for each free input.
+        sound: Whether they passed the checks.
+    """
+
+    values: Sequence[tf.Tensor]
+    sound: tf.Tensor | bool = True
 
 
 def _checked(value, rows: int | None) -> tf.Tensor:

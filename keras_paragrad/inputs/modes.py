@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_paragrad.inputs.derivative import Derivative
-from keras_paragrad.inputs.function import RowFunction
+from keras_paragrad.inputs.function import Derivative, RowFunction
 from keras_paragrad.inputs.seeds import one_hot, over_seeds, width
 
 MODES = ("auto", "forward", "reverse", "vectorized")

@@ -1,9 +1,10 @@
-"""`wrap`: a model with the same weights that computes per-example gradients when it trains."""
+"""`wrap`: a model with the same weights that computes per-example gradients when it trains; and its layer that does."""
 
 from typing import Any
 
 import keras
 
+from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad._keras.objects.own_methods import IN_THE_WAY, lend, lent, overrides, preprocesses
 from keras_paragrad.arguments import check_instance
 from keras_paragrad.per_example.reads import LossReads
@@ -102,6 +103,11 @@ def wrap(model: keras.Model, **options: Any) -> PerExampleModel:
     if model.built and getattr(model, "input_shape", None) is not None:
         wrapped.build(model.input_shape)
     return wrapped
+
+
+def find_layer(model: keras.Model) -> Any:
+    """The model's first `PerExampleGradients` layer, or `None`."""
+    return next((layer for layer in all_layers(model) if isinstance(layer, PerExampleGradients)), None)
 
 
 def _check_methods(model: keras.Model) -> None:

@@ -8,8 +8,8 @@ from keras_paragrad._keras.losses.terms import is_summed
 from keras_paragrad._keras.objects.capabilities import accumulating, clips
 from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad.arguments import check_choice, check_integer, check_number
+from keras_paragrad.per_example.model import find_layer
 from keras_paragrad.per_example.noise_estimate import Noise, NoiseEstimate
-from keras_paragrad.per_example.search import find_layer
 
 SOURCES = ("auto", "examples", "accumulation", "replicas")
 

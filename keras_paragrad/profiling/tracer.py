@@ -18,16 +18,15 @@ from keras_paragrad.arguments import (
     check_text,
     refusal,
 )
-from keras_paragrad.profiling.counting import EpochCount
 from keras_paragrad.profiling.following import Following
 from keras_paragrad.profiling.on_demand import OnDemand
-from keras_paragrad.profiling.requirements import say_what_is_missing
 from keras_paragrad.profiling.run_info import run_info, write_run_info
 from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule
-from keras_paragrad.profiling.session import Session
+from keras_paragrad.profiling.session import Session, say_what_is_missing
 from keras_paragrad.profiling.stops import Stops
 from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.terminal import WindowFigures, show
+from keras_paragrad.profiling.updates import EpochCount
 from keras_paragrad.profiling.windows import WindowTracer
 
 _log = logging.getLogger("keras_paragrad")

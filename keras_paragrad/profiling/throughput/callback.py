@@ -10,14 +10,12 @@ import keras
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.telemetry.counts import batch_spec, gradient_graph
 from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
+from keras_paragrad.profiling.memory import device_memory, host_memory, says_host_memory
 from keras_paragrad.profiling.stops import Stops
-from keras_paragrad.profiling.throughput.clock import Clock, StepTimes
-from keras_paragrad.profiling.throughput.files import Files
+from keras_paragrad.profiling.throughput.files import Files, collective_share
 from keras_paragrad.profiling.throughput.flops import flops_of
-from keras_paragrad.profiling.throughput.memory import device_memory, host_memory, says_host_memory
 from keras_paragrad.profiling.throughput.pace import Pace
-from keras_paragrad.profiling.throughput.profiled import collective_share
-from keras_paragrad.profiling.throughput.retraces import Retraces
+from keras_paragrad.profiling.throughput.train_function import Clock, Retraces, StepTimes
 
 _log = logging.getLogger("keras_paragrad")
 _SHOWN = ("examples_per_second", "step_time_p50_ms", "step_time_p95_ms", "mfu")

@@ -1,4 +1,4 @@
-"""Throughput's output: two tables and TensorBoard."""
+"""The files in Throughput's log directory: its tables and scalars, and the profile that it reads."""
 
 import csv
 from collections.abc import Iterable, Mapping
@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from keras_paragrad._keras.telemetry.counts import TracedGraph
+from keras_paragrad.plain_json import read_json
+from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.telemetry.scalars import Scalars
 from keras_paragrad.profiling.telemetry.sinks import Guarded
 from keras_paragrad.profiling.telemetry.tables import Table, begin_csv
@@ -53,3 +55,16 @@ class Files:
     def _write(self, rows: Iterable[tuple]) -> None:
         with self._retraces.open("a", newline="", encoding="utf-8") as lines:
             csv.writer(lines, lineterminator="\n").writerows(rows)
+
+
+def collective_share(log_dir: Path) -> float | None:
+    """The share of step time in collectives, in the newest profile of a log directory, or `None`."""
+    summaries = sorted(log_dir.glob("plugins/profile/*/keras_paragrad.json"))
+    if not summaries:
+        return None
+    try:
+        steps = ProfileSummary.from_dict(read_json(summaries[-1].read_text(encoding="utf-8"))).steps
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    duration = sum(step.duration for step in steps)
+    return sum(step.collective for step in steps) / duration if duration else None

@@ -1,12 +1,14 @@
-"""Times the calls of a train function."""
+"""Watches a train function: how long its calls take, and when they retrace."""
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from keras_paragrad._keras.telemetry.counts import TracedGraph, compiled_functions, graphs_of, newest_trace
 
 _KEPT = 1000
 
@@ -46,7 +48,7 @@ class StepTimes:
 
     Example:
 
-    >>> from keras_paragrad.profiling.throughput.clock import StepTimes
+    >>> from keras_paragrad.profiling.throughput.train_function import StepTimes
     >>> times = StepTimes()
     >>> for seconds in (0.001, 0.002, 0.003):
     ...     times.add(seconds)
@@ -67,3 +69,44 @@ class StepTimes:
             return float("nan"), float("nan")
         median, high = np.percentile(self._seconds, (50, 95)) * 1e3
         return round(float(median), 6), round(float(high), 6)
+
+
+class Retraces:
+    """Counts the retraces of a train function's graphs; the first trace of each doesn't count.
+
+    Attributes:
+        count: The number of retraces.
+    """
+
+    def __init__(self):
+        self.count = 0
+        self._function: Any = None
+        self._traced: list[Any] = []
+        self._graphs: list[Sized] = []
+        self._counts: list[int] = []
+
+    def watch(self, function: Any) -> None:
+        """Observes this train function from now on."""
+        if function is self._function:
+            return
+        before = {id(each): count for each, count in zip(self._traced, self._counts, strict=True)}
+        self._function, self._traced = function, compiled_functions(function)
+        self._graphs = [graphs_of(each) for each in self._traced]
+        so_far = map(len, self._graphs)
+        self._counts = [before.get(id(each), count) for each, count in zip(self._traced, so_far, strict=True)]
+
+    def happened(self) -> bool:
+        """Whether graphs were traced since the last `look`."""
+        # This runs in every step.
+        return list(map(len, self._graphs)) != self._counts
+
+    def look(self) -> list[TracedGraph]:
+        """The graphs retraced since the last call; of nested ones, only the outermost."""
+        before, self._counts = self._counts, list(map(len, self._graphs))
+        again = [
+            newest_trace(function)
+            for function, was, count in zip(self._traced, before, self._counts, strict=True)
+            if 0 < was < count
+        ]
+        self.count += bool(again)
+        return again[:1]
