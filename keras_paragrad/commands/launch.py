@@ -8,7 +8,8 @@ from pathlib import Path
 
 from keras_paragrad.command_line import integer, number
 from keras_paragrad.distribution.cluster import Cluster, find_cluster
-from keras_paragrad.distribution.launch.launcher import launch
+from keras_paragrad.distribution.clusters.kind import sources_in_words
+from keras_paragrad.distribution.launch.gang import launch
 from keras_paragrad.distribution.launch.tasks import Layout
 
 # Limit of processes on one machine, and of GPUs for each.
@@ -95,8 +96,8 @@ def _given_cluster(arguments: argparse.Namespace, cluster: Cluster | None) -> Cl
             raise ValueError(f"{option} is for a cluster on this machine. Write --workers N with it.")
     if cluster is None:
         raise ValueError(
-            "Nothing in the environment says that this is a task of a cluster (TF_CONFIG, or the variables of a Slurm "
-            "step or a Kubernetes Job). Write --workers N for N workers on this machine."
+            f"The environment describes no cluster: it has no {sources_in_words()} variables. Write --workers N for N "
+            "workers on this machine, or start this as a task of a cluster."
         )
     return cluster
 

@@ -7,18 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keras_paragrad.arguments import shown
-from keras_paragrad.distribution.clusters.kubernetes import read_kubernetes
-from keras_paragrad.distribution.clusters.sagemaker import read_sagemaker
-from keras_paragrad.distribution.clusters.slurm import read_slurm
-from keras_paragrad.distribution.clusters.tf_config import read_tf_config
+from keras_paragrad.distribution.clusters.kind import cluster_kinds
 
 JOBS = ("chief", "worker", "ps", "evaluator")
-READERS = {
-    "TF_CONFIG": read_tf_config,
-    "SageMaker": read_sagemaker,
-    "Kubernetes": read_kubernetes,
-    "Slurm": read_slurm,
-}
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
 
 
@@ -31,7 +22,7 @@ class Cluster:
             parameter server) and `evaluator`.
         job: The job of this process.
         index: Index of this process among its job's tasks, from 0.
-        source: Where the cluster is described: `TF_CONFIG`, `Slurm`, `Kubernetes` or `SageMaker`.
+        source: What describes the cluster, for messages, such as `TF_CONFIG` or `Slurm`.
 
     Raises:
         ValueError: A job or this task is unknown, an address is malformed or duplicate, or there are two chiefs.
@@ -112,8 +103,8 @@ class Cluster:
 def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
     """Finds the cluster that this process was started in, from its environment variables.
 
-    `TF_CONFIG` takes precedence; then SageMaker's variables, `KERAS_PARAGRAD_WORKERS` with Kubernetes's, and those of a
-    Slurm step. Nothing is looked up on the network.
+    Each kind in `keras_paragrad.distribution.clusters` is asked, by precedence: `TF_CONFIG`, SageMaker, Kubernetes,
+    Slurm. Nothing is looked up on the network.
 
     Args:
         environment: Names and values; usually `os.environ`.
@@ -132,8 +123,8 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
     >>> find_cluster({}) is None
     True
     """
-    for source, read in READERS.items():
-        found = read(environment)
+    for kind in cluster_kinds():
+        found = kind.read(environment)
         if found is not None:
-            return Cluster(found.jobs, found.job, found.task, source)
+            return Cluster(found.jobs, found.job, found.task, kind.source)
     return None

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import keras_paragrad
 import keras_paragrad._keras
+from keras_paragrad.distribution.clusters.kind import sources_in_words
 from keras_paragrad.distribution.explain import Explanation, show
 from keras_paragrad.distribution.hardware import Device, Hardware, detect
 from keras_paragrad.distribution.options import Options
@@ -52,7 +53,7 @@ def _findings(hardware: Hardware) -> list[tuple[str, str]]:
     ]
     cluster = hardware.cluster
     if cluster is None:
-        return [*rows, ("cluster", "none: no TF_CONFIG, SageMaker, Kubernetes or Slurm variables")]
+        return [*rows, ("cluster", f"none: no {sources_in_words()} variables")]
     tasks = "; ".join(f"{job} {', '.join(hosts)}" for job, hosts in cluster.jobs.items())
     return [*rows, ("cluster", f"by {cluster.source}: {tasks}"), ("this task", f"{cluster.job} {cluster.index}")]
 

@@ -1,4 +1,4 @@
-"""`Explanation`: a plan in readable form."""
+"""`Explanation`: a plan in three lines, the command that starts it, and a table of its decisions."""
 
 import io
 from typing import Any
@@ -7,12 +7,20 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from keras_paragrad.distribution.cluster import Cluster
+from keras_paragrad.distribution.clusters.kind import ClusterKind, cluster_kinds
 from keras_paragrad.distribution.decisions.decision import Decision
+from keras_paragrad.distribution.decisions.strategy import found_in_words
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.plan import Plan
-from keras_paragrad.distribution.plan_summary import summary_lines
 
 WIDTH = 118
+_JIT = {
+    "none": "not compiled by XLA",
+    "whole_step": "compiled by XLA",
+    "per_replica": "compiled by XLA on each replica",
+}
+_BATCH = {"global": "each batch divided among the replicas", "per_replica": "a batch for each replica"}
 
 
 class Explanation:
@@ -78,3 +86,54 @@ def value_in_words(value: Any) -> str:
 def _why(decision: Decision) -> Text:
     text = Text(decision.reason)
     return text.append(f"\n{decision.evidence}", "dim") if decision.evidence else text
+
+
+def summary_lines(plan: Plan, hardware: Hardware) -> list[str]:
+    """The hardware, the plan, how a step runs, and the command to type.
+
+    Example:
+
+    >>> from keras_paragrad.distribution import describe
+    >>> from keras_paragrad.distribution import Options
+    >>> from keras_paragrad.distribution import make_plan
+    >>> machine = describe(gpus=4, compute_capability=(9, 0))
+    >>> print("\\n".join(summary_lines(make_plan(machine, Options()), machine)))
+    Found: 1 CPU, 4 GPU in this process; no cluster
+    Plan: mirrored, 4 replicas on GPU:0 to GPU:3, all-reduce by nccl
+    Step: compiled by XLA on each replica, float32, each batch divided among the replicas, exact
+    To start it: python train.py
+    """
+    return [f"Found: {found_in_words(hardware)}", _plan(plan), _step(plan), f"To start it: {_command(plan, hardware)}"]
+
+
+def _plan(plan: Plan) -> str:
+    devices, replicas = plan.devices.value, plan.replicas.value
+    where = "" if not devices else f" on {devices[0]}" if len(devices) == 1 else f" on {devices[0]} to {devices[-1]}"
+    if devices and replicas and replicas > len(devices):
+        where += f" of each of {replicas // len(devices)} workers"
+    counted = "replicas" if replicas is None else f"{replicas} replica{'s' if replicas > 1 else ''}"
+    by = "" if plan.communication.value in ("none", "given") else f", all-reduce by {plan.communication.value}"
+    strategy = plan.strategy.value if plan.strategy.value != "none" else "no strategy"
+    return f"Plan: {strategy}, {counted}{where}{by}"
+
+
+def _step(plan: Plan) -> str:
+    batch = "" if plan.replicas.value == 1 else f", {_BATCH[plan.batch.value]}"
+    exact = "exact" if plan.exact.value else "not exact"
+    return f"Step: {_JIT[plan.jit.value]}, {plan.precision.value}{batch}, {exact}"
+
+
+def _command(plan: Plan, hardware: Hardware) -> str:
+    cluster = hardware.cluster
+    if cluster is None or plan.strategy.value not in ("multi_worker", "parameter_server"):
+        return "python train.py"
+    if cluster.source == "a description":
+        numbers = _processes(cluster)
+        return f"keras-paragrad launch {numbers} train.py (in a job's tasks without {numbers})"
+    commands = {kind.source: kind.command for kind in cluster_kinds()}
+    return commands.get(cluster.source, ClusterKind.command)
+
+
+def _processes(cluster: Cluster) -> str:
+    servers = len(cluster.jobs.get("ps", ()))
+    return f"--workers {len(cluster.jobs['worker'])}" + (f" --ps {servers}" if servers else "")

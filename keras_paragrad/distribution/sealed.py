@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_paragrad.distribution.cluster import Cluster
+from keras_paragrad.distribution.clusters.kind import cluster_kinds
 from keras_paragrad.distribution.launch.tasks import TOKEN
 
 LONGEST = 65536
 _CODE_BYTES = 64
-# Variables that distinguish one run of a cluster from the next, by source of its description.
-_RUNS = {"Slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"), "SageMaker": ("TRAINING_JOB_NAME",)}
 
 
 class Seal:
@@ -41,7 +40,7 @@ class Seal:
         token = environment.get(TOKEN)
         if token:
             return cls(token.encode())
-        names = _RUNS.get(cluster.source, ())
+        names = [name for kind in cluster_kinds() if kind.source == cluster.source for name in kind.run_variables]
         run = {name: environment[name] for name in names if name in environment}
         return cls(hashlib.sha256(json.dumps([cluster.jobs, run], sort_keys=True).encode()).digest())
 

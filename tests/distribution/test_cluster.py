@@ -2,14 +2,23 @@
 
 import json
 import re
+import sys
 import time
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from keras_paragrad.distribution import clusters
 from keras_paragrad.distribution.cluster import Cluster, find_cluster
+from keras_paragrad.distribution.clusters.kind import cluster_kinds, sources_in_words
 from keras_paragrad.distribution.clusters.nodelist import expand_nodes, expand_numbers, expand_tasks
+from keras_paragrad.distribution.explain import Explanation
+from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.plan import make_plan
+from keras_paragrad.distribution.sealed import Seal
 
 SLURM = {
     "SLURM_JOB_ID": "1234",
@@ -316,6 +325,43 @@ def test_malformed_sagemaker(changes, says):
 
 def test_a_cluster_of_one_is_found():
     assert found({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}).worker_count == 1
+
+
+def test_a_kind_is_one_file(tmp_path, monkeypatch):
+    (tmp_path / "pbs.py").write_text("""
+from keras_paragrad.distribution.clusters.kind import ClusterKind, Found
+
+
+class Pbs(ClusterKind):
+    source, precedence, run_variables, command = "PBS", 15, ("PBS_JOBID",), "pbsdsh keras-paragrad launch train.py"
+
+    def read(self, environment):
+        return Found({"worker": ("a:1", "b:1")}, "worker", 1) if "PBS_JOBID" in environment else None
+
+
+KIND: ClusterKind = Pbs()
+""")
+    monkeypatch.setattr(clusters, "__path__", [*clusters.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "keras_paragrad.distribution.clusters.pbs", raising=False)
+    environment = {**SLURM, **PODS, **INSTANCES, "PBS_JOBID": "7"}
+    cluster = found(environment)
+    assert cluster == Cluster({"worker": ("a:1", "b:1")}, "worker", 1, "PBS")
+    assert sources_in_words() == "TF_CONFIG, PBS, SageMaker, Kubernetes or Slurm"
+    machine = Hardware(1, cluster=cluster)
+    explained = str(Explanation(make_plan(machine, Options()), machine))
+    assert "To start it: pbsdsh keras-paragrad launch train.py" in explained
+    line = Seal.of(cluster, environment).closed({"rank": 1})
+    assert Seal.of(cluster, environment).opened(line) == {"rank": 1}
+    assert Seal.of(cluster, {"PBS_JOBID": "8"}).opened(line) is None
+
+
+def test_kinds_have_an_order_of_their_own_and_are_in_the_guide():
+    kinds = cluster_kinds()
+    assert len({kind.precedence for kind in kinds}) == len({kind.source for kind in kinds}) == len(kinds)
+    assert all(kind.read({}) is None for kind in kinds)
+    guide = (Path(__file__).parents[2] / "docs/guides/clusters.md").read_text()
+    table = guide.partition("## Cluster variables")[2].partition("\n\n- ")[0]
+    assert re.findall(r"^\| `?(\w+)`? \|", table, flags=re.MULTILINE) == ["Source", *(kind.source for kind in kinds)]
 
 
 def test_tf_config_goes_first():

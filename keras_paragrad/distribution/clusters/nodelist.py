@@ -5,7 +5,7 @@ import math
 import re
 
 from keras_paragrad.arguments import shown
-from keras_paragrad.distribution.clusters.found import MOST_TASKS
+from keras_paragrad.distribution.clusters.variables import MOST_TASKS
 
 # Ports are numbers, too.
 MOST_NUMBERS = 65536

@@ -1,30 +1,35 @@
-"""The cluster that a Slurm step is: one worker for each of its tasks."""
+"""Slurm: a step, with one worker for each of its tasks."""
 
 from collections.abc import Mapping
 
 from keras_paragrad.arguments import shown
-from keras_paragrad.distribution.clusters.found import MOST_TASKS, Found, port_of, whole_number
+from keras_paragrad.distribution.clusters.kind import ClusterKind, Found
 from keras_paragrad.distribution.clusters.nodelist import expand_nodes, expand_numbers, expand_tasks
+from keras_paragrad.distribution.clusters.variables import MOST_TASKS, port_of, whole_number
 
 FIRST_PORT, PORTS_A_JOB, JOBS = 15000, 16, 900
 
 
-def read_slurm(environment: Mapping[str, str]) -> Found | None:
-    """Reads the variables that `srun` sets for each task; `None` where it did not start this process.
+class Slurm(ClusterKind):
+    """A step, with the variables of https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES.
 
-    A batch script without `srun` is no step: it runs once, however many tasks it was given. The variables are those of
-    https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES.
-
-    Raises:
-        ValueError: A variable is missing, or they contradict each other.
+    A batch script without `srun` is no step: it runs once, however many tasks it was given.
     """
-    if "SLURM_STEP_NODELIST" not in environment or "SLURM_PROCID" not in environment:
-        return None
-    nodes = expand_nodes(environment["SLURM_STEP_NODELIST"])
-    tasks = _tasks_on_nodes(environment, len(nodes))
-    ports = _ports(environment, max(tasks))
-    workers = [f"{node}:{port}" for node, count in zip(nodes, tasks, strict=True) for port in ports[:count]]
-    return Found({"worker": tuple(workers)}, "worker", _index(environment, tasks))
+
+    source = "Slurm"
+    precedence = 40
+    run_variables = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    command = "srun keras-paragrad launch train.py"
+
+    def read(self, environment: Mapping[str, str]) -> Found | None:
+        """Reads the variables that `srun` sets for each task; `None` if it did not start this process."""
+        if "SLURM_STEP_NODELIST" not in environment or "SLURM_PROCID" not in environment:
+            return None
+        nodes = expand_nodes(environment["SLURM_STEP_NODELIST"])
+        tasks = _tasks_on_nodes(environment, len(nodes))
+        ports = _ports(environment, max(tasks))
+        workers = [f"{node}:{port}" for node, count in zip(nodes, tasks, strict=True) for port in ports[:count]]
+        return Found({"worker": tuple(workers)}, "worker", _index(environment, tasks))
 
 
 def _tasks_on_nodes(environment: Mapping[str, str], nodes: int) -> list[int]:
@@ -80,3 +85,6 @@ def _port_of_job(environment: Mapping[str, str]) -> int:
     step = "SLURM_STEP_ID" if "SLURM_STEP_ID" in environment else "SLURM_STEPID"
     steps = whole_number(environment, step) if step in environment else 0
     return FIRST_PORT + PORTS_A_JOB * ((whole_number(environment, job) + 97 * steps) % JOBS)
+
+
+KIND: ClusterKind = Slurm()

@@ -5,34 +5,35 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_paragrad.arguments import shown
-from keras_paragrad.distribution.clusters.found import Found
+from keras_paragrad.distribution.clusters.kind import ClusterKind, Found
 from keras_paragrad.plain_json import read_json
 
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 
 
-def read_tf_config(environment: Mapping[str, str]) -> Found | None:
-    """Reads `TF_CONFIG`; `None` if it is not set, or names no cluster.
+class TfConfig(ClusterKind):
+    """The format of https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable."""
 
-    The format is that of https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable.
+    source = "TF_CONFIG"
+    # Written for this very process, by hand or by a launcher that runs within a scheduler's job.
+    precedence = 10
 
-    Raises:
-        ValueError: It is not JSON, or a part is missing or of the wrong type.
-    """
-    text = environment.get("TF_CONFIG", "").strip()
-    if not text:
-        return None
-    try:
-        config = read_json(text)
-    except ValueError as error:
-        raise ValueError(f"TF_CONFIG is not JSON: {error}. It is {shown(text)}. Expected {EXAMPLE}.") from None
-    _expect(config, dict, "TF_CONFIG")
-    cluster = _expect(config.get("cluster", {}), dict, "`cluster`")
-    if not cluster:
-        return None
-    task = _expect(config.get("task"), dict, "`task`")
-    job = _expect(task.get("type"), str, "`task.type`")
-    return Found({name: _addresses(name, hosts) for name, hosts in cluster.items()}, job, _index(task.get("index")))
+    def read(self, environment: Mapping[str, str]) -> Found | None:
+        """Reads `TF_CONFIG`; `None` if it is not set, or describes no cluster."""
+        text = environment.get("TF_CONFIG", "").strip()
+        if not text:
+            return None
+        try:
+            config = read_json(text)
+        except ValueError as error:
+            raise ValueError(f"TF_CONFIG is not JSON: {error}. It is {shown(text)}. Expected {EXAMPLE}.") from None
+        _expect(config, dict, "TF_CONFIG")
+        cluster = _expect(config.get("cluster", {}), dict, "`cluster`")
+        if not cluster:
+            return None
+        task = _expect(config.get("task"), dict, "`task`")
+        job = _expect(task.get("type"), str, "`task.type`")
+        return Found({name: _addresses(name, hosts) for name, hosts in cluster.items()}, job, _index(task.get("index")))
 
 
 def _expect(found: Any, kind: type, part: str) -> Any:
@@ -53,3 +54,6 @@ def _index(index: Any) -> int:
     if isinstance(index, bool):
         index = None
     return _expect(index, int, "`task.index`")
+
+
+KIND: ClusterKind = TfConfig()

@@ -1,22 +1,13 @@
-"""The result of reading the environment, and parsing of numbers in it."""
+"""Numbers in environment variables."""
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from keras_paragrad.arguments import shown
 
 DEFAULT_PORT = 2222
 # More would take minutes to write down, and no cluster that trains together has so many.
 MOST_TASKS = 10_000
-
-
-class Found(NamedTuple):
-    """The addresses of every job's tasks, and which of them this process is."""
-
-    jobs: dict[str, tuple[str, ...]]
-    job: str
-    task: int
 
 
 def whole_number(environment: Mapping[str, str], name: str, least: int = 0, most: int = 10**18) -> int:

@@ -1,0 +1,69 @@
+"""Cluster kinds: what starts the processes of a cluster, and how it describes the cluster to each of them."""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from keras_paragrad.distribution import clusters
+
+
+class Found(NamedTuple):
+    """The addresses of every job's tasks, and which of them this process is."""
+
+    jobs: dict[str, tuple[str, ...]]
+    job: str
+    task: int
+
+
+class ClusterKind(Protocol):
+    """What starts the processes of a cluster, and describes it to them in environment variables.
+
+    A kind is one module of this folder: a class that derives from this one, and an instance of it named `KIND`.
+
+    Attributes:
+        source: Its name, in messages and as `Cluster.source`.
+        precedence: Kinds are asked in ascending order, and the first that finds a cluster is used. What a user sets on
+            purpose comes before what a scheduler sets in every job.
+        run_variables: Variables that tell a run of a cluster from the next one on the same addresses.
+        command: What to type in a job to start `train.py`.
+    """
+
+    source: str
+    precedence: int
+    run_variables: tuple[str, ...] = ()
+    command: str = "keras-paragrad launch train.py, in each task"
+
+    def read(self, environment: Mapping[str, str]) -> Found | None:
+        """Finds the cluster that this process was started in. Nothing is looked up on the network.
+
+        Args:
+            environment: The environment variables.
+
+        Returns:
+            The cluster, or `None` if the process was not started in one of this kind.
+
+        Raises:
+            ValueError: A variable is missing or malformed. The message names it, with what was expected.
+        """
+        ...
+
+
+def cluster_kinds() -> list[ClusterKind]:
+    """The kinds in this folder, in the order in which they are asked.
+
+    Example:
+
+    >>> from keras_paragrad.distribution.clusters.kind import cluster_kinds
+    >>> [kind.source for kind in cluster_kinds()]
+    ['TF_CONFIG', 'SageMaker', 'Kubernetes', 'Slurm']
+    """
+    names = [module.name for module in pkgutil.iter_modules(clusters.__path__)]
+    modules = [vars(importlib.import_module(f"{clusters.__name__}.{name}")) for name in names]
+    return sorted((module["KIND"] for module in modules if "KIND" in module), key=lambda kind: kind.precedence)
+
+
+def sources_in_words() -> str:
+    """The names of all kinds, as in "TF_CONFIG, SageMaker or Slurm"."""
+    *others, last = (kind.source for kind in cluster_kinds())
+    return f"{', '.join(others)} or {last}"
