@@ -1,6 +1,7 @@
 """`DistributedFit`: `fit` on the available hardware, with the result of one device."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from os import PathLike, fspath
@@ -12,26 +13,18 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.data import split_for_validation
 from keras_paragrad._keras.objects.model import has_own_fit, leaves_xla_open
 from keras_paragrad._keras.replicas.local import place_of
-from keras_paragrad.distribution.alike import (
-    AgreeEachEpoch,
-    check_alike,
-    check_same_weights,
-    fingerprint,
-    given_callbacks,
-    with_agreement,
-)
-from keras_paragrad.distribution.arrangement import arranged, leave
+from keras_paragrad.distribution.alike import check_alike, check_same_weights, fingerprint, given_callbacks
 from keras_paragrad.distribution.checkpoint.backup import Backup
-from keras_paragrad.distribution.checkpoint.failures import explained_failures
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset, normalize_inputs
 from keras_paragrad.distribution.explain import Explanation
-from keras_paragrad.distribution.fit_arguments import check_fit
+from keras_paragrad.distribution.fit_arguments import check_fit, check_own_fit
 from keras_paragrad.distribution.hardware import Hardware, detect
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import Plan, make_plan
 from keras_paragrad.distribution.replicas import Preparation, building_together, check_scope
 from keras_paragrad.distribution.servers import ServerPreparation, prepare_for_servers
 from keras_paragrad.distribution.strategies import make_strategy
+from keras_paragrad.distribution.training import train
 from keras_paragrad.distribution.workers import all_or_none
 
 
@@ -111,6 +104,7 @@ class DistributedFit:
         self.strategy: tf.distribute.Strategy = make_strategy(self.plan, self.hardware, self.options)
         # With parameter servers the chief reads all data and does not shard it.
         self._reader = tf.distribute.get_strategy() if self.plan.on_servers else self.strategy
+        self._train = functools.partial(train, plan=self.plan, strategy=self.strategy, hardware=self.hardware)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -161,10 +155,8 @@ class DistributedFit:
         """Raises on every worker if their training differs, before mismatched collectives can hang."""
         if self.plan.on_servers or place_of(self.strategy).workers == 1:
             return
-        names = ("weighting", "warmup_steps")
-        decided = ("communication", "pack_bytes", "jit", "precision", "batch", "lr_scaling", "shard_policy", "exact")
-        options = {name: getattr(self.options, name) for name in names}
-        options.update({name: getattr(self.plan, name).value for name in decided})
+        decided = {decision.name: decision.value for decision in self.plan if decision.name in self.plan.alike}
+        options = {"weighting": self.options.weighting, **decided}
         check_alike(self.strategy, all_or_none(self.strategy, lambda: fingerprint(model, options, arguments)))
         check_same_weights(self.strategy, model)
 
@@ -263,23 +255,23 @@ class DistributedFit:
         }
         if has_own_fit(model):
             return self._fit_in_its_own_way(model, given, verbose, normalize, data_options)
-        cut_up = {
-            "x cut up": isinstance(x, DistributedData),
-            "validation": isinstance(validation_data, DistributedData),
+        sharded = {
+            "x sharded": isinstance(x, DistributedData),
+            "validation_data sharded": isinstance(validation_data, DistributedData),
         }
-        self._check_alike(model, {**given, "normalize": normalize, **cut_up, **data_options})
+        self._check_alike(model, {**given, "normalize": normalize, **sharded, **data_options})
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_for_validation(x, y, sample_weight, validation_split)
         if normalize:
             normalize_inputs(model, x, self._reader, shard_policy=self.options.shard_policy)
         training = {"shuffle": shuffle, "class_weight": class_weight, **data_options}
-        data = self._cut((x, y, sample_weight), batch_size, steps_per_epoch, training)
+        data = self._sharded((x, y, sample_weight), batch_size, steps_per_epoch, training)
         if validation_data is not None:
             rows = keras.utils.unpack_x_y_sample_weight(validation_data)
             cache = data_options.get("cache", False)
             beside = f"{fspath(cache)}.validation" if isinstance(cache, (str, PathLike)) else cache
             options = {**data_options, "cache": beside}
-            validation_data = self._cut(rows, validation_batch_size or batch_size, validation_steps, options)
+            validation_data = self._sharded(rows, validation_batch_size or batch_size, validation_steps, options)
         self._prepared(model)
         arguments = {
             **{"epochs": epochs, "validation_data": validation_data, "initial_epoch": initial_epoch},
@@ -291,7 +283,7 @@ class DistributedFit:
         self, model: keras.Model, given: dict[str, Any], verbose: Any, normalize: bool, data_options: dict[str, Any]
     ) -> keras.callbacks.History:
         """Trains a model whose class overrides `fit`, passing the data on unchanged."""
-        self._check_own_fit(model, given, data_options)
+        check_own_fit(model, given["x"], data_options, self.plan)
         self.prepare(model)
         if normalize:
             normalize_inputs(model, given["x"], self._reader, shard_policy=self.options.shard_policy)
@@ -300,66 +292,13 @@ class DistributedFit:
         own = {name: each for name, each in given.items() if name != "callbacks" and each is not usual[name].default}
         return self._train(model, own.pop("x", None), given["callbacks"], own, verbose)
 
-    def _check_own_fit(self, model: keras.Model, given: dict[str, Any], data_options: dict[str, Any]) -> None:
-        name = type(model).__name__
-        prepared = f"{name} has a `fit` of its own. Write dist.prepare(model) and then"
-        if self.plan.on_servers:
-            raise ValueError(
-                f"{name} has a `fit` of its own, which can't be trained with parameter servers: the chief has to read "
-                "its data. Build a plain keras.Model of the same layers, and prepare the data before."
-            )
-        if isinstance(given["x"], DistributedData):
-            raise ValueError(
-                f"{prepared} keras.Model.fit(model, data), which takes data that is sharded already; or give dist.fit "
-                "the data as they are."
-            )
-        if self.plan.batch.value == "per_replica":
-            raise ValueError(
-                f'{prepared} model.fit(...) with a batch of all replicas: batch="per_replica" can\'t reach what it '
-                "reads. Leave that out."
-            )
-        if data_options:
-            listed = ", ".join(f"{option}=" for option in data_options)
-            raise ValueError(
-                f"{prepared} model.fit(...) without {listed}, which can't reach what it reads: make a tf.data.Dataset "
-                "that does so, or preprocess the data and give them to keras.Model.fit(model, dist.dataset(x, y))."
-            )
-
-    def _train(
-        self,
-        model: keras.Model,
-        data: Any,
-        callbacks: Sequence[keras.callbacks.Callback],
-        arguments: dict[str, Any],
-        verbose: Any,
-    ) -> keras.callbacks.History:
-        """Calls the `fit` of a prepared model."""
-        is_ours = isinstance(data, DistributedData)
-        together = arranged(
-            model,
-            data if is_ours else None,
-            callbacks,
-            is_chief=self.is_chief,
-            rate_factor=self.plan.lr_scaling.value or float(self.strategy.num_replicas_in_sync),
-            warmup_steps=self.plan.warmup_steps.value,
-        )
-        if is_ours and not self.plan.on_servers and place_of(self.strategy).workers > 1:
-            together = with_agreement(together, AgreeEachEpoch(self.strategy, together, data))
-        shown = verbose if self.is_chief or verbose != "auto" else 0
-        try:
-            with explained_failures(self.hardware.cluster):
-                return model.fit(data, verbose=shown, callbacks=together, **arguments)
-        finally:
-            leave(together)
-
     @property
     def is_chief(self) -> bool:
         """Whether this process writes and reports for all."""
-        cluster = self.hardware.cluster
-        return cluster is None or cluster.is_chief
+        return self.hardware.is_chief
 
-    def _cut(self, data: tuple[Any, Any, Any], batch_size: int | None, steps: int | None, options: dict) -> Any:
-        """Shards data over the replicas, unless that has been done."""
+    def _sharded(self, data: tuple[Any, Any, Any], batch_size: int | None, steps: int | None, options: dict) -> Any:
+        """The data sharded over the replicas, which it may be already."""
         if isinstance(data[0], DistributedData):
             return data[0]
         return self.dataset(*data, batch_size=batch_size, steps_per_epoch=steps, **options)

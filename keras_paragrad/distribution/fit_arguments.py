@@ -1,11 +1,15 @@
 """Validation of the arguments of `DistributedFit.fit` other than data, before any worker waits for another."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from keras_paragrad.arguments import check_each, check_flag, check_instance, check_integer, check_number
+from keras_paragrad.distribution.data import DistributedData
+
+if TYPE_CHECKING:
+    from keras_paragrad.distribution.plan import Plan
 
 
 def check_fit(
@@ -44,3 +48,41 @@ def check_fit(
 def checked_callback(name: str, value: Any) -> keras.callbacks.Callback:
     """Checks that a value is a callback; see `keras_paragrad.arguments.check_instance`."""
     return check_instance(name, value, keras.callbacks.Callback, "a Keras callback")
+
+
+def check_own_fit(model: keras.Model, x: Any, data_options: dict[str, Any], plan: "Plan") -> None:
+    """Refuses what can't be done for a model whose class overrides `fit`, and so reads its data itself.
+
+    Args:
+        model: The model.
+        x: The data.
+        data_options: The options of `distributed_dataset` that were given.
+        plan: The plan.
+
+    Raises:
+        ValueError: It is refused. The message says what to write.
+    """
+    name = type(model).__name__
+    prepared = f"{name} overrides `fit`. Write dist.prepare(model) and then"
+    if plan.on_servers:
+        raise ValueError(
+            f"{name} overrides `fit`, and so can't be trained with parameter servers, where the chief has to read the "
+            "data. Build a plain keras.Model of the same layers, and preprocess the data beforehand."
+        )
+    if isinstance(x, DistributedData):
+        raise ValueError(
+            f"{prepared} keras.Model.fit(model, data), which takes data that is already sharded; or pass the original "
+            "data to dist.fit."
+        )
+    if plan.batch.value == "per_replica":
+        raise ValueError(
+            f'{prepared} model.fit(...) with the batch of all replicas: batch="per_replica" has no effect on data that '
+            "the model reads itself. Leave it out."
+        )
+    if data_options:
+        listed = ", ".join(f"{option}=" for option in data_options)
+        raise ValueError(
+            f"{prepared} model.fit(...) without {listed}, which has no effect on data that the model reads itself. "
+            "Configure that in a tf.data.Dataset; or preprocess the data, and write "
+            "keras.Model.fit(model, dist.dataset(x, y))."
+        )

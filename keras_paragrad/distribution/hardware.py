@@ -1,6 +1,8 @@
 """The hardware to train on: processors, accelerators, memory, and the cluster they belong to."""
 
 import os
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,10 +10,10 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from keras_paragrad.distribution.cluster import Cluster, find_cluster
-from keras_paragrad.distribution.gpu_memory import memory_by_name
 
 KINDS = ("CPU", "GPU", "TPU")
 TPU_VARIABLES = ("TPU_NAME", "TPU_WORKER_ID")
+_SMI_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ class Hardware:
         return len(self.of_kind("GPU")) > len(self.gpus)
 
     @property
+    def is_chief(self) -> bool:
+        """Whether this process writes and reports for all: the chief, the first worker, or the only process."""
+        return self.cluster is None or self.cluster.is_chief
+
+    @property
     def worker_count(self) -> int:
         """Number of processes that train together: 1 without a cluster."""
         return self.cluster.worker_count if self.cluster else 1
@@ -124,6 +131,31 @@ def logical_devices(gpus: tuple[Device, ...] | None = None, memory: int | None =
         *(Device("", "TPU") for _ in physical["TPU"]),
     ]
     return _logical([one for kind in KINDS for one in physical[kind]], whole)
+
+
+def memory_by_name() -> dict[str, int]:
+    """Queries `nvidia-smi` for the memory of each GPU model, in bytes.
+
+    By model rather than index, since TensorFlow and `nvidia-smi` may number GPUs differently. Models found with
+    several memory sizes are omitted.
+
+    Returns:
+        From names, as in TensorFlow's `device_name`, to bytes; empty if `nvidia-smi` is missing or doesn't answer.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    sizes: dict[str, set[int]] = {}
+    for line in answer.splitlines():
+        name, _, mebibytes = line.rpartition(",")
+        if mebibytes.strip().isdecimal():
+            sizes.setdefault(name.strip(), set()).add(int(mebibytes) * 2**20)
+    return {name: found.pop() for name, found in sizes.items() if len(found) == 1}
 
 
 def _gpus(physical: list, memory: Mapping[str, int]) -> tuple[Device, ...]:

@@ -11,8 +11,7 @@ import pytest
 import tensorflow as tf
 
 from keras_paragrad.distribution.described import describe
-from keras_paragrad.distribution.gpu_memory import memory_by_name
-from keras_paragrad.distribution.hardware import Device, Hardware, detect
+from keras_paragrad.distribution.hardware import Device, Hardware, detect, memory_by_name
 
 
 def in_a_process(code, **environment):

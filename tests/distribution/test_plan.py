@@ -1,15 +1,21 @@
 """The decision table, driven with machines that aren't here; and what can't work on them is refused."""
 
+import copy
 import json
+import pickle
+import sys
 
 import keras
 import pytest
 import tensorflow as tf
 
+from keras_paragrad.distribution import decisions
 from keras_paragrad.distribution.cluster import Cluster
+from keras_paragrad.distribution.decisions import registry
 from keras_paragrad.distribution.decisions.batch import scaling_factor
-from keras_paragrad.distribution.decisions.jit import compiled_form
+from keras_paragrad.distribution.decisions.computation import compiled_form
 from keras_paragrad.distribution.described import describe
+from keras_paragrad.distribution.explain import Explanation
 from keras_paragrad.distribution.hardware import Device, Hardware
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import Decision, make_plan
@@ -127,6 +133,66 @@ def test_every_decision_is_explained_and_is_data(machine, options, expected):
 def test_decisions_are_named_as_they_are_asked_for():
     plan = make_plan(MACHINES["8-gpus"], Options())
     assert all(getattr(plan, decision.name) is decision for decision in plan)
+    assert {decision.name for decision in plan} <= {*dir(plan)}
+    with pytest.raises(AttributeError, match="no decision 'strategie'. Decided are strategy, devices"):
+        _ = plan.strategie
+
+
+def test_a_plan_is_a_value():
+    plan = make_plan(MACHINES["8-gpus"], Options())
+    assert pickle.loads(pickle.dumps(plan)) == copy.deepcopy(plan) == plan
+    assert plan != make_plan(MACHINES["cpu"], Options())
+
+
+@pytest.fixture
+def one_more(tmp_path, monkeypatch):
+    """Adds a module to those that decide."""
+
+    def add(source):
+        (tmp_path / "added.py").write_text(f"{IMPORTS}{source}")
+        monkeypatch.setattr(decisions, "__path__", [*decisions.__path__, str(tmp_path)])
+
+    monkeypatch.setattr(registry, "_DECIDERS", {**registry._DECIDERS})
+    monkeypatch.setitem(sys.modules, "keras_paragrad.distribution.decisions.added", None)
+    del sys.modules["keras_paragrad.distribution.decisions.added"]
+    return add
+
+
+IMPORTS = """
+from keras_paragrad.distribution.decisions.decision import Decision
+from keras_paragrad.distribution.decisions.registry import decides
+"""
+
+
+def test_a_decision_is_one_function(one_more):
+    one_more("""
+@decides(75)
+def decide_donation(hardware, jit):
+    return Decision("donation", jit != "none", "buffers are donated by XLA", f"{hardware.cpu_count} cores", "jit=False")
+""")
+    plan = make_plan(MACHINES["8-gpus"], Options())
+    assert plan.donation.value is True
+    names = [decision.name for decision in plan]
+    assert names.index("donation") == names.index("jit") + 1
+    assert "donation" in plan.alike
+    assert plan.to_dict()["donation"]["evidence"] == "1 cores"
+    assert "buffers are donated by XLA" in str(Explanation(plan, MACHINES["8-gpus"]))
+
+
+def test_a_decision_goes_by_those_before_it(one_more):
+    one_more("""
+@decides(65)
+def decide_donation(jit):
+    return Decision("donation", jit, "", "", "")
+""")
+    with pytest.raises(TypeError, match="decide_donation asks for jit, not decided yet"):
+        make_plan(MACHINES["cpu"], Options())
+
+
+def test_what_workers_have_to_decide_alike():
+    plan = make_plan(MACHINES["2-workers"], Options())
+    may_differ = {"strategy", "devices", "replicas", "collective_timeout"}
+    assert {*plan.alike} == {decision.name for decision in plan} - may_differ
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,18 @@
 import math
 
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
+from keras_paragrad.distribution.decisions.registry import decides
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options
 
 
+@decides(90)
 def decide_batch(options: Options, replicas: int | None) -> Decision:
-    """Says whether the dataset's batch is divided among the replicas, or each of them takes one."""
+    """Decides whether the dataset's batch is divided among the replicas, or each of them takes one.
+
+    Returns:
+        `"global"` or `"per_replica"`.
+    """
     count = f"{replicas} replica{'s' * (replicas != 1)}" if replicas else "replicas counted once the TPU is connected"
     if options.batch == "per_replica":
         reason = "asked for: every replica takes a batch, and the step is that of all of them"
@@ -17,8 +23,9 @@ def decide_batch(options: Options, replicas: int | None) -> Decision:
     return Decision("batch", "global", reason, count, 'batch="per_replica"')
 
 
+@decides(100)
 def decide_lr_scaling(options: Options, replicas: int | None) -> Decision:
-    """Gives the factor of the learning rate; `None` until the replicas are counted."""
+    """Decides the factor of the learning rate; `None` until the number of replicas is known."""
     name, rule = "lr_scaling", options.lr_scaling
     if rule is None:
         reason = "the learning rate is left as it is"
@@ -51,8 +58,9 @@ def scaling_factor(rule: str | None, replicas: int | None) -> float | None:
     return float(replicas) if rule == "linear" else math.sqrt(replicas)
 
 
+@decides(110)
 def decide_warmup(options: Options) -> Decision:
-    """Says over how many updates the learning rate grows to its scaled value."""
+    """Decides over how many updates the learning rate grows to its scaled value."""
     if not options.lr_scaling:
         return Decision("warmup_steps", 0, "the learning rate isn't scaled", "lr_scaling=None", 'lr_scaling="linear"')
     reason = "asked for" if options.warmup_steps else "no warm-up was asked for"
@@ -60,8 +68,13 @@ def decide_warmup(options: Options) -> Decision:
     return Decision("warmup_steps", options.warmup_steps, reason, evidence, "warmup_steps=500")
 
 
+@decides(120)
 def decide_shard_policy(hardware: Hardware, options: Options, strategy: str) -> Decision:
-    """Says how workers share the data."""
+    """Decides how workers share the data.
+
+    Returns:
+        `"data"`, `"file"` or `"already_sharded"`.
+    """
     name = "shard_policy"
     if strategy == "parameter_server":
         reason = "the chief reads the data, and hands each batch to a worker that is free"

@@ -1,6 +1,7 @@
 """Decides the devices and the number of replicas."""
 
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, list_of
+from keras_paragrad.distribution.decisions.registry import decides
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.distribution.options import Options
@@ -8,11 +9,15 @@ from keras_paragrad.distribution.options import Options
 NAME = "devices"
 
 
+@decides(20, alike=False)
 def decide_devices(hardware: Hardware, options: Options, strategy: str) -> Decision:
     """Takes the named devices, or those that the strategy would use.
 
+    Returns:
+        The names of this process's devices, as a tuple; empty if the strategy defines its own.
+
     Raises:
-        ValueError: A named device isn't here.
+        ValueError: A named device does not exist.
     """
     if options.given is not None:
         return Decision(NAME, (), "the strategy that was handed over has its own", _here(hardware), 'strategy="auto"')
@@ -39,8 +44,9 @@ def decide_devices(hardware: Hardware, options: Options, strategy: str) -> Decis
     return Decision(NAME, names[:1], f"the first {kind}", _here(hardware), override)
 
 
+@decides(30, alike=False)
 def decide_replicas(hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...]) -> Decision:
-    """Counts the replicas that step together; `None` until TensorFlow has connected to a TPU."""
+    """Counts the replicas over all workers; `None` until TensorFlow has connected to a TPU."""
     if options.given is not None:
         count = int(options.given.num_replicas_in_sync)
         evidence = f"a {type(options.given).__name__}"

@@ -1,7 +1,8 @@
-"""Decides the strategy."""
+"""Decides the strategy, and whether the result must be that of one device."""
 
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.decisions.decision import Decision
+from keras_paragrad.distribution.decisions.registry import decides
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import kind_of_strategy
 from keras_paragrad.distribution.options import Options
@@ -12,11 +13,15 @@ SHARED_CORES_MEASURED = "measured on two cores, a dense model of 1.3 million wei
 LAUNCH = "python -m keras_paragrad launch --workers 2 train.py"
 
 
+@decides(10, alike=False)
 def decide_strategy(hardware: Hardware, options: Options) -> Decision:
     """Takes the requested strategy, or the one that uses all devices.
 
+    Returns:
+        `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"` or `"parameter_server"`.
+
     Raises:
-        ValueError: What was asked for can't work here, or the cluster can't.
+        ValueError: The requested strategy can't work on this hardware, or the cluster is incomplete.
     """
     if options.given is not None:
         kind = kind_of_strategy(options.given)
@@ -30,6 +35,33 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
         _check_servers(hardware.cluster)
     measured = f"; {SHARED_CORES_MEASURED}" if reason == SHARED_CORES else ""
     return Decision(NAME, value, reason, found_in_words(hardware) + measured, override)
+
+
+@decides(130)
+def decide_exact(hardware: Hardware, options: Options, strategy: str) -> Decision:
+    """Decides whether the result must be that of one device.
+
+    Returns:
+        `True`, unless the user has given it up.
+
+    Raises:
+        ValueError: The strategy is asynchronous, and the user has not given it up.
+    """
+    if strategy == "parameter_server":
+        if options.exact:
+            raise ValueError(
+                "Parameter servers are asynchronous: a gradient is applied to weights that others have changed, so the "
+                "answer can't be that of one device. Write exact=False with them, or start the cluster without the job "
+                '"ps".'
+            )
+        return Decision("exact", False, "asked for", "parameter servers are asynchronous", 'strategy="none"')
+    if not options.exact:
+        return Decision("exact", False, "asked for", "Keras's own step is left as it is", "exact=True")
+    reason = "uneven batches, clips, weights and non-finite gradients count as on one device"
+    evidence = "the tests compare with one device on the whole batch"
+    if hardware.of_kind("GPU") or hardware.tpus:
+        evidence += "; they run on CPUs, and have not been run on this kind of device"
+    return Decision("exact", True, reason, evidence, "exact=False")
 
 
 def found_in_words(hardware: Hardware) -> str:

@@ -1,0 +1,81 @@
+"""Runs the `fit` of a prepared model, with the callbacks that replicas need and errors that name lost workers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.objects.capabilities import accumulating
+from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad.accumulation.callback import ExactAccumulation
+from keras_paragrad.distribution.alike import AgreeEachEpoch, with_agreement
+from keras_paragrad.distribution.checkpoint.backup import Backup
+from keras_paragrad.distribution.checkpoint.failures import explained_failures
+from keras_paragrad.distribution.checkpoint.writers import with_one_writer
+from keras_paragrad.distribution.data import DistributedData, FollowEpochs
+from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.learning_rate import ScaledLearningRate
+from keras_paragrad.distribution.plan import Plan
+
+
+def train(
+    model: Any,
+    data: Any,
+    callbacks: Sequence[keras.callbacks.Callback],
+    arguments: dict[str, Any],
+    verbose: Any,
+    *,
+    plan: Plan,
+    strategy: tf.distribute.Strategy,
+    hardware: Hardware,
+) -> keras.callbacks.History:
+    """Calls the `fit` of a prepared model.
+
+    Args:
+        model: The model.
+        data: `DistributedData`, or whatever an overridden `fit` takes as its first argument.
+        callbacks: The user's callbacks; those that write files do so on the chief only.
+        arguments: The other arguments of `fit`.
+        verbose: As in `fit`; `"auto"` shows progress on the chief only.
+        plan: The plan.
+        strategy: The strategy that was created for it.
+        hardware: The hardware it was made for.
+
+    Raises:
+        WorkerLostError: Another worker has died or stopped responding.
+    """
+    sharded = data if isinstance(data, DistributedData) else None
+    factor = plan.lr_scaling.value or float(strategy.num_replicas_in_sync)
+    rate = [ScaledLearningRate(factor, plan.warmup_steps.value)] if factor != 1 else []
+    together = _arranged(model, sharded, rate, callbacks, hardware.is_chief)
+    if sharded is not None and not plan.on_servers and place_of(strategy).workers > 1:
+        together = with_agreement(together, AgreeEachEpoch(strategy, together, sharded))
+    shown = verbose if hardware.is_chief or verbose != "auto" else 0
+    try:
+        with explained_failures(hardware.cluster):
+            return model.fit(data, verbose=shown, callbacks=together, **arguments)
+    finally:
+        # Keras does not notify callbacks of a `fit` that failed.
+        for callback in together:
+            if isinstance(callback, Backup):
+                callback.leave()
+
+
+def _arranged(
+    model: Any,
+    data: DistributedData | None,
+    rate: Sequence[keras.callbacks.Callback],
+    callbacks: Sequence[keras.callbacks.Callback],
+    is_chief: bool,
+) -> list[keras.callbacks.Callback]:
+    """All callbacks in order; a `Backup` comes last, as it saves the state of all others."""
+    backups = [callback for callback in callbacks if isinstance(callback, Backup)]
+    others = [callback for callback in callbacks if not isinstance(callback, Backup)]
+    ours: list[keras.callbacks.Callback] = [FollowEpochs(data)] if data is not None else []
+    if accumulating(model.optimizer) and not any(isinstance(callback, ExactAccumulation) for callback in others):
+        ours.append(ExactAccumulation())
+    written = with_one_writer([*ours, *rate, *others], is_chief)
+    for backup in backups:
+        backup.callbacks = [*backup.callbacks, *written]
+    return [*written, *backups]
