@@ -70,7 +70,7 @@ class Preparation:
         several = place_of(self.model.distribute_strategy).workers > 1
         compared = ComparedFit.of(model, shard_policy) if several else None
         spread_over_replicas(
-            model, Take(None if foreseen else measure, by_xla, foreseen), compared.cut if compared else None
+            model, Take(None if foreseen else measure, by_xla, foreseen), compared.sharded if compared else None
         )
         if compared:
             self.model.__dict__["fit"] = compared

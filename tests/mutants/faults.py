@@ -295,8 +295,8 @@ _DISTRIBUTION = [
     _fault(
         "a batch loses the rows that don't divide evenly among replicas",
         "distribution/data/batch_sharding.py",
-        "return number * (rows // pieces) + min(number, rows % pieces)",
-        "return number * (rows // pieces)",
+        "return index * (rows // shards) + min(index, rows % shards)",
+        "return index * (rows // shards)",
         "distribution/data/test_batch_sharding.py::test_sizes",
     ),
     _fault(

@@ -22,7 +22,7 @@ class ComparedFit:
 
     Args:
         model: The model.
-        shard_policy: How workers share data that are not cut up yet; see `distributed_dataset`.
+        shard_policy: How workers share data that is not sharded yet; see `distributed_dataset`.
     """
 
     def __init__(self, model: Any, shard_policy: str = "auto"):
@@ -63,12 +63,12 @@ class ComparedFit:
         finally:
             self._agreement = None
 
-    def cut(self, adapter: Any, steps: int | None) -> DistributedData | None:
-        """Data as Keras reads them, cut up so that each batch is that of one device; `None` if they are already.
+    def sharded(self, adapter: Any, steps: int | None) -> DistributedData | None:
+        """Data sharded so that each batch is that of one device; `None` if it is sharded already.
 
         Args:
-            adapter: What Keras reads them with.
-            steps: How many batches an epoch takes, if that was asked for.
+            adapter: Keras's adapter of the data.
+            steps: Number of batches per epoch, if that was given.
         """
         found = readable_again(adapter)
         if found is None:

@@ -14,9 +14,8 @@ from keras_paragrad.distribution.checkpoint.agreement import common_backup
 from keras_paragrad.distribution.checkpoint.callback_state import HISTORY, check_storable, state_of, with_epoch
 from keras_paragrad.distribution.checkpoint.content import Content
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, Stored
-from keras_paragrad.distribution.checkpoint.pace import StopChecks
 from keras_paragrad.distribution.checkpoint.resuming import Resumption
-from keras_paragrad.distribution.checkpoint.stopping import StopRequest, TrainingInterrupted
+from keras_paragrad.distribution.checkpoint.stopping import StopChecks, StopRequest, TrainingInterrupted
 from keras_paragrad.distribution.checkpoint.values import UnstorableError
 from keras_paragrad.distribution.fit_arguments import checked_callback
 from keras_paragrad.distribution.workers import agree, gather

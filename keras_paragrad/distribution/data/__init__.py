@@ -1,9 +1,12 @@
 """Input pipelines: batches sharded over replicas, and inputs normalized by the whole data's mean and variance."""
 
-from keras_paragrad.distribution.data.dataset import DistributedData, distributed_dataset
-from keras_paragrad.distribution.data.epochs import FollowEpochs
-from keras_paragrad.distribution.data.normalization import adapt_normalization, normalize_inputs
-from keras_paragrad.distribution.data.normalization_layers import normalization_layers
+from keras_paragrad.distribution.data.dataset import distributed_dataset
+from keras_paragrad.distribution.data.distributed import DistributedData, FollowEpochs
+from keras_paragrad.distribution.data.normalization import (
+    adapt_normalization,
+    normalization_layers,
+    normalize_inputs,
+)
 
 __all__ = [
     "DistributedData",

@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras_paragrad._keras.replicas.local import Place
 
 
-def cut(batches: tf.data.Dataset, place: Place) -> tf.data.Dataset:
+def shard_batches(batches: tf.data.Dataset, place: Place) -> tf.data.Dataset:
     """Splits each batch into a shard for each replica, in order, and keeps those of this worker.
 
     Args:
@@ -27,29 +27,29 @@ def cut(batches: tf.data.Dataset, place: Place) -> tf.data.Dataset:
     rows = _rows_of_every_batch(batches)
     if rows is not None and place.local == place.replicas:
         # Static bounds need no tf.function, and static shapes tell the step that no replica's shard is empty.
-        bounds = [_bound(rows, number, place.local) for number in range(place.local + 1)]
+        bounds = [_bound(rows, index, place.local) for index in range(place.local + 1)]
         return batches.rebatch(tf.constant(np.diff(bounds), tf.int64))
-    numbers = tf.data.Dataset.range(place.first, place.first + place.local)
+    indices = tf.data.Dataset.range(place.first, place.first + place.local)
     return batches.flat_map(
-        lambda *batch: numbers.map(lambda number: shard(_whole(batches, batch), number, place.replicas))
+        lambda *batch: indices.map(lambda index: shard(_whole(batches, batch), index, place.replicas))
     )
 
 
-def split(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
-    """Splits each batch into `parts` consecutive smaller ones; empty ones are left out."""
+def split_batches(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
+    """Splits each batch into `parts` smaller ones of consecutive rows; empty ones are left out."""
     if parts == 1:
         return batches
-    numbers = tf.data.Dataset.range(parts)
-    smaller = batches.flat_map(lambda *batch: numbers.map(lambda number: shard(_whole(batches, batch), number, parts)))
+    indices = tf.data.Dataset.range(parts)
+    smaller = batches.flat_map(lambda *batch: indices.map(lambda index: shard(_whole(batches, batch), index, parts)))
     return smaller.filter(lambda *batch: count_rows(batch) > 0)
 
 
-def shard(batch: Any, number: Any, pieces: int) -> Any:
-    """One of the pieces of a batch, by its number."""
-    rows = _static_rows(batch) if isinstance(number, int) else None
+def shard(batch: Any, index: Any, shards: int) -> Any:
+    """One of the shards of a batch, by its index."""
+    rows = _static_rows(batch) if isinstance(index, int) else None
     if rows is None:
-        rows, number = count_rows(batch), tf.cast(number, tf.int64)
-    start, stop = (_bound(rows, index, pieces) for index in (number, number + 1))
+        rows, index = count_rows(batch), tf.cast(index, tf.int64)
+    start, stop = (_bound(rows, number, shards) for number in (index, index + 1))
     return tf.nest.map_structure(lambda leaf: _slice(leaf, start, stop), batch)
 
 
@@ -93,7 +93,7 @@ def check_size(rows: int | None, replicas: int) -> None:
 
 
 def _whole(batches: tf.data.Dataset, arguments: tuple) -> Any:
-    """An element of a dataset, of which a tuple was spread over the arguments of a function."""
+    """An element of a dataset; tf.data unpacks a tuple into the arguments of a function."""
     return arguments if isinstance(batches.element_spec, tuple) else arguments[0]
 
 
@@ -102,12 +102,12 @@ def _is_absent(leaf: Any) -> bool:
 
 
 def _rows_of_every_batch(batches: tf.data.Dataset) -> int | None:
-    """How many rows each batch has, if shapes say so and TensorFlow can cut it up by itself: all tensors are dense."""
+    """The number of rows in each batch, if it is static and `rebatch` works: all tensors are dense."""
     return _static_rows(batches.element_spec)
 
 
 def _static_rows(batch: Any) -> int | None:
-    """The rows that all tensors of a batch, or of its spec, have, if they are dense and their shapes say so."""
+    """The number of rows in all tensors of a batch, or of its spec, if they are dense and it is static."""
     leaves = tf.nest.flatten(batch)
     if not all(isinstance(leaf, (tf.Tensor, tf.TensorSpec)) for leaf in leaves):
         return None
@@ -115,10 +115,11 @@ def _static_rows(batch: Any) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def _bound(rows: Any, number: Any, pieces: int) -> Any:
+def _bound(rows: Any, index: Any, shards: int) -> Any:
+    """The first row of a shard."""
     if isinstance(rows, int):
-        return number * (rows // pieces) + min(number, rows % pieces)
-    return number * (rows // pieces) + tf.minimum(number, tf.math.floormod(rows, pieces))
+        return index * (rows // shards) + min(index, rows % shards)
+    return index * (rows // shards) + tf.minimum(index, tf.math.floormod(rows, shards))
 
 
 def _rows(leaf: Any) -> tf.Tensor:
@@ -131,7 +132,7 @@ def _rows(leaf: Any) -> tf.Tensor:
 
 def _slice(leaf: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
     if _is_absent(leaf):
-        return None  # Keras's own step turns an empty Optional into this.
+        return None  # As Keras's own step does with an empty Optional.
     if isinstance(leaf, tf.SparseTensor):
         rest = leaf.dense_shape[1:]
         return tf.sparse.slice(leaf, tf.concat([[start], tf.zeros_like(rest)], 0), tf.concat([[stop - start], rest], 0))

@@ -1,117 +1,26 @@
 """`distributed_dataset`: shards the input of `fit` so that the replicas together train as one device would."""
 
-from collections.abc import Iterator
 from os import PathLike
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.data import OwnAdapter
+from keras_paragrad._keras.objects.data import adapter_of, reads_arrays
 from keras_paragrad._keras.replicas.local import Place, place_of
 from keras_paragrad.arguments import check_instance
 from keras_paragrad.distribution.data.agreement import common_steps
 from keras_paragrad.distribution.data.arguments import Request
-from keras_paragrad.distribution.data.feed import Feed, Pieces
-from keras_paragrad.distribution.data.opening import open_source
-from keras_paragrad.distribution.data.order import common_seed
+from keras_paragrad.distribution.data.batch_sharding import check_batches, check_size
+from keras_paragrad.distribution.data.distributed import DistributedData
+from keras_paragrad.distribution.data.feed import Feed, WorkerShards
+from keras_paragrad.distribution.data.order import ReorderedDataset, common_seed
 from keras_paragrad.distribution.data.policies import choose_policy
-from keras_paragrad.distribution.data.sources import Source
+from keras_paragrad.distribution.data.sources import ArraySource, Source, StreamSource, static_rows
 from keras_paragrad.distribution.data.tally import Tally
 from keras_paragrad.distribution.workers import all_or_none
 
-
-class DistributedData(OwnAdapter):
-    """What `distributed_dataset` returns: the `x` of `fit`, `evaluate` and `predict`, also as `validation_data`.
-
-    Iterating over it gives the batches of an epoch, one value for each replica on this worker.
-
-    Attributes:
-        num_batches: Number of steps per epoch, the same on every worker; `None` if unknown until the data is read.
-        batch_size: Number of rows in a global batch, if known.
-        batch_spec: The nested `tf.TypeSpec` of a global batch.
-        shard_policy: "data", "file" or "already_sharded".
-        place: Which replicas are on this worker.
-        next_epoch: The number of the epoch to read next.
-        tally: Record of the batches' shapes, if several workers read the same data.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        feed: Feed,
-        place: Place,
-        policy: str,
-        steps: int | None,
-        endless: bool,
-        tally: Tally | None = None,
-    ):
-        self.tally = tally
-        self._source = source
-        self._feed = feed
-        self._steps = steps
-        self._endless = endless
-        self.place = place
-        self.shard_policy = policy
-        self.batch_spec = source.batches(0).element_spec
-        self.next_epoch = 0
-        self._skip = 0
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._steps
-
-    @property
-    def batch_size(self) -> int | None:
-        return self._source.batch_size
-
-    @property
-    def has_partial_batch(self) -> bool | None:
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        return None
-
-    @property
-    def element_spec(self) -> Any:
-        """The nested `tf.TypeSpec` of a step's input: one for each replica on this worker."""
-        return self._feed.element_spec
-
-    def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        """Sets the epoch to read next; by default, epochs are counted from the first one read.
-
-        Args:
-            epoch: Its number, which determines the order of its rows.
-            skip: How many of its batches to skip, as they were trained on before an interruption.
-        """
-        self.next_epoch, self._skip = epoch, skip
-        self._feed.begin(epoch, skip)
-
-    def first_batch(self) -> Any:
-        """A global batch to build a model with; it is not consumed."""
-        return self._source.first_batch()
-
-    def get_tf_dataset(self) -> tf.distribute.DistributedDataset:
-        """The dataset for Keras's trainer."""
-        return self._feed
-
-    def on_epoch_begin(self) -> None:
-        """Begins the next epoch. Keras calls this."""
-        if not self._endless:
-            self._feed.begin(self.next_epoch, self._skip)
-        self._source.begin()
-        self.next_epoch, self._skip = self.next_epoch + 1, 0
-
-    def on_epoch_end(self) -> None:
-        """Ends an epoch. Keras calls this."""
-        self._source.end()
-
-    def __iter__(self) -> Iterator[Any]:
-        self.on_epoch_begin()
-        try:
-            yield from self._feed
-        finally:
-            self.on_epoch_end()
+KERAS_BATCH_SIZE = 32
 
 
 def distributed_dataset(
@@ -176,24 +85,82 @@ def distributed_dataset(
     check_instance("strategy", strategy, tf.distribute.Strategy, "a tf.distribute.Strategy")
     place = place_of(strategy)
 
-    def ask() -> Request:
+    def checked() -> Request:
         request = Request(
             batch_size, shuffle, class_weight, steps_per_epoch, batch, shard_policy, cache, prefetch, seed
         )
         request.check_data(x)
         return request
 
-    request = all_or_none(strategy, ask)
+    request = all_or_none(strategy, checked)
     common = common_seed(strategy, request.seed)
 
-    def open_it() -> tuple[str, Source]:
+    def opened() -> tuple[str, Source]:
         policy = choose_policy(request.shard_policy, x, place.workers)
         return policy, open_source((x, y, sample_weight), request, policy, place, common)
 
-    policy, source = all_or_none(strategy, open_it)
+    policy, source = all_or_none(strategy, opened)
     steps = common_steps(strategy, source, policy) if place.workers > 1 else source.steps
     equal_steps = place.workers == 1 or (policy == "data" and steps is not None)
     tally = Tally() if place.workers > 1 and policy == "data" else None
-    pieces = Pieces(source, request, policy, place, tally)
-    feed = Feed(strategy, pieces, place.local, source.changes, equal_steps, tally)
+    shards = WorkerShards(source, request, policy, place, tally)
+    feed = Feed(strategy, shards, place.local, source.changes, equal_steps, tally)
     return DistributedData(source, feed, place, policy, steps, steps_per_epoch is not None, tally)
+
+
+def open_source(data: tuple[Any, Any, Any], request: Request, policy: str, place: Place, seed: int) -> Source:
+    """Opens data for reading.
+
+    Args:
+        data: `x`, `y` and `sample_weight`, as `fit` takes them.
+        request: The other arguments.
+        policy: The shard policy.
+        place: Which replicas are here.
+        seed: What orders are drawn from.
+
+    Raises:
+        ValueError: Keras can't read the data, they are no batches, or these are too small for the replicas.
+    """
+    x, reordered = data[0], None
+    if request.shuffle and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
+        x = reordered = ReorderedDataset(x, seed)
+    adapter = adapter_of(
+        x,
+        *data[1:],
+        batch_size=_rows_of_array_batches(request, place),
+        steps_per_epoch=request.steps_per_epoch,
+        class_weight=request.class_weight,
+    )
+    replicas = place.local if policy == "already_sharded" else place.replicas
+    if reads_arrays(adapter):
+        check_size(adapter.batch_size, place.replicas)
+        source = ArraySource(adapter, request.shuffle, seed, _rows_of_this_worker(adapter.batch_size, policy, place))
+    else:
+        size = None if request.batch == "global" else _rows_of_stream(adapter.get_tf_dataset(), request) * replicas
+        source = StreamSource(adapter, size, reordered)
+    check_batches(source.batches(0).element_spec, replicas)
+    return source
+
+
+def _rows_of_array_batches(request: Request, place: Place) -> int | None:
+    if request.batch == "global" or (request.steps_per_epoch and not request.batch_size):
+        return request.batch_size
+    return (request.batch_size or KERAS_BATCH_SIZE) * place.replicas
+
+
+def _rows_of_this_worker(batch_size: int, policy: str, place: Place) -> int:
+    """The number of rows that this worker reads for a batch."""
+    if policy != "already_sharded":
+        return batch_size
+    each, rest = divmod(batch_size, place.workers)
+    return each + (place.worker < rest)
+
+
+def _rows_of_stream(batches: tf.data.Dataset, request: Request) -> int:
+    rows = request.batch_size or static_rows(batches)
+    if rows is None:
+        raise ValueError(
+            'batch="per_replica" needs to know how many rows a batch has, and the data does not say. Write '
+            "batch_size=..., the rows for one replica, or batch with drop_remainder=True."
+        )
+    return rows

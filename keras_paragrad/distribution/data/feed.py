@@ -8,13 +8,13 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.data import trust_equal_steps
 from keras_paragrad._keras.replicas.local import Place
 from keras_paragrad.distribution.data.arguments import Request
-from keras_paragrad.distribution.data.batch_sharding import cut
+from keras_paragrad.distribution.data.batch_sharding import shard_batches
 from keras_paragrad.distribution.data.policies import worker_batches
 from keras_paragrad.distribution.data.sources import Source
 from keras_paragrad.distribution.data.tally import Tally
 
 
-class Pieces:
+class WorkerShards:
     """This worker's shards of an epoch's batches; created once if epochs do not differ, so that a cache stays valid."""
 
     def __init__(self, source: Source, request: Request, policy: str, place: Place, tally: Tally | None = None):
@@ -26,7 +26,7 @@ class Pieces:
         self._made: tf.data.Dataset | None = None
 
     def reorder(self, epoch: int) -> None:
-        """Draws the order of an epoch, if the pieces stay a dataset and are read in another order."""
+        """Draws the order of an epoch, if the dataset stays the same and is read in another order."""
         self._source.reorder(epoch)
 
     def __call__(self, epoch: int) -> tf.data.Dataset:
@@ -37,17 +37,17 @@ class Pieces:
 
     def _make(self, epoch: int) -> tf.data.Dataset:
         batches = self._source.batches(epoch)
-        batches = self._tally.noted(batches) if self._tally else batches
-        pieces = cut(*worker_batches(batches, self._policy, self._place))
+        batches = self._tally.recorded(batches) if self._tally else batches
+        shards = shard_batches(*worker_batches(batches, self._policy, self._place))
         options = tf.data.Options()
         options.deterministic = True
-        pieces = pieces.with_options(options)
+        shards = shards.with_options(options)
         if self._request.cache:
-            pieces = pieces.cache(self._request.cache_file(self._place.worker))
+            shards = shards.cache(self._request.cache_file(self._place.worker))
         if not self._request.prefetch:
-            return pieces
+            return shards
         ahead = tf.data.AUTOTUNE if self._request.prefetch is True else self._request.prefetch * self._place.local
-        return pieces.prefetch(ahead)
+        return shards.prefetch(ahead)
 
 
 class Feed(tf.distribute.DistributedDataset):
@@ -55,7 +55,7 @@ class Feed(tf.distribute.DistributedDataset):
 
     Args:
         strategy: The replicas' strategy.
-        pieces: From the number of an epoch to its shards: one for each local replica, batch after batch.
+        shards: The shards of each epoch: one for each local replica, batch after batch.
         local: Number of replicas on this worker.
         changes: Whether epochs differ.
         equal_steps: Whether all replicas are known to have equally many shards.
@@ -65,14 +65,14 @@ class Feed(tf.distribute.DistributedDataset):
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        pieces: Pieces,
+        shards: WorkerShards,
         local: int,
         changes: bool,
         equal_steps: bool,
         tally: Tally | None = None,
     ):
         self._strategy = strategy
-        self._pieces = pieces
+        self._shards = shards
         self._local = local
         self._changes = changes
         self._equal_steps = equal_steps
@@ -91,8 +91,8 @@ class Feed(tf.distribute.DistributedDataset):
 
     def __iter__(self) -> Iterator[Any]:
         distributed = self._distributed(self._epoch if self._changes else 0, self._skip)
-        self._pieces.reorder(self._epoch)
-        # Keras asks for another iterator in the middle of an epoch when it has read the data to their end.
+        self._shards.reorder(self._epoch)
+        # Keras makes another iterator in the middle of an epoch when the data runs out.
         self.begin(self._epoch + 1)
         if self._tally:
             self._tally.begin()
@@ -105,8 +105,8 @@ class Feed(tf.distribute.DistributedDataset):
 
     def _distributed(self, epoch: int, skip: int) -> Any:
         if self._built is None or self._built[0] != (epoch, skip):
-            pieces = self._pieces(epoch).skip(skip * self._local) if skip else self._pieces(epoch)
-            distributed = self._strategy.distribute_datasets_from_function(lambda context: pieces)
+            shards = self._shards(epoch).skip(skip * self._local) if skip else self._shards(epoch)
+            distributed = self._strategy.distribute_datasets_from_function(lambda context: shards)
             if self._equal_steps:
                 trust_equal_steps(distributed)
             self._built = ((epoch, skip), distributed)

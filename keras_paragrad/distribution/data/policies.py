@@ -8,7 +8,7 @@ from keras_paragrad._keras.objects.data import count_files, share_of_files
 from keras_paragrad._keras.replicas.local import Place
 from keras_paragrad.arguments import check_choice
 from keras_paragrad.distribution.choices import SHARD_POLICIES
-from keras_paragrad.distribution.data.batch_sharding import split
+from keras_paragrad.distribution.data.batch_sharding import split_batches
 
 AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 
@@ -45,7 +45,7 @@ def choose_policy(policy: str, x: Any, workers: int) -> str:
 
 
 def worker_batches(batches: tf.data.Dataset, policy: str, place: Place) -> tuple[tf.data.Dataset, Place]:
-    """What this worker reads, and among which replicas it is cut.
+    """What this worker reads, and the replicas that it is sharded over.
 
     Args:
         batches: Global batches; with "already_sharded" this worker's part of them.
@@ -55,7 +55,7 @@ def worker_batches(batches: tf.data.Dataset, policy: str, place: Place) -> tuple
     if policy == "data" or place.workers == 1:
         return batches, place
     if policy == "file":
-        batches = split(share_of_files(batches, place.workers, place.worker), place.workers)
+        batches = split_batches(share_of_files(batches, place.workers, place.worker), place.workers)
     return batches, Place(replicas=place.local, local=place.local, first=0)
 
 

@@ -34,7 +34,7 @@ class Tally:
         """The number of the newest iterator."""
         return self._reading
 
-    def noted(self, batches: tf.data.Dataset) -> tf.data.Dataset:
+    def recorded(self, batches: tf.data.Dataset) -> tf.data.Dataset:
         """The same batches, each of them recorded."""
         if self._notes is None:
             with tf.init_scope(), tf.device("CPU:0"):

@@ -1,7 +1,11 @@
-"""The chief's side of a cluster with parameter servers, and such a cluster within one process."""
+"""A cluster with parameter servers: the chief's strategy, the processes that serve it, and all of them in one."""
 
+import logging
 import os
-from typing import Any
+import signal
+import sys
+import threading
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -9,6 +13,7 @@ from keras_paragrad.arguments import check_integer
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.launch.tasks import HOST, free_ports
 
+_log = logging.getLogger("keras_paragrad")
 JOBS = ("chief", "worker", "ps")
 # In-process servers live as long as the process; they must not be garbage-collected.
 _RUNNING: list[Any] = []
@@ -75,6 +80,38 @@ def in_process_cluster(workers: int = 2, servers: int = 1) -> Cluster:
         for index in range(len(jobs[job])):
             _RUNNING.append(start_server(Cluster(jobs, job, index, cluster.source)))
     return cluster
+
+
+def serve(cluster: Cluster) -> NoReturn:
+    """Serves the chief until SIGTERM ends the process, with status 0.
+
+    Args:
+        cluster: The cluster, in which this process is a worker or a parameter server.
+
+    Raises:
+        ValueError: It is neither.
+        SystemExit: With status 0, on SIGTERM.
+    """
+    if cluster.job not in ("worker", "ps"):
+        raise ValueError(f"This process is {cluster.job} {cluster.index}. Only workers and parameter servers serve.")
+    told = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: told.set())
+    server = start_server(cluster)
+    _log.info("%s %d serves at %s", cluster.job, cluster.index, server.target)
+    # Not the server's own join(), during which Python would never handle the signal.
+    told.wait()
+    sys.exit(0)
+
+
+def serve_if_asked(cluster: Cluster | None) -> None:
+    """Serves, and never returns, if this process is a worker or server of a cluster with parameter servers.
+
+    Args:
+        cluster: The cluster that this process is in, or `None`.
+    """
+    if cluster is not None and cluster.jobs.get("ps") and cluster.job in ("worker", "ps"):
+        serve(cluster)
 
 
 def start_server(cluster: Cluster) -> tf.distribute.Server:

@@ -1,9 +1,11 @@
-"""SIGTERM reaches who handled it before, however many have listened since and in whatever order they left."""
+"""SIGTERM reaches who handled it before, in whatever order listeners left; workers ask each other once a second."""
 
 import signal
 
+import numpy as np
 import pytest
 
+from keras_paragrad.distribution.checkpoint import stopping
 from keras_paragrad.distribution.checkpoint.stopping import StopRequest
 
 
@@ -48,3 +50,49 @@ def test_one_that_left_hands_on_what_another_is_called_with(called):
     signal.raise_signal(signal.SIGTERM)
     assert second.received and not first.received and called == [signal.SIGTERM]
     second.leave()
+
+
+class Workers:
+    """Two workers and a clock, of which this one is the chief."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.asked, self.other = 0.0, [], 0
+        monkeypatch.setattr(stopping.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(stopping, "gather", self.gather)
+
+    def gather(self, strategy, values):
+        self.asked.append(self.now)
+        return np.array([values, [self.other, 10**6]])
+
+
+@pytest.mark.parametrize("seconds", [0.0001, 0.003, 0.2, 5.0], ids=str)
+def test_about_every_second(monkeypatch, seconds):
+    workers = Workers(monkeypatch)
+    checks = stopping.StopChecks(None, 2, None)
+    for step in range(100_000):
+        # The first is compiled.
+        workers.now += 20 if step == 0 else seconds
+        assert not checks.after_step(False)
+        if workers.now > 100:
+            break
+    between = np.diff([time for time in workers.asked if time > min(50, workers.now / 2)])
+    assert (between < max(1.2, 1.2 * seconds)).all()
+    assert len(workers.asked) < 120
+
+
+def test_a_fixed_number_of_steps(monkeypatch):
+    workers = Workers(monkeypatch)
+    checks = stopping.StopChecks(None, 2, 3)
+    found = []
+    for step in range(7):
+        workers.other = step >= 3
+        found.append(checks.after_step(False))
+    assert found == [False] * 5 + [True, False]
+
+
+def test_one_worker_asks_nobody(monkeypatch):
+    workers = Workers(monkeypatch)
+    checks = stopping.StopChecks(None, 1, None)
+    assert [checks.after_step(received) for received in (False, True)] == [False, True]
+    assert checks.ask(True)
+    assert workers.asked == []
