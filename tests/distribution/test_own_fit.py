@@ -40,7 +40,7 @@ def test_what_can_not_reach_its_data_is_refused():
         dist = mirrored(**options)
         with dist.scope():
             made = alike_worker.pipeline()
-        with pytest.raises(ValueError, match=r"Pipeline has a `fit` of its own. Write dist.prepare\(model\)") as caught:
+        with pytest.raises(ValueError, match=r"Pipeline overrides `fit`. Write dist.prepare\(model\)") as caught:
             dist.fit(made, *alike_worker.data(), **arguments)
         assert says in str(caught.value)
     dist = mirrored()
