@@ -144,5 +144,5 @@ def test_a_train_step_of_one_s_own_is_refused_on_replicas():
         model = Own([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse", run_eagerly=True)
     StepBuilder.of(model).fill(transform=negated)
-    with pytest.raises(ValueError, match=r"Own has a train_step of its own, .* Move what train_step does"):
+    with pytest.raises(ValueError, match=r"Own defines its own train_step, .* Move what train_step does"):
         dist.fit(model, np.ones((8, 4)), np.ones((8, 1)), verbose=0)

@@ -90,7 +90,7 @@ def test_batch_normalization_is_warned_of():
         model.compile(AccumulatingOptimizer("sgd", 2), "mse")
         return model
 
-    with pytest.warns(UserWarning, match="norm normalize by the statistics of a micro-batch"):
+    with pytest.warns(UserWarning, match="norm normalize with the statistics of each micro-batch"):
         fit(model_of(), callbacks=[ExactAccumulation()])
     fit(model_of(trainable=False), callbacks=[ExactAccumulation()])
 

@@ -125,7 +125,7 @@ def test_several_outputs():
 def test_outputs_that_divide_by_different_things_are_refused():
     weighted = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     build = two_outputs(loss={"a": weighted, "b": "mse"})
-    with pytest.raises(ValueError, match="divided by different things"):
+    with pytest.raises(ValueError, match="have different normalizers"):
         compare(build, *two_targets(), generator.uniform(0.1, 2, ROWS).astype("float32"))
 
 
@@ -165,8 +165,8 @@ class OwnStep(keras.Sequential):
     ("build", "says"),
     [
         (dense_model(scalar_loss), "returns one number for the whole batch"),
-        (dense_model(SelfReducing()), "has a __call__ of its own"),
-        (dense_model("mse", OwnLoss), "has a compute_loss of its own"),
+        (dense_model(SelfReducing()), "overrides __call__"),
+        (dense_model("mse", OwnLoss), "defines its own compute_loss"),
         (dense_model("mse", OwnStep), "weighting='uniform'"),
         (dense_model("mse", activity_regularizer="l2"), "activity regularizer"),
         (dense_model(keras.losses.MeanSquaredError(reduction="sum"), kernel_regularizer="l2"), "reduction='sum_over"),

@@ -39,7 +39,7 @@ class Reason(NamedTuple):
 REASONS = (
     Reason(
         "a train_step of one's own",
-        "has a train_step of its own",
+        "defines its own train_step",
         ("limits/distribution.md", "a custom `train_step` | Refused: what it computes can't be seen"),
         {
             "two replicas": (
@@ -52,7 +52,7 @@ REASONS = (
     ),
     Reason(
         "a compute_loss of one's own",
-        "has a compute_loss of its own",
+        "defines its own compute_loss",
         ("limits/distribution.md", "a custom `compute_loss`, `add_loss`, or a loss that returns one number"),
         {
             "two replicas": (
@@ -66,7 +66,7 @@ REASONS = (
     ),
     Reason(
         "add_loss",
-        "adds a loss by add_loss()",
+        "adds a loss with add_loss()",
         ("limits/distribution.md", "a custom `compute_loss`, `add_loss`, or a loss that returns one number"),
         {"two replicas": ("test_internal_only_loss",)},
     ),

@@ -28,7 +28,7 @@ def check_hooks(hooks: Iterable[Hook] = HOOKS, assigned: Iterable[Hook] = ASSIGN
     """
     if keras.backend.backend() != "tensorflow":
         raise ImportError(
-            f"keras_paragrad works on Keras's TensorFlow backend, and this Keras runs on {keras.backend.backend()!r}. "
+            f"keras_paragrad requires Keras's TensorFlow backend, and this Keras runs on {keras.backend.backend()!r}. "
             "Set KERAS_BACKEND=tensorflow in the environment before the first `import keras`."
         )
     _raise([*map(_problem, hooks), *map(_problem_of_code, assigned)])

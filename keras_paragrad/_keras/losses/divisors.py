@@ -23,17 +23,15 @@ def divisor_of(term: LossTerm) -> tuple[tuple, tf.Tensor]:
         UnknownDivisorError: The loss reduces itself.
     """
     if term.reduces_itself:
-        raise UnknownDivisorError(
-            f"{term.loss.name} has a __call__ of its own, and what that divides by can't be seen."
-        )
+        raise UnknownDivisorError(f"The loss {term.loss.name!r} overrides __call__, so its normalizer is unknown.")
     reduction = term.loss.reduction
     if term.is_sum:
         return SUM, tf.constant(1.0)
     values = term.values
     if values.shape.rank == 0:
         raise UnknownDivisorError(
-            f"The loss {term.loss.name!r} returns one number for the whole batch, and what that is divided by can't be "
-            "seen. Let it return a value for each example."
+            f"The loss {term.loss.name!r} returns one number for the whole batch, so its normalizer is unknown. Let it "
+            "return one value per example."
         )
     size = tf.cast(tf.size(values), "float32")
     if reduction == "mean_with_sample_weight" and term.weights is not None:

@@ -27,9 +27,9 @@ def update_metrics(model: keras.Model, batch: dict[str, Any]) -> None:
     if set(found) != set(shown):
         raise ValueError(
             f"compute_metrics of {type(model).__name__} returns {sorted(found)}, and get_metrics_result "
-            f"{sorted(shown)}. A batch is computed in parts here, and what is shown of all of them is what "
-            "get_metrics_result returns. Let that return the same: override it too, and compute what it adds from the "
-            "states of metrics."
+            f"{sorted(shown)}. Batches are computed in parts, and the logs of all parts are those of "
+            "get_metrics_result. Override that too, so that it returns the same logs, computed from the states of "
+            "metrics."
         )
 
 

@@ -62,13 +62,13 @@ class LossNormalization:
         name = type(model).__name__
         if has_own_train_step(model):
             raise IndivisibleError(
-                f"{name} has a train_step of its own, in which the weight of a part of a batch can't be seen, so that "
-                f"uneven parts would bias the gradient. If they are all alike, {_ALIKE[self.asked_by]}; else "
-                "move what train_step does into compute_loss."
+                f"{name} defines its own train_step, so the normalizer of its loss is unknown, and parts of a batch "
+                "with different sizes or weights would bias the gradient. If all parts have the same size and "
+                f"weights, {_ALIKE[self.asked_by]}; otherwise move what train_step does into compute_loss."
             )
         if self.weighting == "auto" and has_own_compute_loss(model):
             raise IndivisibleError(
-                f"{name} has a compute_loss of its own, and what that divides by can't be seen. {self._say}"
+                f"{name} defines its own compute_loss, so the normalizer of its loss is unknown. {self._say}"
             )
 
     def __call__(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer:
@@ -89,7 +89,7 @@ class LossNormalization:
             model, arguments, terms, asked_by=self.asked_by, training=training, normalize=normalize
         )
         if refusal:
-            raise IndivisibleError(f"{refusal} To go on anyway, {_ALL_THE_SAME[self.asked_by]}.")
+            raise IndivisibleError(f"{refusal} To train anyway, {_ALL_THE_SAME[self.asked_by]}.")
 
     def in_evaluation(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer | None:
         """The weight of a part of a batch that is evaluated, whose outputs may have losses that divide differently.
@@ -119,10 +119,10 @@ class LossNormalization:
             self._refuse_mixing(model, arguments, list(terms), training=False)
             return self._weight(model, arguments, list(terms))
         raise ValueError(
-            f"{type(model).__name__} has a test_step of its own, and what {what} divides by can't be seen, so that "
-            "uneven parts of a batch would bias it. Let the step compute its loss by self.compute_loss(...), and give "
-            "metrics every example, as in metric.update_state(y, y_pred). If it is a mean over the examples, write "
-            f"{self.asked_by}(..., weighting='examples')."
+            f"{type(model).__name__} defines its own test_step, so the normalizer of {what} is unknown, and parts of a "
+            "batch with different sizes would bias it. Compute the loss with self.compute_loss(...), and update "
+            "metrics with every example, as in metric.update_state(y, y_pred). If it is a mean over the examples, "
+            f"write {self.asked_by}(..., weighting='examples')."
         )
 
     def _stated(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer | None:
@@ -152,34 +152,35 @@ class LossNormalization:
         summed = summed_by_keras(model)
         if any(summed) and not all(term.is_sum for term in terms):
             raise IndivisibleError(
-                "A layer adds a loss of one value for each example by add_loss(). Keras sums those, and other losses "
-                "of this model are means, so that no one weight makes several parts equal a whole batch. Write "
+                "A layer passes one value per example to add_loss(). Keras sums these values, while the model's other "
+                "losses are means, so no single weight combines parts of a batch into the whole. Write "
                 "add_loss(keras.ops.mean(values)) with weighting='examples', or compile with losses of "
                 "reduction='sum'."
             )
         if not all(summed):
             raise IndivisibleError(
-                "A layer adds a loss by add_loss() or an activity regularizer, and whether that is a sum or a mean "
-                f"over the examples can't be seen. {self._say}"
+                "A layer adds a loss with add_loss() or an activity regularizer, which may be a sum or a mean over the "
+                f"examples. {self._say}"
             )
         return bool(summed)
 
     @property
     def _say(self) -> str:
         return (
-            f"If you know what it divides by, say so: {self.asked_by}(..., weighting=...) takes 'examples', "
-            f"'sample_weight', 'mask' or 'sum'. If all parts of batches are alike, {_ALIKE[self.asked_by]}."
+            f"If you know the normalizer, state it: {self.asked_by}(..., weighting=...) takes 'examples', "
+            f"'sample_weight', 'mask' or 'sum'. If all parts of a batch have the same size and weights, "
+            f"{_ALIKE[self.asked_by]}."
         )
 
 
 def warn_of_batch_statistics(model: keras.Model) -> None:
-    """Warns of layers that normalize by the batch, for which parts of it can't make up the whole."""
+    """Warns of layers that normalize with statistics of the batch, which those of its parts don't equal."""
     layers = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
     names = [layer.name for layer in layers if layer.trainable]
     if names:
         warnings.warn(
-            f"{', '.join(names)} normalize by the statistics of a micro-batch, not of the whole batch, so that this "
-            "training is not that of the whole batch. Use GroupNormalization, or set trainable=False on them.",
+            f"{', '.join(names)} normalize with the statistics of each micro-batch, so training differs from training "
+            "on whole batches. Use GroupNormalization, or set trainable=False on these layers.",
             stacklevel=3,
         )
 
@@ -216,9 +217,9 @@ def _of_terms(model: keras.Model, terms: list[LossTerm], say: str) -> Normalizer
     kinds = {kind for kind, _ in divisors}
     if len(kinds) > 1:
         raise IndivisibleError(
-            f"The losses of this model's outputs are divided by different things ({_described(divisors)}), so that "
-            "no one weight makes several micro-batches equal a whole batch. Give the outputs losses of one reduction, "
-            "with the same sample weights and mask."
+            f"The losses of this model's outputs have different normalizers ({_described(divisors)}), so no single "
+            "weight combines micro-batches into the whole batch. Use one reduction, one set of sample weights and one "
+            "mask for all outputs."
         )
     kind, value = divisors[0]
     return _sum_of_all(model, terms) if kind == SUM else Normalizer(value)
@@ -229,13 +230,13 @@ def _sum_of_all(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
     averaged = [term.loss.name for term in terms if not (term.is_sum or term.reduces_itself)]
     if averaged and not has_own_compute_loss(model):
         raise IndivisibleError(
-            f"weighting='sum' says that the loss is a sum over the examples, and {', '.join(averaged)} averages. "
-            "Write reduction='sum' for it, or another weighting."
+            f"weighting='sum' states that the loss is a sum over the examples, but {', '.join(averaged)} averages. "
+            "Give it reduction='sum', or state another weighting."
         )
     if any(variable.regularizer for variable in model.trainable_variables):
         raise IndivisibleError(
-            "The loss is summed and not averaged, so a weight regularizer would count once for every micro-batch. "
-            "Write reduction='sum_over_batch_size' for the loss, or use the optimizer's weight_decay."
+            "The loss is a sum over the examples, so a weight regularizer would count once per micro-batch. Write "
+            "reduction='sum_over_batch_size' for the loss, or use the optimizer's weight_decay."
         )
     return Normalizer(tf.constant(1.0), summed=True)
 

@@ -69,8 +69,8 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         made_under, strategy = self.inner_optimizer._distribution_strategy, tf.distribute.get_strategy()
         if made_under is not strategy:
             raise ValueError(
-                f"{self.inner_optimizer.name} was made under {type(made_under).__name__}, and the model is trained "
-                f"under {type(strategy).__name__}. Make the optimizer within `with strategy.scope():`, as the model."
+                f"{self.inner_optimizer.name} was created under {type(made_under).__name__}, and the model is trained "
+                f"under {type(strategy).__name__}. Create the optimizer within `with strategy.scope():`, as the model."
             )
         if self.inner_optimizer.built:
             self.inner_optimizer._check_variables_are_known(variables)

@@ -40,8 +40,8 @@ class MetricStates:
         others = {variable.path: variable.aggregation for variable in self._variables if variable.aggregation != "sum"}
         if others:
             raise ValueError(
-                f"Metrics keep states that are not sums over the examples ({others}), and workers' metrics can only be "
-                "added up. Make them sums, with add_variable(..., aggregation='sum'), or leave the metrics out."
+                f"Metrics have states that are not sums over the examples ({others}), and the metrics of workers can "
+                "only be summed. Create these with add_variable(..., aggregation='sum'), or leave the metrics out."
             )
 
     def is_of(self, model: keras.Model) -> bool:
@@ -96,8 +96,8 @@ def _check_logs(model: Any, logs: Any) -> None:
     found = list(logs) if isinstance(logs, dict) else type(logs).__name__
     if not isinstance(logs, dict) or set(logs) != set(names):
         raise ValueError(
-            f"A step of {type(model).__name__} returns {found}, and its metrics are {names}. With parameter servers, a "
-            "step's logs are its metrics: give the model a keras.metrics.Mean for what else it shows, and let the step "
+            f"A step of {type(model).__name__} returns {found}, and its metrics are {names}. With parameter servers, "
+            "logs are metrics: give the model a keras.metrics.Mean for each other value, and let the step "
             "`return self.get_metrics_result()`."
         )
 

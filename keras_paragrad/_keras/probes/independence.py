@@ -116,22 +116,22 @@ def _found(
     names = own_metrics_apart(model, arguments, beside=replica_count() > 1, training=training)
     if names:
         inexact.append(
-            f"The metrics {', '.join(names)}, which are updated in call() or compute_loss(), take one number for each "
-            f"of {parts}, and show something else than for the whole batch. Update them with one value per example."
+            f"The metrics {', '.join(names)}, which call() or compute_loss() updates, take one number for each of "
+            f"{parts}, so their results differ from those of the whole batch. Update them with one value per example."
         )
     if not training:
         return _Found(wrong, inexact)
     cannot_be_seen = has_own_compute_loss(model) or bool(added_losses(model)) or any(map(_is_opaque, terms))
     if not wrong and normalize and cannot_be_seen and not parts_make_up_the_whole(model, arguments, normalize):
         wrong.append(
-            f"The losses of {parts}, weighted by `weighting`, do not add up to the loss of the whole batch: it is "
-            "divided by something else, or it is not a sum over the examples."
+            f"The losses of {parts}, weighted by `weighting`, do not sum to the loss of the whole batch: that has "
+            "another normalizer, or is not a sum over the examples."
         )
     names = layers_apart(model, arguments["x"], beside=replica_count() > 1)
     if names:
         inexact.append(
-            f"The state of {', '.join(names)} is updated from {parts} separately, and ends up different from one "
-            "update on the whole batch."
+            f"The state of {', '.join(names)} is updated with each of {parts}, which gives another state than one "
+            "update with the whole batch."
         )
     return _Found(wrong, inexact)
 
@@ -144,14 +144,14 @@ def _mixing(model: Any, arguments: dict[str, Any], terms: list[LossTerm], parts:
     layer = mixing_layer(model, arguments["x"], training=training)
     if layer:
         yield (
-            f"The output of {layer!r} for one example depends on the others in the batch, so {parts} can't "
-            "make up the whole."
+            f"The output of {layer!r} for one example depends on the others in the batch, so {parts} can't be "
+            "combined into the whole."
         )
     names = dict.fromkeys(term.loss.name for term in terms if not term.reduces_itself and mixes_rows(term))
     for name in names:
         yield (
             f"The loss {name!r} compares examples: its value for one depends on the others in the batch, or on how "
-            f"many there are, so {parts} can't make up the whole."
+            f"many there are, so {parts} can't be combined into the whole."
         )
 
 
@@ -171,5 +171,5 @@ def _of_metrics(model: Any, arguments: dict[str, Any]) -> _Found:
             "sizes: they average one number per batch. Use a function that returns one value per example."
         )
     if beside and wrong:
-        return _Found([f"{wrong[0]} To go on anyway, write DistributedFit(..., exact=False)."], inexact)
+        return _Found([f"{wrong[0]} To train anyway, write DistributedFit(..., exact=False)."], inexact)
     return _Found([], wrong + inexact)

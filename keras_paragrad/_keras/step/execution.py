@@ -61,7 +61,7 @@ def compile_steps(
             # The rest of them, or the model's next `fit` would pass over what nobody has seen.
             skipped(sys.maxsize)
             raise ValueError(
-                "The data ended before the batch that training is to go on from. Give fit the data, batch_size and "
+                "The data ended before the batch at which training was to resume. Give fit the data, batch_size and "
                 "steps_per_epoch that it had, or give Backup another directory to begin anew."
             ) from None
         if schedule and passed:

@@ -110,7 +110,7 @@ def _by_reference(reference: Callable[[], Any]) -> Callable[..., Any]:
     def gradient(*arguments):
         function = reference()
         if function is None:
-            raise LookupError("The graph is gone of which a gradient is asked.")
+            raise LookupError("The graph whose gradient is requested has been released.")
         return function(*arguments)
 
     return gradient

@@ -123,4 +123,4 @@ def _first_batch(iterator: Any) -> Any:
         return first_batch(iterator.data_adapter)
     for _, _, batches in iterator:
         return next(batches)
-    raise ValueError("The data has no batch. Give fit() some.")
+    raise ValueError("The data has no batches. Pass fit() data with at least one.")

@@ -54,8 +54,9 @@ class TrainStep(NamedTuple):
                 self.limit.leave_whole(data, refusal)
         if self.stages.transform and replica_count() > 1 and not self._accumulator:
             raise ValueError(
-                f"{type(self.model).__name__} has a train_step of its own, which applies the gradients of each replica "
-                "where those of the whole batch can't be transformed. Move what train_step does into compute_loss."
+                f"{type(self.model).__name__} defines its own train_step, which applies each replica's gradients "
+                "itself, so the gradient of the whole batch can't be transformed. Move what train_step does into "
+                "compute_loss."
             )
         with self._gathering():
             if self.stages.take and replica_count() > 1:

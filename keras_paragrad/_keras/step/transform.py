@@ -44,8 +44,8 @@ def install(optimizer: Any, transform: Transform | None) -> None:
     steps = accumulation_steps(optimizer)
     if steps > 1:
         raise ValueError(
-            f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps={steps}), where the gradient "
-            "of a whole update can't be transformed. Leave that out, and compile with "
+            f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps={steps}), so the gradient of "
+            "a whole update can't be transformed. Remove that argument, and compile with "
             f"AccumulatingOptimizer(optimizer, steps={steps})."
         )
     # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.

@@ -348,7 +348,7 @@ def test_a_batch_outside_of_data_of_unknown_length_is_refused(tmp_path):
         plain().fit(of_unknown_length(12), shuffle=False, verbose=0, callbacks=breaks)
     model = plain()
     before = sizes(tmp_path)
-    with pytest.raises(ValueError, match="The data ended before the batch that training is to go on from. Give fit"):
+    with pytest.raises(ValueError, match="The data ended before the batch at which training was to resume. Give fit"):
         model.fit(of_unknown_length(4), shuffle=False, verbose=0, callbacks=[Backup(tmp_path, 5)])
     with pytest.raises(ValueError, match="after 5 batches. The epochs of this fit have 4 batches"):
         model.fit(*data(), batch_size=BATCH_SIZE, steps_per_epoch=4, verbose=0, callbacks=[Backup(tmp_path, 5)])

@@ -87,7 +87,7 @@ def test_steps_that_are_refused(strategy):
         model.fit(X, X[:, :1], verbose=0)
     model = build(strategy, options=lambda: {"metrics": [LastValue()]})
     servers.prepare_for_servers(model)
-    with pytest.raises(ValueError, match="can only be added up"):
+    with pytest.raises(ValueError, match="can only be summed"):
         model.fit(X, X[:, :1], verbose=0)
 
 
