@@ -80,7 +80,7 @@ def _checked_row(row: Any) -> np.ndarray:
     except Exception:  # whatever a tensor or a user's object raises
         found = np.empty(0, object)
     if found.dtype.kind not in "fiuV" or not _is_finite(found):
-        raise refusal("baseline", row, "an array like one row for each input, or one finite number", "0.0")
+        raise refusal("baseline", row, "an array of the shape of one row for each input, or one finite number", "0.0")
     return found
 
 
@@ -130,6 +130,6 @@ class _Path(NamedTuple):
         if [row.shape for row in rows] != [tuple(x.shape[1:]) for x in free]:
             raise ValueError(
                 f"`baseline` has shapes {[row.shape for row in rows]}, and a row of the inputs has "
-                f"{[tuple(x.shape[1:]) for x in free]}. Give it an array like one row for each input, or one number."
+                f"{[tuple(x.shape[1:]) for x in free]}. Pass an array of that shape for each input, or one number."
             )
         return rows

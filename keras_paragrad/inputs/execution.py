@@ -55,7 +55,7 @@ class Execution:
         values, sound = self._function(leaves, tf.constant(True))
         if not self._gathered(sound).all():
             raise ValueError(
-                "Forward mode and reverse mode disagree: some gradient in this model has no derivative of its own, "
+                "Forward mode and reverse mode disagree: TensorFlow can't differentiate some gradient in this model, "
                 "such as that of bilinear resizing. Write mode='reverse'."
             )
         return [self._gathered(value) for value in values]
@@ -138,7 +138,7 @@ class Execution:
         parts = [part.numpy() for part in self.strategy.experimental_local_results(value)]
         if len(parts) < self.strategy.num_replicas_in_sync:
             raise ValueError(
-                "The model's strategy has replicas in other processes, whose rows can't be had from here. Load the "
-                "model without the strategy, and give each process rows of its own."
+                "The model's strategy has replicas in other processes, whose results can't be read here. Load the "
+                "model without the strategy, and give each process its own rows."
             )
         return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -43,9 +43,9 @@ class RowFunction(NamedTuple):
         value = self(free)
         if value.shape.num_elements() != value.shape[0]:
             raise ValueError(
-                f"The output has shape {(None, *value.shape[1:])}, and a gradient is of one number a row. Write "
-                "output=0 for the first entry of its last axis, or a function of the outputs that returns one number a "
-                "row, or call input_jacobian()."
+                f"The output has shape {(None, *value.shape[1:])}, and a gradient needs one number per row. Write "
+                "output=0 for the first entry of its last axis, or a function of the outputs that returns one number "
+                "per row, or call input_jacobian()."
             )
         return tf.reshape(value, [-1])
 
@@ -61,10 +61,10 @@ class RowFunction(NamedTuple):
                 others = [names[place] for place in self.selection.chosen if place != number]
                 hint = embedding_hint(self.model, number)
                 raise ValueError(
-                    f"The output does not depend on input {names[number]!r}, or through steps that have no derivative, "
-                    "such as rounding or looking up a word."
+                    f"The output does not depend on input {names[number]!r}, or only through operations without a "
+                    "derivative, such as rounding or an embedding lookup."
                     + (f" {hint}" if hint else "")
-                    + (f" To leave it out, write wrt={others}." if others else "")
+                    + (f" To exclude it, write wrt={others}." if others else "")
                 )
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
 
@@ -83,16 +83,16 @@ class Derivative(NamedTuple):
 
 def _checked(value, rows: int | None) -> tf.Tensor:
     if keras.tree.is_nested(value):
-        raise ValueError("`output` gives several tensors. Return one: input_jacobian() of each is a call of its own.")
+        raise ValueError("`output` returns several tensors. Return one, and call input_jacobian() once for each.")
     value = tf.convert_to_tensor(value)
     if not value.dtype.is_floating:
-        raise ValueError(f"The output is {value.dtype.name}, which has no derivative. Return real numbers.")
+        raise ValueError(f"The output has dtype {value.dtype.name}, which has no derivative. Return real numbers.")
     shape = value.shape
     if shape.rank and shape[0] is None:
         value = tf.ensure_shape(value, [rows, *shape[1:]])
     if not value.shape.is_fully_defined() or not value.shape.rank or value.shape[0] != rows:
         raise ValueError(
-            f"The output of {rows} rows has shape {shape}, and must have shape ({rows}, ...), with something for each "
-            "row that no other row has a part in. Leave the first axis: output=lambda y: tf.reduce_sum(y, axis=-1)."
+            f"The output of {rows} rows has shape {shape}, and must have shape ({rows}, ...), with values for each row "
+            "that depend on no other row. Keep the first axis: output=lambda y: tf.reduce_sum(y, axis=-1)."
         )
     return value

@@ -69,8 +69,8 @@ def input_jacobian(
     if check_choice("mode", mode, MODES) == "vectorized":
         if jit_compile is False:
             raise ValueError(
-                "mode='vectorized' needs XLA: without it, TensorFlow's batched matrix products write past their "
-                "memory. Leave jit_compile out, or write mode='reverse'."
+                "mode='vectorized' needs XLA: without it, TensorFlow's batched matrix products write out of bounds. "
+                "Remove jit_compile, or write mode='reverse'."
             )
         jit_compile = True
     options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
@@ -81,6 +81,5 @@ def input_jacobian(
         if mode != "vectorized":
             raise
         raise ValueError(
-            "XLA can't compile mode='vectorized' for this model; recurrent layers are such a case. Write "
-            "mode='reverse'."
+            "XLA can't compile this model with mode='vectorized', as with recurrent layers. Write mode='reverse'."
         ) from error

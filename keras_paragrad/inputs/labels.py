@@ -20,12 +20,12 @@ def checked_labels(value: Any) -> np.ndarray | None:
     if found.ndim > 1 and found.shape[1:] != (1,):
         one_hot = found.ndim == 2 and found.shape[1] > 1
         advice = " Write np.argmax(labels, axis=-1) for one-hot labels." if one_hot else ""
-        raise ValueError(f"`output` has shape {found.shape}, and labels have shape (rows,) or (rows, 1).{advice}")
+        raise ValueError(f"`output` has shape {found.shape}, and labels must have shape (rows,) or (rows, 1).{advice}")
     if found.dtype.kind not in "iu":
         advice = " If they are whole numbers, write labels.astype('int32')." if found.dtype.kind == "f" else ""
-        raise ValueError(f"`output` holds labels of dtype {found.dtype}, which must be integers.{advice}")
+        raise ValueError(f"`output` has labels of dtype {found.dtype}, which must be integers.{advice}")
     if not found.size:
-        raise ValueError("`output` holds no labels. Give it one for each row.")
+        raise ValueError("`output` has no labels. Pass one per row.")
     if found.min() < 0 or found.max() > np.iinfo("int32").max:
         wrong = found.min() if found.min() < 0 else found.max()
         raise refusal("output", int(wrong), "labels that count from 0, one for each row; leave out rows without one")
@@ -36,12 +36,12 @@ def check_labels_fit(labels: np.ndarray, x: Any) -> None:
     """Refuses labels that can't be matched one to one with the rows of `x`."""
     if is_batched(x):
         raise ValueError(
-            f"`output` holds labels, and `x` is a {type(x).__name__}, whose rows may come in any order. Give arrays "
-            "for both, or call this for each large batch, as in: for x, y in data: input_gradients(model, x, output=y)."
+            f"`output` has labels, and `x` is a {type(x).__name__}, whose rows may come in any order. Pass arrays "
+            "for both, or make a call per large batch, as in: for x, y in data: input_gradients(model, x, output=y)."
         )
     rows = len(arrays_of(x)[0])
     if len(labels) != rows:
-        raise ValueError(f"`output` holds {len(labels)} labels, and `x` {rows} rows. Give it one label for each row.")
+        raise ValueError(f"`output` has {len(labels)} labels, and `x` has {rows} rows. Pass one label per row.")
 
 
 def _array(value: Any) -> np.ndarray | None:

@@ -67,9 +67,9 @@ def _pushed(tape: tf.GradientTape, seed: tf.Tensor, pulled: tf.Tensor, tensor: t
         try:
             (derivative,) = tape.gradient(pulled, [seed], [one_hot(tensor, index)])
         except LookupError as error:
-            raise ValueError(f"TensorFlow has no derivative of a gradient: {error}. Write mode='reverse'.") from error
+            raise ValueError(f"TensorFlow can't differentiate a gradient: {error}. Write mode='reverse'.") from error
         if derivative is None:
-            raise ValueError("TensorFlow has no derivative of a gradient in this model. Write mode='reverse'.")
+            raise ValueError("TensorFlow can't differentiate a gradient in this model. Write mode='reverse'.")
         return [derivative]
 
     (stack,) = over_seeds(push, width(tensor), [seed])
@@ -80,7 +80,7 @@ def _vectorized(tape: tf.GradientTape, flat: tf.Tensor, tensor: tf.Tensor) -> tf
     try:
         return tape.batch_jacobian(flat, tensor)
     except ValueError as error:
-        raise ValueError("TensorFlow can't vectorize a step of the model. Write mode='reverse'.") from error
+        raise ValueError("TensorFlow can't vectorize an operation of the model. Write mode='reverse'.") from error
 
 
 def _error(jacobians: Sequence[tf.Tensor], seed: tf.Tensor, pulled: Sequence[tf.Tensor]) -> tf.Tensor:

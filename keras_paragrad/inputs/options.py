@@ -31,5 +31,7 @@ class DerivativeOptions(NamedTuple):
             output=checked_output(self.output),
         )
         if checked.stream and self.out is not None:
-            raise ValueError("`stream` and `out` are both given, and the result goes one way. Leave one of them out.")
+            raise ValueError(
+                "`stream` and `out` can't be combined: results are yielded or written. Remove one of them."
+            )
         return checked

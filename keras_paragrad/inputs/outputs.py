@@ -53,11 +53,11 @@ def select(model: keras.Model, outputs: Any, output: Output, labels: tf.Tensor |
     leaves = keras.tree.flatten(outputs)
     if len(leaves) != 1 and isinstance(output, np.ndarray):
         raise ValueError(
-            f"`output` holds a label for each row, and the model has {len(leaves)} outputs. Make a model with the "
-            "output that the labels are of, such as keras.Model(model.inputs, model.outputs[0]), and pass that."
+            f"`output` has one label per row, and the model has {len(leaves)} outputs. Build a model with only the "
+            "output that the labels are for, such as keras.Model(model.inputs, model.outputs[0]), and pass that."
         )
     if len(leaves) != 1:
-        write = f"Write output= one of {', '.join(map(repr, names))}." if names else _WRITE_A_FUNCTION
+        write = f"Set output= to one of {', '.join(map(repr, names))}." if names else _WRITE_A_FUNCTION
         raise ValueError(f"The model has {len(leaves)} outputs. {write}")
     if output is None:
         return leaves[0]
@@ -65,14 +65,16 @@ def select(model: keras.Model, outputs: Any, output: Output, labels: tf.Tensor |
     if isinstance(output, np.ndarray):
         if last is None or output.max() >= last:
             row = int(output.argmax())
-            only = " It has one score for each row: leave `output` out." if last in (None, 1) else ""
+            only = " It has one score per row: remove `output`." if last in (None, 1) else ""
             raise ValueError(
-                f"`output` holds label {output[row]} for row {row}, and the model's output has shape "
-                f"{leaves[0].shape}: no such entry on its last axis.{only}"
+                f"`output` has label {output[row]} for row {row}, which is out of range for the last axis of the "
+                f"model's output, of shape {leaves[0].shape}.{only}"
             )
         return tf.gather(leaves[0], labels, axis=-1, batch_dims=1)
     if last is None or not -last <= output < last:
-        raise ValueError(f"`output` is {output}, and the model's output has shape {leaves[0].shape}: no such entry.")
+        raise ValueError(
+            f"`output` is {output}, which is out of range for the model's output, of shape {leaves[0].shape}."
+        )
     return leaves[0][..., output]
 
 

@@ -106,7 +106,7 @@ def sinks(out: Any, nesting: Any, rows: int | None, x: Any) -> list[GrowingArray
     if inputs := set(files) & _mapped_files(x):
         raise ValueError(f"`out` names {inputs.pop()}, which the rows are read from. Name another file.")
     if twice := {file for file in files if files.count(file) > 1}:
-        raise ValueError(f"`out` names {twice.pop()} twice. Name a file of its own for each result.")
+        raise ValueError(f"`out` names {twice.pop()} twice. Name a separate file for each result.")
     return [NpyFile(path) for path in paths]
 
 

@@ -43,12 +43,12 @@ class InputRows:
         batches, self.known = _batches(x)
         first = next(batches, None)
         if first is None:
-            raise ValueError("`x` has no rows. Give it at least one; a generator that has been read has none left.")
+            raise ValueError("`x` has no rows. Pass at least one; a generator can be read only once.")
         self.structure = keras.tree.pack_sequence_as(first, list(range(len(keras.tree.flatten(first)))))
         self._batches = (arrays for arrays in self._arrays(itertools.chain([first], batches)) if len(arrays[0]))
         filled = next(self._batches, None)
         if filled is None:
-            raise ValueError("`x` has no rows. Give it at least one.")
+            raise ValueError("`x` has no rows. Pass at least one.")
         self.first = filled
 
     def chunks(self, batch_size: int, multiple: int = 1) -> Iterator[Chunk]:
@@ -80,18 +80,18 @@ def arrays_of(nested: Any) -> list[np.ndarray]:
     leaves = keras.tree.flatten(nested)
     for leaf in leaves:
         if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
-            raise ValueError(f"`x` holds a {type(leaf).__name__}. Write .to_tensor(), or tf.sparse.to_dense() for it.")
+            raise ValueError(f"`x` has a {type(leaf).__name__}. Convert it with .to_tensor() or tf.sparse.to_dense().")
     try:
         arrays = [np.asarray(leaf) for leaf in leaves]
     except Exception:  # whatever a user's object raises
         arrays = []
     if not arrays or any(array.ndim == 0 or array.dtype == object for array in arrays):
         raise ValueError(
-            f"`x` holds {shown(nested)}, which has no rows. Give it arrays of shape (rows, ...), nested as the model's "
+            f"`x` is {shown(nested)}, which has no rows. Pass arrays of shape (rows, ...), nested as the model's "
             "inputs are, a tf.data.Dataset, or a generator of batches."
         )
     if len({len(array) for array in arrays}) > 1:
-        raise ValueError(f"The inputs have {[len(array) for array in arrays]} rows. Give them all the same number.")
+        raise ValueError(f"The inputs have {[len(array) for array in arrays]} rows, and must have the same number.")
     return arrays
 
 

@@ -61,7 +61,7 @@ def hessian_vector_product(
         Pearlmutter, *Fast Exact Multiplication by the Hessian*, Neural Computation 6(1), 1994.
     """
     if is_batched(x):
-        raise ValueError(f"`x` is a {type(x).__name__}, and `vector` must go with it row by row. Give arrays for both.")
+        raise ValueError(f"`x` is a {type(x).__name__}, and `vector` must match it row by row. Pass arrays for both.")
     options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
     return differentiate(model, x, [_hessian_times_vector], options, beside=vector)
 
@@ -72,7 +72,7 @@ def _hessian_times_vector(
     if [vector.shape for vector in beside] != [tensor.shape for tensor in free]:
         raise ValueError(
             f"A row of `vector` has shape {[tuple(vector.shape[1:]) for vector in beside]}, and a row of the inputs "
-            f"{[tuple(tensor.shape[1:]) for tensor in free]}. Give it one array for each input, of its shape."
+            f"{[tuple(tensor.shape[1:]) for tensor in free]}. Pass one array for each input, of its shape."
         )
     with tf.GradientTape(watch_accessed_variables=False) as outer:
         outer.watch(free)
@@ -91,7 +91,7 @@ def _hessian_times_vector(
     try:
         products = outer.gradient(along, free, unconnected_gradients=tf.UnconnectedGradients.ZERO)
     except LookupError as error:
-        raise ValueError(f"TensorFlow has no second derivative of a step of the model: {error}.") from error
+        raise ValueError(f"TensorFlow has no second derivative of an operation of the model: {error}.") from error
     return Derivative([tf.convert_to_tensor(product) for product in products])
 
 
@@ -110,6 +110,6 @@ def _check_second_derivatives(graph: tf.Graph) -> None:
     found = sorted({node.op for node in nodes} & CONSTANT_GRADIENTS)
     if found:
         raise ValueError(
-            f"TensorFlow has no derivative of {', '.join(found)}, and would leave it out of the Hessian. Resize "
-            "outside of the model, or quantize after differentiating."
+            f"TensorFlow has no derivative of {', '.join(found)}, and would drop it from the Hessian. Resize "
+            "outside the model, or quantize after differentiating."
         )

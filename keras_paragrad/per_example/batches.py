@@ -123,7 +123,7 @@ def _terms(losses: list[keras.losses.Loss], y: Any, y_pred: Any, sample_weight: 
     if not len(losses) == len(targets) == len(predictions) == len(weights):
         raise ValueError(
             f"The model has {len(predictions)} outputs, and there are {len(targets)} targets, {len(losses)} losses and "
-            f"{len(weights)} sample weights. Write as many of each, nested as the outputs are."
+            f"{len(weights)} sample weights. Pass as many of each, nested as the outputs are."
         )
     terms = [LossTerm(*parts) for parts in zip(losses, targets, predictions, weights, strict=True)]
     for term in terms:

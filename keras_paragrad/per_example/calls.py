@@ -56,7 +56,7 @@ class Call:
     @property
     def tensors(self) -> dict[tuple[str, int], tf.Tensor]:
         """The floating-point tensors with a row for each example, by field and index in the field."""
-        assert self.cotangents is not None, "the backward pass has not come to this call"
+        assert self.cotangents is not None, "the backward pass has not reached this call"
         size = self.cotangents[0].shape[0]
         flat = keras.tree.flatten((self.arguments, self.keywords))
         batched = self.batched or [tf.is_tensor(value) and value.shape[:1] == [size] for value in flat]
@@ -87,7 +87,7 @@ class Call:
     @functools.cached_property
     def cotangent(self) -> tf.Tensor:
         """The first cotangent, `(batch, ...)`; half precision is cast to float32."""
-        assert self.cotangents is not None, "the backward pass has not come to this call"
+        assert self.cotangents is not None, "the backward pass has not reached this call"
         return widened(self.cotangents[0])
 
 

@@ -117,9 +117,9 @@ class Capture:
         if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self.graph:
             self.out_of_reach = made.layer.trainable_variables[0]
             raise ValueError(
-                f"{made.layer.name!r} is called within a loop, a branch or a tf.function, out of which the gradients "
-                "of its examples can't be brought. Wrap the layer that does so as a whole, or give it a rule with "
-                "keras_paragrad.per_example.register_rule."
+                f"{made.layer.name!r} is called inside a loop, a branch or a tf.function, and its per-example "
+                "gradients can't be taken out of it. Wrap the layer that makes the call as a whole, or register a rule "
+                "for that layer with keras_paragrad.per_example.register_rule."
             )
         flat = keras.tree.flatten(outputs)
         places = [place for place, output in enumerate(flat) if tf.is_tensor(output) and output.dtype.is_floating]

@@ -137,8 +137,8 @@ class ExampleGradients(keras.callbacks.Callback):
             )
         if model.steps_per_execution != 1:
             raise ValueError(
-                f"With steps_per_execution={model.steps_per_execution} only the last of so many batches is to be seen "
-                "after them. Compile the model with steps_per_execution=1."
+                f"With steps_per_execution={model.steps_per_execution}, a callback sees only the last of that many "
+                "batches. Compile the model with steps_per_execution=1."
             )
         if self.log_dir is not None:
             self._writer = tf.summary.create_file_writer(str(self.log_dir))

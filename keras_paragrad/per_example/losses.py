@@ -24,18 +24,18 @@ def check_loss(term: LossTerm) -> None:
         return
     if term.reduces_itself:
         raise ValueError(
-            f"The loss {loss.name!r} has a __call__ of its own, and what that does with the examples' losses can't be "
-            "seen. Override call(y_true, y_pred) instead, and let it return a value for each example."
+            f"The loss {loss.name!r} overrides __call__, so how it reduces the losses of the examples is unknown. "
+            "Override call(y_true, y_pred) instead, and return one value per example."
         )
     if term.values.shape.rank == 0:
         raise ValueError(
-            f"The loss {loss.name!r} gives one number for the whole batch, so that an example has no loss of its own. "
-            "Let it give a value for each example; for Dice and Tversky write axis=, without the batch's axis 0."
+            f"The loss {loss.name!r} returns one number for the whole batch, so an example has no loss of its own. "
+            "Return one value per example; for Dice and Tversky, pass axis= without the batch axis 0."
         )
     if mixes_rows(term, one_value_each=True):
         raise ValueError(
-            f"The loss {loss.name!r} gives an example another value when other examples are beside it, so that it has "
-            "no gradient of its own. Use a loss that is a sum over the examples."
+            f"The value of the loss {loss.name!r} for one example depends on the others in the batch, so an example "
+            "has no gradient of its own. Use a loss that is a sum over the examples."
         )
     _CHECKED.add(loss)
 

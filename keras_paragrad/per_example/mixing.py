@@ -29,7 +29,7 @@ def check_layer(layer: keras.layers.Layer, *arguments: Any, training: bool = Tru
     if known[key]:
         raise ValueError(
             f"The output of {known[key]!r} for one example depends on the others in the batch, so an example has no "
-            "gradient of its own. Reduce over other axes than the batch's, axis 0."
+            "gradient of its own. Don't reduce over the batch axis 0."
         )
 
 

@@ -122,19 +122,19 @@ def _check_methods(model: keras.Model) -> None:
             continue
         if method == "train_step":
             advice = (
-                "Move what it does to the loss into compute_loss, which is used; or keep train_step, and put "
-                "PerExampleGradients(layer, loss_reduction='sum_over_batch_size') in the place of the layer in the "
-                "model whose gradients you want."
+                "Move the computation of the loss into compute_loss, which does run; or keep train_step, and wrap the "
+                "layer in the model whose gradients you want: "
+                "PerExampleGradients(layer, loss_reduction='sum_over_batch_size')."
             )
         elif method in _ON_DATA:
             advice = (
-                "Of a KerasHub task, set preprocessor=None and give fit what `task.preprocessor(x, y)` returns. Of "
-                "another model, do before fit what this method does, and train "
-                "keras.Sequential([PerExampleGradients(model)]), which takes the model as a layer."
+                "For a KerasHub task, set preprocessor=None and pass fit what `task.preprocessor(x, y)` returns. For "
+                "another model, do what this method does before fit, and train "
+                "keras.Sequential([PerExampleGradients(model)]), which uses the model as a layer."
             )
         else:
             advice = (
-                "If microbatch or DistributedFit put it there, undo that, and attach them to what wrap returns. If it "
-                "is yours, train keras.Sequential([PerExampleGradients(model)]), which takes the model as a layer."
+                "If microbatch or DistributedFit installed it, apply them to the model that wrap returns instead. If "
+                "it is yours, train keras.Sequential([PerExampleGradients(model)]), which uses the model as a layer."
             )
-        raise ValueError(f"{name} has a {method} of its own, which a wrapped model would not run. {advice}")
+        raise ValueError(f"{name} has its own {method}, which a wrapped model would not run. {advice}")

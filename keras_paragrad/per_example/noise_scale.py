@@ -113,8 +113,8 @@ class GradientNoiseScale(keras.callbacks.Callback):
         source = next((name for name, found in there.items() if found), None) if self.source == "auto" else self.source
         if source is None or not there[source]:
             raise ValueError(
-                f"GradientNoiseScale(source={self.source!r}) finds no gradients of few examples to compare: wrap the "
-                "model with keras_paragrad.wrap(model), without clip_norm or transform; or compile it with an "
+                f"GradientNoiseScale(source={self.source!r}) has no gradients of small batches to compare with. Wrap "
+                "the model with keras_paragrad.wrap(model), without clip_norm or transform; or compile it with an "
                 "AccumulatingOptimizer of several steps; or train it on several replicas."
             )
         stages = StepBuilder.of(model).stages
@@ -122,8 +122,8 @@ class GradientNoiseScale(keras.callbacks.Callback):
         sums_first = there["accumulation"] or weighed or stages.transform is not None
         if replicas > 1 and clips(model.optimizer) and not sums_first:
             raise ValueError(
-                "Under a strategy Keras clips gradients before it adds them up over the replicas, so that the gradient "
-                "of the whole batch is not to be seen. Train with DistributedFit(), or write "
+                "Under a strategy, Keras clips gradients before the all-reduce, so the gradient of the whole batch "
+                "before clipping is not available. Train with DistributedFit(), or write "
                 "model.compile(AccumulatingOptimizer(optimizer, steps=1))."
             )
         examples = layer.sum_of_squared_norms if source == "examples" else None

@@ -48,8 +48,8 @@ class WeightReads(keras.StatelessScope):
         if id(variable) in self.watched and id(variable) not in self.readable:
             self.read_outside = variable
             raise ValueError(
-                f"The weight {variable.path!r} is read outside of the call of the layer that owns it, and the "
-                "gradients of the examples would lack what happens there. Wrap the layer that reads it as a whole."
+                f"The weight {variable.path!r} is read outside the call of the layer that owns it, so per-example "
+                "gradients would miss this use. Wrap the layer that reads it as a whole."
             )
         return super().get_current_value(variable)
 
@@ -88,9 +88,9 @@ class LossReads(WeightReads):
         """What a weight is read as; `None` for its own value."""
         if id(variable) in self.watched:
             raise ValueError(
-                f"The compute_loss of {self.owner} reads the weight {variable.path!r}, and the examples' gradients "
-                "would lack what it does there. Do in call() what needs weights, return its result beside the "
-                "predictions, and use it in compute_loss."
+                f"The compute_loss of {self.owner} reads the weight {variable.path!r}, so per-example gradients would "
+                "miss this use. Compute what needs the weight in call(), return it along with the predictions, and use "
+                "it in compute_loss."
             )
         return super().get_current_value(variable)
 

@@ -56,11 +56,11 @@ def register_rule(*layers: type[keras.layers.Layer]) -> Callable[[R], R]:
     """
     for layer in layers:
         if not (isinstance(layer, type) and issubclass(layer, keras.layers.Layer)):
-            raise TypeError(f"`layers` are layer classes, as in register_rule(MyLayer), and one is {shown(layer)}.")
+            raise TypeError(f"`layers` must be layer classes, as in register_rule(MyLayer), and one is {shown(layer)}.")
 
     def register(rule: R) -> R:
         if not (isinstance(rule, type) and issubclass(rule, Rule)):
-            raise TypeError(f"`rule`, which register_rule decorates, is {shown(rule)}, and must be a subclass of Rule.")
+            raise TypeError(f"register_rule must decorate a subclass of Rule, and decorates {shown(rule)}.")
         _RULES.update(dict.fromkeys(layers, rule()))
         return rule
 

@@ -78,7 +78,7 @@ def check_room(kept: Collection[str], capacity: int | None) -> None:
     """
     if capacity is None and "gradients" in kept and compiled_by_xla():
         raise ValueError(
-            "This step is compiled by XLA, which wants to know how many examples' gradients to make room for. Write "
+            "This step is compiled by XLA, which needs to know the largest number of examples. Write "
             "PerExampleGradients(..., quantity='gradients', capacity=256), for batches of up to 256 on each device, or "
-            "leave jit_compile=True away."
+            "remove jit_compile=True."
         )

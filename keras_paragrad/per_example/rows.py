@@ -53,7 +53,7 @@ class ReplicaRows:
         counts = self.count.of_replicas()
         if self.capacity is not None and max(counts) > self.capacity:
             raise ValueError(
-                f"A batch had {max(counts)} examples on one device, and in the compiled step there was room for "
+                f"A batch had {max(counts)} examples on one device, and the capacity of the compiled step is "
                 f"{self.capacity}. Write PerExampleGradients(..., capacity={max(counts)})."
             )
         rows = [part.numpy()[:count] for part, count in zip(local_parts(self.values), counts, strict=True)]

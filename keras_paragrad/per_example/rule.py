@@ -106,7 +106,7 @@ class Rule:
 
     def gradients(self, call: Call) -> list[tf.Tensor]:
         """The per-example gradients of one call, each a `tf.Tensor` of shape `(batch, *shape)`."""
-        raise NotImplementedError(f"{type(self).__name__} has to implement gradients(call).")
+        raise NotImplementedError(f"{type(self).__name__} must implement gradients(call).")
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         """The per-example gradients `(batch, *shape)`, summed over the calls of a shared layer."""

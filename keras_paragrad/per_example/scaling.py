@@ -61,16 +61,16 @@ class Divisor:
         divisors = {} if self._is_own else {_kind(term): _divisor(term, batch) for term in self.terms}
         if len(divisors) > 1:
             raise ValueError(
-                "The losses of this model's outputs are reduced in different ways "
-                f"({', '.join(str(term.loss.reduction) for term in self.terms)}), so that no one factor makes an "
-                "example's gradient out of its share. Give all of them the reduction 'sum_over_batch_size'."
+                "The losses of this model's outputs have different reductions "
+                f"({', '.join(str(term.loss.reduction) for term in self.terms)}), so no single factor turns an "
+                "example's share of the gradient into its own. Use reduction='sum_over_batch_size' for all of them."
             )
         if not divisors:
             divisors = {("sum",): tf.constant(1.0)} if summed else self._stated(batch)
         if summed and ("sum",) not in divisors:
             raise ValueError(
-                "A layer adds a loss of one value for each example by add_loss(), which Keras sums, and the compiled "
-                "loss is a mean, so that no one factor makes an example's gradient out of its share. Write "
+                "A layer calls add_loss() with one value per example, which Keras sums, while the compiled loss is a "
+                "mean, so no single factor turns an example's share of the gradient into its own. Write "
                 "add_loss(keras.ops.mean(values)), or compile with a loss of reduction='sum'."
             )
         ((kind, divisor),) = divisors.items()
@@ -85,10 +85,10 @@ class Divisor:
         masked = [term.loss.name for term in self.terms if _kind(term) == ("mean",) and term.mask is not None]
         if masked and self.masked_mean == "batch":
             warnings.warn(
-                f"{', '.join(masked)} averages over what the masks of all examples in a batch leave, so that the norm "
-                "that an example is clipped or weighed by depends on the others' masks. Write masked_mean='example' "
-                "for this layer or wrap(), so that each example has its own masked mean, or reduction='sum' for the "
-                "loss, and an example's gradient depends on its own mask alone.",
+                f"{', '.join(masked)} averages over all unmasked positions of the batch, so the norm by which an "
+                "example is clipped or weighted depends on the masks of the others. Write masked_mean='example' for "
+                "this layer or wrap(), so that each example has its own masked mean, or reduction='sum' for the loss: "
+                "then an example's gradient depends on its own mask only.",
                 stacklevel=2,
             )
 
@@ -112,15 +112,15 @@ class Divisor:
         if self.masked_mean == "batch":
             if any(term.by_example for term in self.terms):
                 raise ValueError(
-                    "Two PerExampleGradients layers of this model have different masked_mean=, and there is one loss. "
-                    "Give all of them masked_mean='example', or none."
+                    "Two PerExampleGradients layers of this model differ in masked_mean, and share one loss. Write "
+                    "masked_mean='example' for all of them, or for none."
                 )
             return
         if self._is_own or not self.terms:
             raise ValueError(
-                "masked_mean='example' changes what the compiled loss averages over, and this loss is computed in "
-                "another way: in a compute_loss or train_step of the model's own, or in a loop of your own. Leave "
-                "masked_mean out, and average there over each example's own positions first, then over the examples."
+                "masked_mean='example' changes what a compiled loss averages over, and this loss is not one: it is "
+                "computed in the model's own compute_loss or train_step, or in a custom training loop. Remove "
+                "masked_mean, and there average over each example's own positions first, then over the examples."
             )
         weighted = [
             term.loss.name
@@ -130,7 +130,7 @@ class Divisor:
         if weighted:
             raise ValueError(
                 f"masked_mean='example', but {', '.join(weighted)} is divided by the sample weights of all examples. "
-                "Write reduction='sum_over_batch_size' for it, or leave masked_mean out."
+                "Write reduction='sum_over_batch_size' for it, or remove masked_mean."
             )
 
     @property
@@ -143,8 +143,8 @@ class Divisor:
         summed = self.model is not None and any(summed_by_keras(self.model))
         if summed and self.reduction == "sum_over_batch_size":
             raise ValueError(
-                "loss_reduction='sum_over_batch_size' says that losses are means over the examples, and a layer adds "
-                "one of several values by add_loss(), which Keras sums. Write loss_reduction='sum', or "
+                "loss_reduction='sum_over_batch_size' means that losses are averaged over the examples, but a layer "
+                "calls add_loss() with several values, which Keras sums. Write loss_reduction='sum', or "
                 "add_loss(keras.ops.mean(values))."
             )
         return summed
@@ -152,9 +152,8 @@ class Divisor:
     def _stated(self, batch: tf.Tensor) -> dict[tuple, tf.Tensor]:
         if self.reduction is None and self._is_own:
             raise ValueError(
-                f"{type(self.model).__name__} computes its loss in a way of its own, and whether that is a mean or a "
-                "sum over the examples can't be seen. Write "
-                "PerExampleGradients(..., loss_reduction='sum_over_batch_size'), or 'sum'."
+                f"{type(self.model).__name__} computes its own loss, and whether that is a mean or a sum over the "
+                "examples is unknown. Write PerExampleGradients(..., loss_reduction='sum_over_batch_size'), or 'sum'."
             )
         if self.reduction == "sum":
             return {("sum",): tf.constant(1.0)}

@@ -59,8 +59,8 @@ class Step:
                 step = reference()
                 if step is None:
                     raise ValueError(
-                        f"{name!r} was called more than once in a step, and an example's gradient is the sum over its "
-                        "calls. Wrap the model in which it is called instead: keras_paragrad.wrap(model)."
+                        f"{name!r} was called more than once in a step, and an example's gradient is the sum over all "
+                        "calls. Wrap the model that calls it instead: keras_paragrad.wrap(model)."
                     )
                 return tf.zeros_like(zero), *step.finish(step)
 

@@ -66,8 +66,8 @@ def check_training(layer: keras.layers.Layer) -> None:
         shape = getattr(inner, "noise_shape", None)
         if isinstance(inner, keras.layers.Dropout) and inner.rate and shape is not None and shape[0] == 1:
             raise ValueError(
-                f"The dropout {inner.name!r} drops the same units for all examples of a batch (noise_shape={shape}), "
-                "so that what an example's gradient is depends on its batch. Write "
+                f"The dropout {inner.name!r} uses one mask for all examples of a batch (noise_shape={shape}), so an "
+                "example's gradient depends on its batch. Write "
                 f"noise_shape=({', '.join(map(str, (None, *shape[1:])))}) for it."
             )
 
@@ -86,8 +86,8 @@ def _walk(layer: keras.layers.Layer, whole: Collection[int]) -> Iterator[Unit]:
     if rule is None and (id(layer) in whole or _owns_weights(layer)):
         rule = _GENERIC
         _LOGGER.info(
-            "%s has no per-example rule, so its examples are gone through one by one. To make that faster, give it one "
-            "with keras_paragrad.per_example.register_rule.",
+            "%s has no per-example rule, so its gradients are computed one example at a time. To make that faster, "
+            "register a rule with keras_paragrad.per_example.register_rule.",
             type(layer).__name__,
         )
     if rule is not None:

@@ -110,13 +110,13 @@ class PerExampleGradients(keras.layers.Wrapper):
         masked_mean = check_choice("masked_mean", masked_mean, MASKED_MEANS)
         if clip_norm is not None and transform is not None:
             raise ValueError(
-                "`clip_norm` and `transform` both scale the gradients of examples. Write one: clipping is "
+                "`clip_norm` and `transform` both scale the examples' gradients. Pass only one: clipping is "
                 f"transform=lambda norms: tf.minimum(1.0, {clip_norm} / norms)."
             )
         if any(isinstance(inner, PerExampleGradients) for inner in (layer, *all_layers(layer))):
             raise ValueError(
-                f"{layer.name!r} has a PerExampleGradients layer within. Take one of the two away: the outer one has "
-                "the gradients of all the weights."
+                f"{layer.name!r} contains a PerExampleGradients layer. Remove one of the two: the outer one has the "
+                "gradients of all weights."
             )
         # The wrapper itself is float32; casting inputs and weights is left to the wrapped layers.
         super().__init__(layer, **{"dtype": "float32", "autocast": False, **kwargs})
@@ -231,11 +231,11 @@ class PerExampleGradients(keras.layers.Wrapper):
     def _kept(self, name: str) -> Any:
         if name not in self.kept:
             raise ValueError(
-                f"This layer keeps {' and '.join(sorted(self.kept))}, and not {name}. Write "
+                f"This layer keeps {' and '.join(sorted(self.kept))}, not {name}. Write "
                 f"PerExampleGradients(..., quantity={name!r})."
             )
         if self._results is None:
-            raise ValueError(f"There are no {name} before the layer is built. Call the model, or fit it, first.")
+            raise ValueError(f"There are no {name} before the layer is built. Call or fit the model first.")
         return getattr(self._results, name)
 
     def _finish(self, step: Step) -> list[Any]:
@@ -280,6 +280,6 @@ class PerExampleGradients(keras.layers.Wrapper):
         if weights.shape.rank != 1:
             raise ValueError(
                 f"`transform` returned a tensor of shape {weights.shape} for norms of shape {norms.shape}, and must "
-                "return one weight for each of them."
+                "return one weight per norm."
             )
         return tf.cast(weights, "float32")

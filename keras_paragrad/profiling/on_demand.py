@@ -61,7 +61,7 @@ class OnDemand:
             return
         before = signal.getsignal(number)
         if before is not signal.SIG_DFL:
-            _log.info("%s has a handler already, and does not start the profiler.", self._signal_name)
+            _log.info("%s already has a handler, so it does not request a trace window.", self._signal_name)
             return
         self._before = before
         signal.signal(number, lambda *_: self._ask())

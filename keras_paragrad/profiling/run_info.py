@@ -77,8 +77,8 @@ def write_run_info(log_dir: Path, info: RunInfo) -> None:
     path = log_dir / FILE
     if path.exists() and not _is_ours(path):
         _log.warning(
-            "%s is not a file of keras_paragrad, and is left as it is: a report takes what was run from its windows. "
-            "Give the callback a log_dir of its own.",
+            "%s was not written by keras_paragrad, and was not changed; a report describes the run by its windows "
+            "instead. Give the callback its own log_dir.",
             path,
         )
         return

@@ -58,8 +58,8 @@ class ProfileSchedule:
             object.__setattr__(self, field.name, value)
         if self.active > MOST_ACTIVE:
             raise ValueError(
-                f"`active` is {self.active}, and a window has at most {MOST_ACTIVE} batches, so that its trace stays "
-                f"small enough to look at. Write active=20, and repeat={-(-self.active // 20)} for more of them."
+                f"`active` is {self.active}, and a window has at most {MOST_ACTIVE} batches, so that TensorBoard can "
+                f"load its trace. Write active=20, and repeat={-(-self.active // 20)} for as many."
             )
 
     def window(self, index: int) -> TraceWindow | None:

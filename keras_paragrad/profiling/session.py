@@ -20,7 +20,7 @@ PROFILES = Path("plugins", "profile")
 SUMMARY = "keras_paragrad.json"
 TRACE = ".xplane.pb"
 LEAST_FREE = 100 * 2**20
-_FOR = {"xprof": "read a trace", "tensorboard": "look at one in TensorBoard", "jinja2": "write the report"}
+_FOR = {"xprof": "read a trace", "tensorboard": "view one in TensorBoard", "jinja2": "write the report"}
 
 
 class Session:
@@ -47,8 +47,8 @@ class Session:
         except tf.errors.AlreadyExistsError as error:
             self._clear()
             raise RuntimeError(
-                "another profiler is running in this process. Leave `profile_batch` out of "
-                "keras.callbacks.TensorBoard(), or write tf.profiler.experimental.stop() before fit()"
+                "another profiler is running in this process. Remove `profile_batch` from "
+                "keras.callbacks.TensorBoard(), or call tf.profiler.experimental.stop() before fit()"
             ) from error
         Session.running = self
 
@@ -82,10 +82,10 @@ class Session:
             tf.profiler.experimental.stop(save=True)
             files = sorted(self._elsewhere.rglob(f"*{TRACE}"))
             if not files:
-                raise RuntimeError("the profiler has written no trace")
+                raise RuntimeError("the profiler wrote no trace")
             return self._move(files[0])
         except tf.errors.UnavailableError as error:
-            raise RuntimeError("somebody else has ended the profiler") from error
+            raise RuntimeError("the profiler was stopped from elsewhere") from error
         except tf.errors.OpError as error:
             raise OSError(error.message) from error
         finally:
@@ -120,7 +120,8 @@ def say_what_is_missing(log_dir: Path, *, report: bool) -> None:
     free = shutil.disk_usage(there).free
     if free < LEAST_FREE:
         _log.warning(
-            "The disk of %s has %.0f MiB left, and a trace may not fit. Make room, or give Profiler another log_dir.",
+            "The disk of %s has %.0f MiB left, and a trace may not fit. Free some space, or give Profiler another "
+            "log_dir.",
             there,
             free / 2**20,
         )

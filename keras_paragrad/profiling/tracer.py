@@ -34,7 +34,7 @@ _log = logging.getLogger("keras_paragrad")
 # On the other workers a collective's trace event starts in one thread and ends in another, once the first worker has
 # answered. TensorFlow 2.21's profiler pairs such events through freed memory (`TraceMeRecorder::Consume`) and may
 # crash.
-FIRST_WORKER_ALONE = "Profiler traces the first worker alone, and not this one, which TensorFlow's profiler may crash."
+FIRST_WORKER_ALONE = "Profiler traces the first worker only: on the others, TensorFlow's profiler may crash."
 
 _NOT_TRACED = "A window was not traced"
 
@@ -150,7 +150,7 @@ class Profiler(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Closes an open window, logs if none was traced, and writes the report."""
-        self._safely(self._on_demand.end, "Waiting for requests was not ended")
+        self._safely(self._on_demand.end, "Listening for requests was not stopped")
         self._safely(self._end)
         self._following = None
         self._next = math.inf
@@ -209,7 +209,7 @@ class Profiler(keras.callbacks.Callback):
         if self.summary:
             figures = WindowFigures(closed, self.log_dir, self.operations)
             with Stops.counted():
-                self._safely(lambda: show(figures), "A window's figures were not printed")
+                self._safely(lambda: show(figures), "A window's summary was not printed")
 
     def _say_that_none_fired(self) -> None:
         first = self.schedule.window(0) if self.schedule else None
@@ -217,7 +217,7 @@ class Profiler(keras.callbacks.Callback):
             return
         half = max(min(self._batches // 2, first.end - first.begin), 1)
         _log.warning(
-            "Profiler has traced nothing: its first window begins after %d batches, and there were %d. "
+            "Profiler traced nothing: its first window begins after %d batches, and training had %d. "
             "Write Profiler(..., schedule=ProfileSchedule(skip_first=%d, warmup=0, active=%d)).",
             *(first.begin, self._batches, self._batches // 4, half),
         )
@@ -234,10 +234,10 @@ class Profiler(keras.callbacks.Callback):
     def _say_once(self, failure: str, error: Exception) -> None:
         what = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
         # A full disk or a read-only folder: the operating system's message doesn't name the folder.
-        fix = f" Make room in {self.log_dir}, or give Profiler another log_dir." if isinstance(error, OSError) else ""
+        fix = f" Make space in {self.log_dir}, or give Profiler another log_dir." if isinstance(error, OSError) else ""
         if what not in self._said:
             self._said.add(what)
-            _log.warning("%s: %s.%s Training goes on.", failure, what, fix)
+            _log.warning("%s: %s.%s Training continues.", failure, what, fix)
 
     def _give_up(self) -> None:
         if self._following is None:

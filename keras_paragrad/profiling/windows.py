@@ -150,7 +150,7 @@ class WindowTracer:
             remove_oldest(self._log_dir, self._keep)
         except OSError as error:
             _log.warning(
-                "The trace is in %s, but its summary could not be written: %s. Training goes on.", folder, error
+                "The trace is in %s, but its summary could not be written: %s. Training continues.", folder, error
             )
         return found
 

@@ -146,7 +146,7 @@ def test_files_that_are_read_from_or_named_twice_are_refused(tmp_path):
         with pytest.raises(ValueError, match="`out` names .*rows.npy, which the rows are read from"):
             input_gradients(build(), x, 0, out=tmp_path / "link.npy")
     model = keras.Model(inputs := [keras.Input((2,)), keras.Input((2,))], keras.layers.Add()(inputs))
-    with pytest.raises(ValueError, match="`out` names .*g.npy twice. Name a file of its own for each result"):
+    with pytest.raises(ValueError, match="`out` names .*g.npy twice. Name a separate file for each result"):
         input_gradients(model, [np.ones((3, 2))] * 2, 0, out=[tmp_path / "g.npy", f"{tmp_path}/./g.npy"])
     assert path.read_bytes() == before
 
@@ -232,7 +232,7 @@ def test_arguments_are_checked_at_the_call(argument):
 
 
 def test_one_way_out(tmp_path):
-    with pytest.raises(ValueError, match="Leave one of them out"):
+    with pytest.raises(ValueError, match="Remove one of them"):
         input_gradients(build(), rows(3), 0, stream=True, out=tmp_path / "x.npy")
     with pytest.raises(ValueError, match="Write out='0.npy'"):
         input_gradients(build(), rows(3), 0, out=3)

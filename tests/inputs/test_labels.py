@@ -120,15 +120,15 @@ def test_replicas_take_the_labels_of_their_rows():
 @pytest.mark.parametrize(
     ("labels", "says"),
     [
-        (LABELS[:-1], "holds 6 labels, and `x` 7 rows"),
-        (LABELS + 1, r"holds label 4 for row 0, .* shape \(7, 4\): no such entry"),
+        (LABELS[:-1], "6 labels, and `x` has 7 rows"),
+        (LABELS + 1, r"label 4 for row 0, .*out of range.* shape \(7, 4\)"),
         (LABELS - 1, "`output` is -1, and must be labels that count from 0"),
         (LABELS + 2**40, "must be labels that count from 0"),
         (LABELS.astype("float32"), r"of dtype float32.*write labels.astype\('int32'\)"),
         (LABELS > 1, "of dtype bool"),
         (LABELS.astype(str), "must be integers"),
         (np.eye(CLASSES, dtype="int32")[LABELS], r"shape \(7, 4\).*np.argmax\(labels, axis=-1\)"),
-        (np.ones((ROWS, 1, 2), "int32"), r"labels have shape \(rows,\) or \(rows, 1\)"),
+        (np.ones((ROWS, 1, 2), "int32"), r"labels must have shape \(rows,\) or \(rows, 1\)"),
         ([[1], [2, 3]], "`output` is"),
         (np.zeros(0, "int32"), "no labels"),
     ],
@@ -139,7 +139,7 @@ def test_labels_that_are_refused(labels, says):
 
 
 def test_models_that_have_no_such_entries_are_refused():
-    with pytest.raises(ValueError, match="one score for each row: leave `output` out"):
+    with pytest.raises(ValueError, match="one score per row: remove `output`"):
         input_gradients(build(1), X, LABELS)
     model = build(CLASSES, 2)
     with pytest.raises(ValueError, match="has 2 outputs") as caught:
@@ -160,7 +160,7 @@ class Batches(keras.utils.PyDataset):
 def test_labels_beside_batches_are_refused(derivative):
     dataset = tf.data.Dataset.from_tensor_slices((X, LABELS)).batch(4)
     for batches in (dataset, iter([(X, LABELS)]), Batches()):
-        with pytest.raises(ValueError, match="whose rows may come in any order. Give arrays for both"):
+        with pytest.raises(ValueError, match="whose rows may come in any order. Pass arrays for both"):
             derivative(build(), batches, output=LABELS)
     model = build()
     found = np.concatenate([input_gradients(model, x, output=y) for x, y in dataset])

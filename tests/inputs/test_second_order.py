@@ -60,7 +60,7 @@ def test_vectors_that_do_not_fit_are_refused():
     for vector in (normal(0, 5, 3), [normal(0, 5, 4), normal(0, 5, 4)]):
         with pytest.raises(ValueError, match="`vector` has shape"):
             hessian_vector_product(build(), normal(0, 5, 4), vector, 0)
-    with pytest.raises(ValueError, match="Give arrays for both"):
+    with pytest.raises(ValueError, match="Pass arrays for both"):
         hessian_vector_product(build(), iter([normal(0, 5, 4)]), normal(0, 5, 4), 0)
 
 

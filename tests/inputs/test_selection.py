@@ -102,10 +102,10 @@ def test_a_subclassed_model():
 @pytest.mark.parametrize(
     ("output", "says"),
     [
-        (None, "2 outputs. Write output= one of 'class', 'value'"),
+        (None, "2 outputs. Set output= to one of 'class', 'value'"),
         (1, "2 outputs"),
         ("score", "outputs are 'class', 'value'"),
-        ("class", r"shape \(None, 3\), and a gradient is of one number a row. Write output=0"),
+        ("class", r"shape \(None, 3\), and a gradient needs one number per row. Write output=0"),
         (lambda y: tf.reduce_sum(y["class"]), r"of 7 rows has shape \(\)"),
         (lambda y: tf.reduce_mean(y["class"], axis=0), r"of 7 rows has shape \(3,\)"),
         (lambda y: y, "several tensors"),
@@ -120,7 +120,7 @@ def test_outputs_that_are_refused(output, says):
 
 def test_an_index_beyond_the_last_is_refused():
     model = keras.Sequential([keras.Input((3,)), layers.Dense(4)])
-    with pytest.raises(ValueError, match="no such entry"):
+    with pytest.raises(ValueError, match="out of range"):
         input_gradients(model, normal(2, 3), 4)
 
 

@@ -233,9 +233,9 @@ def test_a_loss_that_can_t_be_seen():
 
 def test_one_within_another():
     inner = keras.Sequential([keras.Input((3,)), PerExampleGradients(layers.Dense(1))])
-    with pytest.raises(ValueError, match="Take one of the two away"):
+    with pytest.raises(ValueError, match="Remove one of the two"):
         wrap(inner)
-    with pytest.raises(ValueError, match="Take one of the two away"):
+    with pytest.raises(ValueError, match="Remove one of the two"):
         PerExampleGradients(PerExampleGradients(layers.Dense(1)))
 
 

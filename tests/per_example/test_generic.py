@@ -123,9 +123,9 @@ def test_a_rule_of_one_s_own():
 
 @pytest.mark.parametrize("wrong", ["Dense", keras.Model.fit])
 def test_what_can_t_be_registered(wrong):
-    with pytest.raises(TypeError, match="`layers` are layer classes"):
+    with pytest.raises(TypeError, match="`layers` must be layer classes"):
         register_rule(wrong)
-    with pytest.raises(TypeError, match="must be a subclass of Rule"):
+    with pytest.raises(TypeError, match="must decorate a subclass of Rule"):
         register_rule(layers.Dense)(object)
 
 

@@ -22,7 +22,7 @@ from keras_paragrad import PerExampleGradients, per_example_gradients, wrap
         ({"clip_norm": "much"}, "clip_norm=1.0"),
         ({"clip_norm": True}, "clip_norm=1.0"),
         ({"transform": 2.0}, "transform=lambda norms"),
-        ({"transform": abs, "clip_norm": 1.0}, "Write one"),
+        ({"transform": abs, "clip_norm": 1.0}, "Pass only one"),
         ({"capacity": 0}, "capacity=256"),
         ({"capacity": 2.5}, "capacity=256"),
     ],
@@ -118,11 +118,11 @@ class OwnCall(keras.losses.Loss):
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
-        (InBatchNegatives(), "gives an example another value when other examples are beside it"),
-        (keras.losses.Circle(), "gives an example another value when other examples are beside it"),
+        (InBatchNegatives(), "for one example depends on the others"),
+        (keras.losses.Circle(), "for one example depends on the others"),
         (keras.losses.Dice(), "one number for the whole batch"),
         (lambda y_true, y_pred: ops.mean(ops.square(y_true - y_pred)), "one number for the whole batch"),
-        (OwnCall(), "__call__ of its own"),
+        (OwnCall(), "overrides __call__"),
     ],
 )
 def test_losses_that_are_no_sums_over_examples(loss, says):
@@ -157,13 +157,13 @@ def test_outputs_of_different_reductions():
     x = keras.Input((3,))
     model = wrap(keras.Model(x, [layers.Dense(2)(x), layers.Dense(2)(x)]))
     model.compile("sgd", [keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError(reduction="sum")])
-    with pytest.raises(ValueError, match="Give all of them the reduction 'sum_over_batch_size'"):
+    with pytest.raises(ValueError, match="Use reduction='sum_over_batch_size' for all of them"):
         model.fit(some_inputs((4, 3)), [np.ones((4, 2))] * 2, verbose=0)
 
 
 def test_a_transform_of_another_shape():
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
-    with pytest.raises(ValueError, match="one weight for each"):
+    with pytest.raises(ValueError, match="one weight per norm"):
         train(model, transform=ops.sum)
 
 

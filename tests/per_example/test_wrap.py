@@ -341,7 +341,7 @@ class ReadsWeights(OwnMethods):
 
 def test_a_compute_loss_that_reads_weights():
     model, x, y = ReadsWeights(), some_inputs((10, 3)), LABELS
-    with pytest.raises(ValueError, match="Do in call"):
+    with pytest.raises(ValueError, match="Compute what needs the weight in call"):
         trained(wrap(model, loss_reduction="sum_over_batch_size"), x, y)
 
 
@@ -352,27 +352,27 @@ def with_method(name, method=lambda self, *arguments, **keywords: None):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("train_step", "Move what it does to the loss into compute_loss"),
+        ("train_step", "Move the computation of the loss into compute_loss"),
         ("fit", r"keras.Sequential\(\[PerExampleGradients\(model\)\]\)"),
         ("train_on_batch", r"keras.Sequential\(\[PerExampleGradients\(model\)\]\)"),
         ("make_train_function", r"keras.Sequential\(\[PerExampleGradients\(model\)\]\)"),
     ],
 )
 def test_methods_that_would_not_run(name, says):
-    with pytest.raises(ValueError, match=f"Own has a {name} of its own.*{says}"):
+    with pytest.raises(ValueError, match=f"Own has its own {name}, .*{says}"):
         wrap(with_method(name))
 
 
 def test_a_train_step_on_the_model_itself():
     model = network()
     vars(model)["train_step"] = lambda data: {}
-    with pytest.raises(ValueError, match="Sequential has a train_step of its own"):
+    with pytest.raises(ValueError, match="Sequential has its own train_step"):
         wrap(model)
 
 
 def test_a_model_in_microbatches_is_wrapped_before():
     model = network()
-    with microbatch(model, 4), pytest.raises(ValueError, match="attach them to what wrap returns"):
+    with microbatch(model, 4), pytest.raises(ValueError, match="apply them to the model that wrap returns"):
         wrap(model)
     wrap(model)
 

@@ -11,7 +11,7 @@ from keras_paragrad.distribution.described import describe
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
 from keras_paragrad.profiling.analysis import advice
-from keras_paragrad.profiling.analysis.advice import Evidence, Finding, advise, milliseconds_retracing, recommendation
+from keras_paragrad.profiling.analysis.advice import Evidence, Finding, advise, recommendation
 from keras_paragrad.profiling.analysis.coverage import Coverage
 from keras_paragrad.profiling.analysis.events import Compiled, Marker, Pull, Trace, TracedCall, Work
 from keras_paragrad.profiling.analysis.operations import (
@@ -335,7 +335,7 @@ def test_functions_that_are_traced_again():
     trace = Trace()
     times = spans((0, 5), (5, 25), (30, 31))
     trace.functions["step"] = [(*times[0], 1), (*times[1], 2), (*times[2], 2)]
-    assert milliseconds_retracing(trace) == 20
+    assert trace.milliseconds_retracing == 20
     assert advise(Evidence(steps(compute=25), trace=trace)).kind == "compile"
 
 
@@ -352,7 +352,7 @@ def test_one_function_is_all_that_a_recommendation_takes(monkeypatch):
 
 
 def test_a_folder_without_a_trace(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no \*.xplane.pb.*Name the folder of one trace"):
+    with pytest.raises(FileNotFoundError, match=r"no \*.xplane.pb.*Pass the folder of one trace"):
         summarize(tmp_path)
 
 

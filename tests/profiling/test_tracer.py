@@ -216,7 +216,7 @@ def test_run_json_of_somebody_else_is_left_as_it_is(tmp_path, caplog):
         (tmp_path / "run.json").write_text(content)
         write_run_info(tmp_path, RunInfo())
         assert (tmp_path / "run.json").read_text() == content
-    assert caplog.text.count("run.json is not a file of keras_paragrad, and is left as it is") == 3
+    assert caplog.text.count("run.json was not written by keras_paragrad, and was not changed") == 3
     (tmp_path / "run.json").unlink()
     for name in ("one", "other"):
         write_run_info(tmp_path, RunInfo(model=name))

@@ -1,4 +1,4 @@
-"""Whatever goes wrong with profiling is said in one line with its fix, and training goes on."""
+"""Whatever goes wrong with profiling is logged in one line with its fix, and training continues."""
 
 import builtins
 import importlib.util
@@ -52,7 +52,7 @@ def test_another_profiler_is_running(tmp_path, caplog):
         trained(profiler(tmp_path / "ours", ProfileSchedule(skip_first=4, warmup=1, active=2, repeat=3)))
     finally:
         tf.profiler.experimental.stop(save=False)
-    assert_one_line(caplog, "another profiler is running", "Leave `profile_batch` out", "Training goes on")
+    assert_one_line(caplog, "another profiler is running", "Remove `profile_batch`", "Training continues")
     assert not list((tmp_path / "ours").glob(".tracing-*"))
 
 
@@ -72,13 +72,13 @@ def test_somebody_else_ends_ours(tmp_path, caplog):
                 tf.profiler.experimental.stop(save=False)
 
     trained(profiler(tmp_path), callbacks=[Ends()])
-    assert_one_line(caplog, "A window was not traced", "Training goes on")
+    assert_one_line(caplog, "A window was not traced", "Training continues")
     assert_no_profiler_is_left()
 
 
 def test_a_window_that_never_began_is_said_at_the_end(tmp_path, caplog):
     trained(profiler(tmp_path, ProfileSchedule(skip_first=100)))
-    assert_one_line(caplog, "begins after 102 batches, and there were 16", "ProfileSchedule(skip_first=4, ")
+    assert_one_line(caplog, "begins after 102 batches, and training had 16", "ProfileSchedule(skip_first=4, ")
     assert_no_profiler_is_left()
 
 
@@ -145,7 +145,7 @@ def test_figures_that_cannot_be_printed_are_no_window_that_was_not_traced(tmp_pa
     monkeypatch.setattr("keras_paragrad.profiling.tracer.show", lambda figures: Path("none").read_text())
     callback = profiler(tmp_path, summary=True)
     trained(callback)
-    assert_one_line(caplog, "A window's figures were not printed: ")
+    assert_one_line(caplog, "A window's summary was not printed: ")
     assert len(callback.summaries) == 1
 
 
@@ -183,13 +183,13 @@ def test_without_xprof_there_is_a_trace_all_the_same(tmp_path, caplog, monkeypat
 def test_a_nearly_full_disk_is_said_at_construction(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5 * 2**20}))
     profiler(tmp_path / "not" / "there")
-    assert_one_line(caplog, "has 5 MiB left", "Make room, or give Profiler another log_dir")
+    assert_one_line(caplog, "has 5 MiB left", "Free some space, or give Profiler another log_dir")
 
 
 def test_a_log_directory_that_cannot_be(tmp_path, caplog):
     (tmp_path / "file").touch()
     trained(profiler(tmp_path / "file" / "logs"))
-    assert all("Make room in" in line and "Training goes on" in line for line in lines(caplog))
+    assert all("Make space in" in line and "Training continues" in line for line in lines(caplog))
     assert lines(caplog)
     assert_no_profiler_is_left()
 
@@ -224,7 +224,7 @@ def test_a_disk_that_is_full(tmp_path):
     )
     assert "trained 16 0" in found.stdout, found.stderr[-3000:]
     said = [line for line in found.stderr.splitlines() if line.startswith("WARNING:keras_paragrad")]
-    assert len(said) == 1 and "A window was not traced" in said[0] and "Make room in" in said[0]
+    assert len(said) == 1 and "A window was not traced" in said[0] and "Make space in" in said[0]
     assert not list((tmp_path / "logs").glob(".tracing-*"))
 
 
@@ -237,7 +237,7 @@ def test_a_handler_of_the_users_is_left_alone(tmp_path, caplog):
         assert signal.getsignal(signal.SIGUSR1) is handler
     finally:
         signal.signal(signal.SIGUSR1, mine)
-    assert_one_line(caplog, "SIGUSR1 has a handler already")
+    assert_one_line(caplog, "SIGUSR1 already has a handler")
 
 
 def test_a_report_is_written_at_the_end(tmp_path):

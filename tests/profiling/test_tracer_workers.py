@@ -48,7 +48,7 @@ def trained(folder, per_call):
     assert {summary.run.worker for summary in summaries} == {0}
     assert len(list((folder / "logs").rglob("*.xplane.pb"))) == len(summaries)
     assert "[worker 1] 0 windows" in ran.stdout
-    assert ran.stderr.count("Profiler traces the first worker alone") == 1
+    assert ran.stderr.count("Profiler traces the first worker only") == 1
     return [[step.step for step in summary.steps] for summary in summaries], ran.stdout
 
 

@@ -55,8 +55,8 @@ class Generic(Rule):
     def run(self, call: Call, function: Any, reads: Any) -> Any:
         if getattr(call.layer, "stateful", False):
             raise ValueError(
-                f"{call.layer.name!r} is stateful: what it does with an example depends on the batch before. Write "
-                "stateful=False."
+                f"{call.layer.name!r} is stateful: its output for an example depends on the previous batch, so an "
+                "example has no gradient of its own. Write stateful=False."
             )
         for layer in all_layers(call.layer) if call.training else []:
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:

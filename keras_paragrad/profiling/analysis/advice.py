@@ -107,7 +107,7 @@ def advise(evidence: Evidence) -> Advice | None:
 
 @recommendation("compile", worth=0.1)
 def _retracing(evidence: Evidence) -> Finding:
-    share = milliseconds_retracing(evidence.trace) / evidence.total
+    share = evidence.trace.milliseconds_retracing / evidence.total
     text = "Give all batches one shape: dataset.batch(n, drop_remainder=True), and pad sequences to few lengths."
     return Finding(share, "is spent retracing functions", text)
 
@@ -195,16 +195,3 @@ def _about_computing(evidence: Evidence) -> Advice:
     replicas = "more replicas" if kind in ("GPU", "TPU") else "more replicas, on other machines,"
     cheaper = " or ".join(each for each in means if each)
     return Advice("compute", f"The model itself takes the time; {cheaper or replicas} may help.", figures)
-
-
-def milliseconds_retracing(trace: Trace) -> float:
-    """The total time of calls that retraced a `tf.function`, in milliseconds.
-
-    A function's first call in the trace is not counted: it may have been traced before.
-    """
-    total = 0.0
-    for calls in trace.functions.values():
-        calls = sorted(calls)
-        for (_, _, before), (begin, end, count) in zip(calls, calls[1:], strict=False):
-            total += (end - begin) / 1e6 if count > before else 0.0
-    return total

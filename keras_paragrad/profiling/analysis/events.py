@@ -101,3 +101,16 @@ class Trace:
     compiled: list[Compiled] = field(default_factory=list)
     functions: dict[str, list[tuple[float, float, int]]] = field(default_factory=lambda: defaultdict(list))
     has_device: bool = False
+
+    @property
+    def milliseconds_retracing(self) -> float:
+        """The total time of calls that retraced a `tf.function`, in milliseconds.
+
+        A function's first call in the trace is not counted: it may have been traced before.
+        """
+        total = 0.0
+        for calls in self.functions.values():
+            calls = sorted(calls)
+            for (_, _, before), (begin, end, count) in zip(calls, calls[1:], strict=False):
+                total += (end - begin) / 1e6 if count > before else 0.0
+        return total

@@ -56,15 +56,15 @@ def summarize(
 def _notes(read: Trace, steps: int, operations: list[Operation]) -> list[str]:
     notes = []
     if not steps:
-        notes.append("There are no step markers in this trace. Train with callbacks=[Profiler(log_dir)] to have them.")
+        notes.append("This trace has no step markers. Train with callbacks=[Profiler(log_dir)] to get them.")
     if any(int(marker.stats.get("count", 1)) > 1 for marker in read.markers):
         notes.append("TensorBoard shows no steps where a call runs several batches; these are from the trace itself.")
     if not read.has_device:
-        notes.append("There is no GPU or TPU in this trace: computing is what the host's processors did.")
+        notes.append("There is no GPU or TPU in this trace: compute is that of the host's CPUs.")
     if read.compiled:
-        notes.append("XLA's operations have no layer: the trace doesn't say.")
+        notes.append("Operations compiled by XLA have no layer: the trace doesn't record it.")
     if not operations:
-        notes.append("There are no operations in this trace.")
+        notes.append("This trace has no operations.")
     return notes
 
 

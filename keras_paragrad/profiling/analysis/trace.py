@@ -34,7 +34,7 @@ def trace_files(folder: Path) -> list[Path]:
     """
     found = sorted(folder.glob(TRACES))
     if not found:
-        raise FileNotFoundError(f"There is no {TRACES} in {folder}. Name the folder of one trace.")
+        raise FileNotFoundError(f"There is no {TRACES} in {folder}. Pass the folder of one trace.")
     return found
 
 

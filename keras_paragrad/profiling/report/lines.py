@@ -176,7 +176,7 @@ def _point(x: float, y: float) -> str:
 def _in_words(series: Series, written: Callable[[float], str], counted: str) -> dict[str, str]:
     finite = series.finite
     if not len(finite):
-        return dict.fromkeys(("smallest", "median", "largest", "last"), "no number")
+        return dict.fromkeys(("smallest", "median", "largest", "last"), "not finite")
     steps = series.steps[np.isfinite(series.values)]
     low, high = int(np.argmin(finite)), int(np.argmax(finite))
     return {

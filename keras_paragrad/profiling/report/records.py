@@ -41,7 +41,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Retrace:
-    """A function that was traced again.
+    """A retrace of a function.
 
     Attributes:
         step: When.

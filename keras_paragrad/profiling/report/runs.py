@@ -38,7 +38,7 @@ class Run:
         windows: What was traced, in order.
         telemetry: Norms, ratios and counts.
         throughput: Speeds, times and sizes.
-        retraces: The last functions that were traced again.
+        retraces: The last retraces.
         retrace_count: The total number of retraces.
         notes: What couldn't be read, and what was left out.
     """
@@ -64,7 +64,7 @@ def read_run(folder: Path) -> Run:
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "doesn't exist"
-        raise FileNotFoundError(f"{folder} {what}. Name the folder that was given to Profiler as its log_dir.")
+        raise FileNotFoundError(f"{folder} {what}. Pass the log_dir of Profiler.")
     notes: list[str] = []
     windows = _windows(folder, notes)
     telemetry, throughput = (_series(folder, name, notes) for name in ("telemetry", "throughput"))
@@ -81,7 +81,7 @@ def _nothing_found(folder: Path, notes: list[str]) -> str:
         return f"There is nothing in {folder} to report on. {' '.join(notes)}"
     return (
         f"There is no trace in {folder}: no file {TRACES} in it or in a folder below, nor telemetry.csv or "
-        "throughput.csv. Train with callbacks=[Profiler(log_dir)], or name the folder that was given to it."
+        "throughput.csv. Train with callbacks=[Profiler(log_dir)], or pass the log_dir that it was given."
     )
 
 
@@ -92,7 +92,7 @@ def _windows(folder: Path, notes: list[str]) -> tuple[ProfiledWindow, ...]:
     found = [trace for trace in found if not any(part.startswith(".") for part in trace.relative_to(folder).parts)]
     roots = sorted({_root(trace, folder) for trace in found})
     if len(roots) > 1:
-        notes.append(f"These are several runs: {_some(roots)}. To see the telemetry of one, name its folder.")
+        notes.append(f"There are several runs: {_some(roots)}. To see the telemetry of one, pass its folder.")
     if len(found) > MOST_WINDOWS:
         notes.append(f"There are {len(found)} traces; the {MOST_WINDOWS} newest are shown.")
     windows: list[ProfiledWindow] = []

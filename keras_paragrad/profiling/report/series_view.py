@@ -44,7 +44,7 @@ def _seconds(value: float | None) -> str:
 GRADIENT_CHARTS = (
     Drawn(
         "Gradient of the whole model, L2 norm",
-        {"gradient_norm": "as it came", "clipped_gradient_norm": "after clipping"},
+        {"gradient_norm": "before clipping", "clipped_gradient_norm": "after clipping"},
         number,
         True,
         "update",
@@ -73,13 +73,13 @@ THROUGHPUT_CHARTS = (
     Drawn("Share of collectives in the step", {"collective_share": "collectives"}, share),
 )
 # What such values exclude, in seconds, and how the report names it.
-LEFT_OUT = {"compile_s": "steps that were compiled", "profiler_s": "stops of Profiler"}
+LEFT_OUT = {"compile_s": "steps that compiled", "profiler_s": "pauses by Profiler"}
 # Figures of which only the last value matters.
 LAST_VALUES: dict[str, tuple[str, Written]] = {
     "time_to_first_step_s": ("Time to the first step", _seconds),
     "updates_per_second": ("Updates per second", number),
-    "flops_per_step": ("Work of a step", operations),
-    "retraces": ("Functions traced again", count),
+    "flops_per_step": ("FLOPs per step", operations),
+    "retraces": ("Retraces", count),
 }
 LAYER_QUANTITIES = {
     "gradient_norm": "Gradient by layer, L2 norm",
@@ -167,7 +167,7 @@ def _layer_view(quantity: str, layers: Sequence[Series]) -> LayerView:
 
 
 def _standing_out(layers: Sequence[Series]) -> list[Series]:
-    """The layers to draw: with values that are no numbers, then the largest and the smallest; in the model's order."""
+    """The layers to draw: those with non-finite values, then the largest and the smallest; in the model's order."""
     if len(layers) <= MOST_LINES:
         return list(layers)
     ranks = [_rank(layer) for layer in layers]
@@ -184,7 +184,7 @@ def _rank(layer: Series) -> tuple[int, float]:
 def _note(layers: Sequence[Series], whole: Sequence[Series], drawn: Sequence[Series]) -> str:
     notes = []
     if len(drawn) < len(whole):
-        notes.append(f"Drawn are {len(drawn)} of {count(len(whole))}: those that stand out.")
+        notes.append(f"{len(drawn)} of {count(len(whole))} layers are drawn: those that stand out.")
     if len(layers) > MOST_LAYERS:
         notes.append(f"The table has the first {MOST_LAYERS}; the file of the telemetry has all.")
     return " ".join(notes)

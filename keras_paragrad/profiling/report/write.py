@@ -85,7 +85,7 @@ def _refuse_to_replace(path: Path) -> None:
     with path.open("rb") as file:
         if _GENERATOR not in file.read(1024):
             raise FileExistsError(
-                f"{path} is not a report of keras_paragrad, and is left as it is. Write the report to another file: "
+                f"{path} is not a report of keras_paragrad, and was not replaced. Write to another file: "
                 "write_report(log_dir, output='profile.html')."
             )
 

@@ -5,14 +5,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 _SAYS = {
-    "non-finite": "the gradient has infinities or NaN in {layers} at update {step}. Lower the learning rate, clip with "
-    "clipnorm=1.0, or look there for a division or logarithm of 0.",
-    "exploding": "the gradient explodes in {layers} at update {step}: it is more than {exploding:g} times that of "
-    "most layers, or what it was. Lower the learning rate, clip with clipnorm=1.0, or initialize smaller weights.",
-    "vanishing": "the gradient vanishes in {layers} at update {step}: it is less than {vanishing:g} times that of "
-    "other layers. Add residual connections or normalization there, or use an activation that doesn't saturate.",
-    "dead": "the gradient is 0 in {layers} at update {step}: nothing is learned there. Look for a ReLU that is "
-    "negative on all examples, or for an output that the loss doesn't depend on.",
+    "non-finite": "the gradient is infinite or NaN in {layers} at update {step}. Lower the learning rate, clip with "
+    "clipnorm=1.0, or look there for a division by 0 or a logarithm of 0.",
+    "exploding": "the gradient explodes in {layers} at update {step}: its norm is more than {exploding:g} times "
+    "the median of the layers, or its own earlier mean. Lower the learning rate, clip with clipnorm=1.0, or "
+    "initialize smaller weights.",
+    "vanishing": "the gradient vanishes in {layers} at update {step}: its norm is less than {vanishing:g} times "
+    "the largest. Add residual connections or normalization there, or use an activation that doesn't saturate.",
+    "dead": "the gradient is 0 in {layers} at update {step}: nothing is learned there. Look for a ReLU whose "
+    "input is negative for all examples, or for an output that the loss doesn't depend on.",
 }
 
 

@@ -108,7 +108,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         model: Any = self.model
         builder = StepBuilder.of(model)
         if builder.stages.telemetry is not None:
-            raise ValueError("There are two GradientTelemetry callbacks. Leave one out: it reports all layers.")
+            raise ValueError("There are two GradientTelemetry callbacks. Remove one: each reports all layers.")
         resumes = self._start() or self._updates() > 0
         self._sinks = None
         if self.log_dir is not None and place_of(model.distribute_strategy).worker == 0:
@@ -181,14 +181,11 @@ class GradientTelemetry(keras.callbacks.Callback):
             skipped = " A LossScaleOptimizer skips updates whose gradient overflows." if self._scales else ""
             return (
                 f"the model's optimizer, {model.optimizer.name!r}, made none.{skipped} Only its updates are measured, "
-                "and not those of another optimizer: call self.optimizer.apply in a train_step of your own."
+                "not those of another optimizer: call self.optimizer.apply in your train_step."
             )
         if now // self.every == before // self.every:
-            return (
-                f"training made updates {before + 1} to {now}, of which none is a multiple of every={self.every}. "
-                "Write every=1."
-            )
-        return f"updates {before + 1} to {now} were made outside of the training step, where they can't be measured."
+            return f"none of the updates {before + 1} to {now} is a multiple of every={self.every}. Write every=1."
+        return f"updates {before + 1} to {now} were made outside the training step, where they can't be measured."
 
     def _measured(self, vector: np.ndarray) -> None:
         self._reported = True

@@ -70,8 +70,8 @@ class Meter:
         chosen = {id(weight) for weight in self._chosen}
         if late := [weight.path for weight in updated if id(weight) not in chosen]:
             raise ValueError(
-                f"{', '.join(late)} gets updates, and was not among the trainable weights when GradientTelemetry began "
-                "to measure. Build the model before fit(), with these weights trainable."
+                f"{', '.join(late)} is updated, but was not among the trainable weights when GradientTelemetry "
+                "started. Build the model before fit(), with these weights trainable."
             )
         return self._chosen
 

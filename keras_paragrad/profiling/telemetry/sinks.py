@@ -35,7 +35,7 @@ class Guarded:
             return write()
         except (OSError, tf.errors.OpError) as error:
             self.works = False
-            _log.warning("%s can't be written any more, and training goes on without: %s", self.what, error)
+            _log.warning("%s is no longer written, and training continues: %s", self.what, error)
             return None
 
 

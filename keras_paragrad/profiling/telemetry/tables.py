@@ -141,8 +141,7 @@ def begin_csv(path: Path, columns: Sequence[str], resume: bool) -> None:
 def _check_ours(ours: bool, path: Path) -> None:
     if not ours:
         raise FileExistsError(
-            f"{path} is there already and has other columns, and is left as it is. Give the callback a log_dir of its "
-            "own"
+            f"{path} already exists with other columns, and was not changed. Give the callback its own log_dir"
         )
 
 

@@ -31,7 +31,7 @@ class Throughput(keras.callbacks.Callback):
     - `examples_per_second`, over all replicas and workers; `updates_per_second`.
     - `step_time_p50_ms`, `step_time_p95_ms`, over the latest thousand calls of the train function.
     - `time_to_first_step_s`, from the beginning of training.
-    - `retraces`: how often a graph was traced again after its first trace; `retraces.csv` and the logger
+    - `retraces`: how often a graph was retraced; `retraces.csv` and the logger
       `keras_paragrad` give the shapes that caused it.
     - `host_memory_bytes`; `device_memory_bytes` on accelerators.
     - `flops_per_step`: those of the matrix products and convolutions in the forward and backward pass. `mfu`: model
@@ -204,12 +204,12 @@ class Throughput(keras.callbacks.Callback):
             return None if spec is None else flops_of(gradient_graph(self.model, spec, round(examples)))
         # This traces the user's model, whose errors must not end training.
         except Exception as error:
-            _log.warning("Throughput can't count this model's operations: %s", error)
+            _log.warning("Throughput can't count this model's FLOPs: %s", error)
             return None
 
     def _say_again(self, again: Any) -> None:
         for trace in again:
-            _log.warning("%s was traced again, which takes time, for %s.", *trace)
+            _log.warning("%s was retraced, which takes time, for %s.", *trace)
         if self._files:
             self._files.retraced(self._pace.updates(), again)
 

@@ -43,7 +43,7 @@ class Files:
         self._guarded(lambda: self._table.append([step], [epoch], labels, values))
 
     def retraced(self, step: int, traces: Iterable[TracedGraph]) -> None:
-        """Writes graphs that were traced again."""
+        """Writes retraces."""
         self._guarded(lambda: self._write([(step, *trace) for trace in traces]))
 
     def close(self) -> None:

@@ -148,8 +148,8 @@ def test_what_is_left_out_is_marked_and_named(browser, pages):
         const marks = [...figure.querySelectorAll("svg[role=img] .mark")].map(mark => mark.getBoundingClientRect());
         return [figure.innerText, marks.map(mark => [(mark.left - size.left) / size.width, mark.height / size.height])];
     """)
-    assert "steps that were compiled, left out: 2 s" in found[0]
-    assert "stops of Profiler, left out: 8 s" in found[0]
+    assert "steps that compiled, left out: 2 s" in found[0]
+    assert "pauses by Profiler, left out: 8 s" in found[0]
     assert [round(place, 1) for place, _ in found[1]] == [0, 0.5, 1]
     assert min(height for _, height in found[1]) > 0.95
 

@@ -128,7 +128,7 @@ def test_a_chart_of_no_number_is_a_chart():
     series = Series("gradient_norm", "", "", np.arange(3.0), np.full(3, np.nan))
     chart = line_chart("Norm", [series])
     assert chart.lines[0].gaps == (0.0, 50.0, 100.0)
-    assert chart.lines[0].last == "no number"
+    assert chart.lines[0].last == "not finite"
     assert "3 values are NaN or infinite" in chart.notes[0]
 
 

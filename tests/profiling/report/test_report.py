@@ -73,7 +73,7 @@ def test_it_says_what_was_measured(tmp_path):
         "host 3 GiB CPU:0 n/a",
         "Layer names are those of the graph.",
         "Time to the first step 1.5 s",
-        "Work of a step 3 GFLOP",
+        "FLOPs per step 3 GFLOP",
         "63 one_step_on_data float32[17, 784]",
         "AccumulatingOptimizer(Adam)",
         "1,234,567",
@@ -122,7 +122,7 @@ def test_its_size_is_bounded_and_its_extremes_are_kept(tmp_path):
     assert "The 4 newest of 40 windows follow in detail." in words
     assert "of 1,000 steps are drawn: the shortest and the longest of each span." in words
     assert "3,000 values, drawn as at most 400 points" in words
-    assert "Drawn are 5 of 120" in words
+    assert "5 of 120 layers are drawn" in words
     assert "1 values are NaN or infinite" in words
 
 
@@ -156,7 +156,7 @@ def test_several_runs_in_a_folder_are_named(tmp_path):
     for name in ("one", "other"):
         make_run(tmp_path / name)
     words = Page(write_report(tmp_path)).words
-    assert "These are several runs: one/, other/. To see the telemetry of one, name its folder." in words
+    assert "There are several runs: one/, other/. To see the telemetry of one, pass its folder." in words
     assert "several runs" not in Page(write_report(tmp_path / "one")).words
 
 
@@ -241,7 +241,7 @@ def test_two_runs_are_set_side_by_side(tmp_path):
     assert "Share: waiting for input 50% 50% 0 points" in page.words
     assert "digits/dense/MatMul 1.5 ms 1.5 ms 0%" in page.words
     assert "dense_1/kernel 0.0001 0.0001 0%" in page.words
-    assert any("A: as it came" in label and "B: as it came" in label for label in page.labels())
+    assert any("A: before clipping" in label and "B: before clipping" in label for label in page.labels())
 
 
 def test_it_goes_where_it_is_told(tmp_path):
@@ -254,8 +254,8 @@ def test_it_goes_where_it_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        pytest.param(lambda path: None, "doesn't exist. Name the folder", id="missing"),
-        pytest.param(lambda path: path.write_text(""), "is a file. Name the folder", id="file"),
+        pytest.param(lambda path: None, "doesn't exist. Pass the log_dir", id="missing"),
+        pytest.param(lambda path: path.write_text(""), "is a file. Pass the log_dir", id="file"),
         pytest.param(lambda path: path.mkdir(), r"no file \*.xplane.pb in it or in a folder below", id="empty"),
         pytest.param(
             lambda path: write_window(path, ProfileSummary()).write_text("{}"),
@@ -293,7 +293,7 @@ def test_a_file_that_is_no_report_is_not_replaced(content, tmp_path, capsys):
     make_run(tmp_path)
     (tmp_path / "report.html").write_text(content)
     assert main(["report", str(tmp_path)]) == 1
-    assert "report.html is not a report of keras_paragrad, and is left as it is" in capsys.readouterr().err
+    assert "report.html is not a report of keras_paragrad, and was not replaced" in capsys.readouterr().err
     with pytest.raises(FileExistsError, match="throughput.csv is not a report"):
         write_report(tmp_path, tmp_path / "throughput.csv")
     assert (tmp_path / "report.html").read_text() == content
@@ -333,5 +333,5 @@ def test_operations_times_are_those_of_a_step(tmp_path):
     write_window(tmp_path / "steps", ProfileSummary(steps=steps, operations=operations))
     write_window(tmp_path / "none", ProfileSummary(operations=operations))
     with_steps, without = (Page(write_report(tmp_path / name)).words for name in ("steps", "none"))
-    assert "own time a step" in with_steps and "m/first/MatMul 3 ms 75" in with_steps
-    assert "own time a step" not in without and "m/first/MatMul 30 ms 75" in without
+    assert "self time per step" in with_steps and "m/first/MatMul 3 ms 75" in with_steps
+    assert "self time per step" not in without and "m/first/MatMul 30 ms 75" in without

@@ -53,7 +53,7 @@ def said(caplog, layers, every=1, optimizer="sgd", batch_size=8, epochs=2, **mor
 @pytest.mark.covering
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize(
-    ("factor", "what"), [(1e5, "explodes"), (float("nan"), "infinities or NaN"), (1e-12, "vanishes"), (0.0, "is 0")]
+    ("factor", "what"), [(1e5, "explodes"), (float("nan"), "infinite or NaN"), (1e-12, "vanishes"), (0.0, "is 0")]
 )
 def test_a_planted_layer_is_named_once(caplog, factor, what, jit):
     optimizer = keras.optimizers.SGD(0.0)

@@ -87,7 +87,7 @@ def test_a_file_of_somebody_else_is_left_as_it_is(name, tmp_path, caplog):
     telemetry = fitted(tmp_path, fits=2, file_format=name.split(".")[1])
     assert telemetry.last.steps[-1] == 24
     assert (tmp_path / name).read_bytes() == NOT_OURS
-    assert f"{name} is there already and has other columns, and is left as it is" in caplog.text
+    assert f"{name} already exists with other columns, and was not changed" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["throughput.csv", "retraces.csv"])
@@ -98,7 +98,7 @@ def test_a_file_of_somebody_else_is_left_as_it_is_by_throughput(name, tmp_path, 
     files.retraced(1, [("train", "shapes")])
     files.close()
     assert (tmp_path / name).read_bytes() == NOT_OURS
-    assert f"{name} is there already and has other columns" in caplog.text
+    assert f"{name} already exists with other columns" in caplog.text
 
 
 def test_a_training_that_is_killed_leaves_the_parquet_file_before(tmp_path):
@@ -133,7 +133,7 @@ def test_a_directory_that_cannot_be_written(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING, "keras_paragrad"):
         telemetry = fitted(tmp_path / "file" / "log")
-    assert [record.getMessage().count("training goes on") for record in caplog.records] == [1]
+    assert [record.getMessage().count("training continues") for record in caplog.records] == [1]
     assert telemetry.last.steps[-1] == 12
 
 

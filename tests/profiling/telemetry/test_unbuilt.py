@@ -174,7 +174,7 @@ def overflowing():
 @pytest.mark.parametrize(
     ("make", "make_optimizer", "every", "says"),
     [
-        (sequential, adam, 7, "training made updates 1 to 6, of which none is a multiple of every=7. Write every=1."),
+        (sequential, adam, 7, "none of the updates 1 to 6 is a multiple of every=7. Write every=1."),
         (OtherOptimizer, adam, 1, "the model's optimizer, 'adam', made none. Only its updates are measured"),
         (frozen, adam, 1, "the model has no trainable weights."),
         (weightless, adam, 1, "the model has no trainable weights."),
@@ -198,7 +198,7 @@ def test_a_training_without_a_report_says_why(make, make_optimizer, every, says,
 def test_updates_made_outside_of_the_step(caplog):
     with caplog.at_level(logging.WARNING, "keras_paragrad"):
         fitted(inner, AccumulatingOptimizer(adam(), 100), 1, 16, [ExactAccumulation()])
-    assert "updates 1 to 1 were made outside of the training step" in caplog.text
+    assert "updates 1 to 1 were made outside the training step" in caplog.text
 
 
 def test_a_fit_without_epochs_says_nothing(caplog):

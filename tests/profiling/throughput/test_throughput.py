@@ -212,7 +212,7 @@ def test_compiling_and_the_profilers_stops_are_left_out(tmp_path, monkeypatch, f
     page = write_report(tmp_path).read_text()
     assert page.count('<line class="mark compile_s" x1="') == 2 * 2 + 2
     assert page.count('<line class="mark profiler_s" x1="') == 2 * 2 + 2
-    assert "steps that were compiled, left out: " in page and "stops of Profiler, left out: " in page
+    assert "steps that compiled, left out: " in page and "pauses by Profiler, left out: " in page
 
 
 def test_files_and_tensorboard(tmp_path):
@@ -270,7 +270,7 @@ def test_a_directory_that_cannot_be_written(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING, "keras_paragrad"):
         _, figures = fitted(Throughput(tmp_path / "file" / "log"))
-    assert caplog.text.count("can't be written any more") == 1
+    assert caplog.text.count("is no longer written") == 1
     assert figures["examples_per_second"] > 0
 
 
