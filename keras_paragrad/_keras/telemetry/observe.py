@@ -93,12 +93,21 @@ class _Window(MethodPatch):
     def _before(self, optimizer: Any, show: Callable[[Sequence[Any]], None]) -> None:
         original = optimizer.apply
 
-        def shown(gradients, *arguments, **keywords):
+        def shown(gradients, trainable_variables=None, **keywords):
             gradients = list(gradients)
-            show(gradients)
-            return original(gradients, *arguments, **keywords)
+            variables = None if trainable_variables is None else list(trainable_variables)
+            show(self._of_weights(gradients, variables))
+            return original(gradients, variables, **keywords)
 
         self.replace(optimizer, "apply", shown)
+
+    def _of_weights(self, gradients: Sequence[Any], variables: Sequence[Any] | None) -> Sequence[Any]:
+        """The gradients without what tells an accumulating optimizer what they count for."""
+        accumulator = accumulating(self.optimizer)
+        if accumulator is None or variables is None or not self.optimizer.built:
+            return gradients
+        weight = accumulator.gradient_weight
+        return [gradient for gradient, variable in zip(gradients, variables, strict=True) if variable is not weight]
 
     def _after_reduction(self, optimizer: Any) -> None:
         original = optimizer._all_reduce_sum_gradients
