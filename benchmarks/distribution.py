@@ -297,7 +297,7 @@ def recovered(folder):
     words = [sys.executable, "-m", "keras_paragrad", "launch", "--workers", "2", "--max-restarts", "1"]
     begun = time.time()
     with subprocess.Popen([*words, __file__, "recovery", folder], stderr=subprocess.PIPE, text=True) as launcher:
-        again = [time.time() for line in launcher.stderr if "starting all again" in line]
+        again = [time.time() for line in launcher.stderr if "restarting all processes" in line]
     if launcher.returncode or len(again) != 1:
         raise RuntimeError(f"The launcher ended with {launcher.returncode} after {len(again)} restarts.")
     # Of the first worker: one file before the kill, and one after it.

@@ -31,7 +31,7 @@ def main(words: Sequence[str] | None = None) -> int:
         SystemExit: With status 2 for wrong arguments, with status 0 for help or the version.
     """
     words = sys.argv[1:] if words is None else list(words)
-    parser = Parser(PROGRAM, description="Looks at the hardware, plans for it, and starts training on it.")
+    parser = Parser(PROGRAM, description="Inspects the hardware, plans training on it, and starts it.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {keras_paragrad.__version__}")
     known = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
     parsers = {}

@@ -157,12 +157,12 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
 
 
 def check_text(name: str, value: Any, *, example: str | None = None, optional: bool = False) -> Any:
-    """A string that is not empty, as a `str`."""
+    """A non-empty string, as a `str`."""
     if value is None and optional:
         return None
     plain = _plain(value)
     if not isinstance(plain, str) or not str.strip(plain):
-        raise refusal(name, value, _or_none("a string that is not empty", optional), _text(example))
+        raise refusal(name, value, _or_none("a non-empty string", optional), _text(example))
     return str.__str__(plain)
 
 
@@ -192,14 +192,14 @@ def check_path(
     if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise refusal(name, value, what, _text(example))
     if len(raw) > _PATH_BYTES or max(map(len, raw.split(b"/"))) > _NAME_BYTES:
-        raise refusal(name, value, f"{what}, shorter than this one of {len(raw)} bytes", _text(example))
+        raise refusal(name, value, f"{what}; this one, of {len(raw)} bytes, is too long", _text(example))
     if remote and "://" in text:
         return text
     if "://" in text:
         raise refusal(name, value, f"{what} on a local or mounted file system", _text(example))
     path = Path(text)
     if directory and _is_file(path):
-        raise refusal(name, value, f"{what}, and this is a file", _text(example))
+        raise refusal(name, value, f"{what}; this is a file", _text(example))
     return path
 
 
@@ -233,7 +233,7 @@ def check_each(name: str, values: Any, check: Callable[..., Any], what: str, *, 
 
     Args:
         check: Called with a name and one item; see this module's others.
-        what: What they are together, for the message, such as "numbers from 0 to 1".
+        what: What the items are, for the message, such as "numbers from 0 to 1".
     """
     if isinstance(values, (str, bytes, bytearray, Mapping)):
         raise refusal(name, values, what, example)

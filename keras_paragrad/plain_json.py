@@ -24,4 +24,4 @@ def read_json(text: str | bytes) -> Any:
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8") from None
     except ValueError:  # Python refuses to convert integers of thousands of digits
-        raise ValueError("it has a number of too many digits") from None
+        raise ValueError("it has a number with too many digits") from None

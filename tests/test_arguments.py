@@ -93,5 +93,5 @@ def test_names_bounds_and_what_to_type():
 def test_a_directory_may_be_missing_but_no_file(tmp_path):
     assert arguments.check_path("log_dir", str(tmp_path / "new"), directory=True) == tmp_path / "new"
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="and this is a file"):
+    with pytest.raises(ValueError, match="this is a file"):
         arguments.check_path("log_dir", tmp_path / "file", directory=True)

@@ -17,12 +17,15 @@ def advice(model: Any) -> str:
     Args:
         model: A compiled model, called `model` in that code.
     """
-    found = f"ExactAccumulation() works with an AccumulatingOptimizer, and the model has {_class_of(model.optimizer)}."
+    found = (
+        "ExactAccumulation() needs a model that is compiled with an AccumulatingOptimizer; this one has "
+        f"{_class_of(model.optimizer)}."
+    )
     own = _own_optimizers(model)
     if own:
         return (
-            f"{found} Its train_step uses {', '.join(own)}, whose micro-batches can't be weighed. Leave "
-            "ExactAccumulation() out, let each of them accumulate, and flush them when an epoch ends. Write this "
+            f"{found} Its train_step uses {', '.join(own)}, whose micro-batches can't be weighted. Leave "
+            "ExactAccumulation() out, wrap each of these optimizers, and flush them at the end of an epoch. Write this "
             f"before fit(), and pass callbacks=[flush] to it:\n{_lines_for_several(model, own)}"
         )
     if model.optimizer is None:
@@ -31,12 +34,12 @@ def advice(model: Any) -> str:
 
 
 def advise_the_callback(name: str) -> None:
-    """Logs what `ExactAccumulation` would add for an accumulating optimizer of this name that is used without it."""
+    """Logs what `ExactAccumulation` would add to an accumulating optimizer that is used without it."""
     _log.warning(
-        "%s counts every micro-batch the same, and lets windows continue from one epoch into the next. In fit(), pass "
-        "callbacks=[keras_paragrad.ExactAccumulation()] for uneven and weighted micro-batches, an update before "
-        "validation and faster steps. In a training loop of your own, write weighting='uniform', and call "
-        "optimizer.flush() where the last window has to end.",
+        "%s weights all micro-batches equally, and its windows continue across epochs. In fit(), pass "
+        "callbacks=[keras_paragrad.ExactAccumulation()] for exact weights, an update before validation and faster "
+        "steps. In a custom training loop, write weighting='uniform', and call optimizer.flush() to close the last "
+        "window.",
         name,
     )
 

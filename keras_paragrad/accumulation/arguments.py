@@ -28,18 +28,19 @@ def checked_inner(inner_optimizer: Any) -> keras.optimizers.Optimizer:
         raise _no_optimizer(inner_optimizer)
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
-            "`inner_optimizer` is a LossScaleOptimizer, which must see every micro-batch and so belongs outside. Write "
-            "LossScaleOptimizer(AccumulatingOptimizer(inner)), or leave it to compile(), which adds it by itself."
+            "`inner_optimizer` is a LossScaleOptimizer, which has to see every micro-batch, and so must be the outer "
+            "one. Write LossScaleOptimizer(AccumulatingOptimizer(inner)), or leave it out: compile() adds it if the "
+            "dtype policy needs it."
         )
     if accumulating(inner):
         raise ValueError(
-            f"`inner_optimizer` is {type(inner).__name__}, which accumulates already. Wrap its optimizer instead: "
+            f"`inner_optimizer` is {type(inner).__name__}, which already accumulates. Wrap its inner optimizer: "
             "AccumulatingOptimizer(optimizer.inner_optimizer, steps=...)."
         )
     if accumulation_steps(inner) > 1:
         raise ValueError(
-            f"`inner_optimizer` has gradient_accumulation_steps={accumulation_steps(inner)}, and would "
-            "accumulate what has been accumulated. Leave it out there, and write steps= here."
+            f"`inner_optimizer` has gradient_accumulation_steps={accumulation_steps(inner)}, so gradients would be "
+            "accumulated twice. Remove that, and write steps= here."
         )
     return inner
 

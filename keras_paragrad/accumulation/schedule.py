@@ -20,7 +20,7 @@ class StepsSchedule:
     """The number of micro-batches in the window that ends with a given update.
 
     Args:
-        steps: An integer; pairs `(first_update, steps)` in rising order, the first from update 0; or a callable that
+        steps: An integer; pairs `(first_update, steps)` in ascending order, starting at update 0; or a callable that
             takes the number of updates made so far, a scalar int64 tensor, and returns an integer scalar.
 
     Raises:
@@ -56,8 +56,8 @@ class StepsSchedule:
             tf.function(self, autograph=False).get_concrete_function(tf.TensorSpec((), tf.int64))
         except Exception as error:
             raise ValueError(
-                f"`steps` works on a number and can't be traced by TensorFlow, where the update is a scalar int64 "
-                f"tensor: {error} Branch with tf.where."
+                f"`steps` accepts a number, but TensorFlow can't trace it, where the update is a scalar int64 tensor: "
+                f"{error} Use tf.where instead of `if`."
             ) from error
 
     @property
@@ -82,7 +82,7 @@ class StepsSchedule:
         answer = keras.ops.convert_to_numpy(self.function(tf.constant(update, tf.int64)))
         if answer.shape != () or answer.dtype.kind not in "iu" or answer < 1:
             raise ValueError(
-                f"`steps` gave {shown(answer)} for update {update}, and must give an integer of at least 1."
+                f"`steps` returned {shown(answer)} for update {update}. It must return an integer of at least 1."
             )
         return int(answer)
 
@@ -98,7 +98,7 @@ def _checked_pairs(steps: Any) -> list[tuple[int, int]]:
     firsts = [first for first, _ in pairs]
     if firsts[0] != 0 or firsts != sorted(set(firsts)):
         raise ValueError(
-            f"`steps` changes at updates {shown(firsts)}, which must begin with 0 and rise. "
+            f"`steps` changes at updates {shown(firsts)}, which must start at 0 and increase. "
             f"Write steps={sorted({0: pairs[0][1], **dict(pairs)}.items())}."
         )
     return pairs

@@ -144,7 +144,7 @@ class _Adder:
 
     def add(self, total: _Sum, data: Any) -> _Sum:
         part = self.last = self.gradient_of_slice(data)
-        assert part.weight is not None, "the split stage weighs every slice"
+        assert part.weight is not None, "the split stage weights every slice"
         assert part.sums is not None, "losses of slices are not left to Keras"
         value = part.weight.value
         gradients = list(total.gradients)

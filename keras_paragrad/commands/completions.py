@@ -1,10 +1,10 @@
-"""Print the code by which a shell completes the words of keras-paragrad."""
+"""Print the code that makes a shell complete keras-paragrad's commands and options."""
 
 import argparse
 
 from keras_paragrad.completion import SCRIPTS
 
-_HELP = """to use it, add to the shell's start-up file:
+_HELP = """to use it, add to the shell's startup file:
   bash   eval "$(keras-paragrad completions bash)"
   zsh    eval "$(keras-paragrad completions zsh)"      after compinit
   fish   keras-paragrad completions fish | source"""

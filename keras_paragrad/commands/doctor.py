@@ -1,4 +1,4 @@
-"""Print versions, what was found here and the plan for it, and try a collective."""
+"""Print versions, the detected hardware and the plan for it, and test a collective."""
 
 import argparse
 
@@ -9,7 +9,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `doctor`."""
     seconds = number(above=0, most=24 * 3600)
     parser.add_argument(
-        "--seconds", type=seconds, default=120.0, metavar="S", help="how long the collective may take (default: 120)"
+        "--seconds", type=seconds, default=120.0, metavar="S", help="time limit of the collective (default: 120)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Print the plan for this machine, or for one that is described."""
+"""Print the plan for this machine, or for one that the options describe."""
 
 import argparse
 import json
@@ -28,17 +28,17 @@ JIT: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `explain`: a machine, and those of `DistributedFit`."""
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    machine = parser.add_argument_group("a machine that isn't this one")
+    machine = parser.add_argument_group("another machine")
     some, none = integer(1, MOST_DESCRIBED), integer(0, MOST_DESCRIBED)
     machine.add_argument("--cpus", type=some, metavar="N", help="processors")
-    machine.add_argument("--logical-cpus", type=some, metavar="N", help="logical devices made of them")
+    machine.add_argument("--logical-cpus", type=some, metavar="N", help="logical CPU devices")
     machine.add_argument("--gpus", type=none, metavar="N", help="GPUs of each worker")
     gigabytes = number(above=0, most=MOST_DESCRIBED)
     machine.add_argument("--gpu-memory-gb", type=gigabytes, metavar="GB", help="memory of each GPU, in GiB")
     machine.add_argument("--compute-capability", type=_capability, metavar="X.Y", help="of each GPU, such as 9.0")
     machine.add_argument("--tpu", dest="tpu_cores", type=none, const=8, nargs="?", metavar="N", help="a TPU of N cores")
-    machine.add_argument("--workers", type=some, metavar="N", help="worker processes, each on such a machine")
-    machine.add_argument("--ps", type=none, metavar="N", help="parameter servers; a chief comes with them")
+    machine.add_argument("--workers", type=some, metavar="N", help="number of workers, each on such a machine")
+    machine.add_argument("--ps", type=none, metavar="N", help="number of parameter servers; implies a chief")
     _add_options(parser.add_argument_group("arguments of DistributedFit"))
 
 
@@ -85,7 +85,7 @@ def _add_options(group: Any) -> None:
 
 
 def _machine(arguments: argparse.Namespace) -> "Hardware":
-    """The described machine; by default this one."""
+    """The described machine, or this one."""
     from keras_paragrad.distribution.described import describe
     from keras_paragrad.distribution.hardware import detect
 
@@ -105,5 +105,5 @@ def _options(arguments: argparse.Namespace) -> "Options":
 def _capability(text: str) -> tuple[int, int]:
     major, _, minor = text.partition(".")
     if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,2})?", text):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no compute capability; expected one such as 9.0")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a compute capability; expected one such as 9.0")
     return int(major), int(minor or 0)

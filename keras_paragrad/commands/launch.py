@@ -1,4 +1,4 @@
-"""Start a training script as several workers on this machine, or as this task of a Slurm or Kubernetes job."""
+"""Start a training script as several workers on this machine, or as one task of a Slurm or Kubernetes job."""
 
 import argparse
 import os
@@ -26,28 +26,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = _USAGE
     some, none = integer(1, _MOST), integer(0, _MOST)
     here = parser.add_argument_group("on this machine")
-    here.add_argument("--workers", type=some, metavar="N", help="worker processes")
-    here.add_argument("--ps", type=none, default=0, metavar="N", help="parameter servers; a chief comes with them")
-    here.add_argument(
-        "--devices-per-worker", type=some, metavar="N", help="GPUs that each worker sees (default: all of them)"
-    )
+    here.add_argument("--workers", type=some, metavar="N", help="number of workers")
+    here.add_argument("--ps", type=none, default=0, metavar="N", help="number of parameter servers; implies a chief")
+    here.add_argument("--devices-per-worker", type=some, metavar="N", help="GPUs visible to each worker (default: all)")
     port, restarts = integer(1024, 65535), integer(0, 10**6)
+    here.add_argument("--port-base", type=port, metavar="PORT", help="use free ports from this one up (default: any)")
     here.add_argument(
-        "--port-base", type=port, metavar="PORT", help="take the first free ports from here up (default: any)"
-    )
-    here.add_argument(
-        "--max-restarts", type=restarts, default=0, metavar="N", help="start all again after a failure (default: 0)"
+        "--max-restarts", type=restarts, default=0, metavar="N", help="restarts after a failure (default: 0)"
     )
     here.add_argument(
         "--grace-seconds",
         type=number(least=0, most=_LONGEST_GRACE),
         default=30.0,
         metavar="S",
-        help="time between SIGTERM and SIGKILL (default: 30)",
+        help="seconds between SIGTERM and SIGKILL (default: 30)",
     )
     what = parser.add_argument_group("what to start")
-    what.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="a module, and its words")
-    what.add_argument("script", nargs=argparse.REMAINDER, help="a script, and its words")
+    what.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="a module and its arguments"
+    )
+    what.add_argument("script", nargs=argparse.REMAINDER, help="a script and its arguments")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,13 +74,13 @@ def _command(script: list[str], module: list[str] | None) -> list[str]:
     """The command line to start, after checking that the program exists."""
     if module is not None:
         if not module:
-            raise ValueError("-m needs a module's name, as in: launch --workers 2 -m package.train")
+            raise ValueError("-m needs a module name, as in: launch --workers 2 -m package.train")
         if PathFinder.find_spec(module[0].partition(".")[0], ["", *sys.path]) is None:
-            raise ValueError(f"There is no module {module[0]!r} here or among the installed packages.")
+            raise ValueError(f"There is no module named {module[0]!r}, here or among the installed packages.")
         return [sys.executable, "-m", *module]
     script = script[1:] if script[:1] == ["--"] else script
     if not script:
-        raise ValueError("There is no script to start. Write one, as in: launch --workers 2 train.py")
+        raise ValueError("No script is given. Name one, as in: launch --workers 2 train.py")
     if not Path(script[0]).is_file():
         raise ValueError(f"There is no script {script[0]!r} in {Path.cwd()}.")
     return [sys.executable, *script]
@@ -93,7 +91,7 @@ def _given_cluster(arguments: argparse.Namespace, cluster: Cluster | None) -> Cl
     local = {"--ps": arguments.ps, "--devices-per-worker": arguments.devices_per_worker}
     for option, value in {**local, "--port-base": arguments.port_base}.items():
         if value:
-            raise ValueError(f"{option} is for a cluster on this machine. Write --workers N with it.")
+            raise ValueError(f"{option} is for a cluster on this machine. Add --workers N, or leave {option} out.")
     if cluster is None:
         raise ValueError(
             f"The environment describes no cluster: it has no {sources_in_words()} variables. Write --workers N for N "
@@ -106,17 +104,17 @@ def _check_alone(workers: int, cluster: Cluster | None) -> None:
     """Checks that this isn't one of several tasks, each of which would start its own cluster."""
     if cluster is not None and sum(map(len, cluster.jobs.values())) > 1:
         raise ValueError(
-            f"This is {cluster.job} {cluster.index} of a cluster that {cluster.source} describes, and --workers "
-            f"{workers} would make another in each of its tasks. Leave --workers out."
+            f"This process is {cluster.job} {cluster.index} of a cluster described by {cluster.source}, and --workers "
+            f"{workers} would start another cluster in each of its tasks. Leave --workers out."
         )
 
 
 def _become(command: list[str], cluster: Cluster, max_restarts: int) -> int:
     """Replaces this process by the task's, so that signals and the exit status pass between it and the scheduler."""
-    told = " --max-restarts has no effect here." if max_restarts else ""
+    ignored = " --max-restarts has no effect here." if max_restarts else ""
     print(
-        f"launch: {cluster.job} {cluster.index} of the cluster that {cluster.source} describes; starting it again is "
-        f"left to who started this.{told}",
+        f"launch: {cluster.job} {cluster.index} of the cluster described by {cluster.source}; restarts are left to the "
+        f"scheduler.{ignored}",
         file=sys.stderr,
         flush=True,
     )

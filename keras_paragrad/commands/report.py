@@ -1,4 +1,4 @@
-"""Write what a log directory holds, or two of them compared, as one HTML file."""
+"""Write an HTML report of a log directory, or a comparison of two."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `report`."""
     runs = parser.add_mutually_exclusive_group(required=True)
     runs.add_argument("log_dir", nargs="?", metavar="LOGDIR", help="the log_dir of Profiler, or a folder with a trace")
-    runs.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two such folders, to set side by side")
+    runs.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two such folders to compare")
     parser.add_argument(
         "--output", metavar="FILE", help="the file to write (default: report.html in LOGDIR, or comparison.html in A)"
     )

@@ -81,7 +81,7 @@ class Callers:
             else:
                 self._hear(key.data)
         for caller in [each for each in self._unknown if time.monotonic() - each.since > _PATIENCE]:
-            self._turn_away(caller, "said nothing of this run")
+            self._turn_away(caller, "sent no message of this run")
 
     def stop_listening(self) -> None:
         """Stops accepting connections."""
@@ -93,8 +93,10 @@ class Callers:
     def in_words(self) -> str:
         """The rejected callers, to append to an error message; empty if there were none."""
         parts = [f"{why} ({count} times)" if count > 1 else why for why, count in list(self._turned_away.items())[:4]]
-        parts += [f"worker {rank} came and left again" for rank in sorted(set(self._left) - set(self.came))]
-        return f" Besides: {'; '.join(parts)}." if parts else ""
+        parts += [
+            f"worker {rank} connected and disconnected again" for rank in sorted(set(self._left) - set(self.came))
+        ]
+        return f" Also: {'; '.join(parts)}." if parts else ""
 
     def _accept(self, server: Any) -> None:
         try:
@@ -107,23 +109,23 @@ class Callers:
         self._selector.register(connection, selectors.EVENT_READ, caller)
         self._unknown.append(caller)
         if len(self._unknown) > self._workers + _SPARE:
-            self._turn_away(self._unknown[0], "said nothing of this run")
+            self._turn_away(self._unknown[0], "sent no message of this run")
 
     def _hear(self, caller: Caller) -> None:
         try:
-            piece = caller.connection.recv(LONGEST)
+            received = caller.connection.recv(LONGEST)
         except BlockingIOError:
             return
         except OSError:
-            piece = b""
+            received = b""
         if caller.message:
             # It has already sent its message: either it disconnected, or it sent too much.
             self._left.append(caller.message["rank"])
             del self.came[caller.message["rank"]]
             self._close(caller)
             return
-        caller.heard += piece
-        if caller.heard.endswith(b"\n") or not piece or len(caller.heard) > LONGEST:
+        caller.heard += received
+        if caller.heard.endswith(b"\n") or not received or len(caller.heard) > LONGEST:
             self._know(caller)
 
     def _know(self, caller: Caller) -> None:
@@ -131,7 +133,7 @@ class Callers:
         rank = message.get("rank") if message else None
         known = isinstance(rank, int) and 0 < rank < self._workers and isinstance(message.get("facts"), dict)  # pyright: ignore
         if not known or message is None:
-            self._turn_away(caller, "is not of this run, or was given another description of the cluster")
+            self._turn_away(caller, "belongs to another run or has another cluster description")
             return
         before = self.came.pop(message["rank"], None)
         if before is not None:
@@ -142,9 +144,9 @@ class Callers:
         self.came[message["rank"]] = caller
 
     def _turn_away(self, caller: Caller, why: str) -> None:
-        reason = f"what came from {caller.host} {why}"
+        reason = f"a connection from {caller.host} {why}"
         if reason not in self._turned_away and len(self._turned_away) < 100:
-            _log.warning("The first worker turned somebody away and goes on waiting: %s.", reason)
+            _log.warning("The first worker rejected a connection and keeps waiting: %s.", reason)
             self._turned_away[reason] = 0
         self._turned_away[reason] = self._turned_away.get(reason, 0) + 1
         self._unknown.remove(caller)

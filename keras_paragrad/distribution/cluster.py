@@ -44,7 +44,7 @@ class Cluster:
         unknown = [job for job in self.jobs if job not in JOBS]
         if unknown:
             hint = " A `master` is called `chief` in TensorFlow 2." if "master" in unknown else ""
-            self._refuse(f"the jobs {shown(unknown)}. Jobs are {', '.join(JOBS)}.{hint}")
+            self._refuse(f"the unknown jobs {shown(unknown)}. Jobs are {', '.join(JOBS)}.{hint}")
         if len(self.jobs.get("chief", ())) > 1:
             self._refuse(f"{len(self.jobs['chief'])} chiefs. Keep one, and make the others workers.")
         self._check_addresses()
@@ -61,10 +61,12 @@ class Cluster:
         for address in addresses:
             match = _ADDRESS.fullmatch(address)
             if match is None or not 0 < int(match[2]) < 65536:
-                self._refuse(f"the address {shown(address)}. Expected a host and a port from 1 to 65535: 'host0:2222'.")
+                self._refuse(
+                    f"the malformed address {shown(address)}. Expected a host and a port from 1 to 65535: 'host0:2222'."
+                )
         twice = [address for address, count in Counter(addresses).items() if count > 1]
         if twice:
-            self._refuse(f"{shown(twice)} more than once. Give every task an address of its own.")
+            self._refuse(f"{shown(twice)} more than once. Give every task its own address.")
 
     def _refuse(self, found: str) -> None:
         raise ValueError(f"The cluster from {self.source} has {found}")
@@ -87,7 +89,7 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes for all: the chief, or the first worker if there is no chief."""
+        """Whether this process writes and reports for all: the chief, or the first worker if there is no chief."""
         return self.job in ("chief", "worker") and self.rank == 0
 
     def to_tf_config(self) -> str:

@@ -28,7 +28,7 @@ def diagnose(seconds: float) -> int:
     try:
         hardware = detect()
     except ValueError as error:
-        print(f"\nThe environment describes a cluster, wrongly: {error}")
+        print(f"\nThe cluster description in the environment is malformed: {error}")
         return 1
     _print_pairs("Found", _findings(hardware))
     return max(_plan(hardware), _probe(hardware, seconds))
@@ -55,7 +55,7 @@ def _findings(hardware: Hardware) -> list[tuple[str, str]]:
     if cluster is None:
         return [*rows, ("cluster", f"none: no {sources_in_words()} variables")]
     tasks = "; ".join(f"{job} {', '.join(hosts)}" for job, hosts in cluster.jobs.items())
-    return [*rows, ("cluster", f"by {cluster.source}: {tasks}"), ("this task", f"{cluster.job} {cluster.index}")]
+    return [*rows, ("cluster", f"from {cluster.source}: {tasks}"), ("this task", f"{cluster.job} {cluster.index}")]
 
 
 def _in_words(device: Device) -> str:

@@ -61,7 +61,7 @@ class DistributedFit:
         collective_timeout: Seconds after which a collective without the other workers fails.
 
     Raises:
-        ValueError: The request can't be met here. The message says what to write.
+        ValueError: The hardware doesn't allow what was requested. The message says what to write.
         RuntimeError: There are several workers, and this process has already joined its cluster or created tensors.
 
     Example:
@@ -167,7 +167,7 @@ class DistributedFit:
             x: As in `fit`: arrays, a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator.
             y, sample_weight: Targets and sample weights, if `x` is arrays.
             **options: `batch_size`, `shuffle`, `class_weight`, `steps_per_epoch`, `cache`, `prefetch` and `seed`; see
-                `keras_paragrad.distribution.data.distributed_dataset`.
+                `keras_paragrad.distribution.distributed_dataset`.
         """
         policy = {"batch": self.plan.batch.value, "shard_policy": self.options.shard_policy}
         return distributed_dataset(self._reader, x, y, sample_weight, **{**policy, **options})
@@ -191,7 +191,7 @@ class DistributedFit:
             delete_when_done: Whether to remove the backups when `fit` completes.
 
         Returns:
-            A list for `fit`'s `callbacks`. See `keras_paragrad.distribution.checkpoint.backup.Backup`.
+            A list for `fit`'s `callbacks`. See `keras_paragrad.distribution.Backup`.
         """
         return [Backup(directory, every, keep, on_sigterm, delete_when_done=delete_when_done)]
 
@@ -282,7 +282,7 @@ class DistributedFit:
     def _fit_in_its_own_way(
         self, model: keras.Model, given: dict[str, Any], verbose: Any, normalize: bool, data_options: dict[str, Any]
     ) -> keras.callbacks.History:
-        """Trains a model whose class overrides `fit`, passing the data on unchanged."""
+        """Trains a model whose class overrides `fit`, and passes it the data unchanged."""
         check_own_fit(model, given["x"], data_options, self.plan)
         self.prepare(model)
         if normalize:

@@ -34,14 +34,14 @@ def faster_policy(kind: str, capabilities: Sequence[tuple[int, int] | None] = ()
     if kind == "TPU":
         return "mixed_bfloat16", "a TPU multiplies in bfloat16"
     if kind != "GPU":
-        return None, "CPUs are not known to gain from another"
+        return None, "CPUs are not known to gain from another one"
     known = [each for each in capabilities if each is not None]
     if not known or len(known) < len(capabilities):
         return None, "the GPU's compute capability is not known"
     least = min(known)
     said = f"compute capability {least[0]}.{least[1]}"
     if least >= (8, 0):
-        return "mixed_bfloat16", f"{said} has tensor cores for it, and no loss needs scaling"
+        return "mixed_bfloat16", f"{said} has tensor cores for it, and it needs no loss scaling"
     if least >= (7, 0):
-        return "mixed_float16", f"{said} has tensor cores for it; the loss is scaled"
+        return "mixed_float16", f"{said} has tensor cores for it; it needs loss scaling"
     return None, f"{said} has no tensor cores"

@@ -13,7 +13,7 @@ class ScaledLearningRate(keras.callbacks.Callback):
         warmup_steps: Number of updates over which the rate grows to that, in equal steps.
 
     Raises:
-        ValueError: When `fit` begins: the optimizer has a schedule, which has to be scaled where it is created.
+        ValueError: When `fit` begins: the optimizer has a schedule, which has to be scaled where it is defined.
 
     Reference:
         Goyal et al., Accurate, Large Minibatch SGD (2017), https://arxiv.org/abs/1706.02677: gradual warmup.
@@ -35,7 +35,7 @@ class ScaledLearningRate(keras.callbacks.Callback):
             optimizer.learning_rate = rate
         except TypeError as error:
             raise ValueError(
-                f"The learning rate of {optimizer.name} follows a schedule, and lr_scaling= can't reach into that. "
+                f"The learning rate of {optimizer.name} follows a schedule, which lr_scaling= can't scale. "
                 f"Leave lr_scaling out, and multiply the schedule's rates by {self.factor:g}."
             ) from error
         self._rate, self._grows = rate, True

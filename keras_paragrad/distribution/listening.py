@@ -48,8 +48,8 @@ def listen_at(address: str, others: Sequence[str], until: float) -> list[socket.
             transient = isinstance(error, socket.gaierror) or error.errno == errno.EADDRINUSE
             if not transient or time.monotonic() > until:
                 raise ConnectionError(
-                    f"The first worker can't listen at {address}: {error}. Free the port, or give the cluster an "
-                    "address of this machine."
+                    f"The first worker can't listen on {address}: {error}. Free the port, or use an address of this "
+                    "machine in the cluster description."
                 ) from error
         time.sleep(_PAUSE)
 
@@ -65,7 +65,7 @@ def _is_remote(host: str, others: Sequence[str]) -> bool:
 def _open(address: str, places: list[str], is_remote: bool) -> list[socket.socket]:
     port = port_of(address)
     if is_remote and any(ipaddress.ip_address(place.partition("%")[0]).is_loopback for place in places):
-        return [_everywhere(address, port, f"here it stands for {', '.join(places)}")]
+        return [_everywhere(address, port, f"here it resolves to {', '.join(places)}")]
     with contextlib.ExitStack() as opened:
         servers, failure = [], None
         for place in places:
@@ -77,15 +77,15 @@ def _open(address: str, places: list[str], is_remote: bool) -> list[socket.socke
         if not servers and failure is not None:
             if failure.errno != errno.EADDRNOTAVAIL:
                 raise failure
-            return [_everywhere(address, port, "it is none of this machine's")]
+            return [_everywhere(address, port, "it is not an address of this machine")]
         opened.pop_all()
         return servers
 
 
 def _everywhere(address: str, port: int, why: str) -> socket.socket:
     _log.warning(
-        "The first worker listens at port %d of all addresses, as %s can't be listened at from elsewhere: %s. Name an "
-        "address of this machine in the cluster's description to listen there alone.",
+        "The first worker listens on port %d of all interfaces, as others can't reach it at %s: %s. Use an address of "
+        "this machine in the cluster description to listen on that one only.",
         *(port, address, why),
     )
     return socket.create_server(("", port), backlog=128)

@@ -1,4 +1,4 @@
-"""Names of devices and kinds of strategies, as the plan writes them."""
+"""Names of devices and kinds of strategies, as in the plan."""
 
 import re
 from collections import Counter
@@ -33,8 +33,8 @@ def canonical_devices(devices: Sequence[str]) -> tuple[str, ...]:
         raise ValueError(f"`devices` names {shown(twice)} more than once. A device takes one replica.")
     if len({kind_of_device(name) for name in names}) > 1:
         raise ValueError(
-            f"`devices` is {shown(names)}, of several kinds. Name devices of one kind: replicas take equal parts, and "
-            "wait for the slowest."
+            f"`devices` is {shown(names)}, of several kinds. Name devices of one kind: replicas take equal shards, and "
+            "all wait for the slowest."
         )
     return names
 
@@ -59,7 +59,7 @@ def kind_of_strategy(strategy: tf.distribute.Strategy) -> str:
     central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
     because = " Under it, Keras's metrics are wrong." if central else ""
     raise ValueError(
-        f"strategy is a {type(strategy).__name__}, which DistributedFit does not know.{because} Hand over a "
+        f"strategy is a {type(strategy).__name__}, which DistributedFit doesn't support.{because} Pass a "
         "OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy or ParameterServerStrategy, or "
         'write strategy="auto".'
     )

@@ -105,20 +105,20 @@ class Options:
     def _check_together(self) -> None:
         if self.lr_scaling and self.batch == "global":
             raise ValueError(
-                f'lr_scaling="{self.lr_scaling}" scales the learning rate with the batch, and batch="global" leaves '
-                'the batch as it is on any number of replicas. Write batch="per_replica" with it, or lr_scaling=None.'
+                f'lr_scaling="{self.lr_scaling}" scales the learning rate with the batch, but batch="global" keeps the '
+                'batch the same on any number of replicas. Add batch="per_replica", or write lr_scaling=None.'
             )
         if self.warmup_steps and not self.lr_scaling:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps} warms a scaled learning rate up, and none is scaled. Write "
-                'lr_scaling="linear" or "sqrt" with it; else, use a keras.optimizers.schedules.LearningRateSchedule.'
+                f"warmup_steps={self.warmup_steps} warms up a scaled learning rate, but lr_scaling is None. Add "
+                'lr_scaling="linear" or "sqrt", or use a keras.optimizers.schedules.LearningRateSchedule instead.'
             )
         own = {"devices", "communication", "pack_bytes", "collective_timeout"}
         changed = sorted(name for name in own if getattr(self, name) not in (None, "auto"))
         if self.given is not None and changed:
             raise ValueError(
-                f"strategy is a {type(self.given).__name__}, which was made with its own {', '.join(changed)}. Leave "
-                'them out, or name the strategy instead, as in strategy="mirrored".'
+                f"strategy is a {type(self.given).__name__}, which was created with its own {', '.join(changed)}. "
+                'Leave them out, or name the strategy instead, as in strategy="mirrored".'
             )
         self._check_devices()
 
@@ -144,7 +144,7 @@ def _checked_strategy(found: Any) -> str | tf.distribute.Strategy:
     try:
         return check_choice("strategy", found, STRATEGIES)
     except ValueError as error:
-        raise ValueError(f"{error} Or hand over a tf.distribute.Strategy.") from None
+        raise ValueError(f"{error} Or pass a tf.distribute.Strategy.") from None
 
 
 def _checked_precision(found: Any) -> str | None:

@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def on_servers(self) -> bool:
-        """Whether the weights lie on parameter servers, and workers do not step together."""
+        """Whether the weights are on parameter servers, and workers do not step together."""
         return self.strategy.value == "parameter_server"
 
     def __iter__(self) -> Iterator[Decision]:

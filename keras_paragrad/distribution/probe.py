@@ -55,9 +55,9 @@ def run_probe(devices: tuple[str, ...], seconds: float) -> Probe:
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return Probe(False, devices, f"gave no answer within {seconds:g} s, and was ended")
+        return Probe(False, devices, f"did not finish within {seconds:g} s, and was killed")
     if done.returncode:
-        return Probe(False, devices, f"ended with status {done.returncode}: {done.stderr.strip()[-600:]}")
+        return Probe(False, devices, f"failed with exit status {done.returncode}: {done.stderr.strip()[-600:]}")
     return judge(devices, json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -66,7 +66,7 @@ def judge(devices: tuple[str, ...], answer: dict[str, Any]) -> Probe:
     expected = len(devices) * (len(devices) + 1) / 2
     got = [tuple(pair) for pair in answer["least_and_most"]]
     if got != [(expected, expected)] * len(devices):
-        return Probe(False, devices, f"gave wrong sums: from least to most {got}, and {expected:g} is right")
+        return Probe(False, devices, f"gave wrong sums: minimum and maximum per replica {got}, instead of {expected:g}")
     size = f"{NUMBERS * 4 / 2**20:g} MiB"
     says = f"gave the right sum, {expected:g}: {answer['milliseconds']:.2f} ms for {size}, the median of {REPEATS} runs"
     return Probe(True, devices, f"{says}; the first took {answer['first_seconds']:.2f} s")

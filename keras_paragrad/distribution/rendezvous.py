@@ -47,15 +47,15 @@ def rendezvous(
     address = _addresses(cluster)[0]
     verdict = _lead(cluster, seal, facts, until) if cluster.is_chief else _ask(cluster, seal, facts, until)
     if "failed" in verdict:
-        raise ConnectionError(f"The first worker, at {address}, gave up: {verdict['failed']}")
+        raise ConnectionError(f"The first worker, at {address}, failed: {verdict['failed']}")
     if "missing" in verdict:
         raise ConnectionError(
-            f"{verdict['missing']} did not come to the first worker at {address} within {seconds:.0f} s. Start all "
+            f"{verdict['missing']} did not connect to the first worker at {address} within {seconds:.0f} s. Start all "
             f"workers, correct the addresses in {cluster.source}, or wait longer: DistributedFit(startup_timeout=600)."
             f"{verdict.get('besides', '')}"
         )
     if "differs" in verdict:
-        raise ValueError(f"The workers do not belong together: {verdict['differs']}. Start all of them alike.")
+        raise ValueError(f"The workers differ: {verdict['differs']}. Start all of them with the same setup.")
 
 
 def _lead(cluster: Cluster, seal: Seal, facts: Mapping[str, Any], until: float) -> dict[str, str]:
@@ -63,7 +63,7 @@ def _lead(cluster: Cluster, seal: Seal, facts: Mapping[str, Any], until: float) 
     addresses = _addresses(cluster)
     servers = listen_at(addresses[0], addresses[1:], until)
     with selectors.DefaultSelector() as selector, Callers(selector, servers, seal, cluster.worker_count) as callers:
-        verdict = {"failed": "it was ended while it waited for the others."}
+        verdict = {"failed": "it was stopped while it waited for the others."}
         try:
             while len(callers.came) + 1 < cluster.worker_count and (left := until - time.monotonic()) > 0:
                 callers.wait(min(left, 1.0))
@@ -100,7 +100,7 @@ def _tell(caller: Caller, seal: Seal, verdict: Mapping[str, str]) -> None:
         # Wait until the peer has closed, so that the port is free for TensorFlow at once.
         connection.recv(1)
     except OSError as failure:
-        _log.warning("A worker left before all had met: %s", failure)
+        _log.warning("A worker disconnected before all had connected: %s", failure)
 
 
 def _ask(cluster: Cluster, seal: Seal, facts: Mapping[str, Any], until: float) -> dict[str, str]:
@@ -119,14 +119,14 @@ def _ask(cluster: Cluster, seal: Seal, facts: Mapping[str, Any], until: float) -
             if verdict is not None:
                 return {str(name): str(reason) for name, reason in verdict.items()}
             failure = (
-                "what listens there is of another run, or was given another description of the cluster or another "
+                "the process that listens there belongs to another run, or has another cluster description or "
                 "KERAS_PARAGRAD_TOKEN"
             )
         except OSError as error:
             failure = error
         if not said and time.monotonic() - began > _SAY_AFTER:
             said = True
-            _log.warning("Worker %d waits for the first worker at %s: %s", cluster.rank, address, failure)
+            _log.warning("Worker %d is waiting for the first worker at %s: %s", cluster.rank, address, failure)
         time.sleep(_PAUSE)
     return {"missing": f"worker 0 (worker {cluster.rank} could not reach it: {failure})"}
 
@@ -136,10 +136,10 @@ def _line(connection: socket.socket, until: float) -> bytes:
     line = b""
     while not line.endswith(b"\n") and len(line) <= LONGEST:
         connection.settimeout(max(until - time.monotonic(), 0.01))
-        piece = connection.recv(4096)
-        if not piece:
+        received = connection.recv(4096)
+        if not received:
             break
-        line += piece
+        line += received
     return line
 
 

@@ -93,8 +93,8 @@ class Preparation:
         names = [layer.name for layer in self._batch_normalizations() if not layer.synchronized]
         if names:
             warnings.warn(
-                f"{', '.join(names)} normalize by the statistics of one replica's part of a batch, so that training is "
-                "not that of the whole batch. Write BatchNormalization(synchronized=True), or set trainable=False.",
+                f"{', '.join(names)} normalize each replica's shard by its own statistics, so training differs from "
+                "that on the whole batch. Write BatchNormalization(synchronized=True), or set trainable=False.",
                 stacklevel=4,
             )
 
@@ -154,8 +154,8 @@ def building_together(strategy: tf.distribute.Strategy) -> Iterator[None]:
         if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
             raise
         raise RuntimeError(
-            "This worker could not make its part of the model. The workers make every variable together: either one of "
-            f"them has died, or their models differ.{SAME_CODE} TensorFlow says: {error.message[:500]}"
+            "This worker could not create the model's variables. The workers create each of them together, so either "
+            f"one of them has died, or their models differ.{SAME_CODE} TensorFlow says: {error.message[:500]}"
         ) from error
 
 
@@ -170,6 +170,6 @@ def check_scope(model: Any, strategy: tf.distribute.Strategy) -> None:
     found = model.distribute_strategy
     if found is not strategy and (found.num_replicas_in_sync, strategy.num_replicas_in_sync) != (1, 1):
         raise ValueError(
-            f"The model was made under {type(found).__name__}, and is to be trained under {type(strategy).__name__}. "
+            f"The model was built under {type(found).__name__}, but is to be trained under {type(strategy).__name__}. "
             "Build and compile it within `with dist.scope():`."
         )

@@ -53,7 +53,7 @@ class Seal:
         body = json.dumps(message).encode()
         line = self._code(body) + b" " + body + b"\n"
         if len(line) > LONGEST:
-            raise ValueError(f"A message of {len(line)} bytes was to be sent, and they may have {LONGEST}.")
+            raise ValueError(f"A message has {len(line)} bytes; at most {LONGEST} can be sent.")
         return line
 
     def opened(self, line: bytes) -> dict[str, Any] | None:

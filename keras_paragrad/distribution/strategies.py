@@ -42,9 +42,9 @@ def make_strategy(plan: Plan, hardware: Hardware, options: Options) -> tf.distri
         if has_joined_a_cluster():
             # TensorFlow already listens on this worker's address, so a second rendezvous there is impossible.
             raise RuntimeError(
-                "This process has joined its cluster already, by an earlier DistributedFit(...) or "
-                "MultiWorkerMirroredStrategy(), and can't join it twice. Use that one again, or give its strategy to "
-                "another: DistributedFit(strategy=first.strategy)."
+                "This process has already joined its cluster, in an earlier DistributedFit(...) or "
+                "MultiWorkerMirroredStrategy(), and can't join it twice. Reuse that one, or pass its strategy on: "
+                "DistributedFit(strategy=first.strategy)."
             )
         rendezvous(hardware.cluster, options.startup_timeout, _facts(plan))
     return _MAKERS[plan.strategy.value](plan, hardware)
@@ -69,7 +69,7 @@ def _mirrored(plan: Plan, hardware: Hardware) -> tf.distribute.Strategy:
 def _multi_worker(plan: Plan, hardware: Hardware) -> tf.distribute.Strategy:
     cluster = hardware.cluster
     if cluster is None:
-        raise ValueError("The plan is for several workers, and the hardware it was made for has no cluster.")
+        raise ValueError("The plan is for several workers, but the hardware has no cluster.")
     timeout = plan.collective_timeout.value
     communication = tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=plan.pack_bytes.value or 0,
@@ -84,8 +84,8 @@ def _multi_worker(plan: Plan, hardware: Hardware) -> tf.distribute.Strategy:
         if "program startup" not in str(error):
             raise
         raise RuntimeError(
-            "TensorFlow has made tensors in this process already, and several workers have to be set up before. Write "
-            "DistributedFit(...) above the first optimizer, layer, dataset or tensor."
+            "TensorFlow has already created tensors in this process, and several workers have to be set up before "
+            "that. Write DistributedFit(...) before the first optimizer, layer, dataset or tensor."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Exchanging numbers between workers, and checking that they agree."""
+"""Exchanges numbers between workers, and checks that they agree."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -41,7 +41,7 @@ def agree(strategy: tf.distribute.Strategy, values: Mapping[str, int], what: str
         strategy: The strategy; all its workers call this.
         values: This worker's numbers by name, with the same names in the same order on every worker. Negative means
             unknown.
-        what: What the workers need to have in common.
+        what: What the numbers describe, in the error message.
         hint: Appended to the error message.
 
     Raises:
@@ -56,9 +56,9 @@ def agree(strategy: tf.distribute.Strategy, values: Mapping[str, int], what: str
     for index, name in enumerate(values):
         numbers = found[:, index]
         if (numbers != numbers[0]).any():
-            said = ["an unknown number of" if number < 0 else str(number) for number in numbers]
-            listed = ", ".join(f"worker {worker} has {number} {name}" for worker, number in enumerate(said))
-            raise ValueError(f"The workers do not have the same {what}: {listed}. Give all the same.{hint}")
+            known = ["unknown" if number < 0 else str(number) for number in numbers]
+            listed = ", ".join(f"{number} on worker {worker}" for worker, number in enumerate(known))
+            raise ValueError(f"The workers have different {what}: {name}: {listed}. Give all the same.{hint}")
 
 
 def all_or_none(strategy: tf.distribute.Strategy, prepare: Callable[[], Result]) -> Result:
@@ -77,5 +77,5 @@ def all_or_none(strategy: tf.distribute.Strategy, prepare: Callable[[], Result])
     if failure is not None:
         raise failure
     if len(failed):
-        raise ValueError(f"Worker {failed[0]} could not prepare; the error it raised says why.")
+        raise ValueError(f"Worker {failed[0]} has failed here; the error that it raised says why.")
     return result  # pyright: ignore

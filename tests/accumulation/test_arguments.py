@@ -22,10 +22,10 @@ from keras_paragrad.accumulation.schedule import StepsSchedule
         ([(0, 2), (100, 0)], "at least 1"),
         ([(100, 8), (0, 2)], r"Write steps=\[\(0, 2\), \(100, 8\)\]"),
         ([(5, 2)], r"Write steps=\[\(0, 2\), \(5, 2\)\]"),
-        ([(0, 2), (0, 4)], "must begin with 0 and rise"),
-        (lambda update: 0, "gave array"),
-        (lambda update: 2.5, "must give an integer"),
-        (lambda update: 2 if update < 10 else 4, "Branch with tf.where"),
+        ([(0, 2), (0, 4)], "must start at 0 and increase"),
+        (lambda update: 0, "returned array"),
+        (lambda update: 2.5, "must return an integer"),
+        (lambda update: 2 if update < 10 else 4, "Use tf.where instead"),
     ],
 )
 def test_steps(steps, says):

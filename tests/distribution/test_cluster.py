@@ -180,8 +180,8 @@ def test_slurm_with_as_many_tasks_on_every_node():
         pytest.param({"SLURM_STEP_NODELIST": "node[1-"}, "not a list of nodes", id="open-bracket"),
         pytest.param({"SLURM_STEP_NODELIST": "node[3-1]"}, "not a list of numbers", id="range-backwards"),
         pytest.param({"SLURM_STEP_NODELIST": ""}, "not a list of nodes", id="no-nodes"),
-        pytest.param({"SLURM_STEP_TASKS_PER_NODE": "2x3"}, "no number of tasks", id="tasks"),
-        pytest.param({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "6 tasks on 3 nodes.*says 5", id="too-many-tasks"),
+        pytest.param({"SLURM_STEP_TASKS_PER_NODE": "2x3"}, "not a list of task counts", id="tasks"),
+        pytest.param({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "6 tasks on 3 nodes.*NUM_TASKS is 5", id="too-many-tasks"),
         pytest.param({"SLURM_STEP_TASKS_PER_NODE": "3,2"}, "5 tasks on 2 nodes", id="too-few-nodes"),
         pytest.param({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS is 'many'", id="tasks-no-number"),
         pytest.param({"SLURM_PROCID": "5"}, "no worker 5: there are 5", id="rank-too-large"),
@@ -199,7 +199,7 @@ def test_malformed_slurm(changes, says):
     ("absent", "says"),
     [
         pytest.param(("SLURM_STEP_NUM_TASKS",), "SLURM_NTASKS is not set", id="tasks"),
-        pytest.param(("SLURM_STEP_TASKS_PER_NODE",), "5 tasks .* are not spread evenly over 3", id="uneven"),
+        pytest.param(("SLURM_STEP_TASKS_PER_NODE",), "5 tasks .* can't be spread evenly over 3", id="uneven"),
         pytest.param(("SLURM_STEP_RESV_PORTS", "SLURM_JOB_ID"), "SLURM_JOBID is not set", id="job"),
     ],
 )
@@ -386,7 +386,7 @@ DEEP, LONG = "[" * 100_000, "9" * 5000
         (tf_config({"worker": ["a:" + LONG]}), "address"),
         ({**INSTANCES, "SM_HOSTS": DEEP}, "SM_HOSTS"),
         ({**INSTANCES, "SM_HOSTS": LONG}, "SM_HOSTS"),
-        ({**SLURM, "SLURM_STEP_NODELIST": "n[1-99999999]"}, "stands for 99999999 and more"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n[1-99999999]"}, "stands for 99999999 or more"),
         ({**SLURM, "SLURM_STEP_NODELIST": "n[1-9999]m[1-9999]"}, "stands for 99980001"),
         ({**SLURM, "SLURM_STEP_NODELIST": ",".join(["n[1-9999]"] * 99)}, "stands for 19998"),
         ({**SLURM, "SLURM_STEP_NODELIST": "n[1]" * 20_000}, "address|tasks"),

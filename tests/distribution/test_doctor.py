@@ -33,13 +33,13 @@ def test_a_healthy_machine():
 
 def test_a_collective_that_does_not_end():
     probe = run_probe(("CPU:0", "CPU:1"), 0.01)
-    assert probe == Probe(False, ("CPU:0", "CPU:1"), "gave no answer within 0.01 s, and was ended")
+    assert probe == Probe(False, ("CPU:0", "CPU:1"), "did not finish within 0.01 s, and was killed")
 
 
 def test_a_collective_that_fails():
     probe = run_probe(("CPU:0", "CPU:0"), 120)
     assert not probe.works
-    assert probe.says.startswith("ended with status 1: ")
+    assert probe.says.startswith("failed with exit status 1: ")
 
 
 def test_more_devices():
@@ -70,7 +70,9 @@ SERVERS = {"cluster": {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1"]}, "tas
     [
         pytest.param("", True, 0, "none: no TF_CONFIG", id="well"),
         pytest.param("", False, 1, "An all-reduce over CPU:0, CPU:1 was tried.", id="collective"),
-        pytest.param("{", True, 1, "The environment describes a cluster, wrongly: TF_CONFIG", id="environment"),
+        pytest.param(
+            "{", True, 1, "The cluster description in the environment is malformed: TF_CONFIG", id="environment"
+        ),
         pytest.param(json.dumps(SERVERS), True, 1, "DistributedFit() would refuse: Parameter servers", id="plan"),
     ],
 )
@@ -84,5 +86,5 @@ def test_the_status(monkeypatch, capsys, tf_config, works, status, says):
 def test_a_machine_with_gpus_in_words():
     found = dict(diagnosis._findings(describe(gpus=2, gpu_memory_gb=80, compute_capability=(9, 0), workers=2)))
     assert found["GPUs"] == "GPU:0, 80.0 GiB, compute capability 9.0; GPU:1, 80.0 GiB, compute capability 9.0"
-    assert found["cluster"] == "by a description: worker worker0:2222, worker1:2222"
+    assert found["cluster"] == "from a description: worker worker0:2222, worker1:2222"
     assert found["this task"] == "worker 0"

@@ -195,7 +195,7 @@ def test_one_failure_ends_all(launcher, end, status, says):
     assert found == status
     said = [line for line in err if line.startswith("[launch]")]
     assert re.fullmatch(rf"\[launch\] worker 1 {says} after \d\.\d s", said[0])
-    assert said[1:] == ["[launch] ending worker 0, worker 2: SIGTERM, and after 30 s SIGKILL"]
+    assert said[1:] == ["[launch] stopping worker 0, worker 2: SIGTERM, then SIGKILL after 30 s"]
     assert not any(map(runs, launcher.pids()))
 
 
@@ -215,7 +215,7 @@ time.sleep(60)
     _, err = process.communicate(timeout=SECONDS)
     assert 1.5 < time.monotonic() - begun < 6
     assert process.returncode == 5
-    assert "[launch] worker 0 did not end within 1.5 s and is killed" in err
+    assert "[launch] worker 0 did not exit within 1.5 s and is killed" in err
     assert not any(map(runs, launcher.pids()))
 
 
@@ -261,7 +261,7 @@ print("done")
     status, out, err = launcher.run(script, "--workers", "2", "--max-restarts", "3")
     assert status == 0
     assert sorted(out)[-1] == "[worker 1] done"
-    assert err[-1] == "[launch] starting all again, restart 1 of 3"
+    assert err[-1] == "[launch] restarting all processes, restart 1 of 3"
     first, second = ({tuple(start[2]["worker"]) for start in starts} for starts in halves(launcher.starts()))
     assert len(first) == len(second) == 1
     assert first != second
@@ -275,7 +275,7 @@ def test_restarts_run_out(launcher):
     status, _, err = launcher.run("started(); sys.exit(index and 4)", "--workers", "2", "--max-restarts", "2")
     assert status == 4
     assert [start[1] for start in launcher.starts()].count(1) == 3
-    assert sum("starting all again" in line for line in err) == 2
+    assert sum("restarting all processes" in line for line in err) == 2
 
 
 def test_a_worker_may_finish_before_the_others(launcher):
@@ -313,7 +313,7 @@ time.sleep(1)
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + number
     assert [(launcher.directory / f"got{index}").read_text() for index in range(2)] == ["x", "x"]
-    assert err == f"[launch] got {signal.Signals(number).name}; what still runs after 30 s is killed\n"
+    assert err == f"[launch] received {signal.Signals(number).name}; what still runs after 30 s is killed\n"
     assert len(launcher.starts()) == 2
 
 
@@ -322,7 +322,7 @@ def test_a_second_interrupt_kills(launcher):
     process = launcher.start(script, "--workers", "2", "--grace-seconds", "60")
     launcher.wait_for_starts(2)
     process.send_signal(signal.SIGINT)
-    assert "got SIGINT" in process.stderr.readline()
+    assert "received SIGINT" in process.stderr.readline()
     assert all(map(runs, launcher.pids()))
     process.send_signal(signal.SIGINT)
     assert process.wait(10) == 130
@@ -365,7 +365,7 @@ def test_a_guard_that_does_not_answer_is_passed_over(launcher):
     process.terminate()
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 143
-    assert "the guard of worker 0 does not answer" in err
+    assert "the guard of worker 0 does not respond" in err
     assert not any(map(runs, launcher.pids()))
 
 

@@ -74,8 +74,8 @@ def test_a_task_of_a_job_becomes_its_process(tmp_path, environment, hosts, sourc
     assert config["task"] == {"type": "worker", "index": 1}
     assert words == ["train.py", "--epochs", "3"]
     assert finished.stderr == (
-        f"launch: worker 1 of the cluster that {source} describes; starting it again is left to who started this. "
-        "--max-restarts has no effect here.\n"
+        f"launch: worker 1 of the cluster described by {source}; restarts are left to the scheduler. --max-restarts "
+        "has no effect here.\n"
     )
 
 
@@ -104,28 +104,28 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "environment", "says"),
     [
-        ("", {}, "There is no script to start"),
+        ("", {}, "No script is given"),
         ("--workers 2", {}, "launch --workers 2 train.py"),
         ("--workers 2 nowhere.py", {}, "There is no script 'nowhere.py' in "),
         ("--workers 2 folder", {}, "There is no script 'folder' in "),
-        ("--workers 2 -m", {}, "-m needs a module's name"),
-        ("--workers 2 -m nowhere.train", {}, "There is no module 'nowhere.train'"),
+        ("--workers 2 -m", {}, "-m needs a module name"),
+        ("--workers 2 -m nowhere.train", {}, "There is no module named 'nowhere.train'"),
         ("--workers 0 train.py", {}, "--workers: expected an integer from 1 to 1024, got '0'"),
         ("--workers two train.py", {}, "--workers: expected an integer from 1 to 1024, got 'two'"),
         ("--workers 2 --max-restarts -1 train.py", {}, "--max-restarts"),
         ("--workers 2 --grace-seconds -1 train.py", {}, "--grace-seconds"),
         ("--workers 2 --grace-seconds nan train.py", {}, "expected a finite number from 0 to 86400, got 'nan'"),
         ("--workers 2 --port-base 80 train.py", {}, "--port-base: expected an integer from 1024 to 65535"),
-        ("--workers 2 --port-base 65535 train.py", {}, "free ports from 65535 up, and 2 are needed"),
+        ("--workers 2 --port-base 65535 train.py", {}, "free ports from 65535 up, but 2 are needed"),
         ("train.py", {}, "Write --workers N for N workers on this machine"),
-        ("--ps 1 train.py", {}, "--ps is for a cluster on this machine. Write --workers N with it"),
+        ("--ps 1 train.py", {}, "--ps is for a cluster on this machine. Add --workers N"),
         ("--ps 1 train.py", SLURM, "--ps is for a cluster on this machine"),
-        ("--workers 2 train.py", SLURM, "This is worker 1 of a cluster that Slurm describes"),
+        ("--workers 2 train.py", SLURM, "This process is worker 1 of a cluster described by Slurm"),
         ("train.py", {"TF_CONFIG": "{"}, "TF_CONFIG is not JSON"),
         (
             "--workers 2 --devices-per-worker 2 train.py",
             {"CUDA_VISIBLE_DEVICES": "0,1,2"},
-            "2 workers with 2 GPUs each need 4, and CUDA_VISIBLE_DEVICES names 3: 0,1,2",
+            "2 workers with 2 GPUs each need 4, but CUDA_VISIBLE_DEVICES lists 3: 0,1,2",
         ),
     ],
     ids=[

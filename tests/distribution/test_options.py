@@ -40,7 +40,7 @@ def test_options_do_not_change():
     [
         pytest.param({"strategy": "horovod"}, "`strategy` is 'horovod', and must be 'auto', 'none'", id="strategy"),
         pytest.param({"strategy": None}, "`strategy` is None", id="no-strategy"),
-        pytest.param({"strategy": tf.distribute.MirroredStrategy}, "hand over a tf.distribute.Strategy", id="a-class"),
+        pytest.param({"strategy": tf.distribute.MirroredStrategy}, "pass a tf.distribute.Strategy", id="a-class"),
         pytest.param({"devices": "CPU:0"}, r"Write devices=\['CPU:0', 'CPU:1'\]", id="devices-not-a-list"),
         pytest.param({"devices": 2}, "`devices` is 2", id="devices-a-number"),
         pytest.param({"devices": []}, "`devices` is empty", id="no-devices"),
@@ -65,8 +65,8 @@ def test_options_do_not_change():
         pytest.param({"precision": 16}, "`precision` is 16", id="precision-a-number"),
         pytest.param({"batch": "local"}, "`batch` is 'local'", id="batch"),
         pytest.param({"lr_scaling": "cubic", "batch": "per_replica"}, "`lr_scaling` is 'cubic'", id="lr-scaling"),
-        pytest.param({"lr_scaling": "linear"}, 'Write batch="per_replica" with it', id="lr-scaling-of-global-batches"),
-        pytest.param({"warmup_steps": 10}, 'Write lr_scaling="linear" or "sqrt" with it', id="warm-up-of-nothing"),
+        pytest.param({"lr_scaling": "linear"}, 'Add batch="per_replica"', id="lr-scaling-of-global-batches"),
+        pytest.param({"warmup_steps": 10}, 'Add lr_scaling="linear" or "sqrt"', id="warm-up-of-nothing"),
         pytest.param({"warmup_steps": -1}, "`warmup_steps` is -1", id="warm-up-negative"),
         pytest.param({"warmup_steps": 1.5}, "`warmup_steps` is 1.5, and must be an integer", id="warm-up-fraction"),
         pytest.param({"warmup_steps": True}, "`warmup_steps` is True", id="warm-up-bool"),
@@ -105,7 +105,7 @@ def test_strategies_that_are_handed_over():
     assert Options(strategy=given["mirrored"]).given is given["mirrored"]
     own = {"devices": ["CPU:0"], "communication": "ring", "pack_bytes": 0, "collective_timeout": 60}
     for name, value in own.items():
-        with pytest.raises(ValueError, match=f"MirroredStrategy, which was made with its own {name}"):
+        with pytest.raises(ValueError, match=f"MirroredStrategy, which was created with its own {name}"):
             Options(strategy=given["mirrored"], **{name: value})
 
 

@@ -49,11 +49,11 @@ def test_what_can_not_reach_its_data_is_refused():
         plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match=r"Write model.compile\(...\)"):
         dist.fit(plain, object())
-    cut_up = dist.dataset(*alike_worker.data(), batch_size=16)
+    sharded = dist.dataset(*alike_worker.data(), batch_size=16)
     with pytest.raises(ValueError, match=r"keras.Model.fit\(model, data\)"):
-        dist.fit(made, cut_up)
+        dist.fit(made, sharded)
     dist.prepare(made)
-    assert len(keras.Model.fit(made, cut_up, epochs=2, verbose=0).history["loss"]) == 2
+    assert len(keras.Model.fit(made, sharded, epochs=2, verbose=0).history["loss"]) == 2
 
 
 @pytest.mark.parametrize("preprocessed", [True, False], ids=["preprocessor=None", "with a preprocessor"])

@@ -221,9 +221,9 @@ def test_what_workers_have_to_decide_alike():
         ),
         pytest.param("parts-of-a-gpu", {"communication": "nccl"}, "there are parts of a GPU", id="nccl-between-parts"),
         pytest.param(
-            "2-workers", {"communication": "hierarchical_copy"}, "keeps to one process", id="hierarchical-workers"
+            "2-workers", {"communication": "hierarchical_copy"}, "works within one process", id="hierarchical-workers"
         ),
-        pytest.param("2-workers", {"communication": "one_device"}, "keeps to one process", id="one-device-workers"),
+        pytest.param("2-workers", {"communication": "one_device"}, "works within one process", id="one-device-workers"),
         pytest.param("8-gpus", {"communication": "ring"}, '"hierarchical_copy" or "one_device"', id="ring-of-gpus"),
         pytest.param("tpu", {"jit": False}, "jit=False, but a TPU", id="tpu-uncompiled"),
         pytest.param("servers", {"jit": True, "exact": False}, "parameter servers. Leave jit out", id="servers-jit"),
@@ -271,7 +271,7 @@ def test_the_policy_that_is_set_stays():
         for precision in ("auto", None):
             assert make_plan(MACHINES["8-gpus"], Options(precision=precision)).precision.value == "mixed_float16"
         decision = make_plan(MACHINES["8-gpus"], Options(precision="float32")).precision
-        assert (decision.value, decision.reason) == ("float32", "asked for")
+        assert (decision.value, decision.reason) == ("float32", "requested")
         assert keras.config.dtype_policy().name == "mixed_float16"
     finally:
         keras.config.set_dtype_policy("float32")

@@ -60,7 +60,7 @@ def test_those_who_came_learn_who_did_not():
     found, took = outcomes({"worker": hosts}, [("worker", 0), ("worker", 2)], 2)
     for error in found:
         assert isinstance(error, ConnectionError)
-        assert f"worker 1 ({hosts[1]}) did not come" in str(error)
+        assert f"worker 1 ({hosts[1]}) did not connect" in str(error)
         assert "startup_timeout=600" in str(error)
     assert took < 12
 
@@ -117,9 +117,9 @@ def test_who_was_given_another_cluster_is_turned_away_and_both_say_so():
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert f"worker 1 ({hosts[1]}) did not come" in found[0]
-    assert "127.0.0.1 is not of this run, or was given another description of the cluster" in found[0]
-    assert "of another run, or was given another description of the cluster" in found[1]
+    assert f"worker 1 ({hosts[1]}) did not connect" in found[0]
+    assert "127.0.0.1 belongs to another run or has another cluster description" in found[0]
+    assert "belongs to another run, or has another cluster description" in found[1]
 
 
 STRAY = (
@@ -189,7 +189,7 @@ def test_workers_of_another_run_are_turned_away():
     for thread in threads:
         thread.start()
     threads[1].join(timeout=20)
-    assert "another KERAS_PARAGRAD_TOKEN" in found["old"]
+    assert "cluster description or KERAS_PARAGRAD_TOKEN" in found["old"]
     assert "first" not in found
     take_part("second", 1, "a", 15)
     threads[0].join(timeout=20)
@@ -262,7 +262,7 @@ def test_an_address_that_others_cannot_reach_is_said(caplog, address):
     thread = leader(f"{address}:{port(host)}", ["elsewhere:2222"], seconds=0.6)
     assert visit(host, b"\n") is not None
     thread.join()
-    assert "listens at port" in caplog.text
+    assert "listens on port" in caplog.text
 
 
 def test_a_taken_port_is_said():
@@ -270,7 +270,7 @@ def test_a_taken_port_is_said():
     with socket.create_server(("127.0.0.1", port(hosts[0]))):
         (error,), _ = outcomes({"worker": hosts}, [("worker", 0)], 1)
     assert isinstance(error, ConnectionError)
-    assert f"can't listen at {hosts[0]}" in str(error)
+    assert f"can't listen on {hosts[0]}" in str(error)
 
 
 def test_a_worker_that_left_again_is_not_counted():
@@ -287,7 +287,7 @@ def test_a_worker_that_left_again_is_not_counted():
     assert visit(hosts[0], line) is not None
     thread.join()
     assert "worker 1" in str(thread_found[0])
-    assert "worker 1 came and left again" in str(thread_found[0])
+    assert "worker 1 connected and disconnected again" in str(thread_found[0])
 
 
 def test_the_others_learn_why_the_first_worker_failed(monkeypatch):

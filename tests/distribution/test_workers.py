@@ -121,9 +121,7 @@ def test_workers_end_where_one_process_ends(tmp_path, devices):
     ("settings", "says"),
     [
         # Without the launcher, test_alike.py and data/test_workers.py have these in clusters that many cases share.
-        pytest.param(
-            {"rows": [90, 80]}, "worker 0 has 72 examples, worker 1 has 64 examples", id="data", marks=pytest.mark.long
-        ),
+        pytest.param({"rows": [90, 80]}, "examples: 72 on worker 0, 64 on worker 1", id="data", marks=pytest.mark.long),
         pytest.param({"hidden": [8, 9]}, "their models differ", id="another model", marks=pytest.mark.long),
         pytest.param(
             {"clips": [0.1, 0.2]}, "global_clipnorm is 0.1 on worker 0 and 0.2 on worker 1", id="another optimizer"
@@ -152,5 +150,5 @@ def test_parameter_servers_count_exactly(tmp_path):
 
 
 def test_tensors_made_too_early_are_named():
-    with pytest.raises(RuntimeError, match=r"Write DistributedFit\(\.\.\.\) above the first optimizer"):
+    with pytest.raises(RuntimeError, match=r"Write DistributedFit\(\.\.\.\) before the first optimizer"):
         own_process.on_workers(alike_worker.too_late, None, seconds=120)

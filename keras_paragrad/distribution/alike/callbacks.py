@@ -1,17 +1,17 @@
 """Which callbacks can shape the computation, and so have to be the same on all workers.
 
-A callback that only shows, writes or measures may be on one worker alone, or differ. The rule:
+A callback that only displays, writes or measures may be on one worker only, or differ. The rule:
 
-- Keras's `History`, `ProgbarLogger`, `CSVLogger` and `RemoteMonitor` can't; `TensorBoard` can where it reads weights
-  (`histogram_freq`, `embeddings_freq`), which takes all workers. Its other callbacks can, `LambdaCallback` by what its
-  functions do.
-- This package's can, besides `Throughput` and `Profiler`.
-- One of your own can if its code, or that of a function it was given, sets an attribute of something else than itself
-  (`self.model.stop_training = True`), or calls one of `CHANGES`. Code in other functions that it calls is not looked
-  at; what comes of it is found when an epoch has ended.
+- Keras's `History`, `ProgbarLogger`, `CSVLogger` and `RemoteMonitor` can't; `TensorBoard` can if it reads weights
+  (`histogram_freq`, `embeddings_freq`), which takes all workers. Keras's other callbacks can, `LambdaCallback`
+  depending on its functions.
+- This package's can, except `Throughput` and `Profiler`.
+- A custom one can if its code, or that of a function passed to it, sets an attribute of anything but itself
+  (`self.model.stop_training = True`), or calls one of `CHANGES`. Other functions that it calls are not inspected; their
+  effect is detected at the end of an epoch.
 
-Of those that can, workers compare the class, its code and the public attributes of plain types. Strings with a path in
-them, `verbose`, and attributes whose names begin with an underscore may differ.
+For those that can, workers compare the class, its code and the public attributes of plain types. Paths, `verbose`, and
+attributes whose names begin with an underscore may differ.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ import keras
 from keras_paragrad.distribution.alike.code import attributes_set_on_others, codes_of_class, is_of_a_library, names_in
 from keras_paragrad.distribution.alike.values import Entries, attributes_of, entries_of, kind_of
 
-# Change the weights or the data's order, or take all workers.
+# These change weights or the order of data, or take all workers.
 CHANGES = frozenset(
     {
         *("assign", "assign_add", "assign_sub", "scatter_update", "set_weights", "load_weights", "set_value"),
@@ -70,9 +70,9 @@ def callback_entries(callbacks: Iterable[keras.callbacks.Callback]) -> Entries:
 
 
 def stops_within(callbacks: Sequence[keras.callbacks.Callback], flag: str) -> bool:
-    """Whether a callback's batch hooks name `stop_training` or `stop_evaluating`, so that it may stop between batches.
+    """Whether a callback's batch hooks mention `stop_training` or `stop_evaluating`, and so may stop between batches.
 
-    `TerminateOnNaN` is left out: it goes by the loss, which is the same on all workers.
+    `TerminateOnNaN` doesn't count: it goes by the loss, which is the same on all workers.
     """
     return any(flag in names_in(code) for callback in callbacks for code in _batch_codes(callback, _BATCH_HOOKS[flag]))
 
@@ -83,7 +83,7 @@ def _batch_codes(callback: keras.callbacks.Callback, hooks: Sequence[str]) -> li
     overridden = any(
         not is_of_a_library(base) and any(hook in vars(base) for hook in hooks) for base in type(callback).__mro__
     )
-    # A hook may have another of the callback's methods stop.
+    # A hook may call another of the callback's methods, which stops.
     return _codes(callback) if overridden else []
 
 

@@ -1,4 +1,4 @@
-"""Checksums of Python code, the same for the same code wherever its file lies, and the names that code uses."""
+"""Checksums of Python code that don't depend on where its file is, and the names that code uses."""
 
 import base64
 import dis
@@ -13,23 +13,23 @@ _LIBRARIES = ("keras", "tensorflow", "numpy", "builtins", "abc", "typing", "coll
 
 
 def is_of_a_library(kind: type | Any) -> bool:
-    """Whether the version of Keras, TensorFlow, NumPy or of this package says what code a class or function has."""
+    """Whether the code of a class or function is determined by the version of a library."""
     return (getattr(kind, "__module__", None) or "").partition(".")[0] in _LIBRARIES
 
 
 def digest_of_code(code: CodeType) -> str:
-    """A checksum of what code does, without the file, the line and the names of variables that it was written with."""
+    """A checksum of code, regardless of its file, line numbers and the names of local variables."""
     return hashlib.sha256(repr(_parts(code)).encode()).hexdigest()[:8]
 
 
 def digest_of_class(kind: type) -> str:
-    """A checksum of the code of a class and of its bases up to those of a library."""
+    """A checksum of the code of a class and of its bases, except a library's."""
     codes = [digest_of_code(code) for code in codes_of_class(kind)]
     return hashlib.sha256(repr(codes).encode()).hexdigest()[:8]
 
 
 def codes_of_class(kind: type) -> Iterator[CodeType]:
-    """The code of each function of a class and of its bases up to those of a library, in a fixed order."""
+    """The code of each function of a class and of its bases, except a library's, in a fixed order."""
     for base in inspect.getmro(kind):
         if is_of_a_library(base):
             continue
@@ -40,7 +40,7 @@ def codes_of_class(kind: type) -> Iterator[CodeType]:
 
 
 def marshalled_code(text: str) -> CodeType | None:
-    """The code that Keras writes into the config of what was given a `lambda`; `None` if a text is none."""
+    """The code of a `lambda`, as Keras serializes it in a config; `None` if a text isn't one."""
     if len(text) < 60 or not text.startswith("4w"):
         return None
     try:
@@ -51,12 +51,12 @@ def marshalled_code(text: str) -> CodeType | None:
 
 
 def names_in(code: CodeType) -> set[str]:
-    """The attributes, methods and globals that code and the functions within it name."""
+    """The attributes, methods and globals that code and its nested functions refer to."""
     return set(code.co_names).union(*(names_in(inner) for inner in _inner(code)))
 
 
 def attributes_set_on_others(code: CodeType) -> set[str]:
-    """The attributes that code sets on something else than its first argument, which in a method is `self`."""
+    """The attributes that code sets on anything but its first argument, which is `self` in a method."""
     own = code.co_varnames[0] if code.co_argcount else None
     found: set[str] = set()
     augmented: set[str] = set()
@@ -79,7 +79,7 @@ def attributes_set_on_others(code: CodeType) -> set[str]:
 
 
 def _loaded(instruction: dis.Instruction) -> Any:
-    """The variable that an instruction puts on top of the stack, if it does."""
+    """The local variable that an instruction pushes onto the stack, if any."""
     if not instruction.opname.startswith("LOAD_FAST"):
         return None
     return instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
@@ -95,5 +95,5 @@ def _parts(code: CodeType) -> tuple:
 
 
 def _constant(value: Any) -> str:
-    # A set has no order of its own.
+    # A set is unordered.
     return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)

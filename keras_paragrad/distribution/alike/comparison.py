@@ -12,8 +12,8 @@ from keras_paragrad.distribution.checkpoint.agreement import from_chief
 from keras_paragrad.distribution.workers import gather
 
 SAME_CODE = (
-    " Start the same script with the same arguments and the same versions of Python's packages everywhere; what "
-    "depends on the worker can't be trained by several."
+    " Start the same script, with the same arguments and package versions, on every worker; nothing in it may depend "
+    "on the worker."
 )
 _MOST_DIFFERENCES = 6
 _LONGEST_VALUE = 160
@@ -23,14 +23,14 @@ _NOTHING = "nothing"
 def check_alike(strategy: tf.distribute.Strategy, entries: Mapping[str, str]) -> None:
     """Raises the same error on every worker if what they are about to train differs.
 
-    One all-reduce of some numbers if all is the same; only otherwise the workers send each other what they have.
+    Costs one small all-reduce if nothing differs; only otherwise the workers exchange their entries.
 
     Args:
-        strategy: The strategy whose workers all call this; nothing is compared if there is one.
+        strategy: The strategy; all its workers call this. A single worker compares nothing.
         entries: This worker's texts by name; see `fingerprint`.
 
     Raises:
-        ValueError: They differ. The message names what, on which worker, and both values.
+        ValueError: An entry differs. The message gives its name, the worker, and both values.
     """
     if place_of(strategy).workers == 1:
         return
@@ -43,14 +43,14 @@ def check_alike(strategy: tf.distribute.Strategy, entries: Mapping[str, str]) ->
     of_chief = json.loads(from_chief(strategy, text if mine == 0 else None))
     reports = _texts(strategy, json.dumps(_differences(of_chief, entries)).encode())
     said = _in_words([json.loads(each) for each in reports])
-    raise ValueError(f"The workers would not train alike: {said}.{SAME_CODE}")
+    raise ValueError(f"The workers would train differently: {said}.{SAME_CODE}")
 
 
 def _differences(of_chief: Mapping[str, str], mine: Mapping[str, str]) -> list[tuple[str, str, str]]:
     names = [*of_chief, *(name for name in mine if name not in of_chief)]
     pairs = [(name, of_chief.get(name, _NOTHING), mine.get(name, _NOTHING)) for name in names]
     differing = [(name, one[:_LONGEST_VALUE], other[:_LONGEST_VALUE]) for name, one, other in pairs if one != other]
-    # A part that the other does not have at all is said by what it is a part of.
+    # An entry that one side lacks altogether follows from one that both have.
     both = [each for each in differing if _NOTHING not in each[1:]]
     chosen = both or differing
     more = len(chosen) - _MOST_DIFFERENCES
@@ -76,5 +76,5 @@ def _in_words(reports: list[list[list[str]]]) -> str:
     for (name, one, other), those in workers.items():
         listed = f"worker{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:8]))}"
         listed += f" and {len(those) - 8} more" if len(those) > 8 else ""
-        said.append(f"{name} is {one} on worker 0 and {other} on {listed}" if name else f"{one} more on {listed}")
+        said.append(f"{name} is {one} on worker 0 and {other} on {listed}" if name else f"{one} others on {listed}")
     return "; ".join(said[: 2 * _MOST_DIFFERENCES])

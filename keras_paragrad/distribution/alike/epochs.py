@@ -1,4 +1,4 @@
-"""What workers agree on while `fit` runs: when to stop, and once an epoch that their data and weights are the same."""
+"""What workers agree on while `fit` runs: when to stop and, once an epoch, that their data and weights are the same."""
 
 import math
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ _HALF = 1 << 32
 
 
 class AgreeEachEpoch(keras.callbacks.Callback):
-    """Has all workers stop after the same step, and compares at the end of each epoch what they have done.
+    """Makes all workers stop after the same step, and compares their data and weights at the end of each epoch.
 
-    It comes after the callbacks that may set `model.stop_training`. One worker's stop is that of all: at the end of an
-    epoch, or within it after the same batch, if a callback's batch hooks name `stop_training`; then workers ask each
-    other after each batch. A stop within an epoch that nobody could foresee waits for the epoch's end.
+    Has to come after the callbacks that may set `model.stop_training`. If one worker stops, all do: at the end of an
+    epoch, or after the same batch if a callback's batch hooks mention `stop_training`; workers then ask each other
+    after each batch. Any other stop within an epoch is postponed to its end.
 
     Args:
         strategy: The strategy, of several workers.
         callbacks: The other callbacks of this `fit`.
-        data: What it is trained on, if that is known.
+        data: The training data, if known.
 
     Raises:
-        ValueError: When an epoch ends, on every worker: they have read other data, hold other weights, or have another
-            learning rate. The message gives what each has.
+        ValueError: When an epoch ends, on every worker: their data, weights or learning rates differ. The message gives
+            both values.
     """
 
     def __init__(
@@ -49,27 +49,27 @@ class AgreeEachEpoch(keras.callbacks.Callback):
         self._before = self._taken = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Finds out whether somebody may stop between batches."""
+        """Determines whether a worker may stop between batches."""
         self._reading, self._before, self._taken = None, 0, 0
         mine = [stops_within(self._callbacks, flag) for flag in self._asks]
         found = gather(self._strategy, np.array(mine, np.int64)).sum(axis=0)
         self._asks = dict(zip(self._asks, map(bool, found.tolist()), strict=True))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Begins to count."""
+        """Starts counting the epoch's batches."""
         self._before, self._taken, self._wants = self._before + self._taken, 0, False
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Agrees on a stop, if there may be one."""
+        """Agrees on whether to stop, if a worker may."""
         self._count(batch + 1)
         if self._asks["stop_training"]:
             self.model.stop_training = self._any(self.model.stop_training)
         elif self.model.stop_training and not self._is_seen_by_all(logs):
-            # The others would wait for this worker's gradients for ever.
+            # The others would wait for this worker's gradients forever.
             self._wants, self.model.stop_training = True, False
 
     def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Agrees on a stop of an evaluation."""
+        """Agrees on whether to stop an evaluation."""
         model: Any = self.model
         model.stop_evaluating = self._asks["stop_evaluating"] and self._any(model.stop_evaluating)
 
@@ -79,7 +79,7 @@ class AgreeEachEpoch(keras.callbacks.Callback):
         batches, layout = self._tally()
         stop = self._wants or self.model.stop_training
         numbers = [stop, self._taken, batches, layout // _HALF, layout % _HALF, self._rate(), len(variables)]
-        # Of other lengths, nothing could be gathered.
+        # First the number of variables: vectors of different lengths can't be gathered.
         found = gather(self._strategy, np.array(numbers, np.float64))
         self._refuse_differing(epoch, found)
         mine = sketches(self._strategy, variables)
@@ -108,7 +108,7 @@ class AgreeEachEpoch(keras.callbacks.Callback):
         return bool(gather(self._strategy, np.array([mine], np.int64)).any())
 
     def _is_seen_by_all(self, logs: dict[str, Any] | None) -> bool:
-        """Whether it was `TerminateOnNaN`, which goes by the loss of all."""
+        """Whether `TerminateOnNaN` stopped, which goes by the loss of all workers."""
         ends = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in self._callbacks)
         return ends and not math.isfinite(float((logs or {}).get("loss", 0.0)))
 
@@ -124,23 +124,23 @@ class AgreeEachEpoch(keras.callbacks.Callback):
             others = np.flatnonzero(~((values == values[0]) | (np.isnan(values) & np.isnan(values[0]))))
             if len(others):
                 raise ValueError(
-                    f"The workers part after epoch {epoch}, counted from 0: worker 0 has {name} {values[0]:.9g}, and "
-                    f"worker {others[0]} {values[others[0]]:.9g}. {_ADVICE[what]}"
+                    f"The workers differ after epoch {epoch}, counted from 0: {name}: {values[0]:.9g} on worker 0, "
+                    f"{values[others[0]]:.9g} on worker {others[0]}. {_ADVICE[what]}"
                 )
         others = np.flatnonzero((found[:, 3:5] != found[0, 3:5]).any(axis=1))
         if len(others):
             raise ValueError(
-                f"The workers part after epoch {epoch}, counted from 0: the {found[0, 2]:.0f} batches that worker 0 "
-                f"has read had other shapes than those of worker {others[0]}. {_ADVICE['batches']}"
+                f"The workers differ after epoch {epoch}, counted from 0: the {found[0, 2]:.0f} batches that worker 0 "
+                f"read have other shapes than those of worker {others[0]}. {_ADVICE['batches']}"
             )
 
 
 _ADVICE = {
     "steps": "Give every worker the same data and the same steps_per_epoch.",
     "batches": (
-        "Every worker has to read the same batches, and takes its rows of each: seed what draws them at random, or "
-        'write shard_policy="already_sharded" if every worker reads a part of its own.'
+        "Every worker has to read the same batches, and trains on its shard of each: seed any random order, or write "
+        'shard_policy="already_sharded" if every worker reads its own shard.'
     ),
-    "learning rate": "Set it on every worker alike, by values that all of them have: the logs, the epoch, the batch.",
-    "weights": "Make no weight trainable, and no optimizer anew, on one worker alone.",
+    "learning rate": "Set the same on every worker, from values that all of them have: the logs, the epoch, the batch.",
+    "weights": "Don't change `trainable` or replace the optimizer on one worker only.",
 }

@@ -12,15 +12,14 @@ from keras_paragrad.distribution.alike.callbacks import callback_entries
 from keras_paragrad.distribution.alike.models import model_entries, settings_entries
 from keras_paragrad.distribution.alike.values import entries_of
 
-# Arguments of `fit` that are the user's data, of which only is compared which of them are given: the data are compared
-# by those who read them.
+# Arguments of `fit` that hold data. Only which of them are given is compared here; the data, where it is read.
 _DATA = ("x", "y", "sample_weight", "validation_data")
-# How data are read, and how much is shown.
+# How data is read, and how much is shown.
 _FREE = ("verbose", "callbacks", "cache", "prefetch", "seed", "self")
 
 
 def versions() -> dict[str, str]:
-    """The versions that decide what code does and what it computes."""
+    """The versions of Python and of the packages that determine what is computed."""
     names = ("keras", "tensorflow", "numpy", "keras_paragrad")
     return {"python": "{}.{}".format(*sys.version_info), **{name: _version(name) for name in names}}
 
@@ -28,20 +27,20 @@ def versions() -> dict[str, str]:
 def fingerprint(
     model: Any, options: Mapping[str, Any] | None = None, arguments: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """What a training is made of, the same on workers that compute the same.
+    """Everything that shapes a worker's training, the same on workers that compute the same.
 
-    It has the versions of Python and the packages, Keras's settings, `DistributedFit`'s decisions, the model's layers
-    and how they are connected, the optimizer, the loss, the metrics, the arguments of `fit`, and the callbacks that can
-    shape the computation. Of functions and of classes of your own it has a checksum of their code. Names that Keras
-    counts, seeds, paths and `verbose` are left out.
+    It covers the versions of Python and the packages, Keras's settings, `DistributedFit`'s decisions, the model's
+    layers and how they are connected, the optimizer, the loss, the metrics, the arguments of `fit`, and the callbacks
+    that can shape the computation. Functions and custom classes are represented by a checksum of their code.
+    Automatic names, seeds, paths and `verbose` are left out.
 
     Args:
         model: A compiled model.
-        options: What `DistributedFit` was asked for and decided.
+        options: The options and decisions of `DistributedFit`.
         arguments: The arguments of `fit`, by name; `None` before it is called.
 
     Returns:
-        Short texts by what they are of, in the order in which an error should name them.
+        Short texts by name, in the order in which an error should list them.
     """
     found = {f"version of {name}": number for name, number in versions().items()}
     found.update(settings_entries())
@@ -56,7 +55,7 @@ def fingerprint(
 
 
 def arguments_of(function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, with those that were left out.
+    """The arguments of a call by name, including defaults.
 
     Raises:
         TypeError: The function does not take them.

@@ -1,4 +1,4 @@
-"""`fit` of one model on several workers: compared before the first step, on batches that are one device's."""
+"""`fit` of a model on several workers: compared before the first step, on batches sharded as one device's."""
 
 import functools
 import inspect
@@ -32,7 +32,7 @@ class ComparedFit:
 
     @classmethod
     def of(cls, model: Any, shard_policy: str = "auto") -> "ComparedFit":
-        """The model's own, if it has one already."""
+        """The one that a model already has, or a new one."""
         found = model.__dict__.get("fit")
         if not isinstance(found, cls):
             return cls(model, shard_policy)
@@ -40,10 +40,10 @@ class ComparedFit:
         return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Does what the `fit` of the model's class does, if all workers are about to do the same.
+        """Calls the `fit` of the model's class, after checking that all workers are about to do the same.
 
         Raises:
-            ValueError: On every worker: they are not.
+            ValueError: On every worker: they are about to train differently.
         """
         fit = functools.partial(type(self._model).fit, self._model)
         arguments = arguments_of(fit, args, kwargs)
@@ -84,7 +84,7 @@ class ComparedFit:
 
 
 def given_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
-    """The callbacks that `fit` was given, in a list, whatever it was that held them."""
+    """The callbacks given to `fit`, as a list."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return list(callbacks.callbacks)
     return keras.tree.flatten(callbacks) if callbacks else []
@@ -93,13 +93,13 @@ def given_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
 def with_agreement(
     callbacks: Sequence[keras.callbacks.Callback], agreement: AgreeEachEpoch
 ) -> list[keras.callbacks.Callback]:
-    """The callbacks with the one that agrees, after those that may stop `fit`, and before those that note it."""
+    """Inserts `agreement` after the callbacks that may stop `fit`, and before the backups, which record that."""
     backups = [callback for callback in callbacks if isinstance(callback, Backup)]
     return [*(callback for callback in callbacks if not isinstance(callback, Backup)), agreement, *backups]
 
 
 def _put(bound: inspect.BoundArguments, name: str, value: Any) -> None:
-    """Gives a call another value for an argument, which a `fit` of its own may take among its keywords."""
+    """Replaces an argument of a call; an overridden `fit` may take it among its keywords."""
     if name in bound.signature.parameters:
         bound.arguments[name] = value
         return

@@ -1,4 +1,4 @@
-"""A model, its optimizer and what it was compiled with, as text that two workers can compare."""
+"""A model, its optimizer and its compile arguments, as text that two workers can compare."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ from keras_paragrad._keras.objects.model import all_layers, compile_arguments
 from keras_paragrad.distribution.alike.code import is_of_a_library
 from keras_paragrad.distribution.alike.values import Entries, attributes_of, config_of, entries_of, kind_of
 
-# What depends on the batch that a model was first called with; the weights' shapes are compared.
+# These depend on the first batch that a model was called with; the shapes of weights are compared instead.
 _LEFT_OUT = ("build_config", "build_input_shape", "registered_name", "module", "compile_config")
 
 
@@ -31,7 +31,7 @@ def model_entries(model: Any) -> Entries:
 
 def _layers(model: Any) -> Entries:
     config = config_of(model)
-    # The config of a Functional or Sequential model has that of each layer in it.
+    # The config of a Functional or Sequential model contains those of its layers.
     has_all = config is not None and "layers" in config
     yield from _layer("model", model, config)
     for number, layer in enumerate(all_layers(model)):
@@ -48,7 +48,7 @@ def _layer(path: str, layer: Any, config: dict[str, Any] | None) -> Entries:
 
 
 class _Names:
-    """Keras's automatic names, which count all layers that a process has made, replaced by what they mean in a model.
+    """Replaces Keras's automatic names, which count the layers of a process, by names that count those of a model.
 
     A worker that has built another model before has `dense_3` where the others have `dense`.
     """
@@ -105,7 +105,7 @@ def _without(config: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def settings_entries() -> Entries:
-    """Keras's settings, which models are built and trained by."""
+    """Keras's settings, which affect how models are built and trained."""
     yield "keras.config.floatx", keras.config.floatx()
     yield "keras.config.epsilon", repr(keras.config.epsilon())
     yield "keras.config.image_data_format", keras.config.image_data_format()

@@ -1,4 +1,4 @@
-"""Whatever a training is made of, as flat text that two workers can compare and a person can read."""
+"""Turns any value into flat text that two workers can compare and a person can read."""
 
 import functools
 import inspect
@@ -17,8 +17,8 @@ import tensorflow as tf
 from keras_paragrad._keras.losses.terms import bound_arguments
 from keras_paragrad.distribution.alike.code import digest_of_class, digest_of_code, is_of_a_library, marshalled_code
 
-# What does not shape the computation: where something is written, how much is printed, and what only numbers objects.
-# Seeds may differ: initial values are the first worker's, and dropout draws other numbers on each replica anyway.
+# What does not shape the computation: paths, verbosity, and ids of objects. Seeds may differ: initial values are the
+# first worker's, and dropout draws different numbers on each replica anyway.
 _LEFT_OUT = {
     *("verbose", "filepath", "filename", "log_dir", "directory", "path", "root", "shared_object_id"),
     *("seed", "registered_name", "module"),
@@ -35,13 +35,13 @@ Entries = Iterator[tuple[str, str]]
 def entries_of(path: str, value: Any, depth: int = 0) -> Entries:
     """The leaves of a value: pairs of a path, such as `optimizer.learning_rate`, and a short text.
 
-    Of Keras's objects it is their config, of functions a checksum of their code and what they were bound to, of
-    arrays a checksum, and of other objects their class and their public attributes of plain types.
+    Keras objects are represented by their config, functions by a checksum of their code and the values they capture,
+    arrays by a checksum, and other objects by their class and their public attributes of plain types.
 
     Args:
-        path: What the value is called.
-        value: Anything.
-        depth: How many objects it lies in.
+        path: The value's path.
+        value: Any value.
+        depth: Its depth of nesting.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -71,7 +71,7 @@ def entries_of(path: str, value: Any, depth: int = 0) -> Entries:
 
 
 def config_of(value: Any) -> dict[str, Any] | None:
-    """An object's config as Keras has it; `None` if it has none that can be had."""
+    """An object's Keras config; `None` if it has none, or getting it fails."""
     get_config = getattr(value, "get_config", None)
     if get_config is None:
         return None
@@ -86,9 +86,9 @@ def config_of(value: Any) -> dict[str, Any] | None:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The public attributes of an object that a class of Keras's did not give it, if they are of plain types.
+    """The public attributes of plain types that an object has beyond those of its Keras base class.
 
-    A method that a component of ours has replaced on a model is a partial of that model, and left out.
+    Methods that a component of ours has replaced on a model are partials, and left out.
     """
     base = next((base for base in (keras.Model, keras.layers.Layer) if isinstance(value, base)), None)
     known = _attributes_of_a_plain(base) if base else frozenset[str]()
@@ -104,7 +104,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def kind_of(value: Any) -> str:
-    """The name of an object's class; with a checksum of its code, unless a library's version says what that is."""
+    """The name of an object's class, with a checksum of its code unless it is a library's."""
     kind = type(value)
     return kind.__name__ if is_of_a_library(kind) else f"{kind.__name__} (code {digest_of_class(kind)})"
 
@@ -115,7 +115,7 @@ def _attributes_of_a_plain(base: type) -> frozenset[str]:
 
 
 def _compares(value: Any) -> bool:
-    """Whether workers can be expected to have the same in an attribute."""
+    """Whether a value of an attribute is expected to be the same on all workers."""
     if isinstance(value, str):
         return os.sep not in value
     if isinstance(
@@ -141,7 +141,7 @@ def _items(path: str, value: Any, depth: int) -> Entries:
 
 
 def _varies(value: Any) -> bool:
-    """Whether a text is a path, or code in which one lies."""
+    """Whether a text is a path, or serialized code, which may contain one."""
     return isinstance(value, str) and (os.sep in value or marshalled_code(value) is not None)
 
 
@@ -157,7 +157,7 @@ def _plain(value: Any) -> str:
 
 def _array(value: Any) -> str:
     if not isinstance(value, np.ndarray) and (isinstance(value, (tf.Variable, keras.Variable)) or not _is_eager(value)):
-        # Variables are compared where weights are, and what is in a graph has no value yet.
+        # Variables are compared with the weights, and symbolic tensors have no value.
         return f"{value.dtype} of shape {tuple(value.shape)}"
     array = np.asarray(value)
     if array.size <= 4:
@@ -199,7 +199,7 @@ def _object(path: str, value: Any, depth: int) -> Entries:
     config = config_of(value)
     own = config is None or not is_of_a_library(type(value))
     attributes = attributes_of(value) if own else {}
-    # Of some losses and metrics, such as Huber, Keras leaves them out of the config.
+    # Keras leaves these out of the config of some losses and metrics, such as Huber.
     attributes |= bound_arguments(value)
     for key, inner in {**attributes, **without_automatic_names(value, config or {})}.items():
         if key not in _LEFT_OUT:
@@ -207,7 +207,7 @@ def _object(path: str, value: Any, depth: int) -> Entries:
 
 
 def without_automatic_names(value: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """A config without the name that Keras made up, which counts the objects that were made before."""
+    """A config without Keras's automatic name, which depends on how many objects were created before."""
     automatic = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(value).__name__).lower()
     name = config.get("name")
     if isinstance(name, str) and re.fullmatch(rf"{re.escape(automatic)}(_\d+)?", name):

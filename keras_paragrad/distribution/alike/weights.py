@@ -9,20 +9,20 @@ from keras_paragrad._keras.replicas.collectives import local_values
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad.distribution.workers import gather
 
-# Workers with other processors round otherwise, and their weights part slowly: over 10^5 steps by some 1e-5.
+# On different processors rounding differs, and weights diverge slowly: by some 1e-5 over 10^5 steps.
 TOLERANCE = 1e-4
 _SIGNS = np.where(np.random.default_rng(20240229).integers(0, 2, 1 << 16), 1.0, -1.0).astype(np.float32)
 
 
 def sketches(strategy: tf.distribute.Strategy, variables: list[Any]) -> np.ndarray:
-    """Two numbers of each variable: its norm, and its product with fixed random signs.
+    """Two numbers per variable: its norm, and its dot product with fixed random signs.
 
-    A change of a share `d` of the norm in any direction changes the product by about as much, so that the product shows
-    what the norm does not: values in another order, or a step in another direction.
+    A change of relative size `d` in any direction changes the product by about as much, so the product shows what the
+    norm doesn't: values in another order, or a step in another direction.
 
     Args:
-        strategy: The strategy that they were made under.
-        variables: Keras variables; only this worker's values are read, without the others.
+        strategy: The strategy that they were created under.
+        variables: Keras variables; only this worker's values are read.
 
     Returns:
         Shape `(len(variables), 2)`, float64.
@@ -41,13 +41,13 @@ def _sketch(value: np.ndarray) -> tuple[float, float]:
 
 
 def differing(found: np.ndarray) -> tuple[int, int] | None:
-    """The first variable that a worker holds another value of.
+    """The first variable that differs between workers.
 
     Args:
         found: Every worker's sketches: shape `(workers, variables, 2)`.
 
     Returns:
-        The variable's number and the worker's, or `None` if all hold the same.
+        The indices of the variable and of the worker, or `None` if all are the same.
     """
     norms, products = found[..., 0], found[..., 1]
     scale = np.where(np.isfinite(norms[:1]), norms[:1], 1.0)
@@ -58,16 +58,16 @@ def differing(found: np.ndarray) -> tuple[int, int] | None:
 
 
 def check_same_weights(strategy: tf.distribute.Strategy, model: Any) -> None:
-    """Raises the same error on every worker if a weight, or a state of the optimizer, is not the same on all of them.
+    """Raises the same error on every worker if a weight or a variable of the optimizer differs between them.
 
-    Weights are made alike within `scope()`; what is loaded or assigned afterwards, each worker does for itself.
+    Weights created within `scope()` are the same; loading and assigning weights is up to each worker.
 
     Args:
         strategy: The strategy whose workers all call this, with models of the same structure.
-        model: This worker's.
+        model: This worker's model.
 
     Raises:
-        ValueError: They differ. The message names the weight, the worker, and both norms.
+        ValueError: A weight differs. The message gives its path, the worker, and both norms.
     """
     if place_of(strategy).workers == 1:
         return
@@ -77,7 +77,7 @@ def check_same_weights(strategy: tf.distribute.Strategy, model: Any) -> None:
 
 
 def refuse_if_differing(found: np.ndarray, variables: list[Any], when: str = "before the first step") -> None:
-    """Raises if a worker's sketches are not those of the first."""
+    """Raises if a worker's sketches differ from those of the first."""
     where = differing(found)
     if where is None:
         return
@@ -86,17 +86,16 @@ def refuse_if_differing(found: np.ndarray, variables: list[Any], when: str = "be
     said = f"norm {norm:.7g}, checksum {product:.7g}", f"norm {other_norm:.7g}, checksum {other_product:.7g}"
     path = variables[variable].path
     raise ValueError(
-        f"The workers do not hold the same weights {when}: of {path}, worker 0 has one of {said[0]}, and worker "
-        f"{worker} one of {said[1]}. Load or assign weights on every worker alike, and change nothing of the training "
-        "on one of them alone."
+        f"The workers hold different weights {when}: {path} has {said[0]} on worker 0, and {said[1]} on worker "
+        f"{worker}. Load or assign the same weights on every worker, and don't change the training on one of them only."
     )
 
 
 def variables_to_compare(model: Any) -> list[Any]:
     """The weights and the optimizer's variables that have to be the same on all workers.
 
-    Those that are not trained are compared before the first update only: some, such as the moving means of a
-    `BatchNormalization` that is not synchronized, then become each worker's own.
+    Weights that are not trained are compared before the first update only: some, such as the moving means of an
+    unsynchronized `BatchNormalization`, differ afterwards.
     """
     optimizer = model.optimizer
     fresh = optimizer is None or not optimizer.built or int(optimizer.iterations.numpy()) == 0

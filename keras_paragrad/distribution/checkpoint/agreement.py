@@ -1,4 +1,4 @@
-"""One backup for all workers: the chief's newest intact one, sent to the workers that lack it."""
+"""One backup for all workers: the chief's newest intact one, broadcast to those that lack it."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position, Stored
 from keras_paragrad.distribution.workers import gather
 
-# A broadcast is an all-reduce; this many bytes at a time, so that it takes no more memory than a large gradient.
-PIECE = 1 << 24
+# A broadcast is an all-reduce; of this many bytes at a time, so that it takes no more memory than a large gradient.
+CHUNK = 1 << 24
 
 _NONE, _FOUND, _ALL_DAMAGED = range(3)
 
@@ -81,14 +81,14 @@ def from_chief(strategy: tf.distribute.Strategy, content: bytes | None) -> bytes
         The same bytes everywhere.
     """
     length = int(gather(strategy, np.array([len(content or b"")]))[0, 0])
-    pieces = []
-    for start in range(0, length, PIECE):
-        size = min(PIECE, length - start)
+    chunks = []
+    for start in range(0, length, CHUNK):
+        size = min(CHUNK, length - start)
         mine = np.zeros(-(-size // 4) * 4, np.uint8)
         if content is not None:
             mine[:size] = np.frombuffer(content, np.uint8, size, start)
-        pieces.append(_sum(strategy, mine.view(np.int32)).view(np.uint8)[:size].tobytes())
-    return b"".join(pieces)
+        chunks.append(_sum(strategy, mine.view(np.int32)).view(np.uint8)[:size].tobytes())
+    return b"".join(chunks)
 
 
 def _sum(strategy: tf.distribute.Strategy, mine: np.ndarray) -> np.ndarray:
@@ -103,8 +103,8 @@ def _sum(strategy: tf.distribute.Strategy, mine: np.ndarray) -> np.ndarray:
 def _refuse_damaged(strategy: tf.distribute.Strategy, files: BackupFiles, damage: list[str]) -> None:
     said = from_chief(strategy, "; ".join(damage).encode() if damage else None).decode()
     raise DamagedBackupError(
-        f"None of the backups in {files.directory} is intact, and nothing has been changed. {said}. Put a good copy "
-        "there, or move the directory away to begin anew."
+        f"None of the backups in {files.directory} is intact, and nothing has been changed. {said}. Restore a good "
+        "copy there, or move the directory away to start from scratch."
     )
 
 
@@ -112,6 +112,6 @@ def _refuse_if_elsewhere(files: BackupFiles, counts: Any) -> None:
     holders = [f"worker {worker} sees {count}" for worker, count in enumerate(counts) if worker and count]
     if holders:
         raise DamagedBackupError(
-            f"The chief, worker 0, sees no backup in {files.directory}, but {', '.join(holders)}. Training would begin "
-            "anew: give all workers the same directory, copy the backups to the chief, or remove them."
+            f"The chief, worker 0, sees no backup in {files.directory}, but {', '.join(holders)}. Training would start "
+            "from scratch: use the same directory on all workers, copy the backups to the chief, or remove them."
         )

@@ -1,4 +1,4 @@
-"""`Backup`: saves everything a killed `fit` needs to resume."""
+"""`Backup`: saves everything that a killed `fit` needs to resume."""
 
 import logging
 from collections.abc import Sequence
@@ -189,7 +189,7 @@ class Backup(keras.callbacks.Callback):
         try:
             self.files.write(self._position, Content(values, names, states, self.params.get("steps")).to_bytes())
         except OSError as error:
-            self._say_that_it_failed(error, f"Free some space in {self.files.directory}, or give another directory.")
+            self._say_that_it_failed(error, f"Free some space in {self.files.directory}, or use another directory.")
             return False
         except UnstorableError as error:
             self._say_that_it_failed(error, "Keep it out of the callback's state, and out of logs.")
@@ -214,22 +214,22 @@ class Backup(keras.callbacks.Callback):
         if not self._is_chief:
             return
         if damage:
-            _log.warning("A damaged backup is set aside: %s.", "; ".join(damage))
+            _log.warning("A damaged backup was renamed and is not used: %s.", "; ".join(damage))
             self.files.set_aside(resumed.position)
         if resumption.ends:
             _log.warning(
-                "Nothing is left to train: the backup %s is of the end of epoch %d, the last.",
+                "Nothing is left to train: the backup %s is from the end of epoch %d, the last one.",
                 resumed.path,
                 resumed.position.epoch,
             )
         else:
-            _log.warning("Training goes on in %s, from the backup %s.", resumed.position, resumed.path)
+            _log.warning("Training resumes in %s, from the backup %s.", resumed.position, resumed.path)
 
     def _remove_all(self) -> None:
         try:
             self.files.remove_all()
         except OSError as error:
-            _log.warning("The backups could not be removed: %s. The next fit would go on from them.", error)
+            _log.warning("The backups could not be removed: %s. The next fit would resume from them.", error)
 
     def _say_that_it_failed(self, error: Exception, advice: str) -> None:
         if self._failing:
@@ -237,16 +237,16 @@ class Backup(keras.callbacks.Callback):
         self._failing = True
         newest = next(iter(self.files.paths()), None)
         _log.warning(
-            "No backup could be written at %s: %s. Training goes on, and tries again; until then %s. %s",
+            "No backup could be written at %s: %s. Training continues, and retries; until then %s. %s",
             self._position,
             str(error).rstrip("."),
-            f"the last one is {newest.name}" if newest else "there is none to go on from",
+            f"the last one is {newest.name}" if newest else "there is none to resume from",
             advice,
         )
 
     def _stop(self) -> None:
         saved = self.save()
         self.leave()
-        outcome = f"a backup is in {self.files.directory}" if saved else "no backup could be written of that"
-        _log.warning("SIGTERM: training stops in %s; %s. The same command goes on from there.", self._position, outcome)
+        outcome = f"a backup is in {self.files.directory}" if saved else "no backup could be written"
+        _log.warning("SIGTERM: training stops in %s; %s. Run the same command to resume.", self._position, outcome)
         raise TrainingInterrupted(self._position, saved)

@@ -47,8 +47,8 @@ def check_storable(callbacks: Iterable[keras.callbacks.Callback]) -> None:
             encode(state, [], state_named(name))
         except UnstorableError as error:
             raise UnstorableError(
-                f"{error} It would not come back as it is. {CAN_HOLD} Convert it in get_state, and back in set_state; "
-                "or leave the callback out of Backup(callbacks=...), and its state is not backed up."
+                f"{error} It would not be restored exactly. {CAN_HOLD} Convert it in get_state, and back in set_state; "
+                "or leave the callback out of Backup(callbacks=...), so that its state is not backed up."
             ) from None
 
 

@@ -58,7 +58,7 @@ class Content(NamedTuple):
                 described = read_json(archive[DESCRIPTION].tobytes())
             except ValueError as error:
                 raise ValueError(
-                    f"The backup holds no description that this package wrote: {error}. Give another directory."
+                    f"The backup has no description written by this package: {error}. Use another directory."
                 ) from None
             arrays = [_of_dtype(archive[str(index)], name) for index, name in enumerate(described["dtypes"])]
         remaining = iter(arrays)
@@ -75,8 +75,8 @@ class Content(NamedTuple):
             if here is None or there is None or here[1:] != there[1:]:
                 raise ValueError(
                     f"{source} has backups of another model: where the {section} of this one has {_described(here)}, "
-                    f"they have {_described(there)}. Train the model that they were made of, or give another directory "
-                    "to begin anew."
+                    f"they have {_described(there)}. Train the model that they were made from, or use another "
+                    "directory to start from scratch."
                 )
 
 

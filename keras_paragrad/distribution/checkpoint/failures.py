@@ -61,11 +61,11 @@ def _is_of_a_lost_worker(error: tf.errors.OpError) -> bool:
 def _explanation(cluster: Cluster, error: tf.errors.OpError) -> str:
     suspects = _suspects(cluster, str(error))
     return (
-        f"Worker {cluster.rank} of {cluster.worker_count} lost touch with {suspects}. Most likely "
-        "the process there has ended: killed, out of memory, preempted, or by an error of its own. Look at the end of "
-        "its output, which says more than this. The network may have failed, too. Then start all workers again: with "
-        "dist.callbacks(directory) they go on from the last backup, and `python -m keras_paragrad launch "
-        f"--max-restarts 3` starts them by itself. TensorFlow said: {_first_line(error)}"
+        f"Worker {cluster.rank} of {cluster.worker_count} lost its connection to {suspects}. Most likely that process "
+        "has ended: killed, out of memory, preempted, or by an error of its own, which the end of its output shows. "
+        "The network may have failed, too. Restart all workers: with dist.callbacks(directory) they resume from the "
+        "last backup, and `python -m keras_paragrad launch --max-restarts 3` restarts them automatically. TensorFlow "
+        f"said: {_first_line(error)}"
     )
 
 

@@ -93,7 +93,7 @@ class BackupFiles:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._remove_partial()
         if (path.exists() or path.is_symlink()) and not is_ours(path):
-            raise FileExistsError(f"{path} is there already, and is not a backup. Move it away")
+            raise FileExistsError(f"{path} already exists, and is not a backup. Move it away")
         with _new_file(path) as partial:
             with partial.open("wb") as file:
                 file.write(manifest_of(position, content))
@@ -118,15 +118,15 @@ class BackupFiles:
         line, _, content = path.read_bytes().partition(b"\n")
         manifest = parse_manifest(line)
         if manifest is None or manifest["position"] != position_of(path):
-            raise DamagedBackupError(f"{path}: the first line is no manifest of this backup, so it is left where it is")
+            raise DamagedBackupError(f"{path}: the first line is not this backup's manifest, so it is left alone")
         if not verifies(manifest, line, content):
             expected = manifest["bytes"]
             reason = f"{len(content)} bytes of {expected}" if len(content) != expected else "the checksum differs"
             raise DamagedBackupError(f"{path}: {reason}")
         if manifest["format"] != FORMAT:
             raise DamagedBackupError(
-                f"{path}: another version of keras_paragrad wrote it, in format {manifest['format']}; this one reads "
-                f"format {FORMAT}"
+                f"{path}: another version of keras_paragrad wrote it, in format {manifest['format']}; this version "
+                f"reads format {FORMAT}"
             )
         return Stored(path, manifest["position"], manifest["sha256"], content)
 

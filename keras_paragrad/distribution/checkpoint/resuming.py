@@ -14,9 +14,7 @@ from keras_paragrad.distribution.checkpoint.files import Stored
 
 # Variables that exist before the first step; metrics may create theirs in it.
 _BEFORE_STEPS = ("model", "optimizer")
-_WHAT_TO_DO = (
-    "Give fit the data, batch_size and steps_per_epoch that it had, or give Backup another directory to begin anew."
-)
+_WHAT_TO_DO = "Use the same data, batch_size and steps_per_epoch as before, or another directory to start from scratch."
 
 
 class Resumption:
@@ -59,8 +57,8 @@ class Resumption:
         seam.begin_in(self.model, None)
         if epoch != self.position.epoch:
             raise ValueError(
-                f"fit begins with epoch {epoch + 1}, and the backup in {self._source} stands in {self.position}. Leave "
-                "out initial_epoch, as the backup says where to go on, or give another directory."
+                f"fit starts with epoch {epoch + 1}, but the backup in {self._source} is at {self.position}. Leave out "
+                "initial_epoch, as the backup determines where to resume, or use another directory."
             )
         self.restore_callbacks(callbacks)
         if self.position.batch:
@@ -82,20 +80,20 @@ class Resumption:
 
     @property
     def _stands(self) -> str:
-        return f"The backup in {self._source} stands in {self.position}."
+        return f"The backup in {self._source} is at {self.position}."
 
     def _check_run(self, steps: int | None) -> None:
         position, before = self.position, self._content.steps
         if position.epoch > self.epochs or (position.batch and self.ends):
             raise ValueError(
                 f"{self._stands} This fit ends with epoch {self.epochs}. Pass epochs={position.epoch + 1} or more to "
-                "go on from it, or give another directory to begin anew."
+                "resume from it, or use another directory to start from scratch."
             )
         if steps is None:
             return
         if before is not None and before != steps:
             raise ValueError(
-                f"{self._stands} Its epochs had {before} batches, and those of this fit have {steps}. {_WHAT_TO_DO}"
+                f"{self._stands} Its epochs had {before} batches, but those of this fit have {steps}. {_WHAT_TO_DO}"
             )
         if position.batch > steps:
             raise ValueError(f"{self._stands} The epochs of this fit have {steps} batches. {_WHAT_TO_DO}")
@@ -103,8 +101,8 @@ class Resumption:
     def _fitting_variables(self) -> dict[str, list[keras.Variable]]:
         if not self.model.built:
             raise ValueError(
-                "The model has no variables yet to restore a backup to. Build it before fit, by calling it on a batch, "
-                "or begin it with keras.Input(shape)."
+                "The model has no variables yet to restore a backup into. Build it before fit, by calling it on a "
+                "batch, or start it with keras.Input(shape)."
             )
         seam.build_optimizer(self.model)
         variables = seam.training_variables(self.model)

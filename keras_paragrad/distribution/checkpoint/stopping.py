@@ -56,8 +56,8 @@ class StopRequest:
             return
         if threading.current_thread() is not threading.main_thread():
             _log.warning(
-                "fit runs in a thread other than the main one, where Python takes no signals: on SIGTERM this worker "
-                "ends without a backup. Call fit in the main thread, or pass on_sigterm=False."
+                "fit runs outside the main thread, where Python can't handle signals: on SIGTERM this worker ends "
+                "without a backup. Call fit in the main thread, or pass on_sigterm=False."
             )
             return
         self._previous = signal.signal(signal.SIGTERM, self._handle)
@@ -79,7 +79,7 @@ class StopRequest:
         if self._listening and not self.received:
             self.received = True
         else:
-            # A handler that was installed later, and left later, may have put this one back after its time.
+            # A handler installed later may have restored this one after `leave`.
             self._listening = False
             if self._restore():
                 os.kill(os.getpid(), number)

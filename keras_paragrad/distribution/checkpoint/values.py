@@ -9,7 +9,7 @@ _AS_THEY_ARE = (type(None), bool, int, float, str)
 # Python refuses to parse longer integers in decimal.
 _LONGEST_INT = 1 << 63
 CAN_HOLD = (
-    "A backup can hold None, bool, int, float, str and bytes, NumPy arrays and numbers without Python objects in them, "
+    "A backup can hold None, bool, int, float, str and bytes, NumPy arrays and scalars that contain no Python objects, "
     "and lists, tuples and dicts of these."
 )
 

@@ -46,7 +46,7 @@ def _name_and_ordinal(environment: Mapping[str, str]) -> tuple[str, int]:
     match = _HOSTNAME.fullmatch(host)
     if match is None:
         raise ValueError(
-            f"KERAS_PARAGRAD_WORKERS is set, but HOSTNAME is {shown(host)}, which does not end in a pod's number, as "
+            f"KERAS_PARAGRAD_WORKERS is set, but HOSTNAME is {shown(host)}, which does not end in a pod's index, as "
             "'train-0' does. Run the pods in a Job with `completionMode: Indexed` or in a StatefulSet; elsewhere, "
             "describe the cluster in TF_CONFIG."
         )

@@ -60,14 +60,14 @@ def expand_tasks(text: str) -> list[int]:
     for part in text.split(","):
         match = _TASKS.fullmatch(part.strip())
         if match is None:
-            raise ValueError(f"{shown(text)} is no number of tasks for each node. Expected a form such as '2(x3),1'.")
+            raise ValueError(f"{shown(text)} is not a list of task counts per node. Expected a form such as '2(x3),1'.")
         _check_count(len(counts) + int(match[2] or 1), text)
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def expand_numbers(text: str) -> list[str]:
-    """The numbers in a form such as `01-03,07`, as text, for zeros in front count.
+    """The numbers in a form such as `01-03,07`, as text, since leading zeros count.
 
     Raises:
         ValueError: It is not of that form.
@@ -90,13 +90,13 @@ def expand_numbers(text: str) -> list[str]:
 
 
 def _expand_part(part: str, text: str) -> list[str]:
-    """Expands the brackets of a part, the last the fastest: `rack[1-2]node[1-2]` has two."""
-    # Every other piece was in brackets.
-    choices = [expand_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(_GROUP.split(part))]
+    """Expands the brackets of a part, the last one fastest: `rack[1-2]node[1-2]` has two."""
+    # Every other token was in brackets.
+    choices = [expand_numbers(token) if index % 2 else [token] for index, token in enumerate(_GROUP.split(part))]
     _check_count(math.prod(map(len, choices)), text)
-    return ["".join(pieces) for pieces in itertools.product(*choices)]
+    return ["".join(tokens) for tokens in itertools.product(*choices)]
 
 
 def _check_count(count: int, text: str, most: int = MOST_TASKS) -> None:
     if count > most:
-        raise ValueError(f"{shown(text)} stands for {count} and more. At most {most} are taken; correct it.")
+        raise ValueError(f"{shown(text)} stands for {count} or more; at most {most} are allowed. Correct it.")

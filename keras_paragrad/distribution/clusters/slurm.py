@@ -37,7 +37,7 @@ def _tasks_on_nodes(environment: Mapping[str, str], nodes: int) -> list[int]:
     expected = whole_number(environment, total, 1, MOST_TASKS)
     if "SLURM_STEP_TASKS_PER_NODE" not in environment and expected % nodes:
         raise ValueError(
-            f"SLURM_STEP_TASKS_PER_NODE is not set, and {expected} tasks ({total}) are not spread evenly over {nodes} "
+            f"SLURM_STEP_TASKS_PER_NODE is not set, and {expected} tasks ({total}) can't be spread evenly over {nodes} "
             "nodes. Start the step with srun, which sets it."
         )
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", f"{expected // nodes}(x{nodes})")
@@ -45,27 +45,27 @@ def _tasks_on_nodes(environment: Mapping[str, str], nodes: int) -> list[int]:
     if len(tasks) != nodes or sum(tasks) != expected:
         raise ValueError(
             f"SLURM_STEP_TASKS_PER_NODE={text:.200} is {sum(tasks)} tasks on {len(tasks)} nodes, but "
-            f"SLURM_STEP_NODELIST={environment['SLURM_STEP_NODELIST']:.200} names {nodes} nodes and {total} says "
-            f"{expected} tasks. Start the step with srun, and leave its variables as they are."
+            f"SLURM_STEP_NODELIST={environment['SLURM_STEP_NODELIST']:.200} names {nodes} nodes and {total} is "
+            f"{expected}. Start the step with srun, and don't change its variables."
         )
     return tasks
 
 
 def _index(environment: Mapping[str, str], tasks: list[int]) -> int:
-    """Which worker this is: by node and place there, since `srun --distribution=cyclic` deals ranks round the nodes."""
+    """Which worker this is: by node and task there, since `srun --distribution=cyclic` assigns ranks round-robin."""
     if "SLURM_NODEID" not in environment or "SLURM_LOCALID" not in environment:
         return whole_number(environment, "SLURM_PROCID")
     node, place = whole_number(environment, "SLURM_NODEID"), whole_number(environment, "SLURM_LOCALID")
     if node >= len(tasks) or place >= tasks[node]:
         raise ValueError(
-            f"SLURM_NODEID={node} and SLURM_LOCALID={place} name a task that a step with {shown(tasks)} tasks on its "
-            "nodes does not have. Start the step with srun, and leave its variables as they are."
+            f"SLURM_NODEID={node} and SLURM_LOCALID={place} name no task of a step with {shown(tasks)} tasks on its "
+            "nodes. Start the step with srun, and don't change its variables."
         )
     return sum(tasks[:node]) + place
 
 
 def _ports(environment: Mapping[str, str], needed: int) -> list[int]:
-    """A port for each task on a node: those reserved for the step, or some that other jobs are unlikely to take."""
+    """A port for each task on a node: those reserved for the step, or some that other jobs are unlikely to use."""
     reserved = environment.get("SLURM_STEP_RESV_PORTS")
     if "KERAS_PARAGRAD_PORT" in environment or not reserved:
         first = port_of(environment, _port_of_job(environment))
@@ -74,13 +74,14 @@ def _ports(environment: Mapping[str, str], needed: int) -> list[int]:
     if len(ports) < needed:
         raise ValueError(
             f"SLURM_STEP_RESV_PORTS={reserved:.200} has {len(ports)} ports for {needed} tasks on one node. "
-            f"Start the step with srun --resv-ports={needed}, or set KERAS_PARAGRAD_PORT to the first of free ones."
+            f"Start the step with srun --resv-ports={needed}, or set KERAS_PARAGRAD_PORT to the first of {needed} free "
+            "ports."
         )
     return ports
 
 
 def _port_of_job(environment: Mapping[str, str]) -> int:
-    """The same on every node, another for the next jobs and steps, and below the ports that systems hand out."""
+    """The same on every node, different for the next jobs and steps, and below the ephemeral ports."""
     job = "SLURM_JOB_ID" if "SLURM_JOB_ID" in environment else "SLURM_JOBID"
     step = "SLURM_STEP_ID" if "SLURM_STEP_ID" in environment else "SLURM_STEPID"
     steps = whole_number(environment, step) if step in environment else 0

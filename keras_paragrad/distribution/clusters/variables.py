@@ -14,13 +14,13 @@ def whole_number(environment: Mapping[str, str], name: str, least: int = 0, most
     """The number in an environment variable.
 
     Raises:
-        ValueError: It is not set, is no number, or is less than `least` or more than `most`.
+        ValueError: It is not set, is not a number, or is less than `least` or more than `most`.
     """
     text = environment.get(name, "").strip()
     if not re.fullmatch(r"[0-9]{1,19}", text) or not least <= int(text) <= most:
         said = f"is {shown(text)}" if name in environment else "is not set"
-        bounds = f"from {least} to {most}" if most < 10**18 else f"that is {least} or more"
-        raise ValueError(f"{name} {said}. Expected a whole number {bounds}.")
+        bounds = f"from {least} to {most}" if most < 10**18 else f"of at least {least}"
+        raise ValueError(f"{name} {said}. Expected an integer {bounds}.")
     return int(text)
 
 

@@ -1,6 +1,6 @@
 """One pass over the training data for the mean and variance of `keras.layers.Normalization` layers.
 
-Each worker takes its rows of each batch, or all of its own shard, and one all-reduce merges the results: this works
+Each worker reads its shard of every batch, or all of its own data, and one all-reduce merges the results. This works
 for every shard policy, and gives bitwise the same numbers on all workers.
 """
 
@@ -19,6 +19,7 @@ from keras_paragrad.distribution.data.sources import is_endless
 from keras_paragrad.distribution.workers import all_or_none, gather
 
 Select = Callable[[Any], Any]
+NO_ROWS = "The data has no rows to compute a mean of. Pass the training data."
 
 
 def adapt_all(
@@ -47,7 +48,7 @@ def _own_moments(
     policy = choose_policy(policy, data, place.workers)
     if policy == "file":
         data = share_of_files(data, place.workers, place.worker)
-    share = place if policy == "data" else Place(1, 1, 0)
+    among = place if policy == "data" else Place(1, 1, 0)
     for x in _batches(data):
         for index, (layer, select) in enumerate(layers):
             values = _values(select(x))
@@ -55,26 +56,26 @@ def _own_moments(
             before = totals[index]
             if before is None:
                 before = Moments.none(tuple(np.delete(values.shape, axes)))
-            own = np.array_split(values, share.workers)[share.worker]
+            own = np.array_split(values, among.workers)[among.worker]
             totals[index] = before.merged(Moments.of(own, axes))
     found = [total for total in totals if total is not None]
     if len(found) < len(layers):
-        raise ValueError("The data has no rows, of which a mean could be taken.")
+        raise ValueError(NO_ROWS)
     return found
 
 
 def _check_data(data: Any) -> None:
     if hasattr(data, "__next__"):
         raise ValueError(
-            f"A {type(data).__name__} can be read only once, and nothing would be left to train on. Make it a "
-            "tf.data.Dataset with tf.data.Dataset.from_generator, or a keras.utils.PyDataset."
+            f"A {type(data).__name__} can be read only once, so nothing would be left to train on. Use "
+            "tf.data.Dataset.from_generator, or a keras.utils.PyDataset."
         )
     if is_endless(data):
-        raise ValueError("The data never ends, and so has no mean. Give it without .repeat().")
+        raise ValueError("The data is infinite, and so has no mean. Pass it without .repeat().")
 
 
 def _batches(data: Any) -> Iterator[Any]:
-    """The inputs of each batch; of arrays, all at once."""
+    """The inputs of each batch; arrays are a single batch."""
     if isinstance(data, tf.data.Dataset):
         yield from (keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in data)
     elif isinstance(data, keras.utils.PyDataset):
@@ -89,29 +90,29 @@ def only_input(x: Any) -> Any:
     leaves = keras.tree.flatten(x)
     if len(leaves) != 1:
         raise ValueError(
-            f"The data has {len(leaves)} inputs. Say which of them the layer normalizes, as in select=lambda x: x[0]."
+            f"The data has {len(leaves)} inputs. Select the one that the layer normalizes, as in select=lambda x: x[0]."
         )
     return leaves[0]
 
 
 def _values(leaf: Any) -> np.ndarray:
     if isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
-        raise ValueError(f"A {type(leaf).__name__} can't be normalized. Make it dense first.")
+        raise ValueError(f"A {type(leaf).__name__} can't be normalized. Convert it to a dense tensor first.")
     values = np.asarray(leaf)
     if values.dtype.kind not in "biuf" and values.dtype.name != "bfloat16":
-        raise ValueError(f"The data is {values.dtype}, of which there is no mean. Leave the layer out for it.")
+        raise ValueError(f"The data is of dtype {values.dtype}, which has no mean. Normalize numbers only.")
     return values
 
 
 def _reduced_axes(layer: keras.layers.Normalization, values: np.ndarray) -> tuple[int, ...]:
     """The axes over which the layer's mean is taken; builds the layer if it is not."""
     if layer.input_mean is not None:
-        raise ValueError(f"The layer {layer.name!r} was made with a mean of its own. Leave mean and variance out.")
+        raise ValueError(f"The layer {layer.name!r} was created with a mean of its own. Leave mean= and variance= out.")
     kept = {axis % max(1, values.ndim) for axis in layer.axis}
     if 0 in kept:
         raise ValueError(
-            f"The layer {layer.name!r} keeps axis 0, along which the rows are, and so has a mean for each row. Give it "
-            "the axes of a row: axis=-1 for inputs of shape (rows, features), or axis=None for one mean of all."
+            f"The layer {layer.name!r} keeps axis 0, the batch axis, and so has a mean for each row. Give it the axes "
+            "of a row: axis=-1 for inputs of shape (rows, features), or axis=None for a single mean."
         )
     if not layer.built:
         layer.build((None, *values.shape[1:]))
@@ -126,11 +127,11 @@ def _reduced_axes(layer: keras.layers.Normalization, values: np.ndarray) -> tupl
 
 def _assign(layer: keras.layers.Normalization, moments: Moments) -> None:
     if not moments.size:
-        raise ValueError("The data has no rows, of which a mean could be taken.")
+        raise ValueError(NO_ROWS)
     if not np.isfinite(moments.mean).all():
         raise ValueError(
-            f"What the layer {layer.name!r} normalizes holds NaN or infinite numbers, and so has no mean. Leave those "
-            "rows out, or replace the numbers."
+            f"The input of the layer {layer.name!r} contains NaN or infinite values, and so has no mean. Remove those "
+            "rows, or replace the values."
         )
     layer.adapt_mean.assign(moments.mean.astype(np.float32))
     layer.adapt_variance.assign((moments.deviations / moments.size).astype(np.float32))

@@ -11,9 +11,8 @@ from keras_paragrad.distribution.data.sources import Source
 from keras_paragrad.distribution.workers import agree, gather
 
 SEED_IT = (
-    " If it is drawn at random, call keras.utils.set_random_seed(0) on every worker before the data is made, or seed "
-    "what draws it: ds.shuffle(1000, seed=0). If every worker reads a part of its own, write "
-    'shard_policy="already_sharded".'
+    " If the data is random, call keras.utils.set_random_seed(0) on every worker before creating it, or seed it: "
+    'ds.shuffle(1000, seed=0). If every worker reads its own shard, write shard_policy="already_sharded".'
 )
 
 
@@ -31,9 +30,7 @@ def common_steps(strategy: tf.distribute.Strategy, source: Source, policy: str) 
     Raises:
         ValueError: On every worker: their data differ, although they should be the same.
     """
-    agree(
-        strategy, {"as the checksum of its own": _checksum_of_layout(source)}, "nesting, types and shapes of the data"
-    )
+    agree(strategy, {"checksum": _checksum_of_layout(source)}, "nesting, types or shapes of the data")
     if policy == "data":
         _agree_on_content(strategy, source)
         return source.steps
@@ -44,9 +41,9 @@ def common_steps(strategy: tf.distribute.Strategy, source: Source, policy: str) 
 
 
 def _agree_on_content(strategy: tf.distribute.Strategy, source: Source) -> None:
-    counts = {"examples": source.rows, "batches": source.steps, "rows in a batch": source.batch_size}
+    counts = {"examples": source.rows, "batches": source.steps, "rows per batch": source.batch_size}
     agree(strategy, {name: -1 if count is None else count for name, count in counts.items()}, "data")
-    agree(strategy, {"as the checksum of its own": checksum(source.first_batch())}, "first batch of data", SEED_IT)
+    agree(strategy, {"checksum": checksum(source.first_batch())}, "first batches of data", SEED_IT)
 
 
 def checksum(batch: Any) -> int:
@@ -73,7 +70,7 @@ def _dense_parts(leaf: Any) -> list[Any]:
 
 
 def _checksum_of_layout(source: Source) -> int:
-    # Without the number of rows, which is told apart from it.
+    # Without the number of rows, which is compared separately.
     def without_rows(spec: Any) -> Any:
         known = isinstance(spec, tf.TensorSpec) and spec.shape.rank
         return repr((spec.dtype.name, tuple(spec.shape[1:]))) if known else spec

@@ -56,7 +56,7 @@ class Request:
             object.__setattr__(self, name, value)
         if self.cache and self.shuffle:
             raise ValueError(
-                "`cache` and `shuffle` are both asked for: a cache would repeat the first epoch's order. Leave one out."
+                "`cache` and `shuffle` can't be combined: a cache would repeat the first epoch's order. Leave one out."
             )
 
     def check_data(self, x: Any) -> None:
@@ -66,25 +66,27 @@ class Request:
             ValueError: It is already distributed, is infinite, or is already batched and a batch size is given.
         """
         if isinstance(x, tf.distribute.DistributedDataset):
-            raise ValueError("The data is distributed already. Give the tf.data.Dataset that it was made from.")
+            raise ValueError("The data is already distributed. Pass the tf.data.Dataset that it was made from.")
         is_stream = isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__")
         if is_stream and self.batch_size and self.batch == "global":
             raise ValueError(
-                f"batch_size={self.batch_size} is given for a {type(x).__name__}, which has batches of its own. Leave "
-                "it out: each of its batches is shared by all replicas."
+                f"batch_size={self.batch_size} is given for a {type(x).__name__}, which is already batched. Leave it "
+                "out: each of its batches is divided among the replicas."
             )
         if is_endless(x) and not self.steps_per_epoch:
-            raise ValueError("The data never ends. Write steps_per_epoch=..., here and in fit.")
+            raise ValueError("The data is infinite. Write steps_per_epoch=..., here and in fit.")
         if is_endless(x) and self.cache:
-            raise ValueError("The data never ends, and so can't be cached. Cache what you repeat: ds.cache().repeat().")
+            raise ValueError(
+                "The data is infinite and can't be cached. Cache it before repeating: ds.cache().repeat()."
+            )
 
     def cache_file(self, worker: int) -> str:
-        """The file a worker caches its pieces in; "" for its memory."""
+        """The file that a worker caches its shards in; "" for memory."""
         return "" if self.cache is True else f"{fspath(self.cache)}-worker{worker}"  # pyright: ignore
 
 
 def checked_class_weight(found: Any) -> dict[int, float] | None:
-    """The argument of that name with plain numbers: from the numbers of classes to weights."""
+    """The argument of that name with plain numbers: from class indices to weights."""
     if found is None:
         return None
     if not isinstance(found, dict) or not found:
@@ -98,6 +100,6 @@ def checked_class_weight(found: Any) -> dict[int, float] | None:
 
 
 def checked_strategy(found: Any) -> tf.distribute.Strategy:
-    """The argument of that name: for `None`, the strategy of the scope."""
+    """The argument of that name; the current strategy for `None`."""
     given = check_instance("strategy", found, tf.distribute.Strategy, "a tf.distribute.Strategy", optional=True)
     return tf.distribute.get_strategy() if given is None else given

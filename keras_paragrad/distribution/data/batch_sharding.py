@@ -69,16 +69,16 @@ def check_batches(spec: Any, replicas: int) -> None:
     """Refuses elements that can't be batches, and batches that are too small for the replicas.
 
     Raises:
-        ValueError: An element has a tensor without axes or no tensor at all, or fewer rows than there are replicas.
+        ValueError: An element has a scalar, no tensor, or fewer rows than there are replicas.
     """
     leaves = [leaf for leaf in tf.nest.flatten(spec) if isinstance(getattr(leaf, "shape", None), tf.TensorShape)]
     if not leaves:
-        raise ValueError(f"The elements of the data hold no tensor: {spec}. Give batches such as (x, y).")
+        raise ValueError(f"The elements of the data contain no tensors: {spec}. Pass batches such as (x, y).")
     for leaf in leaves:
         if leaf.shape.rank == 0:
             raise ValueError(
-                f"The data has an element {leaf}, which has no rows: it is a single value, not a batch. Batch the "
-                "dataset before you hand it over: dataset.batch(64)."
+                f"The data has an element {leaf}, which is a scalar and not a batch. Batch the dataset first: "
+                "dataset.batch(64)."
             )
         check_size(leaf.shape[0] if leaf.shape.rank else None, replicas)
 
@@ -87,8 +87,8 @@ def check_size(rows: int | None, replicas: int) -> None:
     """Refuses a batch size that leaves a replica without a row in every step."""
     if rows is not None and rows < replicas:
         raise ValueError(
-            f"A batch has {rows} rows for {replicas} replicas, so that some would never get one. Give batches of at "
-            f"least {replicas} rows, or use fewer devices. (A tf.data.Dataset must be batched already.)"
+            f"A batch has {rows} rows for {replicas} replicas, so some replicas would never get one. Use batches of at "
+            f"least {replicas} rows, or fewer devices. (A tf.data.Dataset has to be batched.)"
         )
 
 

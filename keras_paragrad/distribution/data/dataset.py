@@ -116,10 +116,10 @@ def open_source(data: tuple[Any, Any, Any], request: Request, policy: str, place
         request: The other arguments.
         policy: The shard policy.
         place: Which replicas are here.
-        seed: What orders are drawn from.
+        seed: The shuffling seed.
 
     Raises:
-        ValueError: Keras can't read the data, they are no batches, or these are too small for the replicas.
+        ValueError: Keras can't read the data, it is not batched, or its batches are too small for the replicas.
     """
     x, reordered = data[0], None
     if request.shuffle and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
@@ -160,7 +160,7 @@ def _rows_of_stream(batches: tf.data.Dataset, request: Request) -> int:
     rows = request.batch_size or static_rows(batches)
     if rows is None:
         raise ValueError(
-            'batch="per_replica" needs to know how many rows a batch has, and the data does not say. Write '
-            "batch_size=..., the rows for one replica, or batch with drop_remainder=True."
+            'batch="per_replica" needs a static batch size, which this data does not have. Write batch_size=..., the '
+            "rows per replica, or batch with drop_remainder=True."
         )
     return rows

@@ -1,4 +1,4 @@
-"""`DistributedData`: a dataset of sharded batches, as Keras reads it, and the epoch that is read."""
+"""`DistributedData`: sharded batches as the data of `fit`, and the callback that tells it `fit`'s epochs."""
 
 from collections.abc import Iterator
 from typing import Any

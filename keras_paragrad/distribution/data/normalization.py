@@ -12,7 +12,7 @@ from keras_paragrad.distribution.data.arguments import checked_strategy
 from keras_paragrad.distribution.data.policies import check_policy
 
 BY_HAND = (
-    "Call adapt_normalization(layer, data, select=...) for it, where select gives what reaches the layer for an x of "
+    "Call adapt_normalization(layer, data, select=...) for it, where select computes the layer's input from an x of "
     "the data."
 )
 
@@ -69,7 +69,7 @@ def normalize_inputs(
         shard_policy: As in `distributed_dataset`.
 
     Raises:
-        ValueError: There is no such layer, or one normalizes something else than an input; or see
+        ValueError: There is no such layer, or one does not normalize an input; or see
             `adapt_normalization`.
 
     Example:
@@ -86,8 +86,8 @@ def normalize_inputs(
     layers = normalization_layers(model)
     if not layers:
         raise ValueError(
-            f"The model {model.name!r} has no keras.layers.Normalization whose mean is to be found. Put one behind the "
-            "input: keras.layers.Normalization()(inputs)."
+            f"The model {model.name!r} has no keras.layers.Normalization to adapt. Add one after the input: "
+            "keras.layers.Normalization()(inputs)."
         )
     pairs = [(layer, selector(model, layer)) for layer in layers]
     adapt_all(pairs, data, strategy, shard_policy)
@@ -96,13 +96,13 @@ def normalize_inputs(
 
 
 def normalization_layers(model: keras.Model) -> list[keras.layers.Normalization]:
-    """The layers of a model, and of the models in it, whose mean and variance are to be found.
+    """The layers to adapt in a model and in the models nested in it.
 
     Args:
         model: The model.
 
     Returns:
-        Its `Normalization` layers but those that were made with a `mean` and `variance` of their own.
+        Its `Normalization` layers, except those created with their own `mean` and `variance`.
 
     Example:
 
@@ -119,7 +119,7 @@ def selector(model: keras.Model, layer: keras.layers.Normalization) -> Callable[
     """A function from the inputs of a model to the one that a layer normalizes.
 
     Raises:
-        ValueError: The layer is not fed by an input of the model, and by nothing else.
+        ValueError: The layer's input is not an input of the model.
     """
     if model.layers[:1] == [layer] and isinstance(model, keras.Sequential):
         return lambda x: x
@@ -127,7 +127,7 @@ def selector(model: keras.Model, layer: keras.layers.Normalization) -> Callable[
     fed_by = _input_of(layer)
     index = next((index for index, tensor in enumerate(inputs) if tensor is fed_by), None)
     if index is None:
-        raise ValueError(f"The layer {layer.name!r} normalizes something else than an input of the model. {BY_HAND}")
+        raise ValueError(f"The layer {layer.name!r} does not normalize an input of the model. {BY_HAND}")
     name = inputs[index].name
 
     def select(x: Any) -> Any:
@@ -137,7 +137,7 @@ def selector(model: keras.Model, layer: keras.layers.Normalization) -> Callable[
             return x[name]
         leaves = keras.tree.flatten(x)
         if len(leaves) != len(inputs):
-            raise ValueError(f"The model takes {len(inputs)} inputs, and the data has {len(leaves)} for it. {BY_HAND}")
+            raise ValueError(f"The model takes {len(inputs)} inputs, but the data has {len(leaves)}. {BY_HAND}")
         return leaves[index]
 
     return select
@@ -150,7 +150,7 @@ def _inside(layer: Any) -> Iterator[Any]:
 
 
 def _input_of(layer: keras.layers.Layer) -> Any:
-    """The one tensor that goes into a layer; `None` if there are several or it was never called."""
+    """The input tensor of a layer; `None` if there are several, or it was never called."""
     try:
         return layer.input
     except (AttributeError, ValueError):

@@ -11,14 +11,14 @@ from keras_paragrad.distribution.workers import gather
 
 
 def order_of(rows: int, batch_size: int, shuffle: bool | str, seed: int, epoch: int) -> np.ndarray:
-    """The numbers of the rows in the order in which an epoch reads them.
+    """The indices of the rows in the order in which an epoch reads them.
 
     Args:
-        rows: How many there are.
-        batch_size: How many make a batch.
-        shuffle: `True`, or `"batch"` to leave every row in its batch, as in `fit`; `False` for none.
-        seed: What the order is drawn from, together with
-        epoch: the number of the epoch.
+        rows: Number of rows.
+        batch_size: Number of rows per batch.
+        shuffle: `True`, `"batch"` to keep every row in its batch, as in `fit`, or `False`.
+        seed: The seed, which is combined with the epoch.
+        epoch: The epoch.
 
     Returns:
         A permutation of `range(rows)`, int64.
@@ -48,13 +48,13 @@ def common_seed(strategy: tf.distribute.Strategy, seed: int | None) -> int:
 
 
 class ReorderedDataset(keras.utils.PyDataset):
-    """The batches of a `keras.utils.PyDataset` in an order that is drawn anew for each epoch.
+    """The batches of a `keras.utils.PyDataset`, reshuffled for each epoch.
 
-    Keras shuffles with Python's generator, of which every worker has its own.
+    Keras itself shuffles with Python's random generator, which differs between workers.
 
     Args:
-        dataset: The dataset, which has a known number of batches.
-        seed: What the orders are drawn from.
+        dataset: The dataset, with a known number of batches.
+        seed: The shuffling seed.
     """
 
     def __init__(self, dataset: keras.utils.PyDataset, seed: int):
@@ -75,7 +75,7 @@ class ReorderedDataset(keras.utils.PyDataset):
         return self._dataset[self._order[index]]
 
     def reorder(self, epoch: int) -> None:
-        """Draws the order of an epoch; before anything of it is read."""
+        """Draws the order of an epoch. Call it before the epoch is read."""
         count = self._dataset.num_batches or 0
         self._order = order_of(count, 1, True, self._seed, epoch).tolist()
 

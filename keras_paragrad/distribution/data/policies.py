@@ -1,4 +1,4 @@
-"""How data is divided among workers, and what would train all of them on everything."""
+"""How data is divided among workers; what would train every worker on all data is refused."""
 
 from typing import Any
 
@@ -14,25 +14,24 @@ AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 
 
 def check_policy(policy: str) -> str:
-    """The policy, if it is one.
+    """Checks a shard policy, and returns it.
 
     Raises:
-        ValueError: It isn't one; for "off" the message says what to write for what may be meant.
+        ValueError: It is unknown. For "off" the message says what to write instead.
     """
     if isinstance(policy, str) and policy.lower() == "off":
         raise ValueError(
-            '`shard_policy` is "off", which would train every worker on everything it is given. If each worker was '
-            'given a part of its own, write shard_policy="already_sharded"; if all were given the same, '
-            'shard_policy="data".'
+            '`shard_policy` is "off", which would train every worker on all the data it reads. If each worker reads '
+            'its own shard, write shard_policy="already_sharded"; if all read the same data, shard_policy="data".'
         )
     return check_choice("shard_policy", policy, SHARD_POLICIES)
 
 
 def choose_policy(policy: str, x: Any, workers: int) -> str:
-    """The policy for some data: what is asked for, what a dataset's own options ask for, or "data".
+    """The policy for some data: the requested one, that of the dataset's options, or "data".
 
     Raises:
-        ValueError: The data can't be divided so.
+        ValueError: The data can't be divided that way.
     """
     check_policy(policy)
     if workers == 1:
@@ -48,7 +47,7 @@ def worker_batches(batches: tf.data.Dataset, policy: str, place: Place) -> tuple
     """What this worker reads, and the replicas that it is sharded over.
 
     Args:
-        batches: Global batches; with "already_sharded" this worker's part of them.
+        batches: Global batches; with "already_sharded", this worker's shards.
         policy: "data", "file" or "already_sharded".
         place: Which replicas are here.
     """
@@ -63,9 +62,9 @@ def _policy_of_options(dataset: tf.data.Dataset) -> str:
     asked = dataset.options().experimental_distribute.auto_shard_policy
     if asked == AutoShardPolicy.OFF:
         raise ValueError(
-            "The dataset's options say AutoShardPolicy.OFF, which trains every worker on everything it reads. If each "
-            'worker reads a part of its own, write shard_policy="already_sharded"; if all read the same, write '
-            'shard_policy="data", and each takes its rows of every batch.'
+            "The dataset's options set AutoShardPolicy.OFF, which would train every worker on all the data it reads. "
+            'If each worker reads its own shard, write shard_policy="already_sharded"; if all read the same data, '
+            'shard_policy="data".'
         )
     return "file" if asked == AutoShardPolicy.FILE else "data"
 
@@ -74,12 +73,12 @@ def _check_files(x: Any, workers: int) -> None:
     files = count_files(x) if isinstance(x, tf.data.Dataset) else None
     if files is None:
         raise ValueError(
-            f'shard_policy="file" divides the files that a tf.data.Dataset reads, and this {type(x).__name__} reads '
-            "none that can be counted. Begin it with tf.data.Dataset.list_files, a list of file names or a "
+            f'shard_policy="file" divides the files that a tf.data.Dataset reads, but this {type(x).__name__} reads '
+            "none that can be counted. Start it with tf.data.Dataset.list_files, a list of file names or a "
             'TFRecordDataset, or write shard_policy="data".'
         )
     if files < workers:
         raise ValueError(
-            f'shard_policy="file" needs a file for each worker: there are {files} files and {workers} workers. Write '
-            'the data to more files, or write shard_policy="data".'
+            f'shard_policy="file" needs at least one file per worker: there are {files} files and {workers} workers. '
+            'Split the data into more files, or write shard_policy="data".'
         )

@@ -1,4 +1,4 @@
-"""Where global batches come from: arrays, or a stream that is batched already."""
+"""Where global batches come from: arrays, or a stream that is already batched."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ class Source:
     """Global batches, epoch after epoch.
 
     Args:
-        adapter: What Keras reads the data with.
+        adapter: Keras's adapter of the data.
 
     Attributes:
-        steps: How many batches an epoch has; `None` if only reading tells, or it never ends.
-        rows: How many rows it has, if that is known.
-        batch_size: How many rows a batch has, if that is known.
+        steps: Number of batches per epoch; `None` if it is infinite, or unknown until the data is read.
+        rows: Number of rows, if known.
+        batch_size: Number of rows per batch, if known.
         changes: Whether each epoch needs its own dataset.
     """
 
@@ -35,18 +35,18 @@ class Source:
         raise NotImplementedError
 
     def first_batch(self) -> Any:
-        """The first batch, which is still there to be read."""
+        """The first batch, without consuming it."""
         return first_batch(self.adapter)
 
     def reorder(self, epoch: int) -> None:
-        """To be called before an iterator is made; one may be read in several epochs of `fit`."""
+        """Call before an iterator is made; one iterator may serve several epochs of `fit`."""
 
     def begin(self) -> None:
-        """To be called before an epoch is read."""
+        """Call before an epoch is read."""
         self.adapter.on_epoch_begin()
 
     def end(self) -> None:
-        """To be called when an epoch has been read."""
+        """Call after an epoch was read."""
         self.adapter.on_epoch_end()
 
 
@@ -54,10 +54,10 @@ class ArraySource(Source):
     """Batches of the rows of arrays.
 
     Args:
-        adapter: What Keras reads the arrays with; it knows their batch size.
+        adapter: Keras's adapter of the arrays, which has their batch size.
         shuffle: As in `fit`.
-        seed: What the orders of the epochs are drawn from.
-        size: How many rows make a batch.
+        seed: The shuffling seed.
+        size: Number of rows per batch.
     """
 
     def __init__(self, adapter: Any, shuffle: bool | str, seed: int, size: int):
@@ -80,7 +80,7 @@ class ArraySource(Source):
             numbers = steps.map(lambda step: order[step * size : (step + 1) * size])
         else:
             numbers = steps.map(lambda step: tf.range(step * size, tf.minimum((step + 1) * size, rows)))
-        # Where all batches are of one size, shapes say so, and steps have no part that might be without rows.
+        # If all batches have one size, shapes are static, so steps need no branch for empty shards.
         numbers = numbers.map(lambda found: tf.ensure_shape(found, [known]))
         return self._arrays.batches(numbers)
 
@@ -90,12 +90,12 @@ class ArraySource(Source):
 
 
 class StreamSource(Source):
-    """Batches that come as batches: from a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator.
+    """Batches of data that is already batched: a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator.
 
     Args:
-        adapter: What Keras reads them with.
-        size: The rows that the batches are put together to, if they are to be batched anew.
-        reordered: The dataset whose order is drawn anew for each epoch, if there is one.
+        adapter: Keras's adapter of the data.
+        size: The number of rows to rebatch to, if any.
+        reordered: The dataset that is shuffled before each epoch, if any.
     """
 
     def __init__(self, adapter: Any, size: int | None = None, reordered: ReorderedDataset | None = None):
@@ -118,13 +118,13 @@ class StreamSource(Source):
 
 
 def static_rows(batches: tf.data.Dataset) -> int | None:
-    """The rows that all batches of a dataset have, if it knows."""
+    """The static number of rows per batch of a dataset, if it has one."""
     shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batches.element_spec)]
     return next((shape[0] for shape in shapes if isinstance(shape, tf.TensorShape) and shape.rank), None)
 
 
 def is_endless(x: Any) -> bool:
-    """Whether data never ends by itself."""
+    """Whether data is infinite."""
     if isinstance(x, tf.data.Dataset):
         return int(x.cardinality()) == tf.data.INFINITE_CARDINALITY
     return isinstance(x, keras.utils.PyDataset) and x.num_batches is None

@@ -1,11 +1,11 @@
-"""What batches of each epoch looked like, so that workers can compare it when the epoch has ended."""
+"""The shapes of an epoch's batches, for workers to compare when it has ended."""
 
 import zlib
 from typing import Any
 
 import tensorflow as tf
 
-# Batches that are remembered: more than are ever prepared ahead.
+# How many batches are remembered: more than are ever prefetched.
 _REMEMBERED = 4096
 # An odd number, so that products keep all bits.
 _FACTOR = 6364136223846793005
@@ -14,8 +14,8 @@ _FACTOR = 6364136223846793005
 class Tally:
     """Records the shapes and dtypes of batches as they are read, before they are sharded.
 
-    Batches are prepared ahead of the steps that take them, so for each of them is noted what all up to it have looked
-    like; which was the last is asked afterwards.
+    Batches are prefetched ahead of the steps that take them, so a checksum of all batches so far is recorded with each;
+    which one was the last to be trained on is known only afterwards.
     """
 
     def __init__(self):
@@ -24,7 +24,7 @@ class Tally:
         self._number: Any = None
 
     def begin(self) -> None:
-        """Tells that another iterator has been made, which is the next to be read."""
+        """Call when another iterator has been made, which is the next to be read."""
         self._reading += 1
         if self._number is not None:
             self._number.assign(self._reading)
@@ -35,7 +35,7 @@ class Tally:
         return self._reading
 
     def recorded(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """The same batches, each of them recorded."""
+        """The same batches, recorded as they are read."""
         if self._notes is None:
             with tf.init_scope(), tf.device("CPU:0"):
                 self._number = tf.Variable(tf.constant(self._reading, tf.int64), trainable=False)
@@ -57,11 +57,11 @@ class Tally:
         return batches.scan(start, note)
 
     def up_to(self, reading: int, batches: int) -> tuple[int, int]:
-        """How many of an iterator's first batches there were, and a checksum of what they looked like.
+        """The number of an iterator's first batches that were read, and a checksum of their shapes.
 
         Args:
             reading: The iterator's number.
-            batches: How many steps have taken one.
+            batches: How many batches were trained on.
         """
         if self._notes is None or not batches:
             return 0, 0
@@ -74,7 +74,7 @@ class Tally:
 
 
 def _sizes(batch: Any) -> list[tf.Tensor]:
-    """The sizes that a batch's shapes leave open, as scalars."""
+    """The sizes that are not static in a batch's shapes, as scalars."""
     found = []
     for leaf in tf.nest.flatten(batch):
         if isinstance(leaf, tf.SparseTensor):

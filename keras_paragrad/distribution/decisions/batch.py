@@ -17,7 +17,7 @@ def decide_batch(options: Options, replicas: int | None) -> Decision:
     """
     count = f"{replicas} replica{'s' * (replicas != 1)}" if replicas else "replicas counted once the TPU is connected"
     if options.batch == "per_replica":
-        reason = "asked for: every replica takes a batch, and the step is that of all of them"
+        reason = "requested: every replica takes a batch, and a step is taken on all of them"
         return Decision("batch", "per_replica", reason, count, 'batch="global"')
     reason = "the batch is divided among the replicas: the step is that of one device"
     return Decision("batch", "global", reason, count, 'batch="per_replica"')
@@ -31,7 +31,7 @@ def decide_lr_scaling(options: Options, replicas: int | None) -> Decision:
         reason = "the learning rate is left as it is"
         return Decision(name, 1.0, reason, f'batch="{options.batch}"', 'batch="per_replica", lr_scaling="linear"')
     source = {"linear": "Goyal et al., 2017, arXiv:1706.02677", "sqrt": "Krizhevsky, 2014, arXiv:1404.5997"}[rule]
-    reason = f"asked for: {rule} in the size of the batch, which grows with the replicas"
+    reason = f"requested: {rule} in the size of the batch, which grows with the replicas"
     return Decision(name, scaling_factor(rule, replicas), reason, source, "lr_scaling=None")
 
 
@@ -63,8 +63,8 @@ def decide_warmup(options: Options) -> Decision:
     """Decides over how many updates the learning rate grows to its scaled value."""
     if not options.lr_scaling:
         return Decision("warmup_steps", 0, "the learning rate isn't scaled", "lr_scaling=None", 'lr_scaling="linear"')
-    reason = "asked for" if options.warmup_steps else "no warm-up was asked for"
-    evidence = "a large learning rate does harm while weights change fast (arXiv:1706.02677, section 2.2)"
+    reason = "requested" if options.warmup_steps else "no warm-up was requested"
+    evidence = "a large learning rate is harmful while weights change rapidly (arXiv:1706.02677, section 2.2)"
     return Decision("warmup_steps", options.warmup_steps, reason, evidence, "warmup_steps=500")
 
 
@@ -77,17 +77,17 @@ def decide_shard_policy(hardware: Hardware, options: Options, strategy: str) -> 
     """
     name = "shard_policy"
     if strategy == "parameter_server":
-        reason = "the chief reads the data, and hands each batch to a worker that is free"
-        return Decision(name, "data", reason, "none of them waits for another", NO_CHOICE)
+        reason = "the chief reads the data, and sends each batch to a free worker"
+        return Decision(name, "data", reason, "no worker waits for another", NO_CHOICE)
     if strategy != "multi_worker":
         return Decision(name, "data", "one process reads all the data", f"strategy is {strategy}", NO_CHOICE)
     evidence = f"{hardware.worker_count} workers"
     if options.shard_policy == "already_sharded":
-        reason = "asked for: each worker's dataset holds its own part already"
+        reason = "requested: each worker's dataset already holds its own shard"
         return Decision(
-            name, "already_sharded", reason, "otherwise every worker trains on everything", 'shard_policy="data"'
+            name, "already_sharded", reason, "otherwise every worker would train on all the data", 'shard_policy="data"'
         )
     if options.shard_policy != "auto":
-        return Decision(name, options.shard_policy, "asked for", evidence, 'shard_policy="auto"')
-    reason = "right for data of any kind: each worker reads it and keeps its own part"
+        return Decision(name, options.shard_policy, "requested", evidence, 'shard_policy="auto"')
+    reason = "works for any data: each worker reads all of it and keeps its shards"
     return Decision(name, "data", reason, evidence, 'shard_policy="file", for a file or more per worker')

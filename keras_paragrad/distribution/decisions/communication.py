@@ -26,14 +26,14 @@ def decide_communication(hardware: Hardware, options: Options, strategy: str, de
         ValueError: The requested one does not work on them.
     """
     if options.given is not None:
-        return Decision(NAME, "given", "the strategy was made with its own", _on(devices), 'strategy="auto"')
+        return Decision(NAME, "given", "the strategy was created with its own", _on(devices), 'strategy="auto"')
     asked = options.communication
     _check_asked(asked, hardware, strategy, devices)
     if strategy in ("none", "one_device", "parameter_server", "tpu") or (strategy == "mirrored" and len(devices) == 1):
         reason = {"tpu": "a TPU brings its own", "parameter_server": "workers push gradients to the parameter servers"}
         return Decision(NAME, "none", reason.get(strategy, ONE_REPLICA), _on(devices), NO_CHOICE)
     if asked != "auto":
-        return Decision(NAME, asked, "asked for", _on(devices), 'communication="auto"')
+        return Decision(NAME, asked, "requested", _on(devices), 'communication="auto"')
     return Decision(NAME, *_fastest(hardware, strategy, kind_of_device(devices[0])))
 
 
@@ -41,16 +41,16 @@ def _fastest(hardware: Hardware, strategy: str, kind: str) -> tuple[str, str, st
     """Value, reason, evidence and override for several devices of a kind."""
     between_workers = strategy == "multi_worker"
     if kind == "CPU" and between_workers:
-        reason = "the one that works between CPUs of several processes"
+        reason = "the only one that works between CPUs of several processes"
         return "ring", reason, "TensorFlow's own choice (AUTO) aborts the process there", "nothing else works"
     if kind == "CPU":
         reason = "devices share one memory: reducing on one of them is fastest"
         return "one_device", reason, MEASURED, 'communication="ring"'
     if hardware.has_virtual_gpus:
         override = "nothing else works" if between_workers else 'communication="one_device"'
-        return "ring", "NCCL does not know parts of a GPU", "TensorFlow's own choice for them", override
+        return "ring", "NCCL doesn't support parts of a GPU", "TensorFlow's own choice for them", override
     other = "ring" if between_workers else "hierarchical_copy"
-    evidence = "TensorFlow's documentation says it is the fastest, as a rule; not measured by us"
+    evidence = "usually the fastest, by TensorFlow's documentation; not measured by us"
     return "nccl", "NVIDIA's own, over NVLink where there is one", evidence, f'communication="{other}"'
 
 
@@ -64,12 +64,12 @@ def decide_pack_bytes(options: Options, communication: str) -> Decision:
     """
     name = "pack_bytes"
     if communication not in ("nccl", "ring"):
-        return Decision(name, None, "only nccl and ring pack", f"communication is {communication}", NO_CHOICE)
+        return Decision(name, None, "only nccl and ring have buckets", f"communication is {communication}", NO_CHOICE)
     if options.pack_bytes is not None:
-        return Decision(name, options.pack_bytes, "asked for", f"communication is {communication}", "pack_bytes=None")
+        return Decision(name, options.pack_bytes, "requested", f"communication is {communication}", "pack_bytes=None")
     override = "pack_bytes=32 * 2**20"
     if communication == "ring":
-        reason = "one bucket; between CPUs, large gradients are all-reduced on their own, as they come"
+        reason = "one bucket; between CPUs, large gradients are all-reduced separately, as they become available"
         return Decision(name, 0, reason, LARGE_MEASURED, override)
     reason = "gradients are all-reduced once, after the backward pass: smaller buckets would not start any earlier"
     return Decision(name, 0, reason, "0 is one bucket of all gradients", override)
@@ -80,11 +80,11 @@ def decide_timeout(options: Options, strategy: str) -> Decision:
     """Decides after how many seconds a collective without the other workers fails; `None` for never."""
     name = "collective_timeout"
     if strategy != "multi_worker" or options.given is not None:
-        return Decision(name, None, "nobody waits for another process", f"strategy is {strategy}", NO_CHOICE)
+        return Decision(name, None, "no process waits for another", f"strategy is {strategy}", NO_CHOICE)
     if options.collective_timeout is not None:
-        thread = "TensorFlow starts a thread for each collective to watch over it"
-        return Decision(name, float(options.collective_timeout), "asked for", thread, "collective_timeout=None")
-    reason = "TensorFlow notices by itself when a worker has died"
+        thread = "TensorFlow starts a watchdog thread for each collective"
+        return Decision(name, float(options.collective_timeout), "requested", thread, "collective_timeout=None")
+    reason = "TensorFlow detects by itself that a worker has died"
     return Decision(name, None, reason, "after 13 s, for a worker killed on the same machine", "collective_timeout=120")
 
 
@@ -97,15 +97,15 @@ def _check_asked(asked: str, hardware: Hardware, strategy: str, devices: tuple[s
     if asked == "nccl" and (not on_gpus or hardware.has_virtual_gpus):
         here = "parts of a GPU" if on_gpus else _on(devices)
         raise ValueError(
-            f'communication="nccl" works between whole GPUs, and there are {here}. Write communication="auto".'
+            f'communication="nccl" works between whole GPUs, but there are {here}. Write communication="auto".'
         )
     if strategy == "multi_worker" and asked in ("hierarchical_copy", "one_device"):
         raise ValueError(
-            f'communication="{asked}" keeps to one process, and strategy is "multi_worker". Write '
+            f'communication="{asked}" works within one process, but strategy is "multi_worker". Write '
             'communication="auto", "ring" or, with GPUs, "nccl".'
         )
     if strategy == "mirrored" and asked == "ring" and on_gpus and not hardware.has_virtual_gpus:
         raise ValueError(
-            'communication="ring" can\'t be had from a MirroredStrategy on GPUs, which takes NCCL. Write '
+            'communication="ring" is not available in a MirroredStrategy on GPUs, which uses NCCL instead. Write '
             'communication="auto", "hierarchical_copy" or "one_device".'
         )

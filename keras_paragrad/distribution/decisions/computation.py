@@ -9,7 +9,7 @@ from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.distribution.options import Options
 
-ACROSS = "XLA can't compile a step across devices: it fails on Mirrored, and is refused with the ring"
+ACROSS = "XLA can't compile a step across devices: it fails in a MirroredStrategy, and the ring refuses it"
 
 
 def compiled_form(strategy: str, replicas: int | None) -> str:
@@ -38,27 +38,27 @@ def decide_jit(
         `"none"`, `"whole_step"` or `"per_replica"`.
 
     Raises:
-        ValueError: The strategy does not allow what was asked for.
+        ValueError: The strategy does not allow the requested setting.
     """
     name = "jit"
     form, asked = compiled_form(strategy, replicas), options.jit
     evidence = ACROSS if form == "per_replica" else "one program on one device"
     if strategy == "tpu":
         if asked is False:
-            raise ValueError("jit=False, but a TPU runs nothing that XLA has not compiled. Leave jit out.")
+            raise ValueError("jit=False, but a TPU runs only what XLA has compiled. Leave jit out.")
         return Decision(name, form, "a TPU runs nothing else", "TensorFlow's TPU runtime is XLA", NO_CHOICE)
     if form == "none":
         if asked is True:
             raise ValueError(
-                "jit=True, but XLA can't compile a step whose variables lie on parameter servers. Leave jit out."
+                "jit=True, but XLA can't compile a step whose variables are on parameter servers. Leave jit out."
             )
         return Decision(
-            name, form, "variables lie in other processes", "XLA needs them on its device", 'strategy="none"'
+            name, form, "variables are in other processes", "XLA needs them on its device", 'strategy="none"'
         )
     if asked is True:
-        return Decision(name, form, "asked for", evidence, "jit=False")
+        return Decision(name, form, "requested", evidence, "jit=False")
     if asked is False:
-        return Decision(name, "none", "asked for", evidence, "jit=True")
+        return Decision(name, "none", "requested", evidence, "jit=True")
     if not gains_from_xla(_kind(hardware, devices)):
         reason = f'Keras\'s "auto" leaves CPUs alone; jit_compile=True in compile() still holds, as {form}'
         return Decision(name, "none", reason, XLA_ON_CPUS, "jit=True")
@@ -68,7 +68,7 @@ def decide_jit(
 
 @decides(80)
 def decide_precision(hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...]) -> Decision:
-    """Keeps the dtype policy that is set, unless another was asked for: a faster one would change the results.
+    """Keeps the dtype policy that is set, unless another is requested: a faster one would change the results.
 
     Returns:
         The name of a Keras dtype policy.
@@ -76,26 +76,26 @@ def decide_precision(hardware: Hardware, options: Options, strategy: str, device
     name = "precision"
     current = keras.config.dtype_policy().name
     if options.precision not in (None, "auto"):
-        return Decision(name, options.precision, "asked for", _caution(options.precision, hardware), "precision=None")
+        return Decision(name, options.precision, "requested", _caution(options.precision, hardware), "precision=None")
     if options.precision is None:
         return Decision(
-            name, current, "the policy that is set", "precision=None asks for no advice", 'precision="auto"'
+            name, current, "the policy that is set", "precision=None requests no advice", 'precision="auto"'
         )
     faster, because = _faster(hardware, strategy, devices)
     kept = "the policy that is set; another would change the results"
     if faster is None or current != "float32":
-        evidence = because if faster is None else f"it isn't float32, which {faster} would replace"
+        evidence = because if faster is None else f"it isn't float32, the one that {faster} would replace"
         return Decision(name, current, kept, evidence, 'precision="mixed_bfloat16"')
     return Decision(name, current, kept, f"{faster} would be faster: {because}", f'precision="{faster}"')
 
 
 def _kind(hardware: Hardware, devices: tuple[str, ...]) -> str:
-    """On what training runs; a strategy that was handed over is taken to use what GPUs there are."""
+    """The kind of device that trains; a strategy that was passed is assumed to use the GPUs, if there are any."""
     return kind_of_device(devices[0]) if devices else "GPU" if hardware.of_kind("GPU") else "CPU"
 
 
 def _faster(hardware: Hardware, strategy: str, devices: tuple[str, ...]) -> tuple[str | None, str]:
-    """The policy that the devices have units for, if they do, and how that is known."""
+    """The policy that the devices have units for, or `None`, and the evidence."""
     if strategy == "tpu":
         return faster_policy("TPU")
     used = [gpu for gpu in hardware.of_kind("GPU") if not devices or gpu.name in devices]
@@ -104,7 +104,7 @@ def _faster(hardware: Hardware, strategy: str, devices: tuple[str, ...]) -> tupl
 
 def _caution(policy: str | None, hardware: Hardware) -> str:
     if policy == "mixed_float16" and hardware.tpus:
-        return "a TPU has no units for float16; mixed_bfloat16 suits it"
+        return "a TPU has no units for float16; use mixed_bfloat16"
     if policy in ("mixed_float16", "mixed_bfloat16") and not hardware.of_kind("GPU") and not hardware.tpus:
         return "there is no GPU or TPU here: it saves memory at most"
     return "results differ from those of float32" if policy != "float32" else ""

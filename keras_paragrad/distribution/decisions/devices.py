@@ -20,11 +20,11 @@ def decide_devices(hardware: Hardware, options: Options, strategy: str) -> Decis
         ValueError: A named device does not exist.
     """
     if options.given is not None:
-        return Decision(NAME, (), "the strategy that was handed over has its own", _here(hardware), 'strategy="auto"')
+        return Decision(NAME, (), "the strategy that was passed has its own", _here(hardware), 'strategy="auto"')
     if options.devices is not None:
         named = tuple(options.devices)
         _check_here(named, hardware)
-        return Decision(NAME, named, "asked for", _here(hardware), "devices=None")
+        return Decision(NAME, named, "requested", _here(hardware), "devices=None")
     if strategy == "parameter_server":
         return Decision(NAME, (), "each worker computes on its own", _here(hardware), 'strategy="none"')
     if strategy == "tpu":
@@ -36,7 +36,7 @@ def decide_devices(hardware: Hardware, options: Options, strategy: str) -> Decis
         reason = f"a replica on each {kind_of_device(names[0])}"
         return Decision(NAME, names, reason, _here(hardware), _fewer(names))
     if strategy == "multi_worker" and hardware.of_kind("GPU"):
-        reason = "a replica on each GPU of each worker; workers must have equally many"
+        reason = "a replica on each GPU of each worker; all workers must have the same number"
         return Decision(NAME, names, reason, _here(hardware), _fewer(names))
     kind = kind_of_device(names[0])
     others = names[:2] if strategy == "multi_worker" else names[1:2]
@@ -52,7 +52,7 @@ def decide_replicas(hardware: Hardware, options: Options, strategy: str, devices
         evidence = f"a {type(options.given).__name__}"
         return Decision("replicas", count, "as many as the strategy has", evidence, 'strategy="auto"')
     if strategy == "parameter_server":
-        reason = "workers take steps on their own, none waits for another"
+        reason = "workers take steps independently; none waits for another"
         return Decision("replicas", 1, reason, f"{hardware.worker_count - 1} workers", 'strategy="none"')
     if strategy == "tpu":
         count = len(devices) or None
@@ -82,9 +82,9 @@ def _check_here(named: tuple[str, ...], hardware: Hardware) -> None:
         return
     if all(kind_of_device(name) == "CPU" for name in missing):
         fix = (
-            "To divide the processor, run this before anything else: tf.config.set_logical_device_configuration("
+            "To split the CPU into logical devices, run this first: tf.config.set_logical_device_configuration("
             f'tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * {len(named)})'
         )
     else:
-        fix = "Name some of those, or leave devices out; CUDA_VISIBLE_DEVICES may hide others"
-    raise ValueError(f"devices names {', '.join(missing)}, and there are {', '.join(here)}. {fix}.")
+        fix = "Name some of these, or leave devices out; CUDA_VISIBLE_DEVICES may hide others"
+    raise ValueError(f"devices names {', '.join(missing)}, but TensorFlow has {', '.join(here)}. {fix}.")

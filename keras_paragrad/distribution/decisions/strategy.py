@@ -8,7 +8,7 @@ from keras_paragrad.distribution.names import kind_of_strategy
 from keras_paragrad.distribution.options import Options
 
 NAME = "strategy"
-SHARED_CORES = "logical devices of a CPU share its cores: replicas on them cost time and gain none"
+SHARED_CORES = "logical devices of a CPU share its cores: replicas on them cost time and save none"
 SHARED_CORES_MEASURED = "measured on two cores, a dense model of 1.3 million weights: 19 ms a step, 24 on two replicas"
 LAUNCH = "python -m keras_paragrad launch --workers 2 train.py"
 
@@ -29,7 +29,7 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
     if options.strategy != "auto":
         name = str(options.strategy)
         _check_named(name, hardware)
-        return Decision(NAME, name, "asked for", found_in_words(hardware), 'strategy="auto"')
+        return Decision(NAME, name, "requested", found_in_words(hardware), 'strategy="auto"')
     value, reason, override = _choose(hardware, options)
     if value == "parameter_server":
         _check_servers(hardware.cluster)
@@ -50,14 +50,14 @@ def decide_exact(hardware: Hardware, options: Options, strategy: str) -> Decisio
     if strategy == "parameter_server":
         if options.exact:
             raise ValueError(
-                "Parameter servers are asynchronous: a gradient is applied to weights that others have changed, so the "
-                "answer can't be that of one device. Write exact=False with them, or start the cluster without the job "
+                "Parameter servers are asynchronous: a gradient is applied to weights that other workers have changed, "
+                "so the result can't be that of one device. Write exact=False, or start the cluster without the job "
                 '"ps".'
             )
-        return Decision("exact", False, "asked for", "parameter servers are asynchronous", 'strategy="none"')
+        return Decision("exact", False, "requested", "parameter servers are asynchronous", 'strategy="none"')
     if not options.exact:
-        return Decision("exact", False, "asked for", "Keras's own step is left as it is", "exact=True")
-    reason = "uneven batches, clips, weights and non-finite gradients count as on one device"
+        return Decision("exact", False, "requested", "Keras's own step is used", "exact=True")
+    reason = "uneven batches, clipping, weights and non-finite gradients are handled as on one device"
     evidence = "the tests compare with one device on the whole batch"
     if hardware.of_kind("GPU") or hardware.tpus:
         evidence += "; they run on CPUs, and have not been run on this kind of device"
@@ -76,17 +76,21 @@ def found_in_words(hardware: Hardware) -> str:
     return f"{words}; {cluster.source} has {jobs}, and this is {cluster.job} {cluster.index}"
 
 
+def _found(hardware: Hardware) -> str:
+    return f"Found: {found_in_words(hardware)}"
+
+
 def _choose(hardware: Hardware, options: Options) -> tuple[str, str, str]:
     cluster, gpus = hardware.cluster, hardware.of_kind("GPU")
     if cluster and cluster.job == "evaluator":
-        return "none", "an evaluator trains with nobody", 'strategy="one_device", devices=["CPU:0"]'
+        return "none", "an evaluator doesn't train with the workers", 'strategy="one_device", devices=["CPU:0"]'
     if cluster and cluster.jobs.get("ps"):
-        return "parameter_server", "the cluster has parameter servers", 'strategy="none", to leave the cluster aside'
+        return "parameter_server", "the cluster has parameter servers", 'strategy="none", to ignore the cluster'
     if options.devices is None and hardware.tpus:
         return "tpu", "there is a TPU", 'strategy="none"'
     if hardware.worker_count > 1:
         reason = f"{hardware.worker_count} workers train together"
-        return "multi_worker", reason, 'strategy="none", to train in each worker by itself'
+        return "multi_worker", reason, 'strategy="none", to train on each worker separately'
     if options.devices is not None and len(options.devices) > 1:
         return "mirrored", f"{len(options.devices)} devices are named", "devices=None"
     if options.devices is not None:
@@ -113,18 +117,18 @@ def _check_named(name: str, hardware: Hardware) -> None:
     if name == "mirrored" and (workers > 1 or has_servers):
         better = "parameter_server" if has_servers else "multi_worker"
         raise ValueError(
-            f'strategy="mirrored" keeps to one process, and {found_in_words(hardware)}. Write strategy="{better}", or '
-            'strategy="none" to train in each process by itself.'
+            f'strategy="mirrored" works within one process. {_found(hardware)}. Write strategy="{better}", or '
+            'strategy="none" to train in each process separately.'
         )
     if name == "multi_worker" and has_servers:
         raise ValueError(
-            f'strategy="multi_worker" has no parameter servers, and {found_in_words(hardware)}. Write '
+            f'strategy="multi_worker" has no parameter servers. {_found(hardware)}. Write '
             'strategy="parameter_server", or start the cluster without the job "ps".'
         )
     if name == "multi_worker" and workers < 2:
         raise ValueError(
-            f'strategy="multi_worker" needs a cluster of two workers or more, and there is {workers}: '
-            f'{found_in_words(hardware)}. Start them with `{LAUNCH}`, or write strategy="auto".'
+            f'strategy="multi_worker" needs a cluster of at least two workers, and there is {workers}. '
+            f'{_found(hardware)}. Start them with `{LAUNCH}`, or write strategy="auto".'
         )
 
 
@@ -132,6 +136,6 @@ def _check_servers(cluster: Cluster | None) -> None:
     missing = [job for job in ("chief", "worker", "ps") if not (cluster and cluster.jobs.get(job))]
     if missing:
         raise ValueError(
-            f"Parameter servers need a chief, a worker and a ps at least, and the cluster has no {', '.join(missing)}. "
-            f'Add them to TF_CONFIG, or start `{LAUNCH} --ps 1`; else write strategy="auto".'
+            f"Parameter servers need at least a chief, a worker and a ps, and the cluster has no {', '.join(missing)}. "
+            f'Add them to TF_CONFIG, or run `{LAUNCH} --ps 1`; otherwise write strategy="auto".'
         )

@@ -66,7 +66,7 @@ def launch(layout: Layout, command: Sequence[str], max_restarts: int, grace: flo
             if status == 0 or gang.signalled or restarts == max_restarts:
                 return status
             restarts += 1
-            output.say(f"starting all again, restart {restarts} of {max_restarts}")
+            output.say(f"restarting all processes, restart {restarts} of {max_restarts}")
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ class Gang:
             if isinstance(event, Signalled):
                 self._follow(event.number)
             elif isinstance(event, Overdue):
-                self._output.say(f"{event.member.task.label} did not end within {self._grace:g} s and is killed")
+                self._output.say(f"{event.member.task.label} did not exit within {self._grace:g} s and is killed")
             else:
                 self._part_with(event.member)
         return self.status
@@ -152,7 +152,7 @@ class Gang:
     def _end_others(self) -> None:
         if self._running:
             names = ", ".join(member.task.label for member in self._running)
-            self._output.say(f"ending {names}: SIGTERM, and after {self._grace:g} s SIGKILL")
+            self._output.say(f"stopping {names}: SIGTERM, then SIGKILL after {self._grace:g} s")
         self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:
@@ -170,14 +170,15 @@ class Gang:
         if not self._ending:
             self.status = 128 + number
             self._end(number)
-            self._output.say(f"got {signal.Signals(number).name}; what still runs after {self._grace:g} s is killed")
+            name = signal.Signals(number).name
+            self._output.say(f"received {name}; what still runs after {self._grace:g} s is killed")
         elif self._interrupts > 1:
             for member in self._running:
                 member.kill()
 
     def _destroy(self) -> None:
         for member in self._running:
-            self._output.say(f"the guard of {member.task.label} does not answer and is killed with it")
+            self._output.say(f"the guard of {member.task.label} does not respond, so both are killed")
             member.destroy()
 
 

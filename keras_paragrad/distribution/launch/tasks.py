@@ -90,8 +90,8 @@ class Layout:
         needed = self.workers * self.devices
         if names and len(names) < needed:
             raise ValueError(
-                f"{self.workers} workers with {self.devices} GPUs each need {needed}, and CUDA_VISIBLE_DEVICES names "
-                f"{len(names)}: {','.join(names)}. Name more there, or write a smaller --devices-per-worker."
+                f"{self.workers} workers with {self.devices} GPUs each need {needed}, but CUDA_VISIBLE_DEVICES lists "
+                f"{len(names)}: {','.join(names)}. List more there, or write a smaller --devices-per-worker."
             )
         names = names or [str(number) for number in range(needed)]
         return {"CUDA_VISIBLE_DEVICES": ",".join(names[index * self.devices : (index + 1) * self.devices])}
@@ -121,5 +121,5 @@ def free_ports(count: int, first: int | None = None) -> list[int]:
                 probe.bind((HOST, candidate))
                 ports.append(probe.getsockname()[1])
     if len(ports) < count:
-        raise ValueError(f"There are {len(ports)} free ports from {first or 'any'} up, and {count} are needed.")
+        raise ValueError(f"Found {len(ports)} free ports from {first or 1} up, but {count} are needed.")
     return ports

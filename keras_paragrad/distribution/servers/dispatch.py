@@ -124,7 +124,7 @@ def _in_words(error: tf.errors.OpError) -> str:
     said = next((line for line in lines if line), "")[:500]
     if "/job:ps" in message and isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError)):
         return (
-            "A parameter server is gone, and with it the weights that it held. Start the whole cluster again, and go "
-            f"on from a backup. TensorFlow says: {said}"
+            "A parameter server was lost, and with it the weights that it held. Restart the whole cluster, and resume "
+            f"from a backup. TensorFlow says: {said}"
         )
-    return f"A step failed on its worker, and those after it were called off. {type(error).__name__}: {said}"
+    return f"A step failed on its worker, and the steps after it were cancelled. {type(error).__name__}: {said}"

@@ -19,25 +19,25 @@ def check_model(model: Any) -> None:
     strategy = model.distribute_strategy
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise ValueError(
-            f"The model was made under {type(strategy).__name__}, and its weights do not lie on parameter servers. "
+            f"The model was built under {type(strategy).__name__}, so its weights are not on parameter servers. "
             "Build and compile it within `with dist.scope():`."
         )
     if not model.compiled:
         raise ValueError("The model has not been compiled. Write model.compile(...) before dist.prepare(model).")
     if strategy.num_replicas_in_sync > 1:
         raise ValueError(
-            f"Each worker has {strategy.num_replicas_in_sync} GPUs, and a worker takes a step on one. Start one worker "
-            "for each GPU: `python -m keras_paragrad launch --workers 2 --devices-per-worker 1 --ps 1 train.py`."
+            f"Each worker has {strategy.num_replicas_in_sync} GPUs, but takes a step on only one. Start one worker per "
+            "GPU: `python -m keras_paragrad launch --workers 2 --devices-per-worker 1 --ps 1 train.py`."
         )
     if model.jit_compile:
         raise ValueError(
-            "The model was compiled with jit_compile=True, and XLA can't compile a step whose variables lie on "
+            "The model was compiled with jit_compile=True, but XLA can't compile a step whose variables are on "
             "parameter servers. Write jit_compile=False."
         )
     if model.run_eagerly:
         raise ValueError(
-            "The model was compiled with run_eagerly=True, and workers only run compiled steps. Write "
-            'run_eagerly=False, or train with strategy="none" to look into a step.'
+            "The model was compiled with run_eagerly=True, but workers only run compiled steps. Write "
+            'run_eagerly=False, or train with strategy="none" to debug a step.'
         )
     _check_optimizer(model.optimizer)
     _check_stages(model)
@@ -48,14 +48,13 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     if accumulator or accumulation_steps(optimizer) > 1:
         found = type(accumulator).__name__ if accumulator else "gradient_accumulation_steps"
         raise ValueError(
-            f"The optimizer accumulates gradients ({found}), and workers that take steps at the same time would add to "
-            "one window and close it under each other. Compile with the optimizer itself, and give fit a larger "
-            "batch_size."
+            f"The optimizer accumulates gradients ({found}), but workers step concurrently, and would mix up their "
+            "windows. Compile with the inner optimizer, and pass fit a larger batch_size."
         )
     if any(part.use_ema and part.ema_overwrite_frequency for part in parts(optimizer)):
         raise ValueError(
             "The optimizer overwrites the weights with their average (ema_overwrite_frequency), while other workers "
-            "update them. Write ema_overwrite_frequency=None: the average is taken over when fit ends."
+            "update them. Write ema_overwrite_frequency=None: the average then replaces the weights when fit ends."
         )
 
 
@@ -63,7 +62,7 @@ def _check_stages(model: keras.Model) -> None:
     filled = StepBuilder.of(model).stages.filled
     if filled:
         raise ValueError(
-            f"The model's training step is being changed ({', '.join(filled)}): by a callback, such as "
-            "ExactAccumulation, by microbatch, or by another preparation. With parameter servers, workers take Keras's "
-            "own step: leave those out, or undo() them."
+            f"The model's training step is modified ({', '.join(filled)}): by a callback, such as ExactAccumulation, "
+            "by microbatch, or by another preparation. With parameter servers, workers take Keras's own step: leave "
+            "those out, or undo() them."
         )

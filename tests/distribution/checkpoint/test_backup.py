@@ -288,7 +288,7 @@ def test_a_backup_of_another_model_is_refused(tmp_path):
 def test_another_first_epoch_is_refused(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fit(plain(), [Backup(tmp_path, every=2), BreakOff(5, interrupt)])
-    with pytest.raises(ValueError, match="fit begins with epoch 2, and the backup .* stands in epoch 1, after 4 batch"):
+    with pytest.raises(ValueError, match="fit starts with epoch 2, but the backup .* is at epoch 1, after 4 batch"):
         fit(plain(), [Backup(tmp_path)], initial_epoch=1)
 
 
@@ -304,9 +304,7 @@ def sizes(path):
 def test_an_epoch_outside_of_fit_is_refused(tmp_path):
     broken_off(tmp_path, 2 * STEPS + 7, every=3)
     before = sizes(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"stands in epoch 3, after 6 batches. This fit ends with epoch 2. .*epochs=3 "
-    ):
+    with pytest.raises(ValueError, match=r"is at epoch 3, after 6 batches. This fit ends with epoch 2. .*epochs=3 "):
         fit(plain(), [Backup(tmp_path)], epochs=2)
     with pytest.raises(ValueError, match="This fit ends with epoch 1."):
         fit(plain(), [Backup(tmp_path)], epochs=1)
@@ -332,7 +330,8 @@ def test_with_the_last_epoch_done_it_is_said_that_nothing_is_left(tmp_path, capl
 def test_another_number_of_steps_is_refused(after, options, tmp_path):
     broken_off(tmp_path, after, every=3 if after > STEPS + 1 else "epoch")
     before = sizes(tmp_path)
-    says = f"had {STEPS} batches, and those of this fit have {options.get('steps_per_epoch', STEPS // 2)}. Give fit"
+    steps = options.get("steps_per_epoch", STEPS // 2)
+    says = f"had {STEPS} batches, but those of this fit have {steps}. Use the same data"
     with pytest.raises(ValueError, match=says):
         plain().fit(*data(), **{"batch_size": BATCH_SIZE, **options}, epochs=3, verbose=0, callbacks=[Backup(tmp_path)])
     assert sizes(tmp_path) == before
@@ -404,7 +403,7 @@ def test_a_state_that_can_no_longer_be_stored_does_not_end_training(tmp_path, ca
     fit(straight, [])
     np.testing.assert_array_equal(model.get_weights()[0], straight.get_weights()[0])
     assert "the callback History 0['history']['figure'][0] is <object object" in caplog.text
-    assert "Training goes on, and tries again; until then the last one is epoch-000001" in caplog.text
+    assert "Training continues, and retries; until then the last one is epoch-000001" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["epoch-000001-batch-0000000000.backup"]
 
 

@@ -24,16 +24,16 @@ def cluster(count, rank=0):
 
 @pytest.mark.parametrize("error", [LOST, SILENT], ids=["gone", "silent"])
 def test_a_lost_worker_is_named_as_the_likely_cause(error):
-    with pytest.raises(WorkerLostError, match=r"Worker 1 of 3 lost touch") as caught, explained_failures(cluster(3, 1)):
+    with pytest.raises(WorkerLostError, match=r"Worker 1 of 3 lost") as caught, explained_failures(cluster(3, 1)):
         raise error
     text = str(caught.value)
-    assert "with one of worker 0 (host0:2222), worker 2 (host2:2222). Most likely" in text
+    assert "lost its connection to one of worker 0 (host0:2222), worker 2 (host2:2222). Most likely" in text
     assert text.endswith(error.message.strip().splitlines()[-1])
     assert caught.value.__cause__ is error
 
 
 def test_a_worker_that_tensorflow_names_is_named():
-    named = pytest.raises(WorkerLostError, match=r"with worker 0 \(host0:2222\)\. Most")
+    named = pytest.raises(WorkerLostError, match=r"to worker 0 \(host0:2222\)\. Most")
     with named as caught, explained_failures(cluster(3, 1)):
         raise NAMED
     said = "TensorFlow said: Collective ops is aborted by: The following tasks are unhealthy"

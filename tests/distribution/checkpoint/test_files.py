@@ -122,7 +122,7 @@ def test_what_is_not_ours_stays_as_it_is(content, tmp_path):
     files.set_aside(Position(0, 2))
     written(tmp_path, keep=1)
     files.write(Position(2, 0), b"")
-    with pytest.raises(FileExistsError, match="is there already, and is not a backup. Move it away"):
+    with pytest.raises(FileExistsError, match="already exists, and is not a backup. Move it away"):
         files.write(Position(9, 0), b"")
     files.remove_all()
     assert sorted(tmp_path.iterdir()) == before

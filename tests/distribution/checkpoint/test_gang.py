@@ -67,7 +67,7 @@ def test_a_killed_worker_ends_the_other_with_a_reason(story):
     survivor, victim = story.killed
     assert victim.status == -signal.SIGKILL
     assert survivor.status == 1, survivor.printed[-3000:]
-    assert survivor.notes["lost"].startswith("Worker 0 of 2 lost touch with worker 1 (127.0.0.1:")
+    assert survivor.notes["lost"].startswith("Worker 0 of 2 lost its connection to worker 1 (127.0.0.1:")
     assert "launch --max-restarts" in survivor.notes["lost"]
     assert survivor.notes["seconds"] < 30
 
@@ -80,7 +80,7 @@ def test_a_killed_gang_leaves_whole_backups(story):
 
 def test_a_truncated_backup_is_passed_by(story):
     chief = story.stopped[0]
-    assert "A damaged backup is set aside" in chief.printed
+    assert "A damaged backup was renamed" in chief.printed
     assert f"{story.after_kill[0]}: " in chief.printed
     for worker in story.stopped:
         assert worker.notes["seen"][0] == KILLED_AFTER // 3 * 3 - 3

@@ -107,7 +107,7 @@ def test_split_keeps_every_row_in_order_and_no_empty_batch(sizes, parts):
     ("spec", "says"),
     [
         (tf.TensorSpec((), tf.float32), r"dataset\.batch\(64\)"),
-        ((tf.TensorSpec((None, 2)), tf.TensorSpec(())), "no rows"),
+        ((tf.TensorSpec((None, 2)), tf.TensorSpec(())), "is a scalar and not a batch"),
         (tf.TensorSpec((3, 2)), "3 rows for 4 replicas"),
         ((), "no tensor"),
     ],

@@ -125,7 +125,7 @@ def test_a_cache_file_is_filled_once(tmp_path):
         ((ROWS,), {"shard_policy": "off"}, "already_sharded"),
         ((ROWS,), {"shard_policy": "rows"}, "'file' or 'already_sharded'"),
         ((tf.data.Dataset.range(3),), {}, r"dataset\.batch\(64\)"),
-        ((tf.data.Dataset.range(3).batch(2),), {"batch_size": 2}, "batches of its own"),
+        ((tf.data.Dataset.range(3).batch(2),), {"batch_size": 2}, "is already batched"),
         ((tf.data.Dataset.range(3).batch(2).repeat(),), {}, "steps_per_epoch"),
         ((tf.data.Dataset.range(3).batch(2).repeat(),), {"steps_per_epoch": 1, "cache": True}, r"cache\(\)\.repeat"),
         ((tf.data.Dataset.range(3).batch(2),), {"batch": "per_replica"}, "drop_remainder=True"),

@@ -76,7 +76,7 @@ def batches_too_small_for_the_replicas_are_refused(mirrored):
     ):
         with pytest.raises(ValueError, match="1 rows for 2 replicas"):
             make()
-    with pytest.raises(ValueError, match="distributed already"):
+    with pytest.raises(ValueError, match="already distributed"):
         distributed_dataset(mirrored, mirrored.experimental_distribute_dataset(tf.data.Dataset.range(8).batch(2)))
 
 

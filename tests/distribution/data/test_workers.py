@@ -76,9 +76,9 @@ def test_shards_of_ones_own_are_read_whole(found):
         ("options say file", "reads none that can be counted"),
         ("too few files", "there are 1 files and 2 workers"),
         ("no files", "this ndarray reads none"),
-        ("other sizes", "worker 0 has 1000 examples, worker 1 has 900 examples"),
-        ("other rows", r"first batch of data.*ds\.shuffle\(1000, seed=0\)"),
-        ("other types", "same nesting, types and shapes of the data"),
+        ("other sizes", "examples: 1000 on worker 0, 900 on worker 1"),
+        ("other rows", r"first batches of data.*ds\.shuffle\(1000, seed=0\)"),
+        ("other types", "different nesting, types or shapes of the data"),
         ("too small", "1 rows for 2 replicas"),
     ],
 )
@@ -89,7 +89,7 @@ def test_the_same_error_on_every_worker(found, name, says):
 
 
 def test_what_fails_on_one_worker_fails_on_all(found):
-    assert "Worker 1 could not prepare; the error" in found[0]["one fails"]
+    assert "Worker 1 has failed here; the error" in found[0]["one fails"]
     assert "`shuffle` is 'rows'" in found[1]["one fails"]
 
 

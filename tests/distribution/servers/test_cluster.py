@@ -125,8 +125,8 @@ def test_a_killed_server_ends_training_with_the_reason(tmp_path):
         cluster.kill("ps 0")
         assert cluster.wait_for("chief", SECONDS) == 1
         printed = (tmp_path / "chief.txt").read_text(errors="replace")
-        assert "RuntimeError: A parameter server is gone" in printed
-        assert "go on from a backup" in printed
+        assert "RuntimeError: A parameter server was lost" in printed
+        assert "resume from a backup" in printed
 
 
 # In `make test`, `test_parameter_servers_count_exactly` launches one.

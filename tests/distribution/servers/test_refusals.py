@@ -16,7 +16,7 @@ own_process = pytest.mark.own_process(seconds=200)
 REFUSED = {
     "jit_compile": (lambda: {"jit_compile": True}, "Write jit_compile=False"),
     "run_eagerly": (lambda: {"run_eagerly": True}, "Write run_eagerly=False"),
-    "accumulating": (lambda: {"optimizer": AccumulatingOptimizer("adam", steps=2)}, "give fit a larger batch_size"),
+    "accumulating": (lambda: {"optimizer": AccumulatingOptimizer("adam", steps=2)}, "pass fit a larger batch_size"),
     "accumulation_steps": (
         lambda: {"optimizer": keras.optimizers.Adam(gradient_accumulation_steps=2)},
         "gradient_accumulation_steps",
@@ -95,9 +95,9 @@ def test_steps_that_are_refused(strategy):
 def test_what_changes_the_step_is_refused_and_leaves_the_model_well(strategy):
     model = build(strategy)
     servers.prepare_for_servers(model)
-    with microbatch(model, 4), pytest.raises(ValueError, match="step is being changed"):
+    with microbatch(model, 4), pytest.raises(ValueError, match="step is modified"):
         model.fit(X, X[:, :1], verbose=0)
-    with pytest.raises(ValueError, match=r"ExactAccumulation\(\) works with"):
+    with pytest.raises(ValueError, match=r"ExactAccumulation\(\) needs a model"):
         model.fit(X, X[:, :1], verbose=0, callbacks=[ExactAccumulation()])
     model.fit(X, X[:, :1], batch_size=10, verbose=0)
     assert int(model.optimizer.iterations) == 2
