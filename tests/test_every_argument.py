@@ -14,6 +14,7 @@ import tensorflow as tf
 from test_arguments import Hostile, HostileText
 
 import keras_paragrad
+from keras_paragrad.distribution import with_one_writer
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.data import adapt_normalization, distributed_dataset, normalize_inputs
 from keras_paragrad.distribution.described import describe
@@ -384,6 +385,11 @@ PUBLIC = {
         costs=True,
     ),
     "register_rule": Called(lambda layers: register_rule(layers), {"layers": NOTHING}),
+    "with_one_writer": Called(
+        with_one_writer,
+        {"callbacks": taken("[]", "()", "empty array"), "is_chief": FLAG},
+        {"callbacks": [], "is_chief": True},
+    ),
     "wrap": Called(keras_paragrad.wrap, {"model": NOTHING, "options": ELSEWHERE}, {"model": model}),
     "write_report": Called(
         keras_paragrad.write_report,

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from keras_paragrad.distribution.checkpoint.backup import Backup
     from keras_paragrad.distribution.checkpoint.failures import WorkerLostError
     from keras_paragrad.distribution.checkpoint.files import DamagedBackupError
+    from keras_paragrad.distribution.checkpoint.writers import with_one_writer
     from keras_paragrad.distribution.data import (
         FollowEpochs,
         adapt_normalization,
@@ -37,6 +38,7 @@ __all__ = [
     "make_plan",
     "normalize_inputs",
     "servers",
+    "with_one_writer",
 ]
 __getattr__, __dir__ = lazily(
     __name__,
@@ -55,5 +57,6 @@ __getattr__, __dir__ = lazily(
         "make_plan": "plan",
         "normalize_inputs": "data",
         "servers": "servers",
+        "with_one_writer": "checkpoint.writers",
     },
 )

@@ -4,11 +4,14 @@ import copy
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
+
+from keras_paragrad.arguments import check_each, check_flag
+from keras_paragrad.distribution.fit_arguments import checked_callback
 
 # These read variables, which may be a collective operation; the attribute holds the path they write to.
 _READ_BY_ALL = {keras.callbacks.ModelCheckpoint: "filepath", keras.callbacks.TensorBoard: "log_dir"}
@@ -16,7 +19,7 @@ _READ_BY_ALL = {keras.callbacks.ModelCheckpoint: "filepath", keras.callbacks.Ten
 _CHIEF_ONLY = (keras.callbacks.CSVLogger, keras.callbacks.RemoteMonitor)
 
 
-def with_one_writer(callbacks: Iterable[keras.callbacks.Callback], is_chief: bool) -> list[keras.callbacks.Callback]:
+def with_one_writer(callbacks: Sequence[keras.callbacks.Callback], is_chief: bool) -> list[keras.callbacks.Callback]:
     """The callbacks to give to `fit` on a worker, so that no two workers write the same file.
 
     The chief keeps all of them. On other workers, `ModelCheckpoint` and `TensorBoard` take part in reading the model,
@@ -25,23 +28,25 @@ def with_one_writer(callbacks: Iterable[keras.callbacks.Callback], is_chief: boo
 
     Args:
         callbacks: Keras callbacks.
-        is_chief: Whether this worker writes.
+        is_chief: Whether this worker writes; `DistributedFit.is_chief`.
 
     Returns:
         A new list. The callbacks in it that write elsewhere are copies.
 
     Raises:
-        ValueError: A `BackupAndRestore` or `OrbaxCheckpoint` is among them, which several workers can't share.
+        ValueError: An argument is invalid, or a `BackupAndRestore` or `OrbaxCheckpoint` is among the callbacks, which
+            several workers can't share.
 
     Example:
 
     >>> import keras
-    >>> from keras_paragrad.distribution.checkpoint.writers import with_one_writer
+    >>> from keras_paragrad.distribution import with_one_writer
     >>> log = keras.callbacks.CSVLogger("log.csv")
     >>> with_one_writer([log], is_chief=True) == [log], with_one_writer([log], is_chief=False)
     (True, [])
     """
-    callbacks = list(callbacks)
+    callbacks = list(check_each("callbacks", callbacks, checked_callback, "Keras callbacks"))
+    is_chief = check_flag("is_chief", is_chief)
     for callback in callbacks:
         _refuse(callback)
     if is_chief:
@@ -53,7 +58,7 @@ def _refuse(callback: keras.callbacks.Callback) -> None:
     if isinstance(callback, (keras.callbacks.BackupAndRestore, keras.callbacks.OrbaxCheckpoint)):
         raise ValueError(
             f"{type(callback).__name__} can't be used by several workers: they would write the same files, or resume "
-            "at different steps. Write callbacks=dist.callbacks(directory) in its place."
+            "at different steps. Write callbacks=dist.callbacks(directory) instead."
         )
 
 

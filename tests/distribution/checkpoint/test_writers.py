@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_paragrad.distribution.checkpoint.writers import with_one_writer
+from keras_paragrad.distribution import with_one_writer
 
 
 def trained(callbacks, epochs=2):
