@@ -15,10 +15,11 @@ LINTERS := ^(pyright|ruff)==
 constraints-pinned := cat constraints.txt
 constraints-oldest := sed '$(OLDEST)' constraints.txt
 constraints-newest := grep -E '$(LINTERS)' constraints.txt
-constraints-pre := (echo --pre; $(constraints-newest))
-# TensorFlow's are held back by tensorflow-text, which KerasHub does without; Keras's and KerasHub's have names of their own.
+constraints-pre := $(constraints-newest)
+# TensorFlow's are held back by tensorflow-text, which KerasHub does without. Keras's and KerasHub's have names of their own,
+# and share files with the releases, so they are installed again once those are gone.
 PRE_RELEASES := $(PIP) install --pre --upgrade tensorflow && $(PIP) uninstall -y keras keras-hub tensorflow-text \
-	&& $(PIP) install --pre --no-deps keras-nightly keras-hub-nightly
+	&& $(PIP) install --pre --no-deps --force-reinstall keras-nightly keras-hub-nightly
 CONSTRAINTS := $(or $(constraints-$(RELEASES)),$(error RELEASES is pinned, oldest, newest or pre, not $(RELEASES)))
 
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.

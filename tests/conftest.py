@@ -50,6 +50,11 @@ def pytest_configure(config):
     )
     # Keras says so at the end of every epoch of a dataset that does not know its own length.
     config.addinivalue_line("filterwarnings", "ignore:Your input ran out of data:UserWarning")
+    # The development version of Keras says so of its own recurrent layers, alone as well, which do use their mask.
+    recurrent = (
+        r"Layer '\w+' \(of type (LSTM|GRU|SimpleRNN|RNN|Bidirectional|TimeDistributed)\) was passed an input with"
+    )
+    config.addinivalue_line("filterwarnings", f"ignore:{recurrent}:UserWarning")
 
 
 @pytest.hookimpl(tryfirst=True)
