@@ -54,7 +54,7 @@ def train_on_whole_windows(model: keras.Model, windows_of_batches: Iterator[tupl
 
 
 def example_gradients(
-    model: keras.Model, x: Any, loss: Callable[[Any, Any], Any], *data: np.ndarray, jit_compile: bool = False
+    model: keras.Model, x: Any, loss: Callable[[Any, Any], Any], *data: np.ndarray
 ) -> list[np.ndarray]:
     """Each example's gradient, from a forward and backward pass of its own.
 
@@ -63,14 +63,12 @@ def example_gradients(
         x: Its inputs.
         loss: From an example's data and what the model says of it, as batches of one, to its loss.
         *data: What else there is of each example, such as targets and weights.
-        jit_compile: Whether to compile with XLA, which rounds in its own way.
 
     Returns:
         An array `(examples, *shape)` for each trainable variable.
     """
     variables = [variable.value for variable in model.trainable_variables]
 
-    @tf.function(jit_compile=jit_compile, autograph=False)
     def gradients_of_one(x, *data):
         with tf.GradientTape() as tape:
             value = loss(model(x), *data)
@@ -78,10 +76,12 @@ def example_gradients(
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
 
     rows = len(keras.tree.flatten(x)[0])
+    # Tracing takes longer than a few small passes.
+    run = tf.function(gradients_of_one, autograph=False) if rows > 30 else gradients_of_one
     found = []
     for row in range(rows):
         one = keras.tree.map_structure(lambda each, row=row: tf.constant(each[row : row + 1]), (x, *data))
-        found.append([gradient.numpy().astype("float32") for gradient in gradients_of_one(*one)])
+        found.append([gradient.numpy().astype("float32") for gradient in run(*one)])
     return [np.stack(parts) for parts in zip(*found, strict=True)]
 
 

@@ -38,7 +38,7 @@ def make_model(reduce):
 X, Y = some_inputs((10, 3)), np.ones((10, 2), "float32")
 
 
-@pytest.mark.covering(strength=2)
+@pytest.mark.covering
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("compiled", ["sum", None])
 @pytest.mark.parametrize("reduce", [values, each_value])
@@ -88,7 +88,9 @@ def trained(reduce, weighting=None, size=None, steps=None, compiled="sum"):
     if steps:
         optimizer = AccumulatingOptimizer(optimizer, steps=steps, weighting=weighting)
         callbacks = [ExactAccumulation()]
-    model.compile(optimizer, compiled and keras.losses.MeanSquaredError(compiled))
+    # Tracing takes longer than a few small steps.
+    whole = not (size or steps)
+    model.compile(optimizer, compiled and keras.losses.MeanSquaredError(compiled), run_eagerly=whole)
     if size:
         microbatch(model, size, weighting=weighting)
     batch_size = 10 // steps if steps else 10
@@ -96,6 +98,7 @@ def trained(reduce, weighting=None, size=None, steps=None, compiled="sum"):
     return model.get_weights()
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("arguments", [{"size": 4}, {"steps": 2}], ids=["slices", "windows"])
 @pytest.mark.parametrize("weighting", ["auto", "sum"])
 @pytest.mark.parametrize("compiled", ["sum", None])
@@ -127,7 +130,9 @@ def shown(size=None, weighting="auto", compiled="sum", reduce=values):
         if reduce
         else keras.Sequential([keras.Input((3,)), layers.Dense(2, kernel_initializer="ones")])
     )
-    model.compile(keras.optimizers.SGD(0.01), compiled and keras.losses.MeanSquaredError(compiled))
+    model.compile(
+        keras.optimizers.SGD(0.01), compiled and keras.losses.MeanSquaredError(compiled), run_eagerly=not size
+    )
     if size:
         microbatch(model, size, weighting=weighting)
     history = model.fit(X, Y, batch_size=6, epochs=2, validation_data=(X, Y), shuffle=False, verbose=0).history

@@ -70,7 +70,7 @@ def test_a_layer_without_a_rule(layer, jit_compile):
     check(model, some_inputs((3, 4, 2)), jit_compile)
 
 
-@pytest.mark.parametrize("layer", [Scale, lambda: layers.LSTM(2)])
+@pytest.mark.parametrize("layer", [Scale, lambda: layers.SimpleRNN(2)])
 def test_one_loop_serves_all_quantities(layer, monkeypatch):
     loops = []
     map_fn = tf.map_fn
@@ -90,7 +90,7 @@ def test_a_layer_of_layers_with_several_inputs_and_outputs(jit_compile):
 def test_a_mask_goes_with_its_row():
     x = keras.Input((5,), dtype="int32")
     embedded = layers.Embedding(4, 3, mask_zero=True)(x)
-    model = keras.Model(x, layers.Bidirectional(layers.GRU(3))(layers.LSTM(4, return_sequences=True)(embedded)))
+    model = keras.Model(x, layers.Bidirectional(layers.SimpleRNN(3))(layers.LSTM(4, return_sequences=True)(embedded)))
     randomize(model)
     check(model, some_inputs((6, 5), 3))
 

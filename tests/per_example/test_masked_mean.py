@@ -225,7 +225,7 @@ def test_windows_of_uneven_micro_batches(clip, weighting):
     assert history[0]["loss"][0] == pytest.approx(plain("mask")[0].test_on_batch(EVEN, padded), rel=1e-6)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_slices(jit_compile):
     (y,) = of_parts([EVEN])
     gradients = alone("mask", EVEN, y)
@@ -242,23 +242,23 @@ def test_slices(jit_compile):
 
 
 @pytest.mark.own_process(seconds=200)
-def test_replicas(mirrored):
+@pytest.mark.parametrize("clip", [CLIP, pytest.param(None, marks=pytest.mark.long)])
+def test_replicas(mirrored, clip):
     (y,) = of_parts([EVEN])
     gradients = alone("mask", EVEN, y)
     norms = norms_of(gradients)
     shown = plain("mask")[0].test_on_batch(EVEN, y)
-    for clip in (None, CLIP):
-        with mirrored.scope():
-            wrapped = made("mask", {}, clip)
-        DistributedFit(strategy=mirrored).prepare(wrapped)
-        before = plain("mask")[1]
-        wrapped.set_weights(before)
-        history = wrapped.fit(EVEN, y, batch_size=8, shuffle=False, verbose=0).history
-        update = [was - now for was, now in zip(before, wrapped.get_weights(), strict=True)]
-        assert_close(update, expected_update(gradients, clip), max(1, norms.max()))
-        assert history["loss"][0] == pytest.approx(shown, rel=1e-6)
-        found = norms_of(wrapped.per_example.gradients)
-        np.testing.assert_allclose(np.sort(found), np.sort(norms), rtol=0, atol=1e-6 * max(1, norms.max()))
+    with mirrored.scope():
+        wrapped = made("mask", {}, clip)
+    DistributedFit(strategy=mirrored).prepare(wrapped)
+    before = plain("mask")[1]
+    wrapped.set_weights(before)
+    history = wrapped.fit(EVEN, y, batch_size=8, shuffle=False, verbose=0).history
+    update = [was - now for was, now in zip(before, wrapped.get_weights(), strict=True)]
+    assert_close(update, expected_update(gradients, clip), max(1, norms.max()))
+    assert history["loss"][0] == pytest.approx(shown, rel=1e-6)
+    found = norms_of(wrapped.per_example.gradients)
+    np.testing.assert_allclose(np.sort(found), np.sort(norms), rtol=0, atol=1e-6 * max(1, norms.max()))
 
 
 def test_half_precision():

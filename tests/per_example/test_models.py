@@ -9,6 +9,9 @@ from every_example import check
 from keras import layers, ops
 from own_layers import TokenAndPosition
 
+# The rules are compiled in tests of their own, and so is a language model here.
+JIT = [False, pytest.param(True, marks=pytest.mark.long)]
+
 
 class TiedHead(layers.Layer):
     """Scores the tokens by the table they were embedded with."""
@@ -42,7 +45,7 @@ def block(x, causal=False):
 def gpt(length=6):
     tokens = keras.Input((length,), dtype="int32")
     embed = TokenAndPosition(length)
-    x = block(block(embed(tokens), causal=True), causal=True)
+    x = block(embed(tokens), causal=True)
     return keras.Model(tokens, TiedHead(embed.tokens)(layers.LayerNormalization()(x)))
 
 
@@ -89,21 +92,21 @@ def test_a_language_model_with_tied_embeddings(batch, jit_compile):
     check(model, some_inputs((batch, 6), 11), jit_compile)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", JIT)
 def test_a_vision_transformer(jit_compile):
     model = vision_transformer()
     randomize(model)
     check(model, some_inputs((3, 12, 12, 3)), jit_compile)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", JIT)
 def test_a_subclassed_model(jit_compile):
     model = Subclassed()
     model(some_inputs((3, 4)))
     check(model, some_inputs((3, 4)), jit_compile)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", JIT)
 def test_layers_shared_by_several_inputs(jit_compile):
     model = siamese()
     inputs = {name: some_inputs((3, 8, 8, 2)) for name in ("image", "other")}
@@ -140,6 +143,7 @@ class WordModel(keras.Model):
         return self.words(self.mix(self.words(inputs)), reverse=True)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("options", [{}, {"tie_weights": False}, {"logit_soft_cap": 0.5}])
 def test_a_reversible_embedding(options, jit_compile):
@@ -176,11 +180,12 @@ def test_images_of_any_size():
 @pytest.mark.parametrize(
     ("architecture", "size"),
     [
-        ("MobileNetV2", 32),
+        ("MobileNet", 32),
         *(
-            # Of tens of millions of weights, whose gradients are kept for each example.
+            # Of many layers, or of tens of millions of weights, whose gradients are kept for each example.
             pytest.param(*large, marks=pytest.mark.long)
             for large in (
+                ("MobileNetV2", 32),
                 ("VGG16", 32),
                 ("ResNet50", 32),
                 ("EfficientNetV2B0", 32),

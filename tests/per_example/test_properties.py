@@ -22,7 +22,7 @@ MODELS = {
         layers.Dense(2),
     ],
     "recurrent": lambda: [
-        layers.GRU(3, return_sequences=True),
+        layers.SimpleRNN(3, return_sequences=True),
         layers.LayerNormalization(),
         layers.Flatten(),
         layers.Dense(2),

@@ -11,6 +11,7 @@ import drawn_layers
 import hypothesis
 import keras
 import pytest
+import tensorflow as tf
 from covering import examples
 from drawn_layers import DRAWN, RULES, LayerCase, randomize, some_inputs
 from every_example import check
@@ -23,6 +24,7 @@ LOOPS = [kind for kind, rule in RULES.items() if isinstance(rule, Generic)]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DRAWN if kind not in LOOPS])
+@examples(3)
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_a_rule_is_the_loop(kind, data):
     case: LayerCase = data.draw(DRAWN[kind])
@@ -63,7 +65,7 @@ def test_a_rule_in_another_dtype(kind, dtype, data):
     check(case.model(dtype), case.inputs(dtype), case.jit_compile, TOLERANCES[dtype], beside_plain)
 
 
-@examples(4)
+@examples(3)
 @hypothesis.given(
     layer=hypothesis.strategies.sampled_from([layers.LSTM, layers.GRU, layers.SimpleRNN, layers.LayerNormalization]),
     length=hypothesis.strategies.integers(1, 6),
@@ -86,6 +88,7 @@ def with_channels_last(case):
 
 
 @pytest.mark.parametrize("kind", ["Conv1D", "Conv2D", "DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv2D"])
+@examples(3)
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_a_convolution_folded_into_channels(kind, data):
     case: LayerCase = with_channels_last(data.draw(DRAWN[kind]))
@@ -97,6 +100,7 @@ def test_a_convolution_folded_into_channels(kind, data):
 
 
 @pytest.mark.parametrize("kind", ["Conv2D", "DepthwiseConv2D"])
+@examples(2)
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_a_convolution_with_taps_on_both_sides(kind, data):
     case: LayerCase = data.draw(DRAWN[kind])
@@ -105,7 +109,19 @@ def test_a_convolution_with_taps_on_both_sides(kind, data):
         check(case.model(), case.inputs(), True, beside_plain=data.draw(hypothesis.strategies.booleans()))
 
 
-def test_grouped_gradients_are_asked_for_where_they_exist():
+def test_grouped_gradients_are_asked_for_where_they_exist(monkeypatch):
+    found_out = folded.has_grouped_gradients.__wrapped__
+    assert found_out()
+
+    def refuse(**arguments):
+        raise tf.errors.InvalidArgumentError(None, None, "Only grouped convolutions of oneDNN have gradients")
+
+    monkeypatch.setattr(tf.raw_ops, "Conv2DBackpropFilter", refuse)
+    assert not found_out()
+
+
+@pytest.mark.long
+def test_without_onednn_there_are_no_grouped_gradients():
     program = "from keras_paragrad.per_example.rules import folded; print(folded.has_grouped_gradients())"
     environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
     printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True, timeout=120)

@@ -1,5 +1,7 @@
 """`fit` with the layer: what it trains, and what it leaves behind."""
 
+import math
+
 import hypothesis
 import hypothesis.strategies as st
 import keras
@@ -162,9 +164,9 @@ def test_a_clipped_update_is_the_loop_s(execution, optimizer, rows, reduction, w
 @pytest.mark.parametrize("execution", EXECUTIONS, ids=str)
 def test_an_infinite_clip_is_plain_training(execution):
     weights = []
-    for make in (make_model, lambda: wrap(make_model(), clip_norm=float("inf"))):
+    for make, how in ((make_model, {"run_eagerly": True}), (lambda: wrap(make_model(), clip_norm=math.inf), execution)):
         model = make()
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), crossentropy(), **execution)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), crossentropy(), **how)
         fit(model, ROWS, epochs=2, weighted=True)
         weights.append([variable.numpy() for variable in model.trainable_variables])
     assert max(np.abs(a - b).max() for a, b in zip(*weights, strict=True)) < 1e-6
@@ -178,7 +180,7 @@ def test_an_activity_regularizer_counts_as_part_of_the_loss():
             [keras.Input((6, 4)), layers.Dense(4, activity_regularizer="l2"), layers.Flatten(), layers.Dense(3)]
         )
         wrapped = wrap(model, clip_norm=clip_norm)
-        wrapped.compile(keras.optimizers.SGD(0.1), crossentropy())
+        wrapped.compile(keras.optimizers.SGD(0.1), crossentropy(), run_eagerly=clip_norm is None)
         fit(wrapped, ROWS)
         weights.append(model.get_weights())
     assert max(np.abs(a - b).max() for a, b in zip(*weights, strict=True)) < 1e-6
@@ -215,7 +217,8 @@ def test_clipping_within_an_accumulating_optimizer_is_clipping_of_the_whole_batc
     for batch_size, steps in ((4, 2), (8, 1)):
         model = make_model()
         wrapped = wrap(model, clip_norm=0.5)
-        wrapped.compile(AccumulatingOptimizer(keras.optimizers.SGD(0.1), steps=steps), crossentropy())
+        optimizer = AccumulatingOptimizer(keras.optimizers.SGD(0.1), steps=steps)
+        wrapped.compile(optimizer, crossentropy(), run_eagerly=steps == 1)
         fit(wrapped, 22, batch_size=batch_size, callbacks=[ExactAccumulation()])
         weights.append(model.get_weights())
         assert wrapped.per_example.count == (22 - 1) % batch_size + 1
@@ -227,7 +230,7 @@ def test_clipping_within_microbatches_is_clipping_of_the_whole_batch():
     for size in (3, 8):
         model = make_model()
         wrapped = wrap(model, clip_norm=0.5)
-        wrapped.compile(keras.optimizers.SGD(0.1), crossentropy())
+        wrapped.compile(keras.optimizers.SGD(0.1), crossentropy(), run_eagerly=size == 8)
         with microbatch(wrapped, size=size):
             fit(wrapped, 22)
         weights.append(model.get_weights())

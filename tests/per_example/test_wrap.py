@@ -179,7 +179,7 @@ def test_a_compiled_model_saved_and_loaded(tmp_path):
     for make in (compiled, fitted, compiles_itself):
         model, x, y = made(make)
         wrapped = wrap(model, clip_norm=0.5)
-        wrapped.compile(keras.optimizers.Adam(0.1), crossentropy(), metrics=["accuracy"])
+        wrapped.compile(keras.optimizers.Adam(0.1), crossentropy(), metrics=["accuracy"], run_eagerly=True)
         wrapped.fit(x, y, verbose=0)
         wrapped.save(path := tmp_path / f"{make.__name__}.keras")
         loaded = keras.models.load_model(path)
@@ -191,7 +191,7 @@ def test_a_compiled_model_saved_and_loaded(tmp_path):
 
 @pytest.mark.own_process
 def test_a_compiled_model_on_replicas(mirrored):
-    theirs = trained(*made(fitted), metrics=["accuracy"])
+    theirs = trained(*made(fitted), metrics=["accuracy"], run_eagerly=True)
     with mirrored.scope():
         model, x, y = made(fitted)
         wrapped = wrap(model)
