@@ -56,7 +56,7 @@ class StepsSchedule:
             tf.function(self, autograph=False).get_concrete_function(tf.TensorSpec((), tf.int64))
         except Exception as error:
             raise ValueError(
-                f"`steps` accepts a number, but TensorFlow can't trace it, where the update is a scalar int64 tensor: "
+                "`steps` accepts a number, but can't be traced by TensorFlow, which passes a scalar int64 tensor: "
                 f"{error} Use tf.where instead of `if`."
             ) from error
 

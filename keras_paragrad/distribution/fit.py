@@ -254,7 +254,7 @@ class DistributedFit:
             **{"validation_freq": validation_freq, "callbacks": callbacks},
         }
         if has_own_fit(model):
-            return self._fit_in_its_own_way(model, given, verbose, normalize, data_options)
+            return self._fit_overridden(model, given, verbose, normalize, data_options)
         sharded = {
             "x sharded": isinstance(x, DistributedData),
             "validation_data sharded": isinstance(validation_data, DistributedData),
@@ -279,7 +279,7 @@ class DistributedFit:
         }
         return self._train(model, data, callbacks, {**arguments, "validation_freq": validation_freq}, verbose)
 
-    def _fit_in_its_own_way(
+    def _fit_overridden(
         self, model: keras.Model, given: dict[str, Any], verbose: Any, normalize: bool, data_options: dict[str, Any]
     ) -> keras.callbacks.History:
         """Trains a model whose class overrides `fit`, and passes it the data unchanged."""

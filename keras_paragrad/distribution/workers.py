@@ -58,7 +58,7 @@ def agree(strategy: tf.distribute.Strategy, values: Mapping[str, int], what: str
         if (numbers != numbers[0]).any():
             known = ["unknown" if number < 0 else str(number) for number in numbers]
             listed = ", ".join(f"{number} on worker {worker}" for worker, number in enumerate(known))
-            raise ValueError(f"The workers have different {what}: {name}: {listed}. Give all the same.{hint}")
+            raise ValueError(f"The workers have different {what}: {name}: {listed}. Give all workers the same.{hint}")
 
 
 def all_or_none(strategy: tf.distribute.Strategy, prepare: Callable[[], Result]) -> Result:

@@ -214,7 +214,7 @@ class Backup(keras.callbacks.Callback):
         if not self._is_chief:
             return
         if damage:
-            _log.warning("A damaged backup was renamed and is not used: %s.", "; ".join(damage))
+            _log.warning("A damaged backup is not used: %s.", "; ".join(damage))
             self.files.set_aside(resumed.position)
         if resumption.ends:
             _log.warning(

@@ -49,7 +49,7 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         found = type(accumulator).__name__ if accumulator else "gradient_accumulation_steps"
         raise ValueError(
             f"The optimizer accumulates gradients ({found}), but workers step concurrently, and would mix up their "
-            "windows. Compile with the inner optimizer, and pass fit a larger batch_size."
+            "windows. Compile with an optimizer that does not accumulate, and pass fit a larger batch_size."
         )
     if any(part.use_ema and part.ema_overwrite_frequency for part in parts(optimizer)):
         raise ValueError(

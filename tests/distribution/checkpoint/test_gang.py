@@ -80,7 +80,7 @@ def test_a_killed_gang_leaves_whole_backups(story):
 
 def test_a_truncated_backup_is_passed_by(story):
     chief = story.stopped[0]
-    assert "A damaged backup was renamed" in chief.printed
+    assert "A damaged backup is not used" in chief.printed
     assert f"{story.after_kill[0]}: " in chief.printed
     for worker in story.stopped:
         assert worker.notes["seen"][0] == KILLED_AFTER // 3 * 3 - 3
