@@ -114,6 +114,7 @@ def test_the_logs_are_keras_own():
             lambda: AccumulatingOptimizer(keras.optimizers.SGD(0.0), 2, weighting="uniform"),
             metrics=["mae"],
             weighted_metrics=["mse"],
+            run_eagerly=not callbacks,
         )
         logs.append(model.fit(data.dataset(), shuffle=False, verbose=0, callbacks=callbacks).history)
     for name, values in logs[1].items():

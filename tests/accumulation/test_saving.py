@@ -34,9 +34,14 @@ def check_resumed(model):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_in_the_middle_of_a_window(form, tmp_path):
-    model = build_model(carrying)
+    # Tracing takes longer than a few small steps; one of those that go on is traced.
+    model = build_model(carrying, run_eagerly=True)
     train(model, BEGUN)
-    check_resumed(saved_and_loaded(model, lambda: build_model(carrying), form, tmp_path))
+
+    def rebuild():
+        return build_model(carrying, run_eagerly=form != "checkpoint")
+
+    check_resumed(saved_and_loaded(model, rebuild, form, tmp_path))
 
 
 @pytest.mark.own_process
@@ -50,7 +55,7 @@ def test_begun_on_two_replicas_goes_on_on_one(mirrored, form, tmp_path):
 @pytest.mark.own_process
 @pytest.mark.parametrize("form", ["weights.h5", pytest.param("checkpoint", marks=LONG)])
 def test_begun_on_one_device_goes_on_on_two_replicas(mirrored, form, tmp_path):
-    model = build_model(carrying)
+    model = build_model(carrying, run_eagerly=True)
     train(model, BEGUN)
 
     def rebuild():
@@ -73,14 +78,14 @@ def test_backup_and_restore(stop_after, tmp_path):
     def backup():
         return keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=1)
 
-    interrupted = build_model(carrying)
+    interrupted = build_model(carrying, run_eagerly=True)
     with pytest.raises(KeyboardInterrupt):
         interrupted.fit(BEGUN.dataset(), shuffle=False, verbose=0, callbacks=[ExactAccumulation(), backup(), Stop()])
-    resumed = build_model(carrying)
+    resumed = build_model(carrying, run_eagerly=True)
     left = BEGUN.batches()[stop_after:]
     data = tf.data.Dataset.from_generator(lambda: iter(left), output_signature=BEGUN.dataset().element_spec)
     resumed.fit(data, shuffle=False, verbose=0, callbacks=[ExactAccumulation(), backup()])
-    straight = build_model(carrying)
+    straight = build_model(carrying, run_eagerly=True)
     train(straight, BEGUN)
     assert resumed.optimizer.window.position.numpy() == straight.optimizer.window.position.numpy() == 2
     assert largest_difference(resumed, straight) < TOLERANCE
@@ -93,7 +98,7 @@ def test_backup_and_restore(stop_after, tmp_path):
 def test_the_inner_optimizers_state_goes_both_ways(form, inner, accumulating_first, tmp_path):
     makers = [inner, lambda: AccumulatingOptimizer(inner(), 2)]
     first, second = reversed(makers) if accumulating_first else makers
-    model = build_model(first)
+    model = build_model(first, run_eagerly=True)
     model.fit(BEGUN.dataset(), shuffle=False, verbose=0)
     loaded = build_model(second)
     loaded.optimizer.build(loaded.trainable_variables)
@@ -109,7 +114,7 @@ def test_the_inner_optimizers_state_goes_both_ways(form, inner, accumulating_fir
 
 
 def test_state_of_another_optimizer_is_refused_aloud(tmp_path):
-    model = build_model(lambda: keras.optimizers.Adam())
+    model = build_model(lambda: keras.optimizers.Adam(), run_eagerly=True)
     model.fit(BEGUN.dataset(), shuffle=False, verbose=0)
     model.save_weights(tmp_path / "saved.weights.h5")
     other = build_model(lambda: AccumulatingOptimizer(keras.optimizers.SGD(), 2))
@@ -119,7 +124,7 @@ def test_state_of_another_optimizer_is_refused_aloud(tmp_path):
 
 
 def test_a_wrapped_optimizer_keeps_its_state():
-    model = build_model(lambda: keras.optimizers.Adam())
+    model = build_model(lambda: keras.optimizers.Adam(), run_eagerly=True)
     model.fit(BEGUN.dataset(), shuffle=False, verbose=0)
     adam = model.optimizer
     made = adam.iterations.numpy()

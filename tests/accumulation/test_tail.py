@@ -39,7 +39,7 @@ def test_tail(tail, updates, mode, known_length):
 
 def test_carry_keeps_the_window_for_the_next_fit():
     data = DataCase((3, 4, 2, 5))
-    model = build_model(lambda: AccumulatingOptimizer(inner(), 3, tail="carry"))
+    model = build_model(lambda: AccumulatingOptimizer(inner(), 3, tail="carry"), run_eagerly=True)
     for _ in range(2):
         model.fit(data.dataset(), shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
     whole = build_model(inner)
@@ -67,7 +67,7 @@ class Watch(keras.callbacks.Callback):
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_validation_and_other_callbacks_see_the_flushed_weights(known_length, first):
     data = DataCase((4,) * 7, known_length=known_length)
-    model = build_model(lambda: AccumulatingOptimizer(inner(), 3))
+    model = build_model(lambda: AccumulatingOptimizer(inner(), 3), run_eagerly=True)
     watch = Watch()
     callbacks = [ExactAccumulation(), watch]
     model.fit(
@@ -86,7 +86,7 @@ def test_an_epoch_that_is_broken_off_is_flushed():
         def on_train_batch_end(self, batch, logs=None):
             self.model.stop_training = batch == 4
 
-    model = build_model(lambda: AccumulatingOptimizer(inner(), 3))
+    model = build_model(lambda: AccumulatingOptimizer(inner(), 3), run_eagerly=True)
     model.fit(DataCase((4,) * 9).dataset(), shuffle=False, verbose=0, callbacks=[ExactAccumulation(), Stop()])
     assert model.optimizer.iterations.numpy() == 2
     assert model.optimizer.window.position.numpy() == 0
@@ -94,7 +94,7 @@ def test_an_epoch_that_is_broken_off_is_flushed():
 
 def test_steps_per_epoch_over_endless_data():
     data = DataCase((4,) * 5)
-    model = build_model(lambda: AccumulatingOptimizer(inner(), 2))
+    model = build_model(lambda: AccumulatingOptimizer(inner(), 2), run_eagerly=True)
     model.fit(
         data.dataset().repeat(), steps_per_epoch=5, epochs=2, shuffle=False, verbose=0, callbacks=[ExactAccumulation()]
     )

@@ -36,6 +36,8 @@ def compare(build, x, y, sample_weight=None, weighting="auto", **mode):
 
     keras.utils.set_random_seed(3)
     whole = build(inner(), **mode)
+    # Tracing takes longer than one small step.
+    whole.run_eagerly = True
     whole.train_on_batch(x, y, sample_weight=sample_weight)
     keras.utils.set_random_seed(3)
     parts = build(AccumulatingOptimizer(inner(), len(batches), weighting=weighting), **mode)
@@ -90,6 +92,7 @@ def test_class_weights():
     def trained(optimizer, batch_size, callbacks=()):
         keras.utils.set_random_seed(3)
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, activation="softmax")])
+        model.run_eagerly = not callbacks
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight"))
         model.fit(x, y, batch_size, class_weight=class_weight, shuffle=False, verbose=0, callbacks=list(callbacks))
         return model

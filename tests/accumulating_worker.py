@@ -1,26 +1,20 @@
-"""One of two workers that train together in a loop of their own; writes its weights to the file it is given."""
-
-import os
-import sys
-
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-import numpy as np
-import tensorflow as tf
-
-strategy = tf.distribute.MultiWorkerMirroredStrategy(
-    communication_options=tf.distribute.experimental.CommunicationOptions(
-        implementation=tf.distribute.experimental.CommunicationImplementation.RING
-    )
-)
+"""One of two workers that accumulate gradients in a loop of their own."""
 
 import keras
+import numpy as np
+import tensorflow as tf
 from cases import DataCase, build_model
 
 from keras_paragrad import AccumulatingOptimizer
 
 
-def main(path: str) -> None:
+def trained_by_worker(_: None) -> list[np.ndarray]:
+    """Trains with the other worker, and returns the weights; called in a process of its own."""
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(
+        communication_options=tf.distribute.experimental.CommunicationOptions(
+            implementation=tf.distribute.experimental.CommunicationImplementation.RING
+        )
+    )
     model = build_model(
         lambda: AccumulatingOptimizer(keras.optimizers.Adam(clipnorm=0.05), 3, weighting="uniform"), strategy=strategy
     )
@@ -42,8 +36,4 @@ def main(path: str) -> None:
         run(tf.constant(x[worker::2]), tf.constant(y[worker::2]))
     optimizer.flush()
     assert optimizer.iterations.numpy() == 3
-    np.savez(path, **{str(index): weight for index, weight in enumerate(model.get_weights())})
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return model.get_weights()
