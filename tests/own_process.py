@@ -2,10 +2,12 @@
 
 import contextlib
 import gc
+import importlib
 import json
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -81,6 +83,12 @@ def call(
             process.join()
 
 
+def imported_with(module: str) -> list[str]:
+    """Imports a module in a process of its own, and returns the names of all that are imported then."""
+    (names,) = call(_imported_with, module, [{}], seconds=120)
+    return names
+
+
 def start(function: Callable[..., Any], argument: Any, environment: dict[str, str], output: Path) -> Any:
     """Starts a function in a process of its own, which ends as a program would.
 
@@ -112,6 +120,11 @@ def environments_of_workers(workers: int = 2) -> list[dict[str, str]]:
         hosts = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
     tasks = [{"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}} for index in range(workers)]
     return [{"TF_CONFIG": json.dumps(task)} for task in tasks]
+
+
+def _imported_with(module: str) -> list[str]:
+    importlib.import_module(module)
+    return list(sys.modules)
 
 
 def _received(ends: Sequence[Any], deadline: float) -> list[Any]:

@@ -1,6 +1,8 @@
 """Trainings to profile, and what xprof's own tools say about their traces."""
 
 import json
+import logging
+import resource
 import time
 
 import keras
@@ -8,6 +10,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from xprof.convert.raw_to_tool_data import xspace_to_tool_data
+
+from keras_paragrad.profiling.schedule import ProfileSchedule
+from keras_paragrad.profiling.tracer import Profiler
 
 ROWS = 16
 
@@ -42,6 +47,28 @@ def dataset(batches, known=True, milliseconds=0.0):
     if milliseconds:
         data = data.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(slowly, [x], tf.float32), (None, 16)), y))
     return data if known else data.filter(lambda x, y: True)
+
+
+def trained_on_a_full_disk(log_dir):
+    """Profiles a training while no file may grow; called in a process of its own.
+
+    Args:
+        log_dir: Where the profile would be.
+
+    Returns:
+        The updates made, the windows that were traced, and what was logged of it.
+    """
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("keras_paragrad").addHandler(handler)
+    schedule = ProfileSchedule(skip_first=4, warmup=1, active=4)
+    callback = Profiler(log_dir, schedule, summary=False, report=None)
+    training = model()
+    # No file may grow beyond this, as on a disk with so much left.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    training.fit(dataset(16), shuffle=False, verbose=0, callbacks=[callback])
+    return int(training.optimizer.iterations.numpy()), len(callback.summaries), said
 
 
 def write_trace(folder, threads):

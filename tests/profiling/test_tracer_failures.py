@@ -3,14 +3,13 @@
 import builtins
 import importlib.util
 import logging
-import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import keras
+import own_process
 import profiled
 import pytest
 import tensorflow as tf
@@ -194,36 +193,11 @@ def test_a_log_directory_that_cannot_be(tmp_path, caplog):
     assert_no_profiler_is_left()
 
 
-FULL = """
-import logging, resource, sys
-import tensorflow as tf
-sys.path.insert(0, sys.argv[2])
-import profiled
-from keras_paragrad.profiling.schedule import ProfileSchedule
-from keras_paragrad.profiling.tracer import Profiler
-
-logging.basicConfig()
-callback = Profiler(sys.argv[1], ProfileSchedule(skip_first=4, warmup=1, active=4), summary=False, report=None)
-model = profiled.model()
-# No file may grow beyond this, as on a disk with so much left.
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-model.fit(profiled.dataset(16), shuffle=False, verbose=0, callbacks=[callback])
-print("trained", int(model.optimizer.iterations.numpy()), len(callback.summaries))
-"""
-
-
 def test_a_disk_that_is_full(tmp_path):
-    tests = Path(__file__).parents[1]
-    found = subprocess.run(
-        [sys.executable, "-P", "-c", FULL, str(tmp_path / "logs"), str(tests)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    ((updates, windows, said),) = own_process.call(
+        profiled.trained_on_a_full_disk, tmp_path / "logs", [{}], seconds=240
     )
-    assert "trained 16 0" in found.stdout, found.stderr[-3000:]
-    said = [line for line in found.stderr.splitlines() if line.startswith("WARNING:keras_paragrad")]
+    assert (updates, windows) == (16, 0)
     assert len(said) == 1 and "A window was not traced" in said[0] and "Make space in" in said[0]
     assert not list((tmp_path / "logs").glob(".tracing-*"))
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from keras_paragrad.profiling.summary import ProfileSummary
 
 SCRIPT = """
@@ -60,6 +62,8 @@ def test_the_first_worker_is_traced(tmp_path):
     assert json.loads((tmp_path / "logs" / "run.json").read_text())["replicas"] == 2
 
 
+# In one process, test_several_batches_in_a_call of test_tracer.py has such windows.
+@pytest.mark.long
 def test_with_several_batches_in_a_call(tmp_path):
     found, _ = trained(tmp_path, 4)
     # Windows begin with a call; 33 batches end with a call of one.

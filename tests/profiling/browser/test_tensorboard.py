@@ -73,6 +73,7 @@ def test_every_window_is_listed_and_the_overview_has_step_times(browser, tensorb
     assert found["Host Compute Time"] > 0
 
 
+@pytest.mark.long
 def test_the_overview_of_kerass_callback_has_none(browser, tensorboard, tmp_path):
     """What the test above would see if there were no step markers."""
     fit([keras.callbacks.TensorBoard(tmp_path / "logs", profile_batch=(10, 20))])

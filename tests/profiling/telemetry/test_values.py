@@ -38,7 +38,7 @@ def fitted(optimizer, every=1, batch_size=16, callbacks=(), epochs=1, model=None
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name):
-    last, _, _ = fitted(OPTIMIZERS[name](), jit_compile=False)
+    last, _, _ = fitted(OPTIMIZERS[name](), run_eagerly=True)
     assert_reports(last, expected(OPTIMIZERS[name], 16), range(1, 7))
 
 
@@ -174,11 +174,7 @@ REPLICAS = {
 }
 
 
-@pytest.mark.covering
-@pytest.mark.own_process(seconds=240)
-@pytest.mark.parametrize("kind", REPLICAS)
-@pytest.mark.parametrize("distributed", [True, False], ids=["DistributedFit", "stock fit"])
-def test_two_replicas(mirrored, kind, distributed):
+def check_on_replicas(mirrored, kind, distributed):
     with mirrored.scope():
         model = inner()
         model.compile(REPLICAS[kind](), "mse", **({"steps_per_execution": 2} if distributed else {}))
@@ -191,6 +187,21 @@ def test_two_replicas(mirrored, kind, distributed):
     fit(model, X, Y, batch_size=batch, shuffle=False, verbose=0, callbacks=callbacks)
     clip = {"clipnorm": 0.3} if accumulates else None
     assert_reports(telemetry.last, expected(adam, 16, clip=clip), [2, 4, 6])
+
+
+@pytest.mark.own_process(seconds=240)
+def test_two_replicas(mirrored):
+    check_on_replicas(mirrored, "accumulation", distributed=True)
+    for kind in ("stock", "clipvalue", "scaled"):
+        check_on_replicas(mirrored, kind, distributed=False)
+
+
+@pytest.mark.long
+@pytest.mark.own_process(seconds=240)
+def test_two_replicas_the_other_way(mirrored):
+    check_on_replicas(mirrored, "accumulation", distributed=False)
+    for kind in ("stock", "clipvalue", "scaled"):
+        check_on_replicas(mirrored, kind, distributed=True)
 
 
 @pytest.mark.own_process(seconds=240)

@@ -183,7 +183,9 @@ def left_out(folder):
     }
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["profiler first", "throughput first"])
+@pytest.mark.parametrize(
+    "first", [True, pytest.param(False, marks=pytest.mark.long)], ids=["profiler first", "throughput first"]
+)
 def test_compiling_and_the_profilers_stops_are_left_out(tmp_path, monkeypatch, first):
     close = WindowTracer.close
 
@@ -275,13 +277,13 @@ def test_a_directory_that_cannot_be_written(tmp_path, caplog):
 
 
 @pytest.mark.own_process(seconds=200)
-@pytest.mark.parametrize("distributed", [True, False], ids=["DistributedFit", "stock"])
-def test_two_replicas(mirrored, distributed):
-    with mirrored.scope():
-        model = inner()
-        model.compile("sgd", "mse")
-    throughput = Throughput(flops=True)
-    fit = DistributedFit(strategy=mirrored).fit if distributed else type(model).fit
-    fit(model, X, Y, batch_size=16, shuffle=False, epochs=2, verbose=0, callbacks=[Pause(), throughput])
-    assert_paced(throughput.figures, 16)
-    assert throughput.figures["flops_per_step"] == 2 * 16 * 75
+def test_two_replicas(mirrored):
+    for distributed in (True, False):
+        with mirrored.scope():
+            model = inner()
+            model.compile("sgd", "mse")
+        throughput = Throughput(flops=True)
+        fit = DistributedFit(strategy=mirrored).fit if distributed else type(model).fit
+        fit(model, X, Y, batch_size=16, shuffle=False, epochs=2, verbose=0, callbacks=[Pause(), throughput])
+        assert_paced(throughput.figures, 16)
+        assert throughput.figures["flops_per_step"] == 2 * 16 * 75
