@@ -26,7 +26,7 @@ def build(rate=None):
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     adam = keras.optimizers.Adam(0.01, use_ema=True, global_clipnorm=0.5)
-    model.compile(AccumulatingOptimizer(adam, 5, tail="carry"), loss, metrics=["accuracy"])
+    model.compile(AccumulatingOptimizer(adam, 5, tail="carry"), loss, metrics=["accuracy"], jit_compile=False)
     return model
 
 
