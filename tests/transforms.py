@@ -94,15 +94,17 @@ def accumulated_to_the_end(transform: Any) -> list[np.ndarray]:
     return fitted(model, transform, x=data, batch_size=None, callbacks=[ExactAccumulation()])
 
 
-def sliced(transform: Any, dist: DistributedFit | None = None, optimizer: Any = inner) -> list[np.ndarray]:
-    model = made(optimizer, dist)
+def sliced(
+    transform: Any, dist: DistributedFit | None = None, optimizer: Any = inner, **options: Any
+) -> list[np.ndarray]:
+    model = made(optimizer, dist, **options)
     with microbatch(model, MICRO_BATCH):
         return fitted(model, transform, dist)
 
 
 def on_workers(_: None) -> list[np.ndarray]:
     """What one of several workers ends with."""
-    return accumulated(shifted, DistributedFit(startup_timeout=60))
+    return accumulated(shifted, DistributedFit(startup_timeout=60), run_eagerly=True)
 
 
 def scaled(optimizer: Callable[[], keras.optimizers.Optimizer]) -> Callable[[], keras.optimizers.Optimizer]:
