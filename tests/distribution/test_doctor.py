@@ -42,6 +42,7 @@ def test_a_collective_that_fails():
     assert probe.says.startswith("failed with exit status 1: ")
 
 
+@pytest.mark.long
 def test_more_devices():
     assert run_probe(tuple(f"CPU:{index}" for index in range(3)), 120).says.startswith("gave the right sum, 6: ")
 

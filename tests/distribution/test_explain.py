@@ -9,6 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from keras_paragrad.__main__ import main
 from keras_paragrad.distribution.described import describe
 from keras_paragrad.distribution.explain import WIDTH, Explanation, value_in_words
 from keras_paragrad.distribution.options import Options
@@ -110,13 +111,12 @@ def command(*arguments):
     )
 
 
-def test_the_command_describes_machines():
+def test_the_command_describes_machines(capsys):
     machine = ["--gpus", "4", "--gpu-memory-gb", "80", "--compute-capability", "9.0", "--workers", "2"]
     options = ["--batch", "per_replica", "--lr-scaling", "sqrt", "--precision", "mixed_bfloat16", "--jit", "false"]
-    done = command(*machine, *options, "--json")
-    assert done.returncode == 0, done.stderr
+    assert main(["explain", *machine, *options, "--json"]) == 0
     asked = Options(batch="per_replica", lr_scaling="sqrt", precision="mixed_bfloat16", jit=False)
-    assert json.loads(done.stdout) == make_plan(MACHINE, asked).to_dict()
+    assert json.loads(capsys.readouterr().out) == make_plan(MACHINE, asked).to_dict()
 
 
 def test_the_command_prints_a_table():
@@ -125,9 +125,11 @@ def test_the_command_prints_a_table():
     assert done.stdout.rstrip("\n") == str(Explanation(make_plan(MACHINE, Options()), MACHINE))
 
 
-def test_the_command_refuses_what_cannot_work():
-    done = command("--ps", "1", "--workers", "2")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "explain: error: Parameter servers are asynchronous" in done.stderr
-    done = command("--ps", "1", "--workers", "2", "--inexact", "--json")
-    assert json.loads(done.stdout)["strategy"]["value"] == "parameter_server"
+def test_the_command_refuses_what_cannot_work(capsys):
+    words = ["explain", "--ps", "1", "--workers", "2"]
+    assert main(words) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert "explain: error: Parameter servers are asynchronous" in found.err
+    assert main([*words, "--inexact", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["strategy"]["value"] == "parameter_server"

@@ -3,10 +3,9 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import textwrap
 
+import own_process
 import pytest
 import tensorflow as tf
 
@@ -15,17 +14,8 @@ from keras_paragrad.distribution.hardware import Device, Hardware, detect, memor
 
 
 def in_a_process(code, **environment):
-    """Runs code where nothing has been set up yet."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", textwrap.dedent(code)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    """Runs code where TensorFlow has been imported, and nothing has been set up yet."""
+    own_process.call(exec, textwrap.dedent(code), [environment], seconds=120)
 
 
 def test_finds_the_two_devices_of_the_tests():
