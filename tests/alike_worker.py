@@ -84,7 +84,8 @@ _SHARED = []
 def shared(dist):
     """A model that is compiled once, as it was made."""
     if not _SHARED:
-        made = model(dist)
+        # Tracing takes longer than the steps, in every `fit` anew.
+        made = model(dist, run_eagerly=True)
         _SHARED.extend((made, made.get_weights()))
     made, weights = _SHARED
     made.set_weights(weights)
@@ -304,7 +305,7 @@ def pipeline():
     keras.utils.set_random_seed(1)
     i = keras.Input((4,))
     made = Pipeline(i, keras.layers.Dense(1)(keras.layers.Dense(3, "tanh")(i)))
-    made.compile(keras.optimizers.SGD(0.1), "mse")
+    made.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
     return made
 
 
@@ -363,7 +364,8 @@ def own_parts(scope, *, mixes=False, metric="distance"):
         made = keras.Sequential(
             [keras.Input((4,)), layers.Dense(3), synchronized, Centered(name="own"), layers.Dense(1)]
         )
-        made.compile(keras.optimizers.SGD(0.1), "mse", metrics=[Largest() if metric == "largest" else distance])
+        own = Largest() if metric == "largest" else distance
+        made.compile(keras.optimizers.SGD(0.1), "mse", metrics=[own], jit_compile=False)
     return made
 
 

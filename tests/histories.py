@@ -30,18 +30,21 @@ class Case(NamedTuple):
 
     def model(self, optimizer: Any = None, **compiled: Any) -> keras.Model:
         keras.utils.set_random_seed(1)
-        return self.build({"optimizer": optimizer or keras.optimizers.SGD(0.05), **compiled})
+        options = {"optimizer": optimizer or keras.optimizers.SGD(0.05), "jit_compile": False, **compiled}
+        return self.build(options)
 
-    def expected(self, **compiled: Any) -> dict[str, list[float]]:
-        """What plain Keras on one device shows of two epochs, or of an evaluation if the case can't be trained."""
-        return shown_by(self, self.model(**compiled), MicroBatches(self.columns, BATCHES))
+    def expected(self, epochs: int = 2, **compiled: Any) -> dict[str, list[float]]:
+        """What plain Keras on one device shows of some epochs, or of an evaluation if the case can't be trained."""
+        return shown_by(self, self.model(**compiled), MicroBatches(self.columns, BATCHES), epochs=epochs)
 
 
-def shown_by(case: Case, model: keras.Model, data: Any, checked: Any = None, **fit: Any) -> dict[str, list[float]]:
-    """The history of two epochs, or what `evaluate` finds if the case can't be trained in parts."""
+def shown_by(
+    case: Case, model: keras.Model, data: Any, checked: Any = None, epochs: int = 2, **fit: Any
+) -> dict[str, list[float]]:
+    """The history of some epochs, or what `evaluate` finds if the case can't be trained in parts."""
     checked = MicroBatches(case.columns, BATCHES) if checked is None else checked
     if case.trains:
-        return model.fit(data, epochs=2, verbose=0, shuffle=False, validation_data=checked, **fit).history
+        return model.fit(data, epochs=epochs, verbose=0, shuffle=False, validation_data=checked, **fit).history
     found = model.evaluate(checked, verbose=0, return_dict=True)
     return {name: [value] for name, value in found.items()}
 

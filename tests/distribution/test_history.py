@@ -8,33 +8,40 @@ from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulat
 from keras_paragrad.distribution.data import distributed_dataset
 
 TWO_REPLICAS = ["CPU:0", "CPU:1"]
-ON_REPLICAS = ("ignore_class", "not reduced", "two of different kinds", "one number", "added values", "added mean")
-MORE_ON_REPLICAS = ("sum", "compute_loss", "added values alone", "added sum", "compute_loss of sums")
+# Masks and several outputs are trained in graphs below, and on workers in test_shown_by_workers.py.
+ON_REPLICAS = ("not reduced", "one number", "added values")
+MORE_ON_REPLICAS = (
+    *("ignore_class", "two of different kinds", "added mean", "sum", "compute_loss"),
+    *("added values alone", "added sum", "compute_loss of sums"),
+)
 TRAINED = {name: case for name, case in CASES.items() if case.trains}
+# For cases that differ from others only in what they are divided by: graphs take longer to trace than all these steps.
+EAGERLY = {"run_eagerly": True, "epochs": 1}
 
 
 def accumulating(case):
     return AccumulatingOptimizer(case.model().optimizer, 3, weighting=case.weighting)
 
 
-def in_windows(case, **mode):
+def in_windows(case, epochs=2, **mode):
     model = case.model(accumulating(case), **mode)
-    return shown_by(case, model, MicroBatches(case.columns, MICRO_BATCHES), callbacks=[ExactAccumulation()])
+    data = MicroBatches(case.columns, MICRO_BATCHES)
+    return shown_by(case, model, data, epochs=epochs, callbacks=[ExactAccumulation()])
 
 
-def in_slices(case, **mode):
+def in_slices(case, epochs=2, **mode):
     model = case.model(**mode)
     with microbatch(model, 3, weighting=case.weighting):
-        return shown_by(case, model, MicroBatches(case.columns, BATCHES))
+        return shown_by(case, model, MicroBatches(case.columns, BATCHES), epochs=epochs)
 
 
-def on_replicas(case, sizes=BATCHES, optimizer=lambda case: None, callbacks=(), **mode):
+def on_replicas(case, sizes=BATCHES, optimizer=lambda case: None, callbacks=(), epochs=2, **mode):
     dist = DistributedFit(devices=TWO_REPLICAS, weighting=case.weighting, jit=mode.get("jit_compile", False))
     with dist.scope():
         model = case.model(optimizer(case), **mode)
     dist.prepare(model)
     data, checked = (dist.dataset(MicroBatches(case.columns, each)) for each in (sizes, BATCHES))
-    return shown_by(case, model, data, checked, callbacks=list(callbacks))
+    return shown_by(case, model, data, checked, epochs, callbacks=list(callbacks))
 
 
 def check_all(cases, shown, **mode):
@@ -47,8 +54,8 @@ def check_all(cases, shown, **mode):
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_in_slices_and_in_windows(name):
-    # Keras's trackers of outputs' losses count otherwise where batches have no static size; the rest is traced in vain.
-    mode = {} if name in ("mask", "two outputs", "two not reduced") else {"run_eagerly": True}
+    # Keras's trackers of outputs' losses count otherwise where batches have no static size.
+    mode = {} if name in ("mask", "two outputs", "two not reduced") else EAGERLY
     expected = TRAINED[name].expected(**mode)
     assert_same(in_slices(TRAINED[name], **mode), expected)
     assert_same(in_windows(TRAINED[name], **mode), expected)
@@ -60,7 +67,7 @@ def test_in_slices_and_in_windows(name):
 )
 def test_on_replicas(names):
     """With a replica that gets nothing of the last batch, and losses that Keras does not divide by the replicas."""
-    check_all({name: CASES[name] for name in names}, on_replicas, run_eagerly=True)
+    check_all({name: CASES[name] for name in names}, on_replicas, **EAGERLY)
 
 
 @pytest.mark.own_process
@@ -83,8 +90,7 @@ def test_in_windows_on_replicas():
         return on_replicas(case, MICRO_BATCHES, accumulating, [ExactAccumulation()], **mode)
 
     check_all({"two outputs": CASES["two outputs"]}, in_windows_on_replicas)
-    # Graphs take longer to trace than all of its steps.
-    check_all({"sum of masked": CASES["sum of masked"]}, in_windows_on_replicas, run_eagerly=True)
+    check_all({"sum of masked": CASES["sum of masked"]}, in_windows_on_replicas, **EAGERLY)
 
 
 @pytest.mark.own_process

@@ -10,12 +10,12 @@ from own_steps import CASES as OWN_STEPS
 
 SHORT = [
     *(f"loss: {name}" for name in ("mask", "two outputs", "two weighted")),
-    *("own step: Loss", "own step: Tracking", "metrics: of whole batches", "task: with a preprocessor"),
-    "masked mean of examples: clipped",
+    *("own step: Loss", "own step: Tracking", "metrics: of whole batches", "masked mean of examples: clipped"),
 ]
 ALL = [
     *(f"loss: {name}" for name in CASES),
     *(f"own step: {name}" for name in OWN_STEPS),
+    # In `make test`, test_alike.py has a model with a `fit` of its own on workers, test_own_fit.py a task on replicas.
     *("task: preprocessor=None", "task: with a preprocessor"),
     # In `make test`, test_metrics.py has all of them on the workers' collectives.
     *("metrics: of batches read", "metrics: of whole batches"),
