@@ -110,7 +110,7 @@ def normalizing(strategy, **compile_arguments):
         inputs = keras.Input((3,))
         outputs = keras.layers.Dense(1)(keras.layers.Normalization()(inputs))
         model = keras.Model(inputs, outputs)
-        model.compile(keras.optimizers.SGD(0.1), loss="mse", **compile_arguments)
+        model.compile(keras.optimizers.SGD(0.1), loss="mse", jit_compile=False, **compile_arguments)
     normalize_inputs(model, X, strategy)
     return model
 
@@ -163,7 +163,7 @@ def test_batches_that_no_second_reader_gets_are_those_of_one_device(mirrored):
         keras.utils.set_random_seed(0)
         # Not built, so that Keras asks for a batch before the first epoch.
         model = keras.Sequential([keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.1), loss="mse")
+        model.compile(keras.optimizers.SGD(0.1), loss="mse", jit_compile=False)
         prepare(model)
         history = fit(model, data(), steps_per_epoch=4, epochs=2, shuffle=False, verbose=0)
         return [*history.history["loss"], model.evaluate(data(), steps=3, verbose=0)]
