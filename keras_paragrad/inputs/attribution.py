@@ -101,7 +101,7 @@ class _Path(NamedTuple):
     baseline: list[np.ndarray]
     steps: int
 
-    def __call__(self, function: RowFunction, free: list[tf.Tensor], beside: Sequence, check: tf.Tensor) -> Derivative:
+    def __call__(self, function: RowFunction, free: list[tf.Tensor], extra: Sequence, check: tf.Tensor) -> Derivative:
         starts = [
             tf.broadcast_to(tf.cast(row, x.dtype), x.shape) for row, x in zip(self._rows(free), free, strict=True)
         ]

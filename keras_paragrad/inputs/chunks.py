@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_paragrad.inputs.modes import Jacobian
-from keras_paragrad.inputs.seeds import AT_ONCE
+from keras_paragrad.inputs.seeds import PARALLEL_PASSES
 
 # Larger chunks are no faster for small rows: a few thousand already amortize the overhead.
 MOST_ROWS = 8192
@@ -21,21 +21,21 @@ def rows_within_budget(bytes_per_row: float) -> int:
     return int(min(max(BUDGET // max(bytes_per_row, 1), 1), MOST_ROWS))
 
 
-def bytes_of_derivative(way: Any, held: float, free: float, outputs: int, second: bool) -> float:
+def bytes_of_derivative(method: Any, held: float, free: float, outputs: int, second: bool) -> float:
     """An estimate of the bytes needed to differentiate a row.
 
     Args:
-        way: How it is differentiated.
+        method: How it is differentiated.
         held: Bytes of its forward pass.
         free: Bytes of its differentiated inputs.
         outputs: Number of output entries.
         second: Whether it is differentiated twice.
     """
-    if not isinstance(way, Jacobian):
+    if not isinstance(method, Jacobian):
         # Much of the forward pass is freed early, making room for the backward pass. The rest is copies of the result.
         return (4 if second else 1) * held + 4 * free
     # The concurrent backward passes besides the forward pass; and the result stacked, transposed and as an array.
-    passes = outputs if way.mode == "vectorized" else AT_ONCE
+    passes = outputs if method.mode == "vectorized" else PARALLEL_PASSES
     return (1 + passes / 2) * held + 3 * outputs * free
 
 

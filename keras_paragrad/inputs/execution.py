@@ -33,15 +33,15 @@ class Execution:
         self.strategy = model.distribute_strategy
         self._function: Any = None
 
-    def begin(self, chunk: Chunk, ways: Sequence[Differentiate]) -> list[np.ndarray]:
-        """The results of the first chunk, by the first of `ways` whose results are sound."""
+    def begin(self, chunk: Chunk, methods: Sequence[Differentiate]) -> list[np.ndarray]:
+        """The results of the first chunk, by the first of `methods` whose results are sound."""
         leaves = self._distributed(chunk)
-        *others, last = ways
-        for way in others:
+        *others, last = methods
+        for method in others:
             try:
-                return self._begin(way, leaves)
+                return self._begin(method, leaves)
             except Exception:
-                # If the error is not specific to this way, the last one raises it again.
+                # If the error is not specific to this method, the last one raises it again.
                 continue
         return self._begin(last, leaves)
 
@@ -50,8 +50,8 @@ class Execution:
         values, _ = self._function(self._distributed(chunk), tf.constant(False))
         return [self._gathered(value) for value in values]
 
-    def _begin(self, way: Differentiate, leaves: Any) -> list[np.ndarray]:
-        self._function = self._compiled(way, leaves)
+    def _begin(self, method: Differentiate, leaves: Any) -> list[np.ndarray]:
+        self._function = self._compiled(method, leaves)
         values, sound = self._function(leaves, tf.constant(True))
         if not self._gathered(sound).all():
             raise ValueError(
@@ -60,10 +60,10 @@ class Execution:
             )
         return [self._gathered(value) for value in values]
 
-    def _compiled(self, way: Differentiate, leaves: Any) -> Callable:
+    def _compiled(self, method: Differentiate, leaves: Any) -> Callable:
         def derivative(leaves, check):
-            function, free, beside = self._row_function(leaves)
-            values, sound = way(function, free, beside, check)
+            function, free, extra = self._row_function(leaves)
+            values, sound = method(function, free, extra, check)
             pairs = zip(values, self.selection.dtypes, strict=True)
             return [tf.cast(value, dtype) for value, dtype in pairs], tf.reshape(sound, [1])
 
@@ -88,7 +88,7 @@ class Execution:
             with self.strategy.scope():
                 self.model(keras.tree.pack_sequence_as(self.selection.structure, leaves))
 
-    def bytes_per_row(self, first: list[np.ndarray], way: Differentiate) -> float:
+    def bytes_per_row(self, first: list[np.ndarray], method: Differentiate) -> float:
         """An estimated upper bound of the bytes to differentiate a row, from a trace of the forward pass."""
         rows = min(len(first[0]), MOST_ROWS)
         specs = [tf.TensorSpec((rows, *leaf.shape[1:]), leaf.dtype) for leaf in self._cast(first, slice(0, 1))]
@@ -105,16 +105,16 @@ class Execution:
         output = traced.outputs[0].shape[1:].num_elements()
         held = bytes_in_graph(traced.graph, inputs) / rows
         free = sum(first[number][0].size * 4 for number in self.selection.chosen)
-        return bytes_of_derivative(way, held, free, output, second)
+        return bytes_of_derivative(method, held, free, output, second)
 
     def _row_function(self, leaves: Sequence[tf.Tensor]) -> tuple[RowFunction, list[tf.Tensor], list[tf.Tensor]]:
         """The row function of a chunk, its free inputs, and the additional arrays that the derivative uses."""
         count = len(self.selection.names)
-        inputs, beside, labels = list(leaves[:count]), list(leaves[count:]), None
+        inputs, extra, labels = list(leaves[:count]), list(leaves[count:]), None
         if isinstance(self.options.output, np.ndarray):
-            *beside, labels = beside
+            *extra, labels = extra
         function = RowFunction(self.model, self.selection, self.options.output, inputs, labels)
-        return function, [inputs[number] for number in self.selection.chosen], beside
+        return function, [inputs[number] for number in self.selection.chosen], extra
 
     def _cast(self, leaves: list[np.ndarray], rows: slice) -> list[np.ndarray]:
         """Casts leaves to the dtypes in which they are differentiated."""

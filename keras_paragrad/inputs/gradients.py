@@ -75,7 +75,7 @@ def input_gradients(
     return differentiate(model, x, [_gradient], options)
 
 
-def _gradient(function: RowFunction, free: list[tf.Tensor], beside: Sequence, check: tf.Tensor) -> Derivative:
+def _gradient(function: RowFunction, free: list[tf.Tensor], extra: Sequence, check: tf.Tensor) -> Derivative:
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(free)
         values = function.values(free)

@@ -74,9 +74,9 @@ def input_jacobian(
             )
         jit_compile = True
     options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
-    ways = [Jacobian("auto"), Jacobian("reverse")] if mode == "auto" else [Jacobian(mode)]
+    methods = [Jacobian("auto"), Jacobian("reverse")] if mode == "auto" else [Jacobian(mode)]
     try:
-        return differentiate(model, x, ways, options)
+        return differentiate(model, x, methods, options)
     except tf.errors.InvalidArgumentError as error:
         if mode != "vectorized":
             raise

@@ -24,7 +24,7 @@ class Jacobian(NamedTuple):
 
     mode: str
 
-    def __call__(self, function: RowFunction, free: list[tf.Tensor], beside: Sequence, check: tf.Tensor) -> Derivative:
+    def __call__(self, function: RowFunction, free: list[tf.Tensor], extra: Sequence, check: tf.Tensor) -> Derivative:
         """Differentiates `function` at `free`; if `check` is true, also compares forward mode with reverse mode."""
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as outer:
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as inner:

@@ -59,9 +59,9 @@ class InputRows:
             multiple: What the size of a chunk is a multiple of: the number of replicas.
         """
         size = None
-        for part in _cut(itertools.chain([self.first], self._batches), -(-batch_size // multiple) * multiple):
+        for part in _rebatched(itertools.chain([self.first], self._batches), -(-batch_size // multiple) * multiple):
             size = size or -(-len(part[0]) // multiple) * multiple
-            yield _filled(part, size)
+            yield _padded(part, size)
 
     def _arrays(self, batches: Iterator[Any]) -> Iterator[list[np.ndarray]]:
         shapes = None
@@ -110,7 +110,7 @@ def _batches(x: Any) -> tuple[Iterator[Any], int | None]:
     return iter([x]), len(arrays_of(x)[0])
 
 
-def _cut(batches: Iterator[list[np.ndarray]], size: int) -> Iterator[list[np.ndarray]]:
+def _rebatched(batches: Iterator[list[np.ndarray]], size: int) -> Iterator[list[np.ndarray]]:
     """Rebatches: all batches but the last have `size` rows. Rows of one array are not copied."""
     pieces, missing = [], size
     for batch in batches:
@@ -121,17 +121,17 @@ def _cut(batches: Iterator[list[np.ndarray]], size: int) -> Iterator[list[np.nda
             start += len(piece[0])
             missing -= len(piece[0])
             if not missing:
-                yield _joined(pieces)
+                yield _concatenated(pieces)
                 pieces, missing = [], size
     if pieces:
-        yield _joined(pieces)
+        yield _concatenated(pieces)
 
 
-def _joined(pieces: list[list[np.ndarray]]) -> list[np.ndarray]:
+def _concatenated(pieces: list[list[np.ndarray]]) -> list[np.ndarray]:
     return pieces[0] if len(pieces) == 1 else [np.concatenate(leaves) for leaves in zip(*pieces, strict=True)]
 
 
-def _filled(part: list[np.ndarray], size: int) -> Chunk:
+def _padded(part: list[np.ndarray], size: int) -> Chunk:
     """A chunk of `size` rows, padded by repeating its own rows, which are valid inputs."""
     rows = len(part[0])
     if rows < size:

@@ -63,15 +63,15 @@ def hessian_vector_product(
     if is_batched(x):
         raise ValueError(f"`x` is a {type(x).__name__}, and `vector` must match it row by row. Pass arrays for both.")
     options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
-    return differentiate(model, x, [_hessian_times_vector], options, beside=vector)
+    return differentiate(model, x, [_hessian_times_vector], options, extra=vector)
 
 
 def _hessian_times_vector(
-    function: RowFunction, free: list[tf.Tensor], beside: Sequence[tf.Tensor], check: tf.Tensor
+    function: RowFunction, free: list[tf.Tensor], extra: Sequence[tf.Tensor], check: tf.Tensor
 ) -> Derivative:
-    if [vector.shape for vector in beside] != [tensor.shape for tensor in free]:
+    if [vector.shape for vector in extra] != [tensor.shape for tensor in free]:
         raise ValueError(
-            f"A row of `vector` has shape {[tuple(vector.shape[1:]) for vector in beside]}, and a row of the inputs "
+            f"A row of `vector` has shape {[tuple(vector.shape[1:]) for vector in extra]}, and a row of the inputs "
             f"{[tuple(tensor.shape[1:]) for tensor in free]}. Pass one array for each input, of its shape."
         )
     with tf.GradientTape(watch_accessed_variables=False) as outer:
@@ -83,7 +83,7 @@ def _hessian_times_vector(
         along = tf.add_n(
             [
                 tf.reduce_sum(gradient * tf.cast(vector, gradient.dtype))
-                for gradient, vector in zip(gradients, beside, strict=True)
+                for gradient, vector in zip(gradients, extra, strict=True)
             ]
         )
     _check_second_derivatives(along.graph)

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 # Parallel passes keep the cores busy: one at a time took 1.1 (dense, convolution) to 1.5 (attention under XLA) times as
 # long. More than four at a time were no faster, and take more memory.
-AT_ONCE = 4
+PARALLEL_PASSES = 4
 
 
 def width(tensor: tf.Tensor) -> int:
@@ -33,7 +33,7 @@ def over_seeds(passed: Callable, count: int, like: Sequence[tf.Tensor]) -> list[
     Returns:
         For each tensor one of shape `(count, ...)`.
     """
-    rounds = -(-count // AT_ONCE)
+    rounds = -(-count // PARALLEL_PASSES)
     # Spread evenly over the rounds. An index past the last seed gives a zero seed, whose result is dropped.
     each = -(-count // rounds)
 

@@ -41,7 +41,7 @@ class Capture:
         self.graph = tf.compat.v1.get_default_graph()
         self.calls: dict[int, list[Call]] = {id(unit.layer): [] for unit in units}
         self.reads = WeightReads(layer.trainable_variables, detached)
-        self.out_of_reach: keras.Variable | None = None
+        self.used_elsewhere: keras.Variable | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Calls the layer and returns its outputs."""
@@ -54,11 +54,11 @@ class Capture:
             return self.layer(*arguments, **keywords)
 
     @property
-    def in_the_way(self) -> keras.Variable | None:
+    def obstacle(self) -> keras.Variable | None:
         """The weight that made the call fail: read outside its owner's call, or used in another graph; or `None`."""
-        return self.out_of_reach if self.reads.read_outside is None else self.reads.read_outside
+        return self.used_elsewhere if self.reads.read_outside is None else self.reads.read_outside
 
-    def without_batch(self, size: int) -> keras.Variable | None:
+    def weight_without_batch(self, size: int) -> keras.Variable | None:
         """A weight of a unit whose outputs are not a batch of `size` examples, or `None`."""
         for calls in self.calls.values():
             for call in calls:
@@ -115,7 +115,7 @@ class Capture:
     def _tap(self, made: Call, outputs: Any) -> Any:
         """Passes outputs through the identity that records their cotangents."""
         if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self.graph:
-            self.out_of_reach = made.layer.trainable_variables[0]
+            self.used_elsewhere = made.layer.trainable_variables[0]
             raise ValueError(
                 f"{made.layer.name!r} is called inside a loop, a branch or a tf.function, and its per-example "
                 "gradients can't be taken out of it. Wrap the layer that makes the call as a whole, or register a rule "

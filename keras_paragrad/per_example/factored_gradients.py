@@ -22,7 +22,7 @@ class Factors(NamedTuple):
     tensors: Sequence[Any]
     layout: Callable[..., Any]
 
-    def laid_out(self) -> Any:
+    def materialized(self) -> Any:
         """The gradients, `(batch, *shape)`."""
         return self.layout(*self.tensors)
 
@@ -61,7 +61,7 @@ class FactoredGradients:
         parts = Factors.of(gradients)
         # Shapes in steps compiled by XLA are static, but may still be unknown while tracing.
         if self.capacity is not None and any(None in tensor.shape[1:] for tensor in parts.tensors):
-            parts = Factors.of(parts.laid_out())
+            parts = Factors.of(parts.materialized())
         number = self._number_of(parts)
         self.number.assign(number)
         for rows, tensor in zip(self.places[number].rows, parts.tensors, strict=True):
@@ -81,7 +81,7 @@ class FactoredGradients:
             Factors([rows[replica] for rows in found[number]], self.places[number].layout)
             for replica, number in enumerate(numbers)
         ]
-        return np.concatenate([np.asarray(parts.laid_out()) for parts in of_replicas])
+        return np.concatenate([np.asarray(parts.materialized()) for parts in of_replicas])
 
     def _number_of(self, parts: Factors) -> int:
         # Each combination of shapes has a place of its own, unless shapes may vary.

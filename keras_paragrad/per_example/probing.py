@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.layers import called_for_training
 from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad.per_example.capture import Capture
-from keras_paragrad.per_example.units import Unit, holders_of, units_of
+from keras_paragrad.per_example.units import Unit, layers_holding, units_of
 
 # A batch size that no other axis is likely to have: an output with another first axis is not a batch of examples.
 BATCH = 1009
@@ -50,8 +50,8 @@ def _probed(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any
     while True:
         units = units_of(layer, whole)
         capture, is_done = _called_on_placeholders(layer, units, arguments, keywords, size)
-        variable = capture.without_batch(size) if is_done else capture.in_the_way
-        larger = [] if variable is None else holders_of(layer, variable)
+        variable = capture.weight_without_batch(size) if is_done else capture.obstacle
+        larger = [] if variable is None else layers_holding(layer, variable)
         larger = [holder for holder in larger if not any(holder is unit.layer for unit in units)]
         if larger:
             whole.add(id(larger[0]))

@@ -39,7 +39,7 @@ class Quantities:
 
     def gradients(self) -> list[tf.Tensor]:
         """The per-example gradients of each weight, `(batch, *shape)`; zeros where the weight has no gradient."""
-        return [Factors.of(gradient).laid_out() for gradient in self.gradients_to_keep()]
+        return [Factors.of(gradient).materialized() for gradient in self.gradients_to_keep()]
 
     def gradients_to_keep(self) -> list[Any]:
         """As `gradients`, but as factored `Factors` where these take less memory."""
@@ -143,6 +143,6 @@ def _without_examples_of_weight_0(
 
 
 def _sum(parts: list[Any]) -> Any:
-    return (
-        parts[0] if len(parts) == 1 else tf.add_n([tf.convert_to_tensor(Factors.of(part).laid_out()) for part in parts])
-    )
+    if len(parts) == 1:
+        return parts[0]
+    return tf.add_n([tf.convert_to_tensor(Factors.of(part).materialized()) for part in parts])

@@ -61,7 +61,7 @@ class WeightReads(keras.StatelessScope):
         assign_now(*update)
 
     @contextlib.contextmanager
-    def noting_assignments(self) -> Iterator[list[tuple[keras.Variable, Any]]]:
+    def recording_assignments(self) -> Iterator[list[tuple[keras.Variable, Any]]]:
         """On exit, fills the yielded list with the variables assigned inside and their previous values."""
         before, self.overwritten = self.overwritten, {}
         noted: list[tuple[keras.Variable, Any]] = []

@@ -11,7 +11,7 @@ from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.rows import ReplicaRows, Total
 
 # A norm takes four bytes, so this capacity costs a step nothing.
-ROOM_FOR_NORMS = 2**14
+NORMS_CAPACITY = 2**14
 
 
 class StepResults:
@@ -67,10 +67,10 @@ def capacity_for(kept: Collection[str]) -> int | None:
     Args:
         kept: See `StepResults`.
     """
-    return ROOM_FOR_NORMS if compiled_by_xla() and "gradients" not in kept else None
+    return NORMS_CAPACITY if compiled_by_xla() and "gradients" not in kept else None
 
 
-def check_room(kept: Collection[str], capacity: int | None) -> None:
+def check_capacity(kept: Collection[str], capacity: int | None) -> None:
     """Refuses steps that XLA compiles without a capacity for gradients.
 
     Raises:

@@ -57,7 +57,7 @@ class Divisor:
             check_loss(term)
         self._check_masked_mean()
         # How an overridden compute_loss reduces can't be observed.
-        summed = not self._is_own and self._adds_up()
+        summed = not self._is_own and self._is_summed()
         divisors = {} if self._is_own else {_kind(term): _divisor(term, batch) for term in self.terms}
         if len(divisors) > 1:
             raise ValueError(
@@ -66,7 +66,7 @@ class Divisor:
                 "example's share of the gradient into its own. Use reduction='sum_over_batch_size' for all of them."
             )
         if not divisors:
-            divisors = {("sum",): tf.constant(1.0)} if summed else self._stated(batch)
+            divisors = {("sum",): tf.constant(1.0)} if summed else self._declared(batch)
         if summed and ("sum",) not in divisors:
             raise ValueError(
                 "A layer calls add_loss() with one value per example, which Keras sums, while the compiled loss is a "
@@ -138,7 +138,7 @@ class Divisor:
         """Whether the model overrides how its loss is computed."""
         return self.model is not None and (has_own_compute_loss(self.model) or has_own_train_step(self.model))
 
-    def _adds_up(self) -> bool:
+    def _is_summed(self) -> bool:
         """Whether a layer of the model added a loss of several values, which Keras sums."""
         summed = self.model is not None and any(summed_by_keras(self.model))
         if summed and self.reduction == "sum_over_batch_size":
@@ -149,7 +149,7 @@ class Divisor:
             )
         return summed
 
-    def _stated(self, batch: tf.Tensor) -> dict[tuple, tf.Tensor]:
+    def _declared(self, batch: tf.Tensor) -> dict[tuple, tf.Tensor]:
         if self.reduction is None and self._is_own:
             raise ValueError(
                 f"{type(self.model).__name__} computes its own loss, and whether that is a mean or a sum over the "

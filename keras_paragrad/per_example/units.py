@@ -43,7 +43,7 @@ def units_of(layer: keras.layers.Layer, whole: Collection[int] = ()) -> list[Uni
     return list(found.values())
 
 
-def holders_of(layer: keras.layers.Layer, variable: keras.Variable) -> list[keras.layers.Layer]:
+def layers_holding(layer: keras.layers.Layer, variable: keras.Variable) -> list[keras.layers.Layer]:
     """The layer and its sublayers that train a weight; those with the fewest weights, and innermost, first."""
     holders = {
         id(inner): inner

@@ -16,7 +16,7 @@ from keras_paragrad._keras.replicas.collectives import replica_index
 from keras_paragrad._keras.step.gradient_functions import keep_with_graphs_of
 from keras_paragrad._keras.step.symbolic import build_by_calling, has_build
 from keras_paragrad.arguments import check_choice, check_function, check_instance, check_integer, check_number
-from keras_paragrad.per_example.results import StepResults, capacity_for, check_room
+from keras_paragrad.per_example.results import StepResults, capacity_for, check_capacity
 from keras_paragrad.per_example.scaling import Divisor
 from keras_paragrad.per_example.step import Step
 
@@ -139,15 +139,15 @@ class PerExampleGradients(keras.layers.Wrapper):
         else:
             # Its sublayers are built when it is called.
             self.built = True
-        self._make_room(self.capacity)
+        self._allocate(self.capacity)
 
     def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if may_be_differentiated():
             build_by_calling(self.layer, inputs)
-        self._make_room(self.capacity or capacity_for(self.kept))
+        self._allocate(self.capacity or capacity_for(self.kept))
         if not may_be_differentiated():
             return self.layer(inputs, *args, **kwargs)
-        check_room(self.kept, self.capacity)
+        check_capacity(self.kept, self.capacity)
         if not tf.executing_eagerly():
             self._note_graph()
         step = Step(self.layer, self._finish, self._sums_examples(), Divisor(self.loss_reduction, self.masked_mean))
@@ -219,7 +219,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         """Within a step: the sum of the squared norms of this replica's examples, a float32 scalar."""
         return self._kept("norms").sum_of_squares()
 
-    def _make_room(self, capacity: int | None) -> None:
+    def _allocate(self, capacity: int | None) -> None:
         """Creates the variables for the results of steps with `capacity` examples, unless they exist."""
         before: Any = self._results
         variables = self.layer.trainable_variables

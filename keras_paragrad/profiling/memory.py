@@ -36,7 +36,7 @@ class PeakMemory:
         return {"host": self._host, **devices}
 
 
-def says_host_memory() -> bool:
+def can_read_host_memory() -> bool:
     """Whether psutil is installed; otherwise logs what to install."""
     found = is_installed("psutil")
     if not found:

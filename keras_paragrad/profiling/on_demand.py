@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 _log = logging.getLogger("keras_paragrad")
 
 FILE = "profile-now"
-SECONDS_BETWEEN_LOOKS = 1.0
+POLL_SECONDS = 1.0
 
 
 class OnDemand:
@@ -19,15 +19,15 @@ class OnDemand:
     Args:
         log_dir: The log directory. The file is kept; touching it again requests another window.
         signal_name: The signal's name, such as `"SIGUSR1"`, or `None` for no signal.
-        ask: Called on each request, from another thread or a signal handler.
+        request: Called on each request, from another thread or a signal handler.
     """
 
-    waiting: "ClassVar[OnDemand | None]" = None
+    listening: "ClassVar[OnDemand | None]" = None
 
-    def __init__(self, log_dir: Path, signal_name: str | None, ask: Callable[[], None]):
+    def __init__(self, log_dir: Path, signal_name: str | None, request: Callable[[], None]):
         self._file = log_dir / FILE
         self._signal_name = signal_name
-        self._ask = ask
+        self._request = request
         self._before: Any = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -35,18 +35,18 @@ class OnDemand:
     def begin(self) -> None:
         """Starts listening."""
         # Left over from an aborted `fit`, of which Keras doesn't notify callbacks.
-        if OnDemand.waiting is not None:
-            OnDemand.waiting.end()
-        OnDemand.waiting = self
+        if OnDemand.listening is not None:
+            OnDemand.listening.end()
+        OnDemand.listening = self
         self._listen()
         self._ended.clear()
         # Polling the disk may take longer than a batch, so it runs in its own thread.
-        self._thread = threading.Thread(target=self._look, args=(self._touched(),), name="profile-now", daemon=True)
+        self._thread = threading.Thread(target=self._poll, args=(self._touched(),), name="profile-now", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
         """Stops listening, and restores the signal handler."""
-        OnDemand.waiting = None
+        OnDemand.listening = None
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -64,13 +64,13 @@ class OnDemand:
             _log.info("%s already has a handler, so it does not request a trace window.", self._signal_name)
             return
         self._before = before
-        signal.signal(number, lambda *_: self._ask())
+        signal.signal(number, lambda *_: self._request())
 
-    def _look(self, seen: float) -> None:
-        while not self._ended.wait(SECONDS_BETWEEN_LOOKS):
+    def _poll(self, seen: float) -> None:
+        while not self._ended.wait(POLL_SECONDS):
             touched = self._touched()
             if touched > seen:
-                self._ask()
+                self._request()
             seen = touched
 
     def _touched(self) -> float:

@@ -106,7 +106,7 @@ class Session:
         shutil.rmtree(self._elsewhere, ignore_errors=True)
 
 
-def say_what_is_missing(log_dir: Path, *, report: bool) -> None:
+def warn_of_missing(log_dir: Path, *, report: bool) -> None:
     """Logs missing packages and a full disk, in one line each.
 
     Args:

@@ -18,11 +18,11 @@ from keras_paragrad.arguments import (
     check_text,
     refusal,
 )
-from keras_paragrad.profiling.following import Following
 from keras_paragrad.profiling.on_demand import OnDemand
 from keras_paragrad.profiling.run_info import run_info, write_run_info
 from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule
-from keras_paragrad.profiling.session import Session, say_what_is_missing
+from keras_paragrad.profiling.scheduler import WindowScheduler
+from keras_paragrad.profiling.session import Session, warn_of_missing
 from keras_paragrad.profiling.stops import Stops
 from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.terminal import WindowFigures, show
@@ -100,11 +100,11 @@ class Profiler(keras.callbacks.Callback):
         self.keep = check_integer("keep", keep, example=5)
         self.operations = check_integer("operations", operations, least=0, example=5)
         self.summaries: list[ProfileSummary] = []
-        say_what_is_missing(self.log_dir, report=bool(self.report))
+        warn_of_missing(self.log_dir, report=bool(self.report))
         self._on_demand = OnDemand(self.log_dir, on_signal, self.trace_now)
-        self._following: Following | None = None
+        self._scheduler: WindowScheduler | None = None
         self._epoch: EpochCount | None = None
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._next: float = math.inf
         self._per_call = 1
         self._batches = 0
@@ -114,14 +114,14 @@ class Profiler(keras.callbacks.Callback):
         """Requests a window that begins with the next batch; may be called from any thread while `fit` runs."""
         if not self._is_first:
             _log.warning("%s", FIRST_WORKER_ALONE)
-        elif self._following is not None:
-            self._following.asked = True
+        elif self._scheduler is not None:
+            self._scheduler.requested = True
             self._next = 0
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts, continues or ends a window if one is due."""
         if self._batches >= self._next:
-            self._safely(self._turn)
+            self._safely(self._advance)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts."""
@@ -130,7 +130,7 @@ class Profiler(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Starts counting batches."""
         self.summaries = []
-        self._said = set()
+        self._warned = set()
         self._batches = 0
         self._per_call = self.model.steps_per_execution
         self._next = math.inf
@@ -152,7 +152,7 @@ class Profiler(keras.callbacks.Callback):
         """Closes an open window, logs if none was traced, and writes the report."""
         self._safely(self._on_demand.end, "Listening for requests was not stopped")
         self._safely(self._end)
-        self._following = None
+        self._scheduler = None
         self._next = math.inf
 
     def _begin(self) -> None:
@@ -160,49 +160,49 @@ class Profiler(keras.callbacks.Callback):
         run = run_info(self.model)
         self._is_first = run.worker == 0
         if self._is_first:
-            self._following = Following(self.schedule, WindowTracer(self.model, self.log_dir, run, self.keep))
-            self._next = self._following.next_turn(0)
+            self._scheduler = WindowScheduler(self.schedule, WindowTracer(self.model, self.log_dir, run, self.keep))
+            self._next = self._scheduler.next_due(0)
         # On other workers too: without a handler, the signal would kill the training.
         self._on_demand.begin()
         if self._is_first:
             self._safely(lambda: write_run_info(self.log_dir, run), "The run's description was not written")
 
-    def _turn(self) -> None:
-        if self._following is not None:
-            closed = self._following.turn(self._batches)
-            self._look_ahead()
-            self._shown(closed)
+    def _advance(self) -> None:
+        if self._scheduler is not None:
+            closed = self._scheduler.advance(self._batches)
+            self._update_next()
+            self._add(closed)
 
-    def _look_ahead(self) -> None:
-        if self._following is not None:
-            self._next = self._following.next_turn(self._batches)
+    def _update_next(self) -> None:
+        if self._scheduler is not None:
+            self._next = self._scheduler.next_due(self._batches)
             # Requested in the meantime by a signal, which can arrive between any two lines.
-            if self._following.asked:
+            if self._scheduler.requested:
                 self._next = 0
 
     def _pause(self) -> None:
-        if self._following is not None:
+        if self._scheduler is not None:
             if self._epoch is not None:
                 self._batches = self._epoch.corrected(self._batches)
-            self._following.tracer.pause(self._batches)
+            self._scheduler.tracer.pause(self._batches)
 
     def _resume(self) -> None:
-        if self._following is not None:
+        if self._scheduler is not None:
             self._epoch = EpochCount(self.model.optimizer, self._per_call, self.params.get("steps"), self._batches)
-            self._following.tracer.resume()
+            self._scheduler.tracer.resume()
 
     def _end(self) -> None:
-        if self._following is None:
+        if self._scheduler is None:
             return
-        tracer = self._following.tracer
+        tracer = self._scheduler.tracer
         if tracer.window is not None:
-            self._shown(tracer.close(self._batches))
+            self._add(tracer.close(self._batches))
         if not tracer.traced:
-            self._say_that_none_fired()
+            self._warn_of_no_window()
         elif self.report:
             self._safely(lambda: _write_report(self.log_dir), "The report was not written")
 
-    def _shown(self, closed: ProfileSummary | None) -> None:
+    def _add(self, closed: ProfileSummary | None) -> None:
         if closed is None:
             return
         self.summaries.append(closed)
@@ -211,9 +211,9 @@ class Profiler(keras.callbacks.Callback):
             with Stops.counted():
                 self._safely(lambda: show(figures), "A window's summary was not printed")
 
-    def _say_that_none_fired(self) -> None:
+    def _warn_of_no_window(self) -> None:
         first = self.schedule.window(0) if self.schedule else None
-        if first is None or self._said:
+        if first is None or self._warned:
             return
         half = max(min(self._batches // 2, first.end - first.begin), 1)
         _log.warning(
@@ -227,26 +227,26 @@ class Profiler(keras.callbacks.Callback):
         try:
             action()
         except Exception as error:
-            self._say_once(failure, error)
+            self._warn_once(failure, error)
             if failure == _NOT_TRACED:
-                self._give_up()
+                self._abandon()
 
-    def _say_once(self, failure: str, error: Exception) -> None:
+    def _warn_once(self, failure: str, error: Exception) -> None:
         what = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
         # A full disk or a read-only folder: the operating system's message doesn't name the folder.
         fix = f" Make space in {self.log_dir}, or give Profiler another log_dir." if isinstance(error, OSError) else ""
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self._warned:
+            self._warned.add(what)
             _log.warning("%s: %s.%s Training continues.", failure, what, fix)
 
-    def _give_up(self) -> None:
-        if self._following is None:
+    def _abandon(self) -> None:
+        if self._scheduler is None:
             return
         try:
-            self._following.tracer.abandon()
+            self._scheduler.tracer.abandon()
         except Exception as error:
-            self._say_once(_NOT_TRACED, error)
-        self._look_ahead()
+            self._warn_once(_NOT_TRACED, error)
+        self._update_next()
 
 
 def _write_report(log_dir: Path) -> None:

@@ -47,13 +47,13 @@ class WindowTracer:
         self._layers = frozenset(layer.name for layer in all_layers(model))
         self._pulls = place_of(model.distribute_strategy).local
 
-    def next_turn(self) -> int:
-        """The batch count at which the open window needs its next `turn`; 0 for every call."""
+    def next_due(self) -> int:
+        """The batch count at which the open window needs its next `advance`; 0 for every call."""
         if self.window is None or self._markers is not None:
             return 0
         return self.window.begin
 
-    def turn(self, batch: int) -> bool:
+    def advance(self, batch: int) -> bool:
         """Advances the open window at the start of a call.
 
         Args:

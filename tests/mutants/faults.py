@@ -434,7 +434,7 @@ _PROFILING = [
     _fault(
         "throughput counts steps that compiled",
         "profiling/throughput/pace.py",
-        "counted = steps - self._steps_left_out",
+        "counted = steps - self._excluded_steps",
         "counted = steps",
         "profiling/throughput/test_throughput.py",
     ),

@@ -92,7 +92,7 @@ class EinsumRule(Linear):
         # Written as in the layer and its gradient: otherwise TensorFlow does not deduplicate the operations.
         inputs = tf.reshape(call.input, [-1, *left.shape[2:]])
         outputs = tf.reshape(call.cotangent, [right.shape[0], *right.shape[2:]])
-        return Product(tf.reshape(inputs, left.shape), tf.reshape(outputs, right.shape), at_hand=True)
+        return Product(tf.reshape(inputs, left.shape), tf.reshape(outputs, right.shape), is_computed=True)
 
     def columns(self, call: Call) -> list[int]:
         axes = _axes(call.layer.equation, call.input.shape.rank)

@@ -50,12 +50,12 @@ class EmbeddingRule(Rule):
         return self.gradients_of_all([call])
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        return [Factors.of(gradients).laid_out() for gradients in self.gradients_to_keep(calls)]
+        return [Factors.of(gradients).materialized() for gradients in self.gradients_to_keep(calls)]
 
     def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
         looked_up = Factors(lookups(calls), _Table(self._size(calls)))
         indices, _ = looked_up.tensors
-        return [looked_up.laid_out() if (indices.shape[1] or 0) > self._size(calls) else looked_up]
+        return [looked_up.materialized() if (indices.shape[1] or 0) > self._size(calls) else looked_up]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         indices, cotangents = lookups(calls)

@@ -61,7 +61,7 @@ class Generic(Rule):
         for layer in all_layers(call.layer) if call.training else []:
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
                 raise ValueError(needs_its_batch(layer))
-        with reads.noting_assignments() as before:
+        with reads.recording_assignments() as before:
             outputs = super().run(call, function, reads)
         call.recorded = before
         return outputs

@@ -19,12 +19,12 @@ class Product(NamedTuple):
     Attributes:
         left: `(batch, groups, positions, rows)`.
         right: `(batch, groups, positions, columns)`.
-        at_hand: Whether the plain gradient sums these very products, so that they are computed anyway.
+        is_computed: Whether the plain gradient sums these very products, so that they are computed anyway.
     """
 
     left: tf.Tensor
     right: tf.Tensor
-    at_hand: bool = False
+    is_computed: bool = False
 
     @property
     def is_ghost(self) -> bool:
@@ -33,11 +33,11 @@ class Product(NamedTuple):
         _, _, positions, rows = left
         columns: Any = self.right.shape[3]
         # Gradients that are computed anyway only need to be squared.
-        direct = rows * columns * (1 if self.at_hand else positions or 0)
+        direct = rows * columns * (1 if self.is_computed else positions or 0)
         return positions == 1 or (positions is not None and positions**2 * (rows + columns) <= direct)
 
     @property
-    def has_small_sides(self) -> bool:
+    def is_smaller_than_gradients(self) -> bool:
         """Whether the two factors take less memory than the gradients."""
         left: Any = self.left.shape
         _, _, positions, rows = left
@@ -72,7 +72,7 @@ class Product(NamedTuple):
     def _gradients_either_way(self, by_xla: bool) -> tuple[tf.Tensor, bool]:
         """The per-example gradients, and whether they are transposed, which doesn't matter for norms."""
         # Without XLA, products with the wider factor last are faster.
-        transposed = not by_xla and not self.at_hand and (self.left.shape[3] or 0) > (self.right.shape[3] or 0)
+        transposed = not by_xla and not self.is_computed and (self.left.shape[3] or 0) > (self.right.shape[3] or 0)
         if not transposed:
             return self.gradients(), False
         return _matmul(self.right, self.left, transpose_a=True), True
@@ -155,7 +155,7 @@ class Linear(Rule):
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         kernel, *biases = self.gradients_to_keep(calls)
-        return [Factors.of(kernel).laid_out(), *biases]
+        return [Factors.of(kernel).materialized(), *biases]
 
     def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
         folded = self.folded(calls)
@@ -163,7 +163,7 @@ class Linear(Rule):
             return [folded, *self._biases(calls)]
         product = self._product(calls)
         kernel = Factors([product.left, product.right], _Kernel(self, calls[0].layer, calls[0].by_xla))
-        return [kernel if product.has_small_sides else kernel.laid_out(), *self._biases(calls)]
+        return [kernel if product.is_smaller_than_gradients else kernel.materialized(), *self._biases(calls)]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         by_xla = calls[0].by_xla
@@ -196,7 +196,7 @@ class Linear(Rule):
         if folded is not None:
             return [tf.tensordot(weights, folded, 1), *biases]
         product = self._product([call.original or call for call in calls])
-        if not product.is_ghost and not product.has_small_sides:
+        if not product.is_ghost and not product.is_smaller_than_gradients:
             # Norms were computed from these gradients. If they take no more memory than the factors, they may be kept
             # until the weights are known.
             by_xla = calls[0].by_xla

@@ -20,7 +20,7 @@ from keras_paragrad.profiling.telemetry.sinks import Sinks, check_format
 
 _log = logging.getLogger("keras_paragrad")
 # Reports are processed in batches of this many, or after this many seconds.
-_TOGETHER, _SECONDS = 32, 2.0
+_MOST_PENDING, _FLUSH_SECONDS = 32, 2.0
 
 
 class GradientTelemetry(keras.callbacks.Callback):
@@ -89,7 +89,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         self.exploding = check_number("exploding", exploding, above=1, finite=False, example=1e3)
         self.patience = check_integer("patience", patience, example=3)
         self.layers: tuple[str, ...] = ()
-        self._recent: deque[tuple[np.ndarray, int]] = deque(maxlen=_TOGETHER)
+        self._recent: deque[tuple[np.ndarray, int]] = deque(maxlen=_MOST_PENDING)
         self._meter: Meter | None = None
         self._watched: Any = None
         self._sinks: Sinks | None = None
@@ -116,7 +116,7 @@ class GradientTelemetry(keras.callbacks.Callback):
             self._sinks.name(self._reader.weights, self.layers)
         self._vectors: list[np.ndarray] = []
         self._epochs: list[int] = []
-        self._worked_up = time.monotonic()
+        self._flushed = time.monotonic()
         self._updates_before, self._ran, self._reported = self._updates(), False, False
         builder.fill(telemetry=self._meter)
         builder.build()
@@ -136,15 +136,15 @@ class GradientTelemetry(keras.callbacks.Callback):
         """Adds the values of the latest report to the epoch's logs, and writes all pending reports."""
         if self._meter:
             self._meter.read()
-            self._work_up()
+            self._flush()
         if logs is not None:
             logs.update(self._logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Closes the files, logs if there was nothing to report, and restores the model's training step."""
-        self._work_up()
+        self._flush()
         if self._ran and not self._reported:
-            _log.warning("GradientTelemetry reported no update: %s", self._why_nothing())
+            _log.warning("GradientTelemetry reported no update: %s", self._why_no_update())
         if self._sinks:
             self._sinks.close()
         StepBuilder.of(self.model).fill(telemetry=None)
@@ -172,7 +172,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         model: Any = self.model
         return int(model.optimizer.iterations.numpy())
 
-    def _why_nothing(self) -> str:
+    def _why_no_update(self) -> str:
         model: Any = self.model
         before, now = self._updates_before, self._updates()
         if not model.trainable_variables:
@@ -203,11 +203,11 @@ class GradientTelemetry(keras.callbacks.Callback):
         if self._scales:
             shown["loss_scale"] = float(vector[2])
         self._logs = shown
-        if len(self._vectors) >= _TOGETHER or time.monotonic() - self._worked_up > _SECONDS:
-            self._work_up()
+        if len(self._vectors) >= _MOST_PENDING or time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._flush()
 
-    def _work_up(self) -> None:
-        self._worked_up = time.monotonic()
+    def _flush(self) -> None:
+        self._flushed = time.monotonic()
         if not self._vectors:
             return
         reports = self._reader.read(np.stack(self._vectors), self._epochs)

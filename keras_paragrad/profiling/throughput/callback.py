@@ -10,7 +10,7 @@ import keras
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.telemetry.counts import batch_spec, gradient_graph
 from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
-from keras_paragrad.profiling.memory import device_memory, host_memory, says_host_memory
+from keras_paragrad.profiling.memory import can_read_host_memory, device_memory, host_memory
 from keras_paragrad.profiling.stops import Stops
 from keras_paragrad.profiling.throughput.files import Files, collective_share
 from keras_paragrad.profiling.throughput.flops import flops_of
@@ -91,7 +91,7 @@ class Throughput(keras.callbacks.Callback):
         self.flops = peak_flops is not None if counts is None else counts
         self.figures: dict[str, float] = {}
         self._shown: dict[str, float] = {}
-        self._host_memory = says_host_memory()
+        self._host_memory = can_read_host_memory()
         self._clock: Clock | None = None
         self._files: Files | None = None
         self._known: Any = None
@@ -120,7 +120,7 @@ class Throughput(keras.callbacks.Callback):
             inside = function.function if isinstance(function, Clock) else function
             self._retraces.watch(inside)
             self._per_call = self.model.steps_per_execution
-            self.model.train_function = self._clock = Clock(inside, self._call_ended, self._leave)
+            self.model.train_function = self._clock = Clock(inside, self._on_call_end, self._remove_clock)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the latest figures to the batch's logs."""
@@ -133,15 +133,15 @@ class Throughput(keras.callbacks.Callback):
         if self._last and (self.params.get("steps") is not None or self._per_call == 1):
             self._times.add(self._last)
         if self._ended:
-            self._bring_up_to_date(self._ended)
+            self._refresh(self._ended)
         if logs is not None:
             logs.update(self.figures)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Closes the files and removes the clock."""
-        self._leave()
+        self._remove_clock()
 
-    def _leave(self) -> None:
+    def _remove_clock(self) -> None:
         if self._clock is not None and self.model.train_function is self._clock:
             self.model.train_function = self._clock.function
         self._clock = None
@@ -149,7 +149,7 @@ class Throughput(keras.callbacks.Callback):
             self._files.close()
             self._files = None
 
-    def _call_ended(self, iterator: Any, began: float, ended: float) -> None:
+    def _on_call_end(self, iterator: Any, began: float, ended: float) -> None:
         # This runs in every step.
         if self._last:
             self._times.add(self._last)
@@ -160,22 +160,22 @@ class Throughput(keras.callbacks.Callback):
         compiled = self._first or self._retraces.happened()
         self._last = None
         if compiled:
-            self._pace.leave_out(ended - (self._ended or self._pace.began), steps)
+            self._pace.exclude(ended - (self._ended or self._pace.began), steps)
         else:
             self._last = (ended - self._ended - stopped if self._ended else ended - began) / steps
-            self._pace.leave_out(stopped)
+            self._pace.exclude(stopped)
         self._ended = ended
         if compiled or stopped:
-            self._say_what_is_left_out(compile_s=compiled * (ended - began), profiler_s=stopped)
+            self._write_excluded(compile_s=compiled * (ended - began), profiler_s=stopped)
         if compiled:
             self._compiled(iterator, ended, steps)
         elif ended - self._pace.began > self.interval:
-            self._bring_up_to_date(ended)
+            self._refresh(ended)
 
-    def _say_what_is_left_out(self, **seconds: float) -> None:
+    def _write_excluded(self, **seconds: float) -> None:
         if self._files:
             found = {name: value for name, value in seconds.items() if value}
-            self._files.left_out(self._pace.updates(), self._epoch, found)
+            self._files.excluded(self._pace.updates(), self._epoch, found)
 
     def _steps_of_call(self) -> int:
         left = self.params.get("steps")
@@ -184,7 +184,7 @@ class Throughput(keras.callbacks.Callback):
     def _compiled(self, iterator: Any, ended: float, steps: int) -> None:
         again = self._retraces.look()
         if again:
-            self._say_again(again)
+            self._report_retraces(again)
         if self._first:
             self._first_call(iterator, ended, steps)
 
@@ -207,13 +207,13 @@ class Throughput(keras.callbacks.Callback):
             _log.warning("Throughput can't count this model's FLOPs: %s", error)
             return None
 
-    def _say_again(self, again: Any) -> None:
+    def _report_retraces(self, again: Any) -> None:
         for trace in again:
             _log.warning("%s was retraced, which takes time, for %s.", *trace)
         if self._files:
             self._files.retraced(self._pace.updates(), again)
 
-    def _bring_up_to_date(self, now: float) -> None:
+    def _refresh(self, now: float) -> None:
         rates = self._pace.rates(now)
         steps = rates.pop("steps_per_second", None)
         p50, p95 = self._times.percentiles()

@@ -37,7 +37,7 @@ class Files:
         tags = [f"throughput/{name}" for name in figures]
         self._guarded(lambda: self._scalars.append(np.array([step]), tags, values))
 
-    def left_out(self, step: int, epoch: int, seconds: Mapping[str, float]) -> None:
+    def excluded(self, step: int, epoch: int, seconds: Mapping[str, float]) -> None:
         """Writes to the table only how long the excluded parts took, by name."""
         labels, values = [(name,) for name in seconds], np.array([list(seconds.values())], float)
         self._guarded(lambda: self._table.append([step], [epoch], labels, values))

@@ -28,7 +28,7 @@ class Pace:
     def begin(self, now: float, steps: int = 0) -> None:
         """Restarts counting, `steps` steps into the epoch."""
         self.began, self.steps, self._from = now, steps, steps
-        self._steps_left_out = 0
+        self._excluded_steps = 0
         self._examples, self.update = self.examples() if steps else 0.0, self.updates()
 
     def examples(self) -> float | None:
@@ -43,10 +43,10 @@ class Pace:
         """How many updates the optimizer has made."""
         return int(self.model.optimizer.iterations.numpy())
 
-    def leave_out(self, seconds: float, steps: int = 0) -> None:
+    def exclude(self, seconds: float, steps: int = 0) -> None:
         """Excludes some time, and the steps that ran in it, from the next rates."""
         self.began += seconds
-        self._steps_left_out += steps
+        self._excluded_steps += steps
 
     def rates(self, now: float) -> dict[str, float | None]:
         """Examples, updates and steps per second since the last call; restarts counting.
@@ -55,7 +55,7 @@ class Pace:
         """
         seconds = now - self.began
         steps = self.steps - self._from
-        counted = steps - self._steps_left_out
+        counted = steps - self._excluded_steps
         if seconds <= 0 or counted <= 0:
             return dict(self._rates)
         examples, updates, share = self.examples(), self.updates(), counted / steps
@@ -66,5 +66,5 @@ class Pace:
             "steps_per_second": counted / seconds,
         }
         self.began, self._from, self._examples, self.update = now, self.steps, examples, updates
-        self._steps_left_out = 0
+        self._excluded_steps = 0
         return dict(self._rates)

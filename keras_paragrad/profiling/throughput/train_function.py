@@ -19,16 +19,16 @@ class Clock:
     Args:
         function: The train function.
         ended: Called after each call that ran, with the iterator and the times before and after.
-        broke_off: Called when a call fails, of which Keras doesn't notify callbacks.
+        failed: Called when a call fails, of which Keras doesn't notify callbacks.
     """
 
     def __init__(
         self,
         function: Callable[[Any], Any],
         ended: Callable[[Any, float, float], None],
-        broke_off: Callable[[], None],
+        failed: Callable[[], None],
     ) -> None:
-        self.function, self.ended, self.broke_off = function, ended, broke_off
+        self.function, self.ended, self.failed = function, ended, failed
 
     def __call__(self, iterator: Any) -> Any:
         began = time.perf_counter()
@@ -37,7 +37,7 @@ class Clock:
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
         except BaseException:
-            self.broke_off()
+            self.failed()
             raise
         self.ended(iterator, began, time.perf_counter())
         return logs

@@ -7,7 +7,7 @@ from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.windows import WindowTracer
 
 
-class Following:
+class WindowScheduler:
     """Opens and closes trace windows by schedule and on demand.
 
     Args:
@@ -15,23 +15,23 @@ class Following:
         tracer: Traces the windows.
 
     Attributes:
-        asked: Whether a window has been requested.
+        requested: Whether a window has been requested.
     """
 
     def __init__(self, schedule: ProfileSchedule | None, tracer: WindowTracer):
         self.schedule = schedule
         self.tracer = tracer
-        self.asked = False
+        self.requested = False
         self._index = 0
 
-    def next_turn(self, batch: int) -> float:
-        """The batch count at which `turn` has to be called next.
+    def next_due(self, batch: int) -> float:
+        """The batch count at which `advance` has to be called next.
 
         Args:
             batch: How many batches have run.
         """
         if self.tracer.window is not None:
-            return self.tracer.next_turn()
+            return self.tracer.next_due()
         window = self._scheduled()
         while window is not None and window.end <= batch:
             # Another window or an evaluation overlapped it.
@@ -39,7 +39,7 @@ class Following:
             window = self._scheduled()
         return math.inf if window is None else window.warmup
 
-    def turn(self, batch: int) -> ProfileSummary | None:
+    def advance(self, batch: int) -> ProfileSummary | None:
         """Opens or closes a window before a call, if due.
 
         Args:
@@ -49,19 +49,19 @@ class Following:
             The summary of the window that was closed, or `None`.
         """
         closed = None
-        if self.tracer.window is not None and not self.tracer.turn(batch):
+        if self.tracer.window is not None and not self.tracer.advance(batch):
             closed = self.tracer.close(batch)
         if self.tracer.window is None:
             window = self._due(batch)
             if window is not None:
                 self.tracer.open(window, batch)
-                self.tracer.turn(batch)
+                self.tracer.advance(batch)
         return closed
 
     def _due(self, batch: int) -> TraceWindow | None:
         """The window to open now: a requested one, or the schedule's."""
-        if self.asked:
-            self.asked = False
+        if self.requested:
+            self.requested = False
             return (self.schedule or DEFAULT).window_at(batch)
         window = self._scheduled()
         if window is None or not window.warmup <= batch < window.end:
