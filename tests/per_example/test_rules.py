@@ -32,7 +32,9 @@ def test_a_rule_is_the_loop(kind, data):
 
 
 # One rule for all, so that a few cases of each do.
-@pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in ("ConvLSTM1D", "ConvLSTM3D"))) for kind in LOOPS]
+)
 @examples(2)
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_the_generic_rule_is_the_loop(kind, data):

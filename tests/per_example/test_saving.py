@@ -22,7 +22,8 @@ def inner():
 
 def compiled(**options):
     model = wrap(inner(), **options)
-    model.compile(keras.optimizers.Adam(0.01), "mse")
+    # Tracing takes longer than a few small steps.
+    model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=True)
     return model
 
 
@@ -52,6 +53,7 @@ def test_training_goes_on_after_loading(form, tmp_path):
 
 def test_nothing_of_a_step_is_saved():
     model = compiled(quantity="gradients")
+    model.run_eagerly = False
     model.fit(X, Y, verbose=0)
     assert len(model.weights) == 4
     assert len(model.trainable_variables) == 4

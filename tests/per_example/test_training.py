@@ -97,9 +97,10 @@ def test_what_is_left_is_the_last_batch_s_loop(quantity, execution, rows, reduct
         assert gradient_error(layer.second_moment, squares, np.square(norms_of(theirs)).sum()) < 1e-6
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("quantity", ["norms", "gradients", "second_moment"])
-@pytest.mark.parametrize("optimizer", ["Adam", "SGD", "Muon"])
+@pytest.mark.parametrize(
+    ("optimizer", "quantity"),
+    [("Adam", "norms"), ("SGD", "gradients"), pytest.param("Muon", "second_moment", marks=pytest.mark.long)],
+)
 def test_training_is_the_same_to_the_bit(quantity, optimizer):
     weights = []
     for options in (None, {"quantity": quantity}):
@@ -130,6 +131,7 @@ def clipped_by_the_loop(model, optimizer, clip, reduction, rows, weighted, regul
         optimizer.apply([a + b for a, b in zip(sums, penalties, strict=True)], model.trainable_variables)
 
 
+@examples(3)
 @hypothesis.given(
     execution=st.sampled_from(EXECUTIONS),
     optimizer=st.sampled_from(OPTIMIZERS),
@@ -187,9 +189,8 @@ def test_an_activity_regularizer_counts_as_part_of_the_loss():
 
 
 # What half precision rounds: 10 bits of a float16 and 7 of a bfloat16, over a few layers.
-@pytest.mark.covering
 @pytest.mark.parametrize(("policy", "tolerance"), [("mixed_float16", 4e-3), ("mixed_bfloat16", 3e-2)])
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_half_precision(policy, tolerance, jit_compile):
     keras.config.set_dtype_policy(policy)
     try:

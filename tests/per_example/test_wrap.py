@@ -1,5 +1,7 @@
 """`wrap` of models as others make them: compiled, trained, of KerasHub, with methods of their own."""
 
+import functools
+
 import keras
 import keras_hub
 import numpy as np
@@ -96,6 +98,11 @@ def trained(model, x, y, fit=keras.Model.fit, callbacks=None, **compile_argument
     return history, [variable.numpy() for variable in model.trainable_variables]
 
 
+@functools.cache
+def fitted_by_keras():
+    return trained(*made(fitted), metrics=["accuracy"], run_eagerly=True)
+
+
 def check_alike(ours, theirs, tolerance=1e-6):
     assert ours[0].keys() == theirs[0].keys()
     for name, values in theirs[0].items():
@@ -137,7 +144,7 @@ def test_tasks_of_keras_hub(make):
     "execution", [{"jit_compile": True}, {"run_eagerly": True}, {"steps_per_execution": 2}], ids=str
 )
 def test_executions(execution):
-    theirs = trained(*made(fitted), metrics=["accuracy"], run_eagerly=True)
+    theirs = fitted_by_keras()
     model, x, y = made(fitted)
     check_alike(trained(wrap(model), x, y, metrics=["accuracy"], **execution), theirs)
 
@@ -191,7 +198,7 @@ def test_a_compiled_model_saved_and_loaded(tmp_path):
 
 @pytest.mark.own_process
 def test_a_compiled_model_on_replicas(mirrored):
-    theirs = trained(*made(fitted), metrics=["accuracy"], run_eagerly=True)
+    theirs = fitted_by_keras()
     with mirrored.scope():
         model, x, y = made(fitted)
         wrapped = wrap(model)
