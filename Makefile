@@ -30,22 +30,22 @@ USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
 
-# In two parts: XLA keeps what it compiles as long as a process lasts, and per_example compiles most.
+# In two parts, and the second even if the first fails: XLA keeps what it compiles as long as a process lasts, and
+# per_example compiles most.
 PYTEST := $(BIN)/python -P -m pytest -n 2 --dist worksteal --durations 25
+in-two-parts = status=0; $(1) tests/per_example || status=1; $(1) --ignore tests/per_example || status=1; exit $$status
 
 test: .venv/.wheel
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(PYTEST) tests/per_example
-	$(PYTEST) --ignore tests/per_example
+	$(call in-two-parts,$(PYTEST))
 	$(BIN)/python -P -m pytest --doctest-modules --pyargs keras_paragrad
 
 # The tests that take too long for every change as well: each model of others in each way to train it, all combinations
 # of parameters, many cases where cases are drawn, and XLA as users have it.
 test-all: test
-	XLA_FLAGS= CASES=10 $(PYTEST) -m 'long or hypothesis' tests/per_example
-	XLA_FLAGS= CASES=10 $(PYTEST) -m 'long or hypothesis' --ignore tests/per_example
+	$(call in-two-parts,XLA_FLAGS= CASES=10 $(PYTEST) -m 'long or hypothesis')
 
 # Plants faults in a copy of the package, one at a time, and shows which test finds each. Some of them, by a part of their
 # name: `make mutants FAULTS="all-reduced"`.
