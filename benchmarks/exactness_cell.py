@@ -100,6 +100,8 @@ class Training:
 
     def one_device(self):
         model = self.model()
+        # Tracing takes longer than these steps.
+        model.run_eagerly = True
         model.fit(self.dataset(self.whole), **self.arguments)
         return model.get_weights()
 

@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from exactness_cell import AXES, TIME_LIMIT, completed, environments, holds, train, worst
+from exactness_cell import AXES, DEVICES, TIME_LIMIT, completed, environments, holds, train, worst
 from exactness_matrix import cells_covering
 from own_process import call
 
@@ -15,14 +15,20 @@ CELLS = cells_covering(2)
 
 
 def few_of(cells):
-    """Indices of as few cells as have every setting, in float32, whose bound is tight, and one in float16."""
+    """Indices of few cells that have every setting, in float32, whose bound is tight, and one in float16."""
     left = {(name, value) for name, values in AXES.items() for value in values if (name, value) != HALF}
     chosen = [index for index, cell in enumerate(cells) if HALF in cell.items() and cell["accumulation"] == "on"][:1]
     strict = [index for index, cell in enumerate(cells) if HALF not in cell.items()]
     while left:
-        chosen.append(max(strict, key=lambda index: len(left & cells[index].items())))
+        chosen.append(max(strict, key=lambda index: len(left & cells[index].items()) - cost(cells[index])))
         left -= cells[chosen[-1]].items()
     return chosen
+
+
+def cost(cell):
+    """How long a cell takes beside others: each replica is traced, and XLA takes twice as long as that."""
+    processes = 2 if "workers" in cell["replicas"] else 1
+    return processes * DEVICES[cell["replicas"]] * (3 if cell["jit"] == "on" else 1) / 6
 
 
 HALF = ("precision", "mixed_float16")
