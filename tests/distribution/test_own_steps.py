@@ -30,7 +30,7 @@ def test_numbers_of_whole_batches_need_to_be_told_what_they_divide_by():
     with dist.scope():
         model = own_steps.model(own_steps.Loss, run_eagerly=True)
     dist.prepare(model)
-    with pytest.raises(ValueError, match=r"what the update of 'own' divides by.*\(..., weighting='examples'"):
+    with pytest.raises(ValueError, match=r"normalizer of the update of 'own' is unknown.*\(..., weighting='examples'"):
         model.evaluate(dist.dataset(*own_steps.data(), batch_size=7), verbose=0)
 
 
@@ -66,5 +66,5 @@ def test_what_compute_metrics_adds_has_to_be_had_of_parts():
     assert fitted(own_steps.PerplexityOfParts, 3)["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
     # Of whole batches, Keras's way is kept.
     assert fitted(own_steps.Perplexity, 100)["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
-    with pytest.raises(ValueError, match="compute_metrics of Perplexity returns.*override it too"):
+    with pytest.raises(ValueError, match="compute_metrics of Perplexity returns.*Override that too"):
         fitted(own_steps.Perplexity, 3)
