@@ -1,9 +1,14 @@
 """Trainings to profile, and what xprof's own tools say about their traces."""
 
+import contextlib
+import io
 import json
 import logging
+import os
 import resource
+import signal
 import time
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -11,6 +16,7 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from xprof.convert.raw_to_tool_data import xspace_to_tool_data
 
+from keras_paragrad import DistributedFit
 from keras_paragrad.profiling.schedule import ProfileSchedule
 from keras_paragrad.profiling.tracer import Profiler
 
@@ -49,6 +55,54 @@ def dataset(batches, known=True, milliseconds=0.0):
     return data if known else data.filter(lambda x, y: True)
 
 
+class Worker(NamedTuple):
+    """What a worker found and said."""
+
+    windows: int
+    printed: str
+    logged: list[str]
+
+
+class AskTheSecond(keras.callbacks.Callback):
+    """Asks the second worker for a window."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3 and self.model.distribute_strategy.cluster_resolver.task_id == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def profiled_by_worker(arguments):
+    """Profiles a training with another worker; called in a process of its own.
+
+    Args:
+        arguments: The log directory, and the batches in a call.
+
+    Returns:
+        A `Worker`.
+    """
+    log_dir, per_call = arguments
+    said = logged()
+    dist = DistributedFit(startup_timeout=60)
+    with dist.scope():
+        training = keras.Sequential([keras.Input((6,)), keras.layers.Dense(16, name="hidden"), keras.layers.Dense(1)])
+        training.compile("adam", "mse", steps_per_execution=per_call)
+    x = np.random.default_rng(0).normal(size=(330, 6)).astype("float32")
+    schedule = ProfileSchedule(skip_first=6, warmup=1, active=8, repeat=3)
+    callback = Profiler(log_dir, schedule, report=None, keep=2)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        dist.fit(training, x, x[:, :1], batch_size=10, verbose=0, callbacks=[AskTheSecond(), callback])
+    return Worker(len(callback.summaries), printed.getvalue(), said)
+
+
+def logged():
+    """A list of what the package logs from here on."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("keras_paragrad").addHandler(handler)
+    return said
+
+
 def trained_on_a_full_disk(log_dir):
     """Profiles a training while no file may grow; called in a process of its own.
 
@@ -58,10 +112,7 @@ def trained_on_a_full_disk(log_dir):
     Returns:
         The updates made, the windows that were traced, and what was logged of it.
     """
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("keras_paragrad").addHandler(handler)
+    said = logged()
     schedule = ProfileSchedule(skip_first=4, warmup=1, active=4)
     callback = Profiler(log_dir, schedule, summary=False, report=None)
     training = model()

@@ -64,13 +64,13 @@ def browser(driver):
     return driver
 
 
-@pytest.fixture
-def tensorboard(tmp_path):
+@pytest.fixture(scope="module")
+def tensorboard(tmp_path_factory):
     """Starts TensorBoard on a log directory, and returns its address."""
     started = []
 
     def start(log_dir):
-        output = tmp_path / "tensorboard.txt"
+        output = tmp_path_factory.mktemp("tensorboard") / "printed.txt"
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(log_dir), "--host", "127.0.0.1"]
         with output.open("w") as file:
             process = subprocess.Popen(

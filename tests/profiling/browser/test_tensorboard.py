@@ -61,11 +61,29 @@ def times(text):
     return {name: float(milliseconds) for name, milliseconds in found}
 
 
-@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "jit"])
-def test_every_window_is_listed_and_the_overview_has_step_times(browser, tensorboard, tmp_path, jit_compile):
+@pytest.fixture(scope="module")
+def address(tensorboard, tmp_path_factory):
+    """The address of a TensorBoard on two trainings with windows and one with scalars, which takes seconds to start."""
+    logs = tmp_path_factory.mktemp("logs")
     for name in ("one", "other"):
-        fit([profiler(tmp_path / "logs" / name)], jit_compile)
-    text = profile_page(browser, tensorboard(tmp_path / "logs"))
+        fit([profiler(logs / name)])
+    fit([GradientTelemetry(logs / "scalars", every=1), Throughput(logs / "scalars")])
+    return tensorboard(logs)
+
+
+def test_every_window_is_listed_and_the_overview_has_step_times(browser, address):
+    assert_windows(browser, address)
+
+
+@pytest.mark.long
+def test_every_window_of_compiled_steps_is_listed(browser, tensorboard, tmp_path):
+    for name in ("one", "other"):
+        fit([profiler(tmp_path / "logs" / name)], jit_compile=True)
+    assert_windows(browser, tensorboard(tmp_path / "logs"))
+
+
+def assert_windows(browser, address):
+    text = profile_page(browser, address)
     assert re.search(r"Sessions \(2\)\s+(one|other)/\d{4}_\d\d_\d\d", text)
     assert NO_STEPS not in text
     found = times(text)
@@ -82,12 +100,10 @@ def test_the_overview_of_kerass_callback_has_none(browser, tensorboard, tmp_path
     assert sum(times(text).values()) == 0
 
 
-def test_our_scalars_are_on_their_tab(browser, tensorboard, tmp_path):
-    log_dir = tmp_path / "logs"
-    fit([GradientTelemetry(log_dir, every=1), Throughput(log_dir)])
+def test_our_scalars_are_on_their_tab(browser, address):
     cards = ("telemetry/gradient_norm", "telemetry/learning_rate", "throughput/examples_per_second")
     # Without a filter, groups of cards are folded up; and cards that can't be seen are not drawn.
-    browser.get(f"{tensorboard(log_dir)}?tagFilter={'|'.join(cards)}#timeseries")
+    browser.get(f"{address}?tagFilter={'|'.join(cards)}#timeseries")
 
     def text():
         found = browser.find_element(By.TAG_NAME, "body").text
