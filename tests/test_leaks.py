@@ -76,7 +76,7 @@ def left_behind(make):
 
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_left_of_a_model(case):
-    left_behind(CASES[case])  # what is made once in a process
+    # What is made once in a process is there both times.
     assert left_behind(CASES[case]) == left_behind(CASES[case])
 
 
