@@ -247,7 +247,7 @@ def test_a_signal_asks_for_a_window(tmp_path):
 
 
 def test_a_touched_file_asks_for_a_window(tmp_path, monkeypatch):
-    monkeypatch.setattr(on_demand, "SECONDS_BETWEEN_LOOKS", 0.2)
+    monkeypatch.setattr(on_demand, "POLL_SECONDS", 0.2)
     callback = profiler(tmp_path, None)
     asks = Asks((tmp_path / "profile-now").touch)
     profiled.model().fit(profiled.dataset(60, milliseconds=20), shuffle=False, verbose=0, callbacks=[callback, asks])
@@ -256,7 +256,7 @@ def test_a_touched_file_asks_for_a_window(tmp_path, monkeypatch):
 
 
 def test_a_file_from_before_asks_for_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(on_demand, "SECONDS_BETWEEN_LOOKS", 0.2)
+    monkeypatch.setattr(on_demand, "POLL_SECONDS", 0.2)
     (tmp_path / "profile-now").touch()
     callback = profiler(tmp_path, None)
     profiled.model().fit(profiled.dataset(30, milliseconds=20), shuffle=False, verbose=0, callbacks=[callback])

@@ -48,7 +48,7 @@ def test_a_result_that_died_with_its_worker_is_fetched_when_the_step_was_taken_a
 def test_one_that_stays_lost_is_said_and_forgotten():
     dispatcher, arrived = Dispatcher(Coordinator(), workers=1), []
     future = dispatcher.send(lambda value: Remote(value, failures=9), 3, arrived.append)
-    with pytest.raises(RuntimeError, match="called off. UnavailableError: it is gone$"):
+    with pytest.raises(RuntimeError, match="cancelled. UnavailableError: it is gone$"):
         dispatcher.join()
     assert future.done() and arrived == []
     dispatcher.send(Remote, 4, arrived.append)
