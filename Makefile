@@ -32,7 +32,8 @@ demo: .venv/.demo
 
 # In two parts, and the second even if the first fails: XLA keeps what it compiles as long as a process lasts, and
 # per_example compiles most.
-PYTEST := $(BIN)/python -P -m pytest -n 2 --dist worksteal --durations 25
+# With three workers two cores are busy: a fifth of the time of two is spent waiting for other processes.
+PYTEST := $(BIN)/python -P -m pytest -n 3 --dist worksteal --durations 25
 in-two-parts = status=0; $(1) tests/per_example || status=1; $(1) --ignore tests/per_example || status=1; exit $$status
 
 test: .venv/.wheel
