@@ -1,8 +1,10 @@
-"""Lazy imports of a package's public names."""
+"""Imports of a package's public names when they are asked for, and of all its modules."""
 
 import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 
@@ -30,3 +32,10 @@ def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], An
         return namespace[name]
 
     return get, lambda: sorted({*namespace, *modules})
+
+
+def modules_of(package: ModuleType) -> list[ModuleType]:
+    """Imports every module of a package, in alphabetical order: what is added to the folder is found."""
+    return [
+        importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)
+    ]

@@ -29,6 +29,16 @@ def split_for_validation(x: Any, y: Any, sample_weight: Any, share: float) -> tu
 class OwnAdapter(DataAdapter):
     """What Keras's trainer reads without an adapter of its own; see `DataAdapter` for what it asks of it."""
 
+    @property
+    def has_partial_batch(self) -> bool | None:
+        """Unknown; a `DataAdapter` has to answer."""
+        return None
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        """Unknown, as `has_partial_batch`."""
+        return None
+
 
 def adapter_of(x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
     """What Keras reads some data with: a `DataAdapter`, or an error if it can't."""

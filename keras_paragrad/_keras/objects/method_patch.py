@@ -1,5 +1,6 @@
 """Methods that are replaced while a step is traced, for all replicas together."""
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -7,16 +8,16 @@ from typing import Any, TypeVar
 Made = TypeVar("Made", bound="MethodPatch")
 
 
-class MethodPatch:
+class MethodPatch(abc.ABC):
     """Methods of objects, patched from when the first replica enters until the last one leaves."""
 
     def __init__(self):
         self.inside = 0
         self._replaced = contextlib.ExitStack()
 
+    @abc.abstractmethod
     def patch_all(self) -> None:
         """Replaces what is to be replaced."""
-        raise NotImplementedError
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replaces a method or an attribute of one object until the last replica has left."""

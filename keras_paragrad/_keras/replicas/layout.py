@@ -69,7 +69,7 @@ def combined(
     for place, variable in enumerate(variables):
         places.setdefault(layout_of(variable), []).append(place)
     whole = places.pop(_REPLICATED, [])
-    summed = sum_over_replicas([*(found[place] for place in whole), *beside])
+    summed = _REPLICATED.combine([*(found[place] for place in whole), *beside])
     totals = [(whole, summed[: len(whole)])]
     totals += [(those, layout.combine([found[place] for place in those])) for layout, those in places.items()]
     for those, values in totals:

@@ -96,13 +96,13 @@ class _Window(MethodPatch):
         def shown(gradients, trainable_variables=None, **keywords):
             gradients = list(gradients)
             variables = None if trainable_variables is None else list(trainable_variables)
-            show(self._of_weights(gradients, variables))
+            show(self._without_contribution(gradients, variables))
             return original(gradients, variables, **keywords)
 
         self.replace(optimizer, "apply", shown)
 
-    def _of_weights(self, gradients: Sequence[Any], variables: Sequence[Any] | None) -> Sequence[Any]:
-        """The gradients without what tells an accumulating optimizer what they count for."""
+    def _without_contribution(self, gradients: Sequence[Any], variables: Sequence[Any] | None) -> Sequence[Any]:
+        """The gradients without the `Contribution` that an accumulating optimizer gets beside them."""
         accumulator = accumulating(self.optimizer)
         if accumulator is None or variables is None or not self.optimizer.built:
             return gradients

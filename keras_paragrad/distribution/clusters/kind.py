@@ -1,11 +1,10 @@
 """Cluster kinds: what starts the processes of a cluster, and how it describes the cluster to each of them."""
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from keras_paragrad.distribution import clusters
+from keras_paragrad.exports import modules_of
 
 
 class Found(NamedTuple):
@@ -58,9 +57,8 @@ def cluster_kinds() -> list[ClusterKind]:
     >>> [kind.source for kind in cluster_kinds()]
     ['TF_CONFIG', 'SageMaker', 'Kubernetes', 'Slurm']
     """
-    names = [module.name for module in pkgutil.iter_modules(clusters.__path__)]
-    modules = [vars(importlib.import_module(f"{clusters.__name__}.{name}")) for name in names]
-    return sorted((module["KIND"] for module in modules if "KIND" in module), key=lambda kind: kind.precedence)
+    kinds = (module.KIND for module in modules_of(clusters) if hasattr(module, "KIND"))
+    return sorted(kinds, key=lambda kind: kind.precedence)
 
 
 def sources_in_words() -> str:

@@ -58,14 +58,6 @@ class DistributedData(OwnAdapter):
         return self._source.batch_size
 
     @property
-    def has_partial_batch(self) -> bool | None:
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        return None
-
-    @property
     def element_spec(self) -> Any:
         """The nested `tf.TypeSpec` of a step's input: one for each replica on this worker."""
         return self._feed.element_spec

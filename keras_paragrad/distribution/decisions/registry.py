@@ -1,13 +1,12 @@
 """The functions that decide: found in the modules of this folder, and called in the order that each states."""
 
-import importlib
 import inspect
-import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from keras_paragrad.distribution import decisions
 from keras_paragrad.distribution.decisions.decision import Decision
+from keras_paragrad.exports import modules_of
 
 Decide = TypeVar("Decide", bound=Callable[..., Decision])
 
@@ -63,6 +62,5 @@ def decides(order: int, *, alike: bool = True) -> Callable[[Decide], Decide]:
 
 def deciders() -> list[Decider]:
     """The functions that decide, in order."""
-    for module in pkgutil.iter_modules(decisions.__path__):
-        importlib.import_module(f"{decisions.__name__}.{module.name}")
+    modules_of(decisions)
     return sorted(_DECIDERS.values(), key=lambda decider: decider.order)

@@ -32,14 +32,6 @@ class PredictedAhead(OwnAdapter):
     def batch_size(self) -> int | None:
         return self._data.batch_size
 
-    @property
-    def has_partial_batch(self) -> bool | None:
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        return None
-
     def get_tf_dataset(self) -> tf.distribute.DistributedDataset:
         """The dataset for Keras's trainer, which uses a `DistributedDataset` as is."""
         return self._feed

@@ -1,5 +1,6 @@
 """Linear maps: the sums over positions shared by dense, einsum and convolution layers."""
 
+import abc
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -107,7 +108,7 @@ class Product(NamedTuple):
         return Product(self.left, self.right * tf.reshape(weights, [-1, 1, 1, 1])).sum()
 
 
-class Linear(Rule):
+class Linear(Rule, abc.ABC):
     """The base class of rules for layers that multiply by a kernel and may add a bias.
 
     With inputs a and cotangents d at positions t, an example's gradient is g = sum_t a_t d_t'. |g|^2 is computed from
@@ -118,13 +119,13 @@ class Linear(Rule):
 
     before_activation = True
 
+    @abc.abstractmethod
     def product(self, call: Call) -> Product:
         """The kernel gradient of a call, in factored form."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def kernel(self, layer: Any, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
         """Reshapes `(..., groups, rows, columns)` to the kernel's layout `(..., *kernel.shape)`."""
-        raise NotImplementedError
 
     def columns(self, call: Call) -> Sequence[int]:
         """The output axes that are the product's groups and columns; none if they don't match."""
