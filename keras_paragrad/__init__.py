@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
     from keras_paragrad.profiling.throughput.callback import Throughput
     from keras_paragrad.profiling.tracer import Profiler
+    from keras_paragrad.sharding.recomputation import recompute
 
 __all__ = [
     "AccumulatingOptimizer",
@@ -49,6 +50,7 @@ __all__ = [
     "microbatch",
     "per_example_gradients",
     "per_example_norms",
+    "recompute",
     "wrap",
     "write_report",
 ]
@@ -78,6 +80,8 @@ __getattr__, __dir__ = lazily(
         "per_example_gradients": "per_example",
         "per_example_norms": "per_example",
         "profiling": "profiling",
+        "recompute": "sharding",
+        "sharding": "sharding",
         "wrap": "per_example",
         "write_report": "profiling",
     },

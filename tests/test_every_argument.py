@@ -141,6 +141,10 @@ def model() -> keras.Model:
     return made
 
 
+def named_model() -> keras.Model:
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="dense")])
+
+
 def fit(**arguments: Any) -> Any:
     return keras_paragrad.DistributedFit("none").fit(**arguments)
 
@@ -383,6 +387,9 @@ PUBLIC = {
         {"model": NOTHING, "data": ELSEWHERE, "strategy": NONE, "shard_policy": AUTO},
         {"model": lambda: keras.Sequential([keras.Input((2,)), keras.layers.Normalization()]), "data": ROWS},
         costs=True,
+    ),
+    "recompute": Called(
+        keras_paragrad.recompute, {"model": NOTHING, "layers": NOTHING}, {"model": named_model, "layers": ["dense"]}
     ),
     "register_rule": Called(lambda layers: register_rule(layers), {"layers": NOTHING}),
     "with_one_writer": Called(

@@ -16,6 +16,7 @@ BELOW = {
     "accumulation": set(),
     "per_example": set(),
     "inputs": set(),
+    "sharding": {"per_example"},
     "distribution": {"accumulation"},
     "profiling": {"distribution", "accumulation"},
     "commands": {"distribution", "profiling"},

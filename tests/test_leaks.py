@@ -36,6 +36,14 @@ def in_slices():
     return fitted(model)
 
 
+def recomputed_in_slices():
+    model = small()
+    # Alone it leaves the training step to Keras, whose graphs stay.
+    ours.recompute(model, [model.layers[0]])
+    ours.microbatch(model, 4)
+    return fitted(model)
+
+
 def distributed():
     model = small()
     return fitted(model, fit=lambda *data, **more: ours.DistributedFit().fit(model, *data, **more))
@@ -57,6 +65,7 @@ CASES = {
     ),
     "telemetry": lambda: fitted(small(), [ours.GradientTelemetry(every=1)]),
     "microbatch": in_slices,
+    "recompute, in slices": recomputed_in_slices,
     "DistributedFit": distributed,
     "per_example_norms": norms,
 }

@@ -1,15 +1,16 @@
 """The state of a layer's call."""
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-from keras.src.backend.common.variables import AutocastScope
+from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from tensorflow.python.eager.record import could_possibly_record
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
@@ -68,6 +69,27 @@ def full_precision() -> Iterator[None]:
     """Reads weights as they are stored, whatever dtype the layer computes in."""
     with AutocastScope(None):
         yield
+
+
+class CallState:
+    """What layers know of the call around them when this is made: who called, whether to train, in which dtype."""
+
+    def __init__(self):
+        # Later calls change the context itself.
+        self.context = copy.copy(get_global_attribute("current_call_ctx"))
+        scope = get_autocast_scope()
+        self.dtype = scope and scope.dtype
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Context in which they find out the same, for a part of the call that runs again later."""
+        before = get_global_attribute("current_call_ctx")
+        set_global_attribute("current_call_ctx", copy.copy(self.context))
+        try:
+            with AutocastScope(self.dtype):
+                yield
+        finally:
+            set_global_attribute("current_call_ctx", before)
 
 
 @contextlib.contextmanager

@@ -69,6 +69,11 @@ class StepBuilder:
         else:
             self.model.__dict__.pop("make_train_function", None)
 
+    def retrace(self) -> None:
+        """Has the next step traced anew: layers of the model do something else when they are called."""
+        self._built.clear()
+        self.model.train_function = None
+
     def make_train_function(self, force: bool = False) -> None:
         """Replaces the model's `make_train_function` while a stage is filled."""
         of_callbacks = {"combine": None, "apply": None, "observe": None, "telemetry": None}

@@ -1,0 +1,316 @@
+"""Functions that run again in the backward pass, instead of keeping what it needs of the first run.
+
+A function is cut out of the step as a `tf.custom_gradient` of all that it reads: its tensors, its weights, and the
+state from before the call. So the second run draws the same numbers and changes nothing.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+from keras_paragrad._keras.objects.layers import (
+    CallState,
+    full_precision,
+    mask_of,
+    may_be_differentiated,
+    with_mask,
+)
+from keras_paragrad._keras.step.gradient_functions import keep_with_graphs
+from keras_paragrad._keras.step.stateful_ops import check_operations
+
+
+def stored(variable: keras.Variable) -> tf.Tensor:
+    """A weight as the step keeps it from the first run to the second; gradients are taken of it."""
+    return tf.identity(tf.convert_to_tensor(variable.value))
+
+
+def as_read(variable: keras.Variable, kept: tf.Tensor) -> tf.Tensor:
+    """A weight as layers read it, made in each of the two runs from what is kept."""
+    return kept
+
+
+class _Known(NamedTuple):
+    """What a function reads that is no argument of its.
+
+    Attributes:
+        weights: Trainable variables.
+        kept: How they are kept, one for each.
+        state: Other variables.
+        before: Their values before the call.
+    """
+
+    weights: list[keras.Variable]
+    kept: list[tf.Tensor]
+    state: list[keras.Variable]
+    before: list[tf.Tensor]
+
+    @classmethod
+    def of(cls, variables: Sequence[keras.Variable]) -> Self:
+        each = list({id(variable): variable for variable in variables}.values())
+        weights = [variable for variable in each if variable.trainable]
+        state = [variable for variable in each if not variable.trainable]
+        with full_precision():
+            before = [tf.identity(tf.convert_to_tensor(variable.value)) for variable in state]
+            return cls(weights, [stored(variable) for variable in weights], state, before)
+
+
+class _Reads(keras.StatelessScope):
+    """Context in which layers read variables from tensors, and which keeps what they assign.
+
+    Attributes:
+        missing: Variables that were used without a tensor to read from, by their ids.
+    """
+
+    def __init__(self, name: str, values: Sequence[tuple[keras.Variable, tf.Tensor]]):
+        super().__init__(state_mapping=values, collect_losses=True, initialize_variables=False)
+        self.name = name
+        self.missing: dict[int, keras.Variable] = {}
+        self._known = {id(variable) for variable, _ in values}
+        self._assigned: dict[int, keras.Variable] = {}
+
+    @property
+    def updates(self) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """The variables that were assigned, in the order of the first assignment, with their last values."""
+        return [(variable, self.get_current_value(variable)) for variable in self._assigned.values()]
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        self._look(variable)
+        return super().get_current_value(variable)
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        variable, value = update
+        self._look(variable)
+        if variable.trainable:
+            raise ValueError(
+                f"{self.name!r} assigns to its weight {variable.path!r} when it is called, and the gradient of that "
+                "can't be had from a second run. Leave it out of `layers`."
+            )
+        self._assigned.setdefault(id(variable), variable)
+        # As if it were read from a variable.
+        super().add_update((variable, tf.stop_gradient(value)))
+
+    def _look(self, variable: keras.Variable) -> None:
+        if id(variable) not in self._known:
+            self.missing[id(variable)] = variable
+
+
+class _Function(NamedTuple):
+    """A function that calls layers, and what errors call it."""
+
+    call: Callable[..., Any]
+    name: str
+    layers: Sequence[keras.layers.Layer]
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        return [variable for layer in self.layers for variable in layer.variables]
+
+
+class _Run:
+    """One call of a function, and what came of it."""
+
+    def __init__(self, function: _Function, arguments: tuple, keywords: dict, variables: Sequence[keras.Variable]):
+        self.function, self.structure = function, (arguments, keywords)
+        self.known = _Known.of(variables)
+        self.called = CallState()
+        self.leaves = keras.tree.flatten(self.structure)
+        self.tensors = [each for leaf in self.leaves for each in _parts(leaf)]
+        self.places = [place for place, tensor in enumerate(self.tensors) if _has_gradient(tensor)]
+        self.missing: list[keras.Variable] = []
+        self.losses: list[tf.Tensor] = []
+        self.updates: list[tuple[keras.Variable, tf.Tensor]] = []
+
+    def __call__(self) -> Any:
+        """Runs it, and returns its outputs."""
+        outputs: list[Any] = []
+        given = [*(self.tensors[place] for place in self.places), *self.known.kept]
+
+        @tf.custom_gradient
+        def recomputed(*tensors):
+            with _made_operations() as made:
+                result, reads = self._call(self._filled(tensors), self._weights(tensors), self.known.before)
+            if not reads.missing:
+                check_operations(self.function.name, made)
+            outputs[:], self.missing, self.updates = [result], list(reads.missing.values()), reads.updates
+            return _differentiable(result, reads.losses), self._gradient(tensors)
+
+        found: Any = recomputed(*given)
+        flat = keras.tree.flatten(outputs[0])
+        parts = [_parts(leaf) for leaf in flat]
+        again = iter(found)
+        passed = [[next(again) if _has_gradient(part) else part for part in each] for each in parts]
+        self.losses = list(again)
+        return keras.tree.pack_sequence_as(outputs[0], _rebuilt(flat, passed))
+
+    def _gradient(self, tensors: Sequence[tf.Tensor]) -> Callable[..., Any]:
+        def gradient(*cotangents: Any, variables: Any = None) -> list[Any]:
+            assert not variables, "operations that read variables are refused"
+            with self.called.entered(), _after(cotangents) as later:
+                kept = [tf.identity(weight) for weight in tensors[len(self.places) :]]
+                whole = later(self._filled(tensors))
+                watched = [whole[place] for place in self.places] + kept
+                with tf.GradientTape(watch_accessed_variables=False) as tape:
+                    tape.watch(watched)
+                    result, reads = self._call(whole, self._weights(watched), later(self.known.before))
+                    results = _differentiable(result, reads.losses)
+            # `None` where there is none: an optimizer leaves alone a weight that has no gradient.
+            return tape.gradient(results, watched, list(cotangents))
+
+        return gradient
+
+    def _filled(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The tensors of the arguments, with those that gradients are taken of replaced."""
+        filled = list(self.tensors)
+        for place, tensor in zip(self.places, tensors, strict=False):
+            filled[place] = tensor
+        return filled
+
+    def _weights(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        kept = tensors[len(self.places) :]
+        return [as_read(*pair) for pair in zip(self.known.weights, kept, strict=True)]
+
+    def _call(
+        self, tensors: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], state: Sequence[tf.Tensor]
+    ) -> tuple[Any, _Reads]:
+        remaining = iter(tensors)
+        parts = [[next(remaining) for _ in _parts(leaf)] for leaf in self.leaves]
+        arguments, keywords = keras.tree.pack_sequence_as(self.structure, _rebuilt(self.leaves, parts))
+        built = len(self.function.variables)
+        values = [*zip(self.known.weights, weights, strict=True), *zip(self.known.state, state, strict=True)]
+        with _Reads(self.function.name, values) as reads:
+            result = self.function.call(*arguments, **keywords)
+        if len(self.function.variables) != built:
+            raise ValueError(
+                f"{self.function.name!r} made variables while it was traced, and can't be run a second time. Build the "
+                "model before: call it once on a batch, as in model(x)."
+            )
+        return result, reads
+
+
+class Recomputed:
+    """A function of tensors that runs again in the backward pass.
+
+    Args:
+        function: Calls layers. It may be nested in others that are recomputed: the outermost is.
+        name: What errors call it.
+        layers: The layers that it calls.
+        owner: The layer that the losses added in it are added to.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        layers: Sequence[keras.layers.Layer],
+        owner: keras.layers.Layer,
+    ):
+        functools.update_wrapper(self, function)
+        self.function, self.owner = _Function(function, name, layers), owner
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if tf.executing_eagerly() or in_stateless_scope() or not may_be_differentiated():
+            return self.function.call(*arguments, **keywords)
+        run = _Run(self.function, arguments, keywords, self.function.variables)
+        outputs = run()
+        if run.missing:
+            # It reads what belongs to none of its layers, such as the global seed or a weight of another layer.
+            run = _Run(self.function, arguments, keywords, [*self.function.variables, *run.missing])
+            outputs = run()
+        keep_with_graphs([tf.compat.v1.get_default_graph()])
+        for loss in run.losses:
+            # Not `owner.add_loss`: a Functional model refuses it.
+            keras.layers.Layer.add_loss(self.owner, loss)
+        for variable, value in run.updates:
+            variable.assign(value)
+        return outputs
+
+
+@contextlib.contextmanager
+def _made_operations() -> Iterator[list[tf.Operation]]:
+    """Context that ends with a list of the operations that were made in it, without those of other replicas."""
+    graph = tf.compat.v1.get_default_graph()
+    before, made = len(graph.get_operations()), []
+    with tf.name_scope("recomputed") as scope:
+        yield made
+    made += [each for each in graph.get_operations()[before:] if each.name.startswith(scope)]
+
+
+@contextlib.contextmanager
+def _after(cotangents: Sequence[Any]) -> Iterator[Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]]:
+    """Context whose operations wait for the cotangents; gives what makes tensors wait that XLA sees to.
+
+    XLA ignores control dependencies, and would merge the second run with the first. It can't merge what is computed
+    from other numbers; an optimization barrier does not hold on CPUs.
+    """
+    tensors = [tf.convert_to_tensor(each) for each in cotangents if each is not None]
+    with tf.control_dependencies(tensors):
+        # Zero whatever is in the cotangents. One of an output that is not used is a constant.
+        first = [tf.cast(tf.reduce_max(tf.math.real(tf.reshape(each, [-1])[:1])), "float32") for each in tensors]
+        zero = tf.add_n([tf.cast(each > float("inf"), "float32") for each in first])
+
+        def later(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            numbers = [tensor.dtype.is_floating or tensor.dtype.is_integer for tensor in tensors]
+            return [
+                tensor - tf.cast(zero, tensor.dtype) if number else tf.identity(tensor)
+                for tensor, number in zip(tensors, numbers, strict=True)
+            ]
+
+        yield later
+
+
+def _has_gradient(tensor: tf.Tensor) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
+
+
+def _differentiable(result: Any, losses: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    parts = [part for leaf in keras.tree.flatten(result) for part in _parts(leaf)]
+    return [part for part in parts if _has_gradient(part)] + list(losses)
+
+
+def _parts(leaf: Any) -> list[tf.Tensor]:
+    """The dense tensors that one is made of; none where it is no tensor."""
+    return tf.nest.flatten(leaf, expand_composites=True) if tf.is_tensor(leaf) else []
+
+
+def _rebuilt(leaves: Sequence[Any], parts: Sequence[Sequence[tf.Tensor]]) -> list[Any]:
+    """Leaves made of other tensors, each with the mask that hung on it."""
+
+    def rebuilt(leaf, tensors):
+        if not tensors:
+            return leaf
+        made = tf.nest.pack_sequence_as(leaf, list(tensors), expand_composites=True)
+        return made if made is leaf else with_mask(made, mask_of(leaf))
+
+    return [rebuilt(*pair) for pair in zip(leaves, parts, strict=True)]
+
+
+def is_recomputed(layer: keras.layers.Layer) -> bool:
+    """Whether the layer's calls run again in the backward pass."""
+    return isinstance(vars(layer).get("call"), Recomputed)
+
+
+def recompute_layer(layer: keras.layers.Layer) -> Callable[[], None]:
+    """Has the calls of a layer run again in the backward pass.
+
+    Args:
+        layer: The layer, with all that it calls.
+
+    Returns:
+        Undoes it.
+    """
+    # Bypass Keras's tracking: a method is not state of the layer.
+    own = vars(layer)
+    before = {"call": own["call"]} if "call" in own else {}
+    made = own["call"] = Recomputed(layer.call, layer.name, [layer], layer)
+
+    def undo() -> None:
+        if own.get("call") is made:
+            del own["call"]
+            own.update(before)
+
+    return undo
