@@ -1,10 +1,13 @@
 """Models with a layer named "block" that is hard to run twice, and data for them."""
 
+import contextlib
+
 import keras
 import numpy as np
 import tensorflow as tf
 
 L = keras.layers
+TOLERANCE = 1e-6
 
 
 class Structured(L.Layer):
@@ -161,7 +164,38 @@ MODELS = {
 
 def data_for(model, rows=24):
     generator = np.random.default_rng(0)
-    shape = (rows, *model.input_shape[1:])
-    integers = model.inputs[0].dtype == "int32"
-    x = generator.integers(0, 10, shape) if integers else generator.normal(size=shape).astype("float32")
-    return x, generator.normal(size=(rows, 1)).astype("float32")
+
+    def drawn(tensor):
+        shape = (rows, *tensor.shape[1:])
+        return generator.integers(0, 10, shape) if "int" in tensor.dtype else generator.normal(size=shape).astype("f4")
+
+    x = {each.name: drawn(each) for each in model.inputs} if len(model.inputs) > 1 else drawn(model.inputs[0])
+    y = generator.normal(size=(rows, 1)).astype("float32")
+    return x, {"y": y} if "y" in getattr(model, "output_names", []) else y
+
+
+def sgd():
+    return keras.optimizers.SGD(0.005, momentum=0.9, nesterov=True, weight_decay=0.1)
+
+
+def trained(make, context, optimizer=sgd, callbacks=(), loss="mse", **options):
+    """A model of seeded weights after training in a context made for it, and what it showed."""
+    keras.utils.set_random_seed(1)
+    model = make()
+    x, y = data_for(model)
+    model.compile(optimizer(), loss, metrics=["mae"] if loss == "mse" else None, **options)
+    with context(model):
+        history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return model, history.history
+
+
+def without(model):
+    return contextlib.nullcontext()
+
+
+def check_equal(found, expected, tolerance=TOLERANCE):
+    (model, history), (reference, shown) = found, expected
+    for variable, other in zip(model.variables, reference.variables, strict=True):
+        np.testing.assert_allclose(variable.numpy(), other.numpy(), rtol=tolerance, atol=tolerance, err_msg=other.path)
+    for name, values in shown.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5, err_msg=name)

@@ -141,8 +141,8 @@ def model() -> keras.Model:
     return made
 
 
-def named_model() -> keras.Model:
-    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="dense")])
+def deep_model() -> keras.Model:
+    return keras.Sequential([keras.Input((2,)), *(keras.layers.Dense(1) for _ in range(5))])
 
 
 def fit(**arguments: Any) -> Any:
@@ -389,7 +389,9 @@ PUBLIC = {
         costs=True,
     ),
     "recompute": Called(
-        keras_paragrad.recompute, {"model": NOTHING, "layers": NOTHING}, {"model": named_model, "layers": ["dense"]}
+        lambda model, layers="auto", every=None: keras_paragrad.recompute(model, layers, every=every).undo(),
+        {"model": NOTHING, "layers": AUTO, "every": COUNT | NONE},
+        {"model": deep_model},
     ),
     "register_rule": Called(lambda layers: register_rule(layers), {"layers": NOTHING}),
     "with_one_writer": Called(

@@ -7,6 +7,7 @@ import keras
 
 from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad._keras.step.recompute import is_recomputed
+from keras_paragrad._keras.step.segments import functional_of, runs_in_parts
 from keras_paragrad.arguments import check_each, refusal, shown
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 
@@ -61,14 +62,7 @@ def check_layer(model: keras.Model, layer: keras.layers.Layer) -> None:
         raise ValueError(f"{layer.name!r} is an input of the model, and computes nothing. Leave it out of `layers`.")
     around = [each for each in (model, *all_layers(model)) if any(layer is inner for inner in all_layers(each))]
     for each in (layer, *all_layers(layer), *around):
-        if is_recomputed(each):
-            raise ValueError(f"{each.name!r} is recomputed already. Call undo() of the handle that recompute returned.")
-        if isinstance(each, PerExampleGradients):
-            raise ValueError(
-                f"{layer.name!r} and the PerExampleGradients layer {each.name!r} are within each other. Per-example "
-                "gradients are computed from what each layer keeps. To save memory there, train in smaller batches "
-                "with AccumulatingOptimizer, or recompute layers before the PerExampleGradients layer."
-            )
+        check_within(layer, each)
     loop = next((each for each in around if isinstance(each, keras.layers.RNN)), None)
     if loop is not None:
         raise ValueError(
@@ -78,6 +72,22 @@ def check_layer(model: keras.Model, layer: keras.layers.Layer) -> None:
         raise ValueError(
             f"{layer.name!r} is quantized, and a quantized layer can't be recomputed by itself. Name a block that "
             "contains it."
+        )
+
+
+def check_within(layer: keras.layers.Layer, other: keras.layers.Layer) -> None:
+    """Refuses a layer or model that contains another, or is contained in it, if the other forbids that.
+
+    Raises:
+        ValueError: The other is recomputed already, or computes per-example gradients.
+    """
+    if is_recomputed(other) or (isinstance(other, keras.Model) and runs_in_parts(functional_of(other))):
+        raise ValueError(f"{other.name!r} is recomputed already. Call undo() of the handle that recompute returned.")
+    if isinstance(other, PerExampleGradients):
+        raise ValueError(
+            f"{layer.name!r} and the PerExampleGradients layer {other.name!r} are within each other. Per-example "
+            "gradients are computed from what each layer keeps. To save memory there, train in smaller batches with "
+            "AccumulatingOptimizer, or name layers before the PerExampleGradients layer."
         )
 
 

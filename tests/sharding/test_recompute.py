@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from recomputed_models import MODELS, L, data_for, dropped, normalized, on_numbers
+from recomputed_models import MODELS, L, check_equal, data_for, dropped, normalized, on_numbers, sgd, trained, without
 
 from keras_paragrad import (
     AccumulatingOptimizer,
@@ -23,38 +23,9 @@ from keras_paragrad import (
     wrap,
 )
 
-TOLERANCE = 1e-6
-
-
-def sgd():
-    return keras.optimizers.SGD(0.005, momentum=0.9, nesterov=True, weight_decay=0.1)
-
-
-def trained(make, context, optimizer=sgd, epochs=2, callbacks=(), **options):
-    """A model of seeded weights after training in a context made for it, and what it showed."""
-    keras.utils.set_random_seed(1)
-    model = make()
-    x, y = data_for(model)
-    model.compile(optimizer(), "mse", metrics=["mae"], **options)
-    with context(model):
-        history = model.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
-    return model, history.history
-
 
 def recomputing(model):
     return recompute(model, ["block"])
-
-
-def without(model):
-    return contextlib.nullcontext()
-
-
-def check_equal(found, expected, tolerance=TOLERANCE):
-    (model, history), (reference, shown) = found, expected
-    for variable, other in zip(model.variables, reference.variables, strict=True):
-        np.testing.assert_allclose(variable.numpy(), other.numpy(), rtol=tolerance, atol=tolerance, err_msg=other.path)
-    for name, values in shown.items():
-        np.testing.assert_allclose(history[name], values, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.covering

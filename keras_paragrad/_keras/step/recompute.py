@@ -213,7 +213,8 @@ class Recomputed:
         self.function, self.owner = _Function(function, name, layers), owner
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        if tf.executing_eagerly() or in_stateless_scope() or not may_be_differentiated():
+        symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((arguments, keywords)))
+        if symbolic or tf.executing_eagerly() or in_stateless_scope() or not may_be_differentiated():
             return self.function.call(*arguments, **keywords)
         run = _Run(self.function, arguments, keywords, self.function.variables)
         outputs = run()
