@@ -29,6 +29,8 @@ sys.exit(main())
         "--version",
         "--help",
         "doctor --help",
+        "estimate --help",
+        "estimate missing.py:build_model",
         "explain --help",
         "launch --help",
         "report --help",
@@ -41,7 +43,7 @@ def test_answers_without_tensorflow(words):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     imported = re.search(r"IMPORTED (.*)", done.stderr)
     assert imported and set(eval(imported[1])) <= {"rich"}, done.stderr
-    assert done.returncode == (2 if "inf" in words else 0)
+    assert done.returncode == (2 if "inf" in words or "missing" in words else 0)
 
 
 def test_what_imports_the_package_gets_its_components():
@@ -102,7 +104,7 @@ def test_report_refuses_what_is_no_path(words, capsys):
     ("words", "expected"),
     [
         (["la"], ["launch"]),
-        ([""], ["completions", "doctor", "explain", "launch", "report", "-h", "--help", "--version"]),
+        ([""], ["completions", "doctor", "estimate", "explain", "launch", "report", "-h", "--help", "--version"]),
         (["launch", "--wo"], ["--workers"]),
         (["launch", "--workers", ""], []),
         (["launch", "--workers", "2", "train.py", "--wo"], []),

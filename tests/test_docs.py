@@ -58,10 +58,13 @@ def test_code_runs(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", WITH_OUTPUT, ids=name_of)
-def test_commands_print_what_is_shown(page, tmp_path, capsys):
+def test_commands_print_what_is_shown(page, tmp_path, capsys, monkeypatch):
     """Each line shown is printed, in any order; times differ, and `...` stands for lines left out."""
     for name, code in SCRIPT.findall(page.read_text()):
         (tmp_path / name).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    # Where `estimate` finds what a script imports.
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for code, _ in blocks(page, "console"):
         line, *lines = code.splitlines()
         program, command, *words = shlex.split(line.removeprefix("$ "))

@@ -9,7 +9,7 @@ import pytest
 import keras_paragrad
 
 PACKAGE = Path(keras_paragrad.__file__).parent
-SHARED = {"arguments", "exports", "extras", "plain_json", "sums", "command_line", "completion"}
+SHARED = {"arguments", "exports", "extras", "plain_json", "plain_text", "sums", "command_line", "completion"}
 # What each component imports from others, beside the seam and what all share.
 BELOW = {
     "_keras": set(),
@@ -17,9 +17,9 @@ BELOW = {
     "per_example": set(),
     "inputs": set(),
     "sharding": {"per_example"},
-    "distribution": {"accumulation"},
+    "distribution": {"accumulation", "sharding"},
     "profiling": {"distribution", "accumulation"},
-    "commands": {"distribution", "profiling"},
+    "commands": {"distribution", "profiling", "sharding"},
 }
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path

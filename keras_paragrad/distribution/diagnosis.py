@@ -8,11 +8,12 @@ import tensorflow as tf
 import keras_paragrad
 import keras_paragrad._keras
 from keras_paragrad.distribution.clusters.kind import sources_in_words
-from keras_paragrad.distribution.explain import Explanation, show
+from keras_paragrad.distribution.explain import Explanation
 from keras_paragrad.distribution.hardware import Device, Hardware, detect
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
 from keras_paragrad.distribution.probe import probed_devices, run_probe
+from keras_paragrad.plain_text import show
 
 
 def diagnose(seconds: float) -> int:

@@ -1,6 +1,5 @@
 """`Explanation`: a plan in three lines, the command that starts it, and a table of its decisions."""
 
-import io
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -13,8 +12,8 @@ from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.decisions.strategy import found_in_words
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.plan import Plan
+from keras_paragrad.plain_text import plain_text
 
-WIDTH = 118
 _JIT = {
     "none": "not compiled by XLA",
     "whole_step": "compiled by XLA",
@@ -57,20 +56,7 @@ class Explanation:
         yield table
 
     def __str__(self) -> str:
-        page = io.StringIO()
-        # Plain text without colours, whatever rich reads from the environment.
-        console = Console(file=page, width=WIDTH, color_system=None, force_terminal=False, _environ={})
-        console.print(self)
-        return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
-
-
-def show(explanation: Explanation) -> None:
-    """Prints an explanation, in the terminal's width and colours, or as plain text to a file."""
-    console = Console()
-    if console.is_terminal:
-        console.print(explanation)
-    else:
-        print(explanation)
+        return plain_text(self)
 
 
 def value_in_words(value: Any) -> str:

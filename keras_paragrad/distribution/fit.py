@@ -26,6 +26,8 @@ from keras_paragrad.distribution.servers import ServerPreparation, prepare_for_s
 from keras_paragrad.distribution.strategies import make_strategy
 from keras_paragrad.distribution.training import train
 from keras_paragrad.distribution.workers import all_or_none
+from keras_paragrad.sharding.estimate import estimate_memory
+from keras_paragrad.sharding.estimated import Estimate
 
 
 class DistributedFit:
@@ -121,6 +123,29 @@ class DistributedFit:
     def explain(self) -> Explanation:
         """The plan as a table, for `print` and rich: each decision, its reason, and how to override it."""
         return Explanation(self.plan, self.hardware)
+
+    def estimate(self, model: keras.Model, batch_size: int = 32, *, length: int | None = None) -> Estimate:
+        """The memory that `fit` takes on each device, from the traced step; for `print`.
+
+        Args:
+            model: A compiled and built model. It is left as it is, and nothing is run.
+            batch_size: As in `fit`.
+            length: The size of axes that the model's inputs leave open, such as the number of tokens.
+
+        Returns:
+            Bytes of parameters, gradients, optimizer state and activations, for each way to shard the model.
+
+        Raises:
+            ValueError: The step can't be traced, or its weights are on parameter servers.
+        """
+        if self.plan.on_servers:
+            raise ValueError(
+                "With parameter servers the weights are on the servers, and each worker takes batches of its own. "
+                "Estimate a worker's step without a strategy: DistributedFit('none').estimate(model, batch_size)."
+            )
+        per_replica = self.plan.batch.value == "per_replica"
+        replicas = self.strategy.num_replicas_in_sync
+        return estimate_memory(model, batch_size, replicas, per_replica=per_replica, length=length)
 
     def prepare(self, model: keras.Model) -> Preparation | ServerPreparation:
         """Makes the model's own `fit`, `evaluate` and `predict` exact on the replicas.

@@ -1,6 +1,5 @@
 """Prints a window's summary to a terminal."""
 
-import io
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from keras_paragrad.plain_text import plain_text
+from keras_paragrad.plain_text import show as show_plainly
 from keras_paragrad.profiling.summary import ProfileSummary, StepTime, shares_of
 
 WIDTH = 100
@@ -26,18 +27,20 @@ _BAR = 24
 class WindowFigures:
     """A readable summary, for `print` and for a rich console.
 
-    Args:
-        summary: The summary of a window.
-        log_dir: The log directory, for the command that opens TensorBoard.
-        most: How many operations to show.
+        Args:
+            summary: The summary of a window.
+            log_dir: The log directory, for the command that opens TensorBoard.
+            most: How many operations to show.
 
-    Example:
+        Example:
 
-    >>> from keras_paragrad.profiling.summary import ProfileSummary, StepTime
-    >>> from keras_paragrad.profiling.terminal import WindowFigures
-    >>> steps = tuple(StepTime(step, step, 2.0 * step, 2.0, input=0.5, compute=1.5) for step in range(4))
-    >>> print(str(WindowFigures(ProfileSummary(steps=steps), "logs")).splitlines()[0])
-    Profile of batches 0 to 3: 2.00 ms a batch (median), 2.00 ms (p95)
+        >>> from keras_paragrad.plain_text import plain_text
+    from keras_paragrad.plain_text import show as show_plainly
+    from keras_paragrad.profiling.summary import ProfileSummary, StepTime
+        >>> from keras_paragrad.profiling.terminal import WindowFigures
+        >>> steps = tuple(StepTime(step, step, 2.0 * step, 2.0, input=0.5, compute=1.5) for step in range(4))
+        >>> print(str(WindowFigures(ProfileSummary(steps=steps), "logs")).splitlines()[0])
+        Profile of batches 0 to 3: 2.00 ms a batch (median), 2.00 ms (p95)
     """
 
     def __init__(self, summary: ProfileSummary, log_dir: str | Path, most: int = 5):
@@ -60,22 +63,14 @@ class WindowFigures:
         yield Text(f"To look at it: {self.command}", overflow="fold")
 
     def __str__(self) -> str:
-        page = io.StringIO()
-        # Plain text: no colours, whatever rich reads from the environment.
-        console = Console(file=page, width=WIDTH, color_system=None, force_terminal=False, _environ={})
-        console.print(self)
-        return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
+        return plain_text(self, WIDTH)
 
 
 def show(figures: WindowFigures) -> None:
     """Prints figures in the terminal's width and colours, or as plain text to a file."""
-    console = Console()
     # End the line of Keras's progress bar.
     print()
-    if console.is_terminal:
-        console.print(figures)
-    else:
-        print(figures)
+    show_plainly(figures)
 
 
 def tensorboard_command(log_dir: str | Path) -> str:

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from keras_paragrad.__main__ import main
 from keras_paragrad.distribution.described import describe
-from keras_paragrad.distribution.explain import WIDTH, Explanation, value_in_words
+from keras_paragrad.distribution.explain import Explanation, value_in_words
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
+from keras_paragrad.plain_text import WIDTH
 
 MACHINE = describe(gpus=4, compute_capability=(9, 0), gpu_memory_gb=80, workers=2)
 

@@ -172,7 +172,7 @@ class Pure:
         mapping = list(zip(self.variables, state, strict=True))
         with contextlib.ExitStack() as stack:
             for layer in layers:
-                stack.enter_context(_restored(vars(layer)))
+                stack.enter_context(restored(vars(layer)))
                 if isinstance(layer, keras.layers.BatchNormalization):
                     stack.enter_context(attributes(layer, call=_to_predict(layer.call)))
             scope = stack.enter_context(_OfKnownVariables(mapping, collect_losses=True))
@@ -210,7 +210,7 @@ def is_coarse(model: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _restored(attributes: dict[str, Any]) -> Iterator[None]:
+def restored(attributes: dict[str, Any]) -> Iterator[None]:
     """Gives an object its attributes back, and the lists, dictionaries and sets among them their contents."""
     before = dict(attributes)
     kinds = [(kind, each) for each in before.values() for kind in (list, dict, set) if isinstance(each, kind)]

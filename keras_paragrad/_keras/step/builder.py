@@ -157,6 +157,10 @@ class StepBuilder:
         self._to_skip -= passed
         return passed
 
+    def one_step(self, data: Any) -> dict:
+        """Takes a step that ends with an update, and returns its logs; called while a function is traced."""
+        return self._step(data, True, None, Limit(self.model, self.stages.split))
+
     def _steps(self, telemetry: Telemetry | None, limit: Limit) -> list[Callable[[Any], dict]]:
         choices = (False, True) if self.stages.apply else (False,)
         return [functools.partial(self._step, update=update, telemetry=telemetry, limit=limit) for update in choices]

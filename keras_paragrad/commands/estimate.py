@@ -1,0 +1,81 @@
+"""Print the memory that training a model takes on each device, without making its weights."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from keras_paragrad.arguments import LARGEST, shown
+from keras_paragrad.command_line import did_you_mean, integer
+from keras_paragrad.distribution.choices import MOST_DESCRIBED
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of `estimate`."""
+    parser.add_argument(
+        "model", metavar="train.py:build_model", type=_function, help="a file, and its function that returns the model"
+    )
+    some = integer(1, LARGEST)
+    parser.add_argument("--batch-size", type=some, default=32, metavar="N", help="examples in a batch (default: 32)")
+    devices = integer(1, MOST_DESCRIBED)
+    parser.add_argument("--devices", type=devices, default=1, metavar="N", help="number of devices (default: 1)")
+    parser.add_argument("--length", type=some, metavar="N", help="the size of axes that the inputs leave open")
+    parser.add_argument("--json", action="store_true", help="print bytes as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the estimate.
+
+    Args:
+        arguments: What `add_arguments` declares.
+
+    Returns:
+        0, or 2 if there is no such function, or its model can't be traced. What the file itself raises is not caught.
+    """
+    path, name = arguments.model
+    found = vars(_imported(path))
+    if not callable(found.get(name)):
+        functions = [each for each, value in found.items() if callable(value) and not each.startswith("_")]
+        return _refuse(f"{path} has no function {name!r}{did_you_mean(name, functions)}")
+    import keras_paragrad._keras  # noqa: F401  (checks the installed Keras and TensorFlow)
+    from keras_paragrad._keras.objects.unallocated import without_memory
+    from keras_paragrad.plain_text import show
+    from keras_paragrad.sharding.estimate import estimate_memory
+
+    with without_memory():
+        model = found[name]()
+    try:
+        estimate = estimate_memory(model, arguments.batch_size, arguments.devices, length=arguments.length)
+    except ValueError as error:
+        return _refuse(str(error))
+    if arguments.json:
+        print(json.dumps(estimate.to_dict(), indent=2))
+    else:
+        show(estimate)
+    return 0
+
+
+def _function(word: str) -> tuple[Path, str]:
+    path, _, name = word.rpartition(":")
+    if not (path.endswith(".py") and name.isidentifier()):
+        raise argparse.ArgumentTypeError(f"{shown(word)} is not a file and a function, such as train.py:build_model")
+    if not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {shown(path)}")
+    return Path(path), name
+
+
+def _imported(path: Path) -> Any:
+    """The file as a module, which imports what lies beside it as a script does."""
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _refuse(message: str) -> int:
+    print(f"estimate: error: {message}", file=sys.stderr)
+    return 2

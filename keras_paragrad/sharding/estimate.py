@@ -1,0 +1,77 @@
+"""`estimate_memory`: the bytes that a training step takes on each device, before anything is trained."""
+
+from typing import Any
+
+import keras
+
+from keras_paragrad._keras.step.tracing import traced_step
+from keras_paragrad.arguments import check_instance, check_integer
+from keras_paragrad.sharding.blocks import recomputed, repeated_blocks
+from keras_paragrad.sharding.columns import SHARDS, columns_of
+from keras_paragrad.sharding.estimated import Estimate
+
+
+def estimate_memory(
+    model: keras.Model,
+    batch_size: int,
+    replicas: int = 1,
+    *,
+    per_replica: bool = False,
+    length: int | None = None,
+    optimizer: Any = None,
+) -> Estimate:
+    """Estimates the memory of each device in `fit`, for every way to shard the model.
+
+    The training step is traced and followed, but not run; the model is left as it is, and no weights are made.
+
+    Args:
+        model: A compiled and built model.
+        batch_size: Examples in a batch.
+        replicas: Number of devices.
+        per_replica: Whether each replica takes a batch, rather than a part of one.
+        length: The size of axes that the model's inputs leave open, such as the number of tokens.
+        optimizer: The optimizer, if not the model's.
+
+    Returns:
+        An `Estimate`, for `print`.
+
+    Raises:
+        ValueError: An argument is invalid, or the step can't be traced. The message says what to write.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_paragrad.sharding import estimate_memory
+    >>> model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(1024), keras.layers.Dense(1)])
+    >>> model.compile("adam", loss="mse")
+    >>> column = estimate_memory(model, batch_size=64, replicas=4)["optimizer"]
+    >>> column.parameters, column.slots < 2 * column.parameters / 3
+    (1056772, True)
+    """
+    check_instance("model", model, keras.Model, "a compiled keras.Model")
+    batch_size = check_integer("batch_size", batch_size, example=64)
+    replicas = check_integer("replicas", replicas, example=8)
+    length = check_integer("length", length, example=128, optional=True)
+    if optimizer is None and (not model.compiled or model.optimizer is None):
+        raise ValueError(f"{model.name!r} has no optimizer. Call model.compile(optimizer, loss) first.")
+    rows = batch_size if per_replica else -(-batch_size // replicas)
+    columns = columns_of(model, traced_step(model, rows, length, optimizer), replicas)
+    blocks = repeated_blocks(model)
+    if blocks:
+        with recomputed(blocks):
+            step = traced_step(model, rows, length, optimizer)
+        columns += columns_of(model, step, replicas, recompute=True)
+    return Estimate(model.name, batch_size, replicas, rows, columns, [block.name for block in blocks])
+
+
+def estimate_bytes(model: keras.Model, optimizer: Any, batch_size: int, replicas: int) -> dict[str | None, int]:
+    """The total bytes of each device for every value of `shard`.
+
+    Args:
+        model: A compiled and built model.
+        optimizer: The optimizer, built or not; `None` is the model's.
+        batch_size: Examples in the batch that is divided among the replicas.
+        replicas: Number of devices.
+    """
+    estimate = estimate_memory(model, batch_size, replicas, optimizer=optimizer)
+    return {shard: estimate[shard].total for shard in SHARDS}
