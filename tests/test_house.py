@@ -9,7 +9,7 @@ import pytest
 import keras_paragrad
 
 PACKAGE = Path(keras_paragrad.__file__).parent
-SHARED = {"arguments", "exports", "extras", "plain_json", "plain_text", "sums", "command_line", "completion"}
+SHARED = {"arguments", "exports", "extras", "flops", "plain_json", "plain_text", "sums", "command_line", "completion"}
 # What each component imports from others, beside the seam and what all share.
 BELOW = {
     "_keras": set(),

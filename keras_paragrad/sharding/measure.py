@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.step.segments import Part, functional_of, run_in_parts
 from keras_paragrad._keras.step.stateful_ops import check_operations
+from keras_paragrad.flops import flops_of_operation
 
 # Examples in the traced batch. Of one, layers may drop the axis.
 _EXAMPLES = 2
@@ -17,8 +18,8 @@ _EXAMPLES = 2
 _OPEN = {4: 224, 5: 32}
 # Of what models take steps for. Some models have an end.
 _OPEN_STEPS = (128, 64, 16)
-# How many multiplications take as long as a byte takes to be written; about the same on CPUs and GPUs.
-_PER_BYTE = 10
+# How many FLOPs take as long as a byte takes to be written; about the same on CPUs and GPUs.
+_PER_BYTE = 20
 _SAME_BYTES = {"ExpandDims", "Identity", "IdentityN", "PreventGradient", "Reshape", "Squeeze", "StopGradient"}
 _NOT_COMPUTED = {"Const", "Placeholder"}
 
@@ -29,7 +30,7 @@ class Cost(NamedTuple):
     Attributes:
         kept: Bytes of its tensors that the backward pass uses, without those that go on to other parts.
         leaving: Bytes of those that go on, as far as the backward pass uses them.
-        work: What it costs to run, in multiplications.
+        work: What it costs to run, in FLOPs.
         repeatable: Whether it does the same when it runs again.
     """
 
@@ -45,7 +46,7 @@ class Measured(NamedTuple):
     Attributes:
         parts: For each part.
         entering: The bytes of floats that each part takes from others, for an example.
-        work: What a forward and backward pass of the whole model costs, in multiplications for an example.
+        work: What a forward and backward pass of the whole model costs, in FLOPs for an example.
     """
 
     parts: list[Cost]
@@ -167,29 +168,7 @@ def _bytes(tensor: tf.Tensor) -> int:
 def _work(operation: tf.Operation) -> float:
     if operation.type in _SAME_BYTES | _NOT_COMPUTED:
         return 0
-    return _multiplications(operation) + _PER_BYTE * sum(map(_bytes, operation.outputs))
-
-
-def _multiplications(operation: tf.Operation) -> float:
-    shapes: list[list[int]] = [
-        [size or 0 for size in each.shape] if each.shape.rank is not None else [] for each in operation.inputs
-    ]
-    outputs = sum(each.shape.num_elements() or 0 for each in operation.outputs)
-    kind = operation.type
-    if kind == "Einsum":
-        labels = operation.get_attr("equation").decode().split("->")[0].split(",")
-        sizes: dict[str, int] = {}
-        for term, shape in zip(labels, shapes, strict=True):
-            sizes |= zip(term, shape, strict=False)
-        return math.prod(sizes.values())
-    if "MatMul" in kind and len(shapes) > 1 and shapes[0]:
-        adjoint = any(operation.get_attr(name) for name in ("transpose_a", "adj_x") if name in operation.node_def.attr)
-        return outputs * shapes[0][-2 if adjoint else -1]
-    if "Conv" in kind and len(shapes) > 1:
-        # Of a forward convolution the kernel is second; its gradients multiply as often.
-        kernel = next((each for each in shapes[1:2] if len(each) >= 3), [])
-        return outputs * math.prod(kernel[:-1] or [1]) / (kernel[-2] if "Depthwise" in kind and kernel else 1)
-    return 0
+    return (flops_of_operation(operation) or 0) + _PER_BYTE * sum(map(_bytes, operation.outputs))
 
 
 def _repeatable(name: str, operations: Iterable[tf.Operation]) -> bool:

@@ -440,10 +440,10 @@ _PROFILING = [
     ),
     _fault(
         "the operations of a product whose left side is transposed are counted along the wrong axis",
-        "profiling/throughput/flops.py",
+        "flops.py",
         'operation.get_attr("transpose_a")',
         'operation.get_attr("transpose_b")',
-        "profiling/throughput/test_flops.py",
+        "test_flops.py",
     ),
     _fault(
         "charts of long series lose their peaks",
@@ -451,6 +451,51 @@ _PROFILING = [
         "numbers[np.argmax(values[numbers])]",
         "numbers[-1]",
         "profiling/report/test_drawing.py::test_thinning_keeps_the_extremes",
+    ),
+]
+
+_SHARDING = [
+    _fault(
+        "a layer that runs again draws other random numbers",
+        "_keras/step/recompute.py",
+        "self._weights(watched), later(self.known.before))",
+        "self._weights(watched), later([each + 1 for each in self.known.before]))",
+        "sharding/test_recompute.py::test_with_slices_and_accumulation",
+    ),
+    _fault(
+        "a layer that runs again doesn't know that it is trained",
+        "_keras/objects/layers.py",
+        'set_global_attribute("current_call_ctx", copy.copy(self.context))',
+        'set_global_attribute("current_call_ctx", None)',
+        "sharding/test_recompute.py::test_trains_as_without",
+    ),
+    _fault(
+        "a recomputed layer's statistics are not updated",
+        "_keras/step/recompute.py",
+        "for variable, value in run.updates:",
+        "for variable, value in ():",
+        "sharding/test_recompute.py::test_trains_as_without",
+    ),
+    _fault(
+        "losses that recomputed layers add are lost",
+        "_keras/step/recompute.py",
+        "for loss in run.losses:",
+        "for loss in ():",
+        "sharding/test_recompute.py::test_trains_as_without",
+    ),
+    _fault(
+        "weights without a gradient get one of zeros from a recomputed layer",
+        "_keras/step/recompute.py",
+        "tape.gradient(results, watched, list(cotangents))",
+        'tape.gradient(results, watched, list(cotangents), unconnected_gradients="zero")',
+        "sharding/test_recompute.py::test_trains_as_without",
+    ),
+    _fault(
+        "segments are run once",
+        "_keras/step/segments.py",
+        "return Recomputed(run, part.name, part.layers, owner) if again else run",
+        "return run",
+        "sharding/test_segments.py::test_keeps_what_is_expected",
     ),
 ]
 
@@ -463,4 +508,5 @@ FAULTS = [
     *_DISTRIBUTION,
     *_CHECKPOINTS,
     *_PROFILING,
+    *_SHARDING,
 ]

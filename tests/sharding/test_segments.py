@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from recomputed_models import L, attention, check_equal, trained, without
 
 from keras_paragrad import PerExampleGradients, recompute
+from keras_paragrad.distribution.alike import fingerprint
 from keras_paragrad.sharding.choice import Span, best_segments, every_few, kept_bytes
 from keras_paragrad.sharding.measure import Cost, Measured, _bytes, _used_backward
 
@@ -196,3 +197,30 @@ def test_open_lengths_are_closed(capsys):
         hidden = hidden + L.Dense(16)(L.Dense(256, activation="gelu")(hidden))
     recompute(keras.Model(inputs, L.Dense(1)(hidden)))
     assert "run again" in capsys.readouterr().out
+
+
+def test_workers_compare_what_is_recomputed():
+    def entries(choose):
+        model = keras.Sequential([keras.Input((4,)), Scaled(), *(L.Dense(4) for _ in range(3))])
+        model.compile("sgd", "mse")
+        if choose:
+            choose(model)
+        return dict(fingerprint(model))
+
+    none = entries(None)
+    several = [
+        lambda model: recompute(model, every=1),
+        lambda model: recompute(model, every=2),
+        lambda model: recompute(model, [model.layers[0]]),
+        lambda model: recompute(model, [model.layers[1]]),
+    ]
+    found = [entries(choose) for choose in several]
+    assert found == [entries(choose) for choose in several]
+    assert all(each != other for index, each in enumerate(found) for other in (none, *found[:index]))
+    assert found[0]["recomputed in the model"] == "operations: 1 again, 1 again, 1 again, 1"
+    assert found[2].keys() - none.keys() == {"recomputed in layer 1"}
+
+
+class Scaled(L.Layer):
+    def call(self, x):
+        return 2 * x

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import keras
 from keras.src.models.functional import Functional
 
-from keras_paragrad._keras.step.recompute import Recomputed
+from keras_paragrad._keras.objects.model import all_layers
+from keras_paragrad._keras.step.recompute import Recomputed, is_recomputed
 
 _RUN = "_run_through_graph"
 
@@ -126,6 +127,8 @@ def run_in_parts(
         outputs = [tensors[id(each)] for each in functional.outputs]
         return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
 
+    again = [(len(part.nodes), isinstance(function, Recomputed)) for part, function in functions]
+    run.described = ", ".join(f"{count}{' again' if twice else ''}" for count, twice in again)  # pyright: ignore
     # Bypass Keras's tracking: a method is not state of the model.
     own = vars(functional)
     own[_RUN] = run
@@ -135,6 +138,21 @@ def run_in_parts(
             del own[_RUN]
 
     return undo
+
+
+def recomputed_in(model: keras.Model) -> dict[int, str]:
+    """What of a model runs again in the backward pass: the places of layers among `all_layers`, -1 for the model.
+
+    Models that run in parts are given with how many operations each part has.
+    """
+    found = {}
+    for place, layer in enumerate((model, *all_layers(model)), -1):
+        functional = functional_of(layer) if isinstance(layer, keras.Model) else None
+        if is_recomputed(layer):
+            found[place] = "as a whole"
+        elif functional is not None and runs_in_parts(functional):
+            found[place] = f"operations: {vars(functional)[_RUN].described}"
+    return found
 
 
 def runs_in_parts(functional: Any) -> bool:

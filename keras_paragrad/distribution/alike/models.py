@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from keras_paragrad._keras.objects.model import all_layers, compile_arguments
+from keras_paragrad._keras.step.segments import recomputed_in
 from keras_paragrad.distribution.alike.code import is_of_a_library
 from keras_paragrad.distribution.alike.values import Entries, attributes_of, config_of, entries_of, kind_of
 
@@ -24,6 +25,8 @@ def model_entries(model: Any) -> Entries:
     arguments = {key: each for key, each in compile_arguments(model).items() if key != "optimizer"}
     yield from entries_of("compile", {**arguments, "jit_compile": bool(model.jit_compile)})
     yield from _layers(model)
+    for place, what in recomputed_in(model).items():
+        yield f"recomputed in {'the model' if place < 0 else f'layer {place}'}", what
     for number, variable in enumerate(model.variables):
         shape = tuple(variable.shape)
         yield f"weight {number}", f"{variable.dtype} {shape}{'' if variable.trainable else ', not trained'}"

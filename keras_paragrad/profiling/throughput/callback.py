@@ -10,10 +10,10 @@ import keras
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.telemetry.counts import batch_spec, gradient_graph
 from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
+from keras_paragrad.flops import flops_of
 from keras_paragrad.profiling.memory import can_read_host_memory, device_memory, host_memory
 from keras_paragrad.profiling.stops import Stops
 from keras_paragrad.profiling.throughput.files import Files, collective_share
-from keras_paragrad.profiling.throughput.flops import flops_of
 from keras_paragrad.profiling.throughput.pace import Pace
 from keras_paragrad.profiling.throughput.train_function import Clock, Retraces, StepTimes
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras import layers
 
 from keras_paragrad._keras.telemetry.counts import gradient_graph
-from keras_paragrad.profiling.throughput.flops import flops_of
+from keras_paragrad.flops import flops_of
 
 ROWS = 3
 # The layer, its input's shape, and the multiplications in its forward pass for one example.

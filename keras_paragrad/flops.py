@@ -25,22 +25,30 @@ def flops_of(graph: tf.Graph) -> int | None:
     Example:
 
     >>> import tensorflow as tf
-    >>> from keras_paragrad.profiling.throughput.flops import flops_of
+    >>> from keras_paragrad.flops import flops_of
     >>> product = tf.function(tf.matmul).get_concrete_function(tf.TensorSpec([8, 4]), tf.TensorSpec([4, 2]))
     >>> flops_of(product.graph)
     128
     """
     total = 0
     for operation in graph.get_operations():
-        if _UNKNOWN.search(operation.type):
+        flops = flops_of_operation(operation)
+        if flops is None:
             return None
-        count = _COUNTS.get(operation.type)
-        try:
-            total += 2 * count(operation) if count else 0
-        except (TypeError, ValueError):
-            # A size is `None`, or not even the rank is known.
-            return None
+        total += flops
     return total
+
+
+def flops_of_operation(operation: tf.Operation) -> int | None:
+    """The FLOPs of one operation, zero if it is elementwise, or `None` if they are unknown."""
+    if _UNKNOWN.search(operation.type):
+        return None
+    count = _COUNTS.get(operation.type)
+    try:
+        return 2 * count(operation) if count else 0
+    except (TypeError, ValueError):
+        # A size is `None`, or not even the rank is known.
+        return None
 
 
 def _sizes(tensor: Any) -> list[int]:
