@@ -20,6 +20,7 @@ from keras_paragrad import (
     Throughput,
     microbatch,
     per_example_norms,
+    recompute,
     wrap,
 )
 
@@ -129,6 +130,18 @@ def in_slices(name: str, **options: Any) -> Trained:
     case = FOREIGN[name]
     model = compiled(built(case, reference(name).start), case, **options)
     with microbatch(model, PART):
+        return fitted(model, case)
+
+
+def recomputed(name: str, **options: Any) -> Trained:
+    """`recompute`: each part again in the backward pass, or each layer where the model can't be cut."""
+    case = FOREIGN[name]
+    model = compiled(built(case, reference(name).start), case, **options)
+    try:
+        handle = recompute(model, every=1)
+    except ValueError:
+        handle = recompute(model, [layer for layer in model.layers if layer.trainable_weights])
+    with handle:
         return fitted(model, case)
 
 

@@ -145,7 +145,14 @@ def over_time():
     return keras.Model(inputs, L.Dense(1)(L.Flatten()(hidden)))
 
 
+def integers():
+    inputs = keras.Input((5,), dtype="int32")
+    hidden = L.Embedding(12, 8)(L.Lambda(lambda x: x + 1, name="block")(inputs))
+    return keras.Model(inputs, L.Dense(1)(L.Flatten()(hidden)))
+
+
 MODELS = {
+    "integers alone": integers,
     "structures, keywords, mask, metric, added loss": structured,
     "recurrent layers and masks": recurrent,
     "attention, shared, regularized": attention,

@@ -10,6 +10,7 @@ from foreign_ways import (
     norms,
     norms_one_by_one,
     on_replicas,
+    recomputed,
     reference,
     watched,
     wrapped,
@@ -23,7 +24,7 @@ SHORT = {
     "ConvNeXtTiny": (),
     "DenseNet121": (),
     "BertTextClassifier": ("wrapped",),
-    "GPT2CausalLM": ("in_slices",),
+    "GPT2CausalLM": ("in_slices", "recomputed"),
     "LlamaCausalLM": ("norms",),
     "ViTImageClassifier": ("norms",),
     "mnist_convnet": ("accumulating", "replicas"),
@@ -52,6 +53,11 @@ def test_accumulation(name):
 @pytest.mark.parametrize("name", models("in_slices"))
 def test_slices(name):
     assert error(in_slices(name), reference(name).trained) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", models("recomputed"))
+def test_recomputation(name):
+    assert error(recomputed(name), reference(name).trained) < TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,14 @@ class _Run:
         self.losses: list[tf.Tensor] = []
         self.updates: list[tuple[keras.Variable, tf.Tensor]] = []
 
+    @property
+    def differentiable(self) -> list[tf.Tensor]:
+        """What gradients are taken of."""
+        return [*(self.tensors[place] for place in self.places), *self.known.kept]
+
     def __call__(self) -> Any:
         """Runs it, and returns its outputs."""
         outputs: list[Any] = []
-        given = [*(self.tensors[place] for place in self.places), *self.known.kept]
 
         @tf.custom_gradient
         def recomputed(*tensors):
@@ -139,7 +143,7 @@ class _Run:
             outputs[:], self.missing, self.updates = [result], list(reads.missing.values()), reads.updates
             return _differentiable(result, reads.losses), self._gradient(tensors)
 
-        found: Any = recomputed(*given)
+        found: Any = recomputed(*self.differentiable)
         flat = keras.tree.flatten(outputs[0])
         parts = [_parts(leaf) for leaf in flat]
         again = iter(found)
@@ -217,6 +221,8 @@ class Recomputed:
         if symbolic or tf.executing_eagerly() or in_stateless_scope() or not may_be_differentiated():
             return self.function.call(*arguments, **keywords)
         run = _Run(self.function, arguments, keywords, self.function.variables)
+        if not run.differentiable:
+            return self.function.call(*arguments, **keywords)
         outputs = run()
         if run.missing:
             # It reads what belongs to none of its layers, such as the global seed or a weight of another layer.
