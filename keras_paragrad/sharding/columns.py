@@ -25,7 +25,7 @@ class Column:
 
     Attributes:
         shard: What is sharded: `None`, `"optimizer"` or `"parameters"`.
-        recompute: Whether repeated blocks are recomputed in the backward pass.
+        recompute: Whether parts of the model are recomputed in the backward pass.
         parameters: Trainable weights; under `"parameters"` this device's shards.
         gathered: The weights of the largest layer, gathered while it is called.
         non_trainable: Weights that aren't trained, such as statistics and seeds.

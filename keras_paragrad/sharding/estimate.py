@@ -6,9 +6,9 @@ import keras
 
 from keras_paragrad._keras.step.tracing import traced_step
 from keras_paragrad.arguments import check_instance, check_integer
-from keras_paragrad.sharding.blocks import recomputed, repeated_blocks
 from keras_paragrad.sharding.columns import SHARDS, columns_of
 from keras_paragrad.sharding.estimated import Estimate
+from keras_paragrad.sharding.repeated import recomputation_of
 
 
 def estimate_memory(
@@ -56,12 +56,12 @@ def estimate_memory(
         raise ValueError(f"{model.name!r} has no optimizer. Call model.compile(optimizer, loss) first.")
     rows = batch_size if per_replica else -(-batch_size // replicas)
     columns = columns_of(model, traced_step(model, rows, length, optimizer), replicas)
-    blocks = repeated_blocks(model)
-    if blocks:
-        with recomputed(blocks):
+    recomputation = recomputation_of(model)
+    if recomputation.names:
+        with recomputation.in_effect():
             step = traced_step(model, rows, length, optimizer)
         columns += columns_of(model, step, replicas, recompute=True)
-    return Estimate(model.name, batch_size, replicas, rows, columns, [block.name for block in blocks])
+    return Estimate(model.name, batch_size, replicas, rows, columns, recomputation.names)
 
 
 def estimate_bytes(model: keras.Model, optimizer: Any, batch_size: int, replicas: int) -> dict[str | None, int]:

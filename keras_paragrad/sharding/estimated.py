@@ -38,7 +38,8 @@ class Estimate:
         replicas: Number of devices.
         rows: Examples of it on a device.
         columns: A `Column` of bytes for each choice.
-        recomputed: Names of the layers that the columns with recomputation recompute: repeated blocks.
+        recomputed: What the columns with recomputation recompute, as `recompute(model)` does; of models that it can't
+            cut, repeated blocks.
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class Estimate:
         yield Text("Peak: gradients, activations and the update are not at their largest at the same time.", "dim")
 
         if self.recomputed:
-            first, *_, last = self.recomputed
-            yield Text(f"recompute: {len(self.recomputed)} layers, {first} to {last}.", "dim")
+            names = self.recomputed
+            listed = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
+            yield Text(f"recompute: {listed}", "dim", overflow="fold")
         else:
-            yield Text("Recomputation is not estimated: the model has no repeated blocks.", "dim")
+            yield Text("recompute: nothing in the model is worth it, or can run again.", "dim")
 
     def __str__(self) -> str:
         return plain_text(self)
