@@ -6,7 +6,7 @@ import keras
 
 from keras_paragrad._keras.step.tracing import traced_step
 from keras_paragrad.arguments import check_instance, check_integer
-from keras_paragrad.sharding.columns import SHARDS, columns_of
+from keras_paragrad.sharding.columns import columns_of
 from keras_paragrad.sharding.estimated import Estimate
 from keras_paragrad.sharding.repeated import recomputation_of
 
@@ -65,7 +65,7 @@ def estimate_memory(
 
 
 def estimate_bytes(model: keras.Model, optimizer: Any, batch_size: int, replicas: int) -> dict[str | None, int]:
-    """The total bytes of each device for every value of `shard`.
+    """The total bytes of each device for every value of `shard`, without recomputation.
 
     Args:
         model: A compiled and built model.
@@ -73,5 +73,5 @@ def estimate_bytes(model: keras.Model, optimizer: Any, batch_size: int, replicas
         batch_size: Examples in the batch that is divided among the replicas.
         replicas: Number of devices.
     """
-    estimate = estimate_memory(model, batch_size, replicas, optimizer=optimizer)
-    return {shard: estimate[shard].total for shard in SHARDS}
+    step = traced_step(model, -(-batch_size // replicas), optimizer=optimizer)
+    return {column.shard: column.total for column in columns_of(model, step, replicas)}

@@ -105,6 +105,8 @@ def test_a_built_optimizer_is_copied_without_its_values(variables):
 
 def test_variables_without_memory_have_no_value_until_they_are_assigned_one():
     with without_memory():
+        with without_memory():
+            pass
         large, small = keras.layers.Dense(1000, name="large"), keras.layers.Dense(2)
         large.build((None, 50))
         small.build((None, 2))

@@ -51,7 +51,7 @@ def without_memory() -> Iterator[None]:
     try:
         yield
     finally:
-        del cls._initialize, cls._initialize_with_initializer
+        cls._initialize, cls._initialize_with_initializer = initialize, initialize_with
 
 
 def stand_in(shape: Any, dtype: Any, trainable: bool, name: str) -> tf.Variable:

@@ -7,10 +7,6 @@ import keras
 import tensorflow as tf
 
 
-class UnclearInputsError(ValueError):
-    """What a model's inputs look like can't be told from the model."""
-
-
 def batches(model: Any, rows: int, length: int | None) -> Iterator[Any]:
     """Batches of `tf.TensorSpec` on which a model may be trained, the likeliest first.
 
@@ -20,7 +16,7 @@ def batches(model: Any, rows: int, length: int | None) -> Iterator[Any]:
         length: The size of axes that the inputs leave open.
 
     Raises:
-        UnclearInputsError: The inputs are unknown. The message says what to write.
+        ValueError: The inputs are unknown. The message says what to write.
     """
     x = _inputs(model, rows, length)
     outputs = model.compute_output_spec(keras.tree.map_structure(_symbolic, x))
@@ -37,7 +33,7 @@ def batches(model: Any, rows: int, length: int | None) -> Iterator[Any]:
 def _inputs(model: Any, rows: int, length: int | None) -> Any:
     structure = _structure(model)
     if structure is None:
-        raise UnclearInputsError(
+        raise ValueError(
             f"{model.name!r} doesn't say what its inputs are. Build it first: model.build(shape), or call it on a "
             "batch. Or make it of keras.Input."
         )
@@ -45,7 +41,7 @@ def _inputs(model: Any, rows: int, length: int | None) -> Any:
     def known(tensor):
         shape = tuple(tensor.shape)[1:]
         if None in shape and length is None:
-            raise UnclearInputsError(
+            raise ValueError(
                 f"The input {tensor.name!r} of {model.name!r} leaves sizes open: {tuple(tensor.shape)}. Say what they "
                 "are: estimate(model, batch_size, length=128), or --length 128."
             )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.objects.capabilities import accumulating
 from keras_paragrad._keras.objects.model import all_layers, own_metrics
 from keras_paragrad._keras.objects.unallocated import built_copy, stand_in, without_memory
 from keras_paragrad._keras.probes.trial import restored
@@ -133,6 +134,10 @@ def _replaced_optimizers(model: Any, optimizer: Any) -> list[Any]:
     given = optimizer or model.optimizer
     model.__dict__["optimizer"] = built_copy(given, model.trainable_variables)
     copies = [model.__dict__["optimizer"]]
+    accumulator = accumulating(copies[0])
+    if accumulator is not None:
+        # How micro-batches are weighted is nothing to advise on here.
+        accumulator.weighting = "uniform"
     for name, value in [*vars(model).items()]:
         if isinstance(value, keras.optimizers.Optimizer) and name != "optimizer":
             # What its own `train_step` gives it is not known before the trace, nor what it was built for.
