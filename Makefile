@@ -30,23 +30,27 @@ USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
 
-# In two parts, and the second even if the first fails: XLA keeps what it compiles as long as a process lasts, and
-# per_example compiles most.
 # With three workers two cores are busy: a fifth of the time of two is spent waiting for other processes.
-PYTEST := $(BIN)/python -P -m pytest -n 3 --dist worksteal --durations 25
-in-two-parts = status=0; $(1) tests/per_example || status=1; $(1) --ignore tests/per_example || status=1; exit $$status
+# A module's tests share what its fixtures start, so they stay in one worker; tests/order.py says which modules go first.
+PYTEST := $(BIN)/python -P -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 
+# Types and doctests are checked beside the tests, in one process, and shown after them.
 test: .venv/.wheel
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(call in-two-parts,$(PYTEST))
-	$(BIN)/python -P -m pytest --doctest-modules --pyargs keras_paragrad
+	@{ $(BIN)/pyright --pythonpath $(BIN)/python && $(BIN)/python -P -m pytest -q --doctest-modules --pyargs keras_paragrad; } \
+		> .venv/beside.log 2>&1 & beside=$$!; \
+	$(PYTEST); status=$$?; \
+	wait $$beside || status=1; cat .venv/beside.log; exit $$status
 
 # The tests that take too long for every change as well: each model of others in each way to train it, all combinations
-# of parameters, many cases where cases are drawn, and XLA as users have it.
+# of parameters, many cases where cases are drawn, and XLA and Grappler as users have them.
+# In two parts, and the second even if the first fails: XLA keeps what it compiles as long as a process lasts, and
+# per_example compiles most.
+LONG := XLA_FLAGS= GRAPPLER=1 CASES=10 $(PYTEST) -m 'long or hypothesis'
+
 test-all: test
-	$(call in-two-parts,XLA_FLAGS= CASES=10 $(PYTEST) -m 'long or hypothesis')
+	status=0; $(LONG) tests/per_example || status=1; $(LONG) --ignore tests/per_example || status=1; exit $$status
 
 # Plants faults in a copy of the package, one at a time, and shows which test finds each. Some of them, by a part of their
 # name: `make mutants FAULTS="all-reduced"`.
@@ -92,8 +96,10 @@ clean:
 	$(PIP) install -c $< '.[demo]'
 	@touch $@
 
+# Compiled by all cores, which pip leaves to one; what can't be compiled is nothing that is imported.
 .venv/.dev: .venv/.constraints pyproject.toml
-	$(PIP) install -c $< '.[dev]'
+	$(PIP) install --no-compile -c $< '.[dev]'
+	-$(BIN)/python -m compileall -qq -j 0 -x '/tests/' "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	$(if $(filter pre,$(RELEASES)),$(PRE_RELEASES))
 	@touch $@
 

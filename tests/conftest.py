@@ -13,14 +13,11 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import covering
+import graphs
 import hypothesis
+import order
 import own_process
 import pytest
-import tensorflow as tf
-
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
-)
 
 # A case compiles training steps, which takes seconds: the same few are drawn in every run, and a failure is not shrunk.
 # To draw more: CASES=50 make test.
@@ -37,7 +34,18 @@ hypothesis.settings.load_profile("default")
 _libc = ctypes.CDLL(None)
 
 
+def _configure_tensorflow():
+    import tensorflow as tf
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+    )
+
+
 def pytest_configure(config):
+    # The process that hands the tests out to others runs none, and they start after its imports.
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        _configure_tensorflow()
     config.addinivalue_line(
         "markers",
         "own_process(seconds=120): run the test in a process of its own, ended after that time. For what starts a "
@@ -47,6 +55,11 @@ def pytest_configure(config):
         "markers",
         "covering(strength=1): of all combinations of the test's parameters, `make test` runs a few in which each "
         "value occurs, or each pair of values with a strength of 2. The others are marked `long`.",
+    )
+    config.addinivalue_line(
+        "markers",
+        "grappler: have graphs optimized as users have them. Elsewhere they run as they were traced, since optimizing "
+        "takes longer than running; `make test-all` optimizes all.",
     )
     # Keras says so at the end of every epoch of a dataset that does not know its own length.
     config.addinivalue_line("filterwarnings", "ignore:Your input ran out of data:UserWarning")
@@ -60,6 +73,7 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     covering.mark_long(items)
+    order.slowest_first(items, Path(__file__).parent)
 
 
 def pytest_collection_finish():
@@ -92,9 +106,10 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 @pytest.fixture(autouse=True)
-def _fresh_keras():
+def _fresh_keras(request):
     import keras
 
+    graphs.leave_unoptimized(optimized=request.node.get_closest_marker("grappler") is not None)
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
 
@@ -116,8 +131,10 @@ def _memory_given_back():
 
 
 @pytest.fixture
-def mirrored(request) -> tf.distribute.Strategy | None:
+def mirrored(request):
     """Two replicas on the two devices; for tests marked `own_process`."""
+    import tensorflow as tf
+
     assert request.node.get_closest_marker("own_process"), "mark the test with pytest.mark.own_process"
     # Outside, the test is not run.
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if own_process.is_this_one() else None

@@ -30,7 +30,13 @@ def check(inner, data, steps, reduction, tail, epochs=2, strategy=None, **mode):
     assert largest_difference(accumulating, whole) < TOLERANCE
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.grappler if MODES[mode] == {"steps_per_execution": 3} else ())
+        for mode in MODES
+    ],
+)
 def test_equals_whole_batches(mode):
     # XLA compiles a step for each size of a batch.
     @examples(2 if "xla" in mode else 3)

@@ -40,6 +40,7 @@ def check(strategy, inner, data, steps, reduction, epochs=2, callbacks=(), **mod
 
 
 @own_process
+@pytest.mark.grappler
 def test_mirrored_equals_one_device(mirrored):
     steps_per_update = st.sampled_from([1, 2, 3, [(0, 2), (1, 3)]])
 

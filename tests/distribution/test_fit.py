@@ -49,6 +49,7 @@ def assert_same(one, other, tolerance=1e-6):
         np.testing.assert_allclose(first, second, rtol=0, atol=tolerance)
 
 
+@pytest.mark.grappler
 def test_shuffled_rows_and_the_history_are_those_of_one_device():
     x, y = data()
     (one, expected), (two, found) = both(model, x, y, {"validation_split": 0.2})

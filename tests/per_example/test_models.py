@@ -195,6 +195,7 @@ def test_images_of_any_size():
         ),
     ],
 )
+@pytest.mark.grappler
 def test_known_architectures(architecture, size):
     model = getattr(keras.applications, architecture)(weights=None, input_shape=(size, size, 3), classes=5)
     for layer in model.layers:
