@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import graphs
 import keras
 import numpy as np
 import tensorflow as tf
@@ -89,6 +90,7 @@ class Worker:
 
 
 def main(task: dict[str, Any]) -> None:
+    graphs.leave_unoptimized()
     worker = Worker(task)
     if task.get("undisturbed"):
         worker.trained("undisturbed", [])
