@@ -67,6 +67,8 @@ class ArrayRows:
         return dataset.with_options(options)
 
 
+# Converting it takes AutoGraph longer than tracing.
+@tf.autograph.experimental.do_not_convert
 def _take_rows(numbers: tf.Tensor, arrays: Any) -> Any:
     def take(leaf: Any) -> Any:
         if isinstance(leaf, TensorflowSparseWrapper):

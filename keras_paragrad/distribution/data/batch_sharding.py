@@ -7,6 +7,9 @@ import tensorflow as tf
 
 from keras_paragrad._keras.replicas.local import Place
 
+# AutoGraph would take longer to convert these functions, which need none of it, than tracing them takes.
+_unconverted = tf.autograph.experimental.do_not_convert
+
 
 def shard_batches(batches: tf.data.Dataset, place: Place) -> tf.data.Dataset:
     """Splits each batch into a shard for each replica, in order, and keeps those of this worker.
@@ -20,28 +23,21 @@ def shard_batches(batches: tf.data.Dataset, place: Place) -> tf.data.Dataset:
         batch has fewer rows than replicas, the last shards are empty.
     """
     if place.local == 1:
-        return batches.map(
-            lambda *batch: shard(_whole(batches, batch), place.first, place.replicas),
-            num_parallel_calls=tf.data.AUTOTUNE,
-        )
+        mine = _unconverted(lambda *batch: shard(_whole(batches, batch), place.first, place.replicas))
+        return batches.map(mine, num_parallel_calls=tf.data.AUTOTUNE)
     rows = _rows_of_every_batch(batches)
     if rows is not None and place.local == place.replicas:
         # Static bounds need no tf.function, and static shapes tell the step that no replica's shard is empty.
         bounds = [_bound(rows, index, place.local) for index in range(place.local + 1)]
         return batches.rebatch(tf.constant(np.diff(bounds), tf.int64))
-    indices = tf.data.Dataset.range(place.first, place.first + place.local)
-    return batches.flat_map(
-        lambda *batch: indices.map(lambda index: shard(_whole(batches, batch), index, place.replicas))
-    )
+    return _sharded(batches, range(place.first, place.first + place.local), place.replicas)
 
 
 def split_batches(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
     """Splits each batch into `parts` smaller ones of consecutive rows; empty ones are left out."""
     if parts == 1:
         return batches
-    indices = tf.data.Dataset.range(parts)
-    smaller = batches.flat_map(lambda *batch: indices.map(lambda index: shard(_whole(batches, batch), index, parts)))
-    return smaller.filter(lambda *batch: count_rows(batch) > 0)
+    return _sharded(batches, range(parts), parts).filter(_unconverted(lambda *batch: count_rows(batch) > 0))
 
 
 def shard(batch: Any, index: Any, shards: int) -> Any:
@@ -90,6 +86,17 @@ def check_size(rows: int | None, replicas: int) -> None:
             f"A batch has {rows} rows for {replicas} replicas, so some replicas would never get one. Use batches of at "
             f"least {replicas} rows, or fewer devices. (A tf.data.Dataset has to be batched.)"
         )
+
+
+def _sharded(batches: tf.data.Dataset, chosen: range, shards: int) -> tf.data.Dataset:
+    """The chosen shards of each batch, one after another."""
+    indices = tf.data.Dataset.range(chosen.start, chosen.stop)
+
+    @_unconverted
+    def of_batch(*batch: Any) -> tf.data.Dataset:
+        return indices.map(_unconverted(lambda index: shard(_whole(batches, batch), index, shards)))
+
+    return batches.flat_map(of_batch)
 
 
 def _whole(batches: tf.data.Dataset, arguments: tuple) -> Any:

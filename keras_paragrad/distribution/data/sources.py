@@ -75,14 +75,17 @@ class ArraySource(Source):
         rows, size = self._arrays.count, self._size
         known = None if rows % size else size
         steps = tf.data.Dataset.range(-(-rows // size))
-        if self._shuffle:
-            order = tf.constant(order_of(rows, size, self._shuffle, self._seed, epoch))
-            numbers = steps.map(lambda step: order[step * size : (step + 1) * size])
-        else:
-            numbers = steps.map(lambda step: tf.range(step * size, tf.minimum((step + 1) * size, rows)))
-        # If all batches have one size, shapes are static, so steps need no branch for empty shards.
-        numbers = numbers.map(lambda found: tf.ensure_shape(found, [known]))
-        return self._arrays.batches(numbers)
+        order = tf.constant(order_of(rows, size, self._shuffle, self._seed, epoch)) if self._shuffle else None
+
+        # Converting it takes AutoGraph longer than tracing.
+        @tf.autograph.experimental.do_not_convert
+        def numbers(step: tf.Tensor) -> tf.Tensor:
+            start, stop = step * size, tf.minimum((step + 1) * size, rows)
+            found = tf.range(start, stop) if order is None else order[start:stop]
+            # If all batches have one size, shapes are static, so steps need no branch for empty shards.
+            return tf.ensure_shape(found, [known])
+
+        return self._arrays.batches(steps.map(numbers))
 
     def first_batch(self) -> Any:
         numbers = tf.data.Dataset.from_tensors(tf.range(min(self._arrays.count, self._size)))
