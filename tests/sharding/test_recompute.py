@@ -51,6 +51,7 @@ class Counted(L.Layer):
         return keras.ops.tanh(x)
 
 
+@pytest.mark.grappler
 def test_runs_twice_until_undone():
     model = on_numbers(Counted(name="block"))
     model.compile("sgd", "mse", jit_compile=False)

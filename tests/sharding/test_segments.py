@@ -57,6 +57,7 @@ MODELS = {"convolutional": convolutional, "residual": residual, "nested": nested
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("choice", [{}, {"every": 1}, {"every": 3}], ids=["auto", "every", "every third"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.grappler
 def test_trains_as_without(name, choice):
     def run(context):
         loss = {"y": "mse"} if name == "residual" else "mse"
@@ -83,6 +84,7 @@ def kept_by(model, *inputs):
     return sum(_bytes(tensor) for tensor in tensors if tensor.shape not in weights)
 
 
+@pytest.mark.grappler
 def test_keeps_what_is_expected(capsys):
     model, batch = transformer(), np.ones((8, 16, 16), "float32")
     whole = kept_by(model, batch)
