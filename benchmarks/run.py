@@ -8,6 +8,7 @@ BENCHMARKS = (
     "exactness",
     "accumulation",
     "memory",
+    "estimate",
     "per_example",
     "input_gradients",
     "distribution",

@@ -1,0 +1,127 @@
+"""What `DistributedFit.estimate` says that training takes, and what it was seen to take.
+
+`python benchmarks/estimate.py` prints the table and saves it in `results/estimate.json`.
+"""
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+
+from harness import report
+
+# Rows of a batch, by model.
+BATCHES = {"MLP": 32768, "CNN": 1024, "Transformer": 32, "Transformer, recomputed": 32, "LSTM": 512}
+# Freed memory goes back at once. oneDNN, which TensorFlow uses on some processors, keeps some for later.
+SETTINGS = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
+RUNS = {"seen": ("0", ""), "seen with oneDNN": ("1", ""), "seen under XLA": ("0", "jit")}
+
+
+def model_of(name, small):
+    """A model and its input; a small one has the same graph, and next to no weights and activations."""
+    import keras
+
+    layers = keras.layers
+    width = 8 if small else {"MLP": 1024, "CNN": 32, "LSTM": 256}.get(name, 192)
+    if name == "MLP":
+        inputs = keras.Input((256,))
+        hidden = inputs
+        for _ in range(4):
+            hidden = layers.Dense(width, activation="relu")(hidden)
+    elif name == "CNN":
+        inputs = keras.Input((32, 32, 3))
+        hidden = inputs
+        for index in range(4):
+            hidden = layers.Conv2D(width * 2 ** (index // 2), 3, padding="same")(hidden)
+            hidden = layers.ReLU()(layers.BatchNormalization()(hidden))
+            hidden = layers.MaxPooling2D()(hidden) if index == 1 else hidden
+        hidden = layers.GlobalAveragePooling2D()(hidden)
+    elif name == "LSTM":
+        inputs = keras.Input((100, 64))
+        hidden = layers.LSTM(width)(layers.LSTM(width, return_sequences=True)(inputs))
+    else:
+        tokens = 8 if small else 128
+        inputs = keras.Input((tokens,))
+        hidden = layers.Embedding(1000, width)(inputs)
+        for index in range(12):
+            hidden = block(tokens, width, f"block_{index}")(hidden)
+        hidden = layers.GlobalAveragePooling1D()(hidden)
+    return keras.Model(inputs, layers.Dense(10)(hidden))
+
+
+def block(tokens, width, name):
+    import keras
+
+    layers = keras.layers
+    inputs = keras.Input((tokens, width))
+    normed = layers.LayerNormalization()(inputs)
+    hidden = inputs + layers.MultiHeadAttention(4, width // 4)(normed, normed)
+    inner = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(hidden))
+    return keras.Model(inputs, hidden + layers.Dropout(0.1)(layers.Dense(width)(inner)), name=name)
+
+
+def train(name, small, jit_compile):
+    """Prints the peak of this process after three steps, without what its data takes, in bytes."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from keras_paragrad import recompute
+
+    model = model_of(name, small)
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=jit_compile)
+    if "recomputed" in name:
+        recompute(model)
+    rows = 8 if small else BATCHES[name]
+    draw = np.random.default_rng(0)
+    x = draw.uniform(size=(rows, *model.inputs[0].shape[1:])).astype("float32")
+    held = x.nbytes
+    data = tf.data.Dataset.from_tensors((tf.constant(x), tf.constant(draw.integers(0, 10, rows)))).repeat(3)
+    model.fit(data, verbose=0)
+    unit = 1 if platform.system() == "Darwin" else 1024
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - held)
+
+
+def estimate(name):
+    """Prints the estimate, in bytes."""
+    import keras
+
+    from keras_paragrad import DistributedFit
+
+    model = model_of(name, small=False)
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    print(DistributedFit("none").estimate(model, BATCHES[name])[None, "recomputed" in name].total)
+
+
+def in_own_process(arguments, onednn="0"):
+    # On Linux a process's peak begins with what its parent holds, so this one must not load TensorFlow.
+    command = [sys.executable, "-W", "ignore", __file__, json.dumps(arguments)]
+    environment = {**os.environ, **SETTINGS, "TF_ENABLE_ONEDNN_OPTS": onednn, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=True)
+    return float(done.stdout.split()[-1]) / 1e6
+
+
+def main():
+    if sys.argv[1:]:
+        arguments = json.loads(sys.argv[1])
+        estimate(*arguments) if len(arguments) == 1 else train(*arguments)
+        return
+    rows = []
+    for name in BATCHES:
+        row = [name, round(in_own_process([name]))]
+        for onednn, jit in RUNS.values():
+            # XLA takes minutes to compile the others.
+            if jit and name not in ("MLP", "CNN"):
+                row.append("-")
+                continue
+            peaks = [in_own_process([name, small, bool(jit)], onednn) for small in (True, False)]
+            row.append(round(peaks[1] - peaks[0]))
+        rows.append([*row, f"{row[1] / row[2] - 1:+.0%}", f"{row[1] / row[3] - 1:+.0%}"])
+    columns = ["", "estimated", *RUNS, "estimated against seen", "against seen with oneDNN"]
+    report("estimate", "Memory of training with Adam on a CPU, MB", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
