@@ -15,6 +15,7 @@ SLOW = (
     "distribution/test_exactness.py",
     "distribution/test_workers.py",
     "distribution/checkpoint/test_backup.py",
+    "sharding/test_recompute.py",
     "per_example/test_rules.py",
     "per_example/test_training.py",
     "distribution/test_fit.py",
