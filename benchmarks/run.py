@@ -9,6 +9,7 @@ BENCHMARKS = (
     "accumulation",
     "memory",
     "estimate",
+    "recompute",
     "per_example",
     "input_gradients",
     "distribution",
