@@ -18,6 +18,8 @@ from keras_paragrad._keras.replicas.collectives import (
 from keras_paragrad._keras.step.apply import apply_everywhere
 from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad._keras.step.transform import installed
+from keras_paragrad._keras.storage.layout import in_shards
+from keras_paragrad._keras.storage.updating import squares
 from keras_paragrad.accumulation.advice import advise_the_callback
 from keras_paragrad.accumulation.arguments import (
     ACCUMULATOR_DTYPES,
@@ -108,7 +110,8 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self.skip_nonfinite = skip_nonfinite
         self._window: GradientWindow | None = None
         self._strategy = tf.distribute.get_strategy()
-        self._gathers_only = False
+        # How many replicas are within `gathering`: they are traced by turns.
+        self._gathering = 0
         self._with_gradient: set[int] = set()
         self._advised = False
 
@@ -156,7 +159,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         # With data of unknown length, a counter must not advance for a batch that turns out not to exist.
         with tf.control_dependencies(None if tf.executing_eagerly() else gradients):
             window.add_gradients(indices, gradients, contribution, drop_nonfinite=self._drops_nonfinite)
-            if not self._gathers_only:
+            if not self._gathering:
                 if contribution is None:
                     self._advise()
                 self.end_micro_batch()
@@ -169,11 +172,11 @@ class AccumulatingOptimizer(WrappingOptimizer):
     @contextlib.contextmanager
     def gathering(self) -> Iterator[None]:
         """Context in which `apply` only accumulates; `end_micro_batch` has to follow."""
-        self._gathers_only = True
+        self._gathering += 1
         try:
             yield
         finally:
-            self._gathers_only = False
+            self._gathering -= 1
 
     def end_micro_batch(self, update: bool | None = None) -> None:
         """Counts the micro-batch, and updates if it is the window's last. Call it on every replica.
@@ -200,13 +203,17 @@ class AccumulatingOptimizer(WrappingOptimizer):
         def mean():
             means, weight = window.mean(indices, [self.trainable_variables[index] for index in indices])
             gradients = dict(zip(indices, means, strict=True))
-            return [gradients.get(index) for index in range(count)], weight
+            present = [gradients.get(index) for index in range(count)]
+            # Before the branch below, in which TensorFlow can't run collectives.
+            norms = squares(self.inner_optimizer, present, self.trainable_variables) if sharded else []
+            return present, weight, norms
 
-        gradients, weight = per_replica(mean)
+        sharded = in_shards(self.trainable_variables)
+        gradients, weight, norms = per_replica(mean)
         # A window without finite gradients makes no update, not even one with a zero gradient.
         run_if(
             first_replica(weight) > 0 if self._drops_nonfinite else True,
-            lambda: apply_everywhere(per_replica, self.inner_optimizer, gradients, self.trainable_variables),
+            lambda: apply_everywhere(per_replica, self.inner_optimizer, gradients, self.trainable_variables, norms),
         )
         per_replica(window.clear)
         window.position.assign(0)

@@ -7,8 +7,10 @@ import tensorflow as tf
 
 from keras_paragrad._keras.objects.optimizer import WrappingOptimizer
 from keras_paragrad._keras.objects.saved import SavedVariables
-from keras_paragrad._keras.replicas.layout import combined
+from keras_paragrad._keras.replicas.collectives import sum_over_replicas
 from keras_paragrad._keras.step.apply import Contribution
+from keras_paragrad._keras.storage.layout import in_shards
+from keras_paragrad._keras.storage.sharded import on_this_replica
 
 
 class GradientWindow(SavedVariables):
@@ -37,7 +39,8 @@ class GradientWindow(SavedVariables):
                 variable.shape,
                 variable.dtype if overwrites or dtype is None else dtype,
                 aggregation="mean" if overwrites else "sum",
-                local=True,
+                # One of a variable in shards is in shards itself, of the sum over all replicas.
+                local=not in_shards([variable]),
                 like=variable,
             )
             for index, (variable, overwrites) in enumerate(zip(variables, self.overwrites, strict=True))
@@ -66,7 +69,7 @@ class GradientWindow(SavedVariables):
             self._add(index, gradient, scale, finite)
 
     def _add(self, index: int, gradient, scale, finite) -> None:
-        target = self.accumulators[index].value
+        target = on_this_replica(self.accumulators[index])
         values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
         values = tf.cast(values, target.dtype)
         if finite is not None:
@@ -90,23 +93,24 @@ class GradientWindow(SavedVariables):
             variables: Those variables.
         """
         # Without tf.identity, a multi-worker strategy can't place variables that are used inside a conditional.
-        sums = [tf.identity(self.accumulators[index].value) for index in indices]
+        sums = [tf.identity(on_this_replica(self.accumulators[index])) for index in indices]
         averaged = [place for place, index in enumerate(indices) if not self.overwrites[index]]
-        totals, (weight,) = combined(
-            [sums[place] for place in averaged],
-            [variables[place] for place in averaged],
-            [tf.identity(self.weight.value)],
-        )
+        here = [place for place in averaged if not in_shards([variables[place]])]
+        summed = sum_over_replicas([*(sums[place] for place in here), tf.identity(self.weight.value)])
+        weight = summed[-1]
+        for place, total in zip(here, summed[:-1], strict=True):
+            sums[place] = total
         # One reciprocal, then multiplications: TensorFlow's `div_no_nan` of a tensor is several times slower.
         factor = tf.math.reciprocal_no_nan(weight)
-        for place, total in zip(averaged, totals, strict=True):
-            sums[place] = total * tf.cast(factor, total.dtype)
+        for place in averaged:
+            sums[place] *= tf.cast(factor, sums[place].dtype)
         return sums, weight
 
     def clear(self) -> None:
         """Resets this replica's part of the window."""
         for variable in (self.weight, *self.accumulators):
-            variable.value.assign(tf.zeros(variable.shape, variable.dtype))
+            target = on_this_replica(variable)
+            target.assign(tf.zeros(target.shape, target.dtype))
 
 
 def _all_finite(gradients: Sequence) -> tf.Tensor:

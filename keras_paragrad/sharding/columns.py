@@ -12,10 +12,9 @@ from keras_paragrad._keras.objects.layers import children
 from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad._keras.objects.unallocated import bytes_of, state_of
 from keras_paragrad._keras.step.tracing import TracedStep
+from keras_paragrad._keras.storage.partition import MIN_SHARD_BYTES
 from keras_paragrad.sharding.liveness import Peaks, step_peaks
 
-# Smaller variables stay whole on every device.
-MIN_SHARD_BYTES = 2**14
 SHARDS = (None, "optimizer", "parameters")
 
 

@@ -22,6 +22,7 @@ from keras_paragrad._keras.step.forward import compiled_apart
 from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.symbolic import build_from_inputs
+from keras_paragrad._keras.storage.gathering import gathered_first
 
 
 def test_function(model: keras.Model, take: Take) -> Callable[[Any], dict]:
@@ -88,7 +89,12 @@ def _gathered(strategy: tf.distribute.Strategy, output: Any) -> Any:
 def _apart(function: Callable[[Any, Any], Any], take: Take) -> Callable[[Any, Any], Any]:
     if not take.by_xla or replica_count() == 1:
         return function
-    return lambda model, data: compiled_apart(functools.partial(function, model), data)
+
+    def compiled(model: Any, data: Any) -> Any:
+        with gathered_first(model):
+            return compiled_apart(functools.partial(function, model), data)
+
+    return compiled
 
 
 def _evaluated(model: Any, data: Any, take: Take) -> tuple[Any, LossSums]:

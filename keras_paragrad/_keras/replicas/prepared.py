@@ -14,6 +14,7 @@ from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.symbolic import build_from
 from keras_paragrad._keras.step.whole_batches import predict_on_batch
+from keras_paragrad._keras.storage.gathering import gather_at_calls, gather_on_read
 
 Cut = Callable[[Any, int | None], Any]
 
@@ -36,6 +37,7 @@ def spread_over_replicas(model: keras.Model, take: Take, cut: Cut | None = None)
     builder.fill(take=take)
     if model.distribute_strategy.num_replicas_in_sync == 1:
         return
+    gather_at_calls(model)
     own = model.__dict__
 
     def build(iterator: Any = None, data_batch: Any = None) -> None:
@@ -58,6 +60,7 @@ def uninstall(model: keras.Model) -> None:
     for method in _METHODS:
         model.__dict__.pop(method, None)
     _forget_functions(model)
+    gather_on_read(model)
     StepBuilder.of(model).fill(take=None)
 
 

@@ -8,10 +8,17 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.capabilities import Accumulating, accumulating, parts, unscaled
-from keras_paragrad._keras.replicas.collectives import cross_replica, replica_count, run_if, sum_over_replicas
-from keras_paragrad._keras.replicas.layout import combined
+from keras_paragrad._keras.objects.capabilities import Accumulating, accumulating, nested, parts, unscaled
+from keras_paragrad._keras.replicas.collectives import (
+    cross_replica,
+    replica_count,
+    replica_index,
+    run_if,
+    sum_over_replicas,
+)
 from keras_paragrad._keras.step.forward import Normalizer, scaled_gradient
+from keras_paragrad._keras.storage.layout import combined, in_shards, scattered
+from keras_paragrad._keras.storage.updating import refresh, squares, updating_shards
 
 _REDUCE = "_all_reduce_sum_gradients"
 
@@ -40,6 +47,10 @@ class Contribution(NamedTuple):
             return cls(1.0, share, kept=0.0)
         value = tf.cast(normalizer.value, "float32")
         return cls(value / share, value)
+
+    def apart(self) -> tuple[Any, "Contribution"]:
+        """The scale by itself, and the contribution of a gradient that was multiplied with it."""
+        return self.scale, self._replace(scale=1.0)
 
 
 def apply_gradient(
@@ -70,29 +81,48 @@ def apply_gradient(
         return None
     accumulator = accumulating(optimizer)
     if accumulator or replica_count() == 1 or not whole:
-        if accumulator and whole and replica_count() > 1 and unscaled(optimizer) is not optimizer:
+        contribution = None if weight is None else Contribution.of(weight)
+        if accumulator and in_shards(variables):
+            # Accumulators are in shards as well, so each micro-batch is reduced, weighted as it counts.
+            scale, contribution = (contribution or Contribution.of(None)).apart()
+            gradients = scattered([scaled_gradient(each, scale) for each in gradients], variables)
+        if accumulator and whole and replica_count() > 1 and _skips_nonfinite(optimizer, variables):
             gradients = _nonfinite_everywhere(gradients)
         pairs = list(zip(gradients, variables, strict=True))
-        if accumulator and weight is not None:
-            pairs.append(_weighting(optimizer, accumulator, variables, weight))
+        if accumulator and contribution is not None:
+            pairs.append(_weighting(optimizer, accumulator, variables, contribution))
         optimizer.apply_gradients(pairs)
         return None
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
     applied, sums = combined([gradients[index] for index in present], [variables[index] for index in present], beside)
     by_index = dict(zip(present, applied, strict=True))
     total = [by_index.get(index) for index in range(len(gradients))]
-    cross_replica(lambda per_replica, total: apply_everywhere(per_replica, optimizer, total, variables), total)
+    if in_shards(variables) and unscaled(optimizer) is not optimizer:
+        total = _nonfinite_everywhere(total)
+    norms = squares(optimizer, total, variables) if in_shards(variables) else []
+    cross_replica(
+        lambda per_replica, total, norms: apply_everywhere(per_replica, optimizer, total, variables, norms),
+        total,
+        norms,
+    )
     return sums
 
 
 def _weighting(
-    optimizer: Any, accumulator: Accumulating, variables: Sequence[keras.Variable], weight: Normalizer
+    optimizer: Any, accumulator: Accumulating, variables: Sequence[keras.Variable], contribution: Contribution
 ) -> tuple[tf.Tensor, keras.Variable]:
     """What tells an accumulating optimizer, through those around it, what the gradients beside it count for."""
     if not optimizer.built:
         with keras.name_scope(optimizer.name):
             optimizer.build(variables)
-    return tf.stack(Contribution.of(weight)), accumulator.gradient_weight
+    return tf.stack(contribution), accumulator.gradient_weight
+
+
+def _skips_nonfinite(optimizer: Any, variables: Sequence[keras.Variable]) -> bool:
+    """Whether all replicas have to know of an overflow on one."""
+    skips = unscaled(optimizer) is not optimizer
+    # Replicas hold different shards of the same gradients.
+    return skips or (in_shards(variables) and any(getattr(each, "skip_nonfinite", False) for each in nested(optimizer)))
 
 
 def _nonfinite_everywhere(gradients: list[Any]) -> list[Any]:
@@ -104,7 +134,7 @@ def _nonfinite_everywhere(gradients: list[Any]) -> list[Any]:
     return [scaled_gradient(gradient, poison) for gradient in gradients]
 
 
-def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradients, variables) -> None:
+def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradients, variables, norms=()) -> None:
     """Applies all-reduced gradients on every replica; called in cross-replica context.
 
     Args:
@@ -112,7 +142,14 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
         optimizer: A built optimizer.
         gradients: A gradient or `None` for each variable, grouped by replica.
         variables: The variables that the optimizer was built with.
+        norms: What `squares` has found for gradients in shards, grouped by replica.
     """
+    by_replica: dict[int, Any] = {}
+
+    def apply(gradients, norms):
+        by_replica[replica_index()] = norms
+        optimizer.apply(gradients, variables)
+
     frequencies = [(part, part.ema_overwrite_frequency) for part in parts(optimizer)]
     before = [part.__dict__.get(_REDUCE) for part, _ in frequencies]
     for part, _ in frequencies:
@@ -120,7 +157,8 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
         # Keras overwrites in a branch on each replica, and a strategy refuses to update a variable in there.
         part.ema_overwrite_frequency = None
     try:
-        per_replica(lambda gradients: optimizer.apply(gradients, variables), gradients)
+        with updating_shards(optimizer, variables, by_replica):
+            per_replica(apply, gradients, norms)
     finally:
         for (part, frequency), replaced in zip(frequencies, before, strict=True):
             part.ema_overwrite_frequency = frequency
@@ -131,6 +169,7 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
     for part, frequency in frequencies:
         if part.use_ema and frequency and part.built:
             run_if(part.iterations % frequency == 0, functools.partial(_overwrite_with_average, per_replica, part))
+    per_replica(functools.partial(refresh, variables))
 
 
 def _overwrite_with_average(per_replica, optimizer: keras.optimizers.Optimizer) -> None:

@@ -24,6 +24,8 @@ from keras_paragrad._keras.step.symbolic import build_losses, losses_built
 from keras_paragrad._keras.step.train_step import TrainStep
 from keras_paragrad._keras.step.transform import install
 from keras_paragrad._keras.step.uncut import Limit
+from keras_paragrad._keras.storage.layout import in_shards
+from keras_paragrad._keras.storage.updating import install as install_for_shards
 from keras_paragrad._keras.telemetry.execution import LATEST, LookAhead, Telemetry, pick_watched
 from keras_paragrad._keras.telemetry.observe import observed
 from keras_paragrad._keras.telemetry.watch import updates_each_batch, watched
@@ -90,6 +92,11 @@ class StepBuilder:
         if self._built_for is not configuration:
             self._built_for, self._built, self.loss_window = configuration, {}, None
             self._install_transform()
+        if stages.observe and in_shards(self.model.trainable_variables):
+            raise ValueError(
+                f"{type(stages.observe).__name__} looks at the gradients of each replica, and this model's weights and "
+                "gradients are in shards. Train with DistributedFit(..., shard=None), or without that callback."
+            )
         if stages.apply and losses_built(self.model):
             self._make_loss_window()
         if stages not in self._built:
@@ -100,6 +107,8 @@ class StepBuilder:
     def _install_transform(self) -> None:
         """Installs the transform in the optimizer that updates the weights, which `compile` may have replaced."""
         optimizer = updating(self.model.optimizer) if self.model.compiled else None
+        if optimizer is not None and in_shards(self.model.trainable_variables):
+            install_for_shards(optimizer)
         if self._transformed not in (None, optimizer):
             install(self._transformed, None)
         if optimizer is not None:

@@ -13,6 +13,7 @@ from keras_paragrad._keras.losses.undivided import not_divided_by_replicas
 from keras_paragrad._keras.objects.layers import mask_of, with_mask
 from keras_paragrad._keras.replicas.collectives import replica_count, replica_index
 from keras_paragrad._keras.replicas.shard import rows_of
+from keras_paragrad._keras.storage.gathering import differentiable
 
 _SHARES = "_keras_paragrad_shares"
 
@@ -78,7 +79,7 @@ def pass_through(
         look: Is shown what `normalize` would be given.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    with tf.GradientTape() as tape:
+    with tf.GradientTape() as tape, differentiable(tape) as source:
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
         arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
         with (
@@ -98,7 +99,7 @@ def pass_through(
             shared *= tf.cast(1 / replica_count(), shared.dtype)
         scaled = model.optimizer.scale_loss(shared)
     with _with_replica_scale(model, factor):
-        gradients = tape.gradient(scaled, model.trainable_weights)
+        gradients = tape.gradient(scaled, [source(variable) for variable in model.trainable_weights])
     return Passed(gradients, loss, y_pred, weight, found)
 
 

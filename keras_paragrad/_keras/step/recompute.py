@@ -22,16 +22,19 @@ from keras_paragrad._keras.objects.layers import (
 )
 from keras_paragrad._keras.step.gradient_functions import keep_with_graphs
 from keras_paragrad._keras.step.stateful_ops import check_operations
+from keras_paragrad._keras.storage.sharded import to_gather
 
 
 def stored(variable: keras.Variable) -> tf.Tensor:
     """A weight as the step keeps it from the first run to the second; gradients are taken of it."""
-    return tf.identity(tf.convert_to_tensor(variable.value))
+    storage = to_gather(variable)
+    return tf.identity(storage.shard.read_value() if storage else tf.convert_to_tensor(variable.value))
 
 
 def as_read(variable: keras.Variable, kept: tf.Tensor) -> tf.Tensor:
     """A weight as layers read it, made in each of the two runs from what is kept."""
-    return kept
+    storage = to_gather(variable)
+    return storage.whole(kept) if storage else kept
 
 
 class _Known(NamedTuple):
@@ -137,7 +140,10 @@ class _Run:
         @tf.custom_gradient
         def recomputed(*tensors):
             with _made_operations() as made:
-                result, reads = self._call(self._filled(tensors), self._weights(tensors), self.known.before)
+                with tf.control_dependencies(tensors[: len(self.places)]):
+                    # Weights in shards are gathered where they are needed, and not all before the step.
+                    weights = self._weights(tensors)
+                result, reads = self._call(self._filled(tensors), weights, self.known.before)
             if not reads.missing:
                 check_operations(self.function.name, made)
             outputs[:], self.missing, self.updates = [result], list(reads.missing.values()), reads.updates

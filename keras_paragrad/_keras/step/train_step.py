@@ -25,6 +25,7 @@ from keras_paragrad._keras.step.gradient import (
 )
 from keras_paragrad._keras.step.stages import Split, Stages
 from keras_paragrad._keras.step.uncut import Limit
+from keras_paragrad._keras.storage.gathering import gathered_first
 from keras_paragrad._keras.telemetry.observe import show_before_sum
 
 
@@ -108,10 +109,20 @@ class TrainStep(NamedTuple):
         # Micro-batches are weighted uniformly; this replica has a share of one.
         return Normalizer(sharing(weight) / replica_count())
 
+    @property
+    def _by_xla(self) -> bool:
+        return bool(self.stages.take and self.stages.take.by_xla and replica_count() > 1)
+
     def _gathering(self) -> contextlib.AbstractContextManager[Any]:
         return self.stages.apply.gathering() if self.stages.apply else contextlib.nullcontext()
 
     def _gradient(self, data: Any, shard: Shard, replica_scale: ReplicaScale | None) -> Gradient:
+        # TensorFlow can't gather weights inside of what XLA compiles, or in a loop over slices.
+        apart = self._by_xla or self.stages.split
+        with gathered_first(self.model) if apart else contextlib.nullcontext():
+            return self._of_batch(data, shard, replica_scale)
+
+    def _of_batch(self, data: Any, shard: Shard, replica_scale: ReplicaScale | None) -> Gradient:
         if self.stages.split:
             try:
                 return self._in_slices(self.stages.split, data, shard, replica_scale)
@@ -130,10 +141,15 @@ class TrainStep(NamedTuple):
     def _of_part(self, shard: Shard, split: Split | None = None) -> Callable[..., Gradient]:
         """What computes the gradient of a slice, or without a `split` that of a batch that is not weighed."""
         normalize = self.stages.normalization(of_slices=split is not None)
-        by_xla = bool(self.stages.take and self.stages.take.by_xla and replica_count() > 1)
         # Keras's trackers know nothing of a batch of which there are parts.
         parts = bool(split or self.stages.apply or (self.stages.take and replica_count() > 1))
         foreseen = None if normalize else self.stages.foreseen
         return functools.partial(
-            gradient_of, self.model, normalize=normalize, shard=shard, by_xla=by_xla, sums=parts, foreseen=foreseen
+            gradient_of,
+            self.model,
+            normalize=normalize,
+            shard=shard,
+            by_xla=self._by_xla,
+            sums=parts,
+            foreseen=foreseen,
         )

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.capabilities import accumulation_steps
+from keras_paragrad._keras.storage.layout import own_parts, whole_gradients
 
 _TRANSFORM = "_keras_paragrad_transform"
 
@@ -68,9 +69,10 @@ def _apply(optimizer: Any, transform: Transform, grads: Sequence[Any], trainable
         if gradient is not None and not optimizer._overwrite_variable_with_gradient(variable)
     ]
     scale = optimizer.loss_scale_factor
-    dense = [tf.convert_to_tensor(grads[place]) for place in places]
+    changed = [variables[place] for place in places]
+    dense = whole_gradients([tf.convert_to_tensor(grads[place]) for place in places], changed)
     unscaled = [gradient / scale for gradient in dense] if scale else dense
-    transformed = transform(unscaled, [variables[place] for place in places])
+    transformed = own_parts(transform(unscaled, changed), changed)
     for place, gradient in zip(places, transformed, strict=True):
         grads[place] = gradient * scale if scale else gradient
     type(optimizer).apply(optimizer, grads, given)

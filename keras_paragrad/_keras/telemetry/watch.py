@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps, parts, updating
 from keras_paragrad._keras.objects.method_patch import MethodPatch, patched
 from keras_paragrad._keras.replicas.collectives import replica_count, replica_index, sum_over_replicas
+from keras_paragrad._keras.storage.layout import whole_gradients
 from keras_paragrad._keras.telemetry.weight_deltas import WeightDeltas
 
 _WATCH = "_keras_paragrad_watch"
@@ -146,7 +147,8 @@ class _Watch(MethodPatch):
             seen = self.seen[replica_index()]
             seen.learning_rate = learning_rate
             places = [seen.places[id(variable)] for variable in variables]
-            both = self._of_all_replicas(optimizer, variables, [*seen.unclipped, *gradients])
+            found = whole_gradients([*seen.unclipped, *gradients], [*variables, *variables])
+            both = self._of_all_replicas(optimizer, variables, found)
             for index, place in enumerate(places):
                 seen.gradients[place], seen.clipped[place] = both[index], both[index + len(places)]
             result = original(gradients, variables, learning_rate)

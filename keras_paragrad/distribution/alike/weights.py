@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.replicas.collectives import local_values
 from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad._keras.storage.layout import in_shards
 from keras_paragrad.distribution.workers import gather
 
 # On different processors rounding differs, and weights diverge slowly: by some 1e-5 over 10^5 steps.
@@ -95,7 +96,7 @@ def variables_to_compare(model: Any) -> list[Any]:
     """The weights and the optimizer's variables that have to be the same on all workers.
 
     Weights that are not trained are compared before the first update only: some, such as the moving means of an
-    unsynchronized `BatchNormalization`, differ afterwards.
+    unsynchronized `BatchNormalization`, differ afterwards. Of those in shards, every worker has others.
     """
     optimizer = model.optimizer
     fresh = optimizer is None or not optimizer.built or int(optimizer.iterations.numpy()) == 0
@@ -106,5 +107,7 @@ def variables_to_compare(model: Any) -> list[Any]:
 
 
 def _has_to_be_the_same(variable: Any) -> bool:
+    if in_shards([variable]):
+        return False
     of_each = getattr(variable.value, "synchronization", None) == tf.VariableSynchronization.ON_READ
     return not of_each and tf.as_dtype(variable.dtype).is_floating

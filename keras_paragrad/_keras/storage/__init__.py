@@ -1,0 +1,1 @@
+"""Where a variable's value lives: in shards, one on each replica."""

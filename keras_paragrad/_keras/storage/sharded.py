@@ -1,0 +1,282 @@
+"""`ShardedVariable`: the storage of a Keras variable of which each replica holds a shard."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.common.variables import get_autocast_scope
+from tensorflow.python.distribute.distribute_lib import get_update_replica_id
+from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
+
+from keras_paragrad._keras.replicas.collectives import replica_index
+from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad._keras.storage.exchange import all_gather
+from keras_paragrad._keras.storage.partition import Partition
+
+
+class _Reading(threading.local):
+    """What reading a variable gives on this replica, whose code runs in a thread of its own.
+
+    Attributes:
+        values: By the `id` of variables, tensors to read instead of gathering them.
+        cast: The same, cast to the dtype that a layer computes in.
+        assigned: Where assignments are noted instead of being made, or `None`.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[int, tf.Tensor] = {}
+        self.cast: dict[int, tf.Tensor] = {}
+        self.assigned: dict[int, tuple[Any, tf.Tensor]] | None = None
+
+
+_READING = _Reading()
+
+
+class ShardedVariable(DistributedVariable):
+    """A distributed variable of which each replica holds one flat shard.
+
+    Seen from a replica or from outside it is whole: it is gathered where it is read, and its gradient is that of the
+    whole. Within `tf.distribute.StrategyExtended.update`, where optimizers compute, it is the shard.
+
+    Args:
+        strategy: The strategy.
+        values: This process's shards.
+        partition: How the variable is cut.
+        aggregation: As in `tf.Variable`.
+        policy: As in TensorFlow's own.
+        copies: A distributed variable that every replica holds whole, to read in place of gathering, or `None`.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        values: Sequence[Any],
+        partition: Partition,
+        aggregation: Any,
+        policy: Any,
+        copies: Any = None,
+    ):
+        super().__init__(strategy, values, aggregation, var_policy=policy)
+        self._packed_var = None
+        self.partition = partition
+        self.copies = copies
+        self.copies_hold = copies is not None
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """That of the whole, or within an update that of the shard."""
+        return self._primary.shape if get_update_replica_id() is not None else tf.TensorShape(self.partition.shape)
+
+    def get_shape(self) -> tf.TensorShape:
+        """`shape`."""
+        return self.shape
+
+    @property
+    def handle(self) -> Any:
+        """On a replica, that of what its gradient is asked of: the copy if there is one, or the shard."""
+        if self.copies_hold and _on_replica():
+            return self._copy.handle
+        return super().handle
+
+    @property
+    def shard(self) -> Any:
+        """This replica's shard, a `tf.Variable`."""
+        return self._values[_local_index()]
+
+    @property
+    def _copy(self) -> Any:
+        return self.copies.values[_local_index()]
+
+    def read_value(self) -> tf.Tensor:
+        """The whole, or within an update the shard."""
+        return tf.identity(self._read())
+
+    def value(self) -> tf.Tensor:
+        """The whole, or within an update the shard."""
+        return tf.convert_to_tensor(self._read())
+
+    def numpy(self) -> Any:
+        """The whole, gathered; every worker has to call it."""
+        return self.value().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.numpy(), dtype)
+
+    def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
+        return tf.convert_to_tensor(self._read(), dtype=dtype, name=name)
+
+    def _get(self) -> Any:
+        # What operators such as `+` compute with.
+        return self._read()
+
+    def __getattr__(self, name: str) -> Any:
+        # TensorFlow asks `_get`, which gathers.
+        if name.startswith("__") or "_values" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._primary, name)
+
+    def _read(self) -> Any:
+        update = get_update_replica_id()
+        if update is not None:
+            return self._values[update]
+        if in_symbolic_scope():
+            return tf.zeros(self.partition.shape, self.dtype)
+        if not _on_replica_of(self._distribute_strategy):
+            return self._assembled()
+        if _READING.assigned is not None and id(self) in _READING.assigned:
+            return _READING.assigned[id(self)][1]
+        cast, scope = _READING.cast.get(id(self)), get_autocast_scope()
+        if cast is not None and scope is not None and cast.dtype == scope.dtype:
+            return cast
+        known = _READING.values.get(id(self))
+        if known is None and self.copies_hold:
+            return self._copy
+        return self.gathered() if known is None else known
+
+    def gathered(self, dtype: Any = None, after: Sequence[tf.Tensor] = ()) -> tf.Tensor:
+        """The whole on this replica, from all replicas' shards. The gradient of the shard is that of the whole.
+
+        Args:
+            dtype: What to gather it in; its own, if `None`.
+            after: Tensors to wait for.
+        """
+        with tf.control_dependencies(after):
+            return self.whole(tf.identity(self.shard.read_value()), dtype)
+
+    def whole(self, shard: tf.Tensor, dtype: Any = None) -> tf.Tensor:
+        """The whole from what each replica has read of its shard."""
+
+        @tf.custom_gradient
+        def whole(shard: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
+            everything = all_gather(tf.cast(tf.identity(shard), dtype or shard.dtype))
+            # *Combine* scatters the gradient, weighted as it then is among those of other replicas and micro-batches.
+            return self.partition.whole(everything), lambda gradient: tf.cast(gradient, self.dtype)
+
+        found: Any = whole(shard)
+        return found
+
+    def _assembled(self) -> tf.Tensor:
+        """The whole, outside of replicas."""
+        if place_of(self._distribute_strategy).workers > 1:
+            with self._distribute_strategy.scope():
+                gathered = self._distribute_strategy.run(lambda: all_gather(self.shard.read_value()))
+            return self.partition.whole(self._distribute_strategy.experimental_local_results(gathered)[0])
+        with tf.device("CPU:0"):
+            return self.partition.joined([shard.read_value() for shard in self._values])
+
+    def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        first = place_of(self._distribute_strategy).first
+        whole = tf.convert_to_tensor(value, dtype=self.dtype)
+        updates = []
+        for place, shard in enumerate(self._values):
+            with tf.device(shard.device):
+                updates.append(update_fn(shard, self.partition.shard(whole, first + place), **kwargs))
+                if self.copies is not None:
+                    update_fn(self.copies.values[place], whole, **kwargs)
+        return updates[0]
+
+    def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        whole = tf.convert_to_tensor(value, dtype=self.dtype)
+        if _READING.assigned is not None:
+            update_fn(_Noted(self, _READING.assigned), whole)
+            return None
+        if self.copies_hold:
+            update_fn(self._copy, whole, **kwargs)
+        return update_fn(self.shard, self.partition.shard(whole, replica_index()), **kwargs)
+
+    def refresh(self) -> None:
+        """Writes what the shards hold into the copies; called on every replica."""
+        if self.copies is not None:
+            self._copy.assign(self.partition.whole(all_gather(self.shard.read_value())))
+
+
+def to_gather(variable: Any) -> ShardedVariable | None:
+    """The storage of a variable that this replica has to gather to read it, or `None`."""
+    storage = storage_of(variable)
+    if storage is None or storage.copies_hold or id(storage) in _READING.values:
+        return None
+    return storage if _on_replica_of(storage._distribute_strategy) else None
+
+
+class _Noted:
+    """Stands for a variable whose assignments are noted."""
+
+    def __init__(self, variable: ShardedVariable, assigned: dict[int, tuple[Any, tf.Tensor]]):
+        self._variable, self._assigned = variable, assigned
+
+    def assign(self, value: tf.Tensor, **_: Any) -> None:
+        self._assigned[id(self._variable)] = self._variable, value
+
+    def assign_add(self, value: tf.Tensor, **_: Any) -> None:
+        self.assign(tf.convert_to_tensor(self._variable) + value)
+
+    def assign_sub(self, value: tf.Tensor, **_: Any) -> None:
+        self.assign(tf.convert_to_tensor(self._variable) - value)
+
+
+@contextlib.contextmanager
+def updated_whole() -> Iterator[None]:
+    """Context in which this replica computes with whole variables; its shards of what is assigned are kept."""
+    _READING.assigned = {}
+    try:
+        yield
+        for variable, value in _READING.assigned.values():
+            variable.shard.assign(variable.partition.shard(tf.cast(value, variable.dtype), replica_index()))
+    finally:
+        _READING.assigned = None
+
+
+def storage_of(variable: Any) -> ShardedVariable | None:
+    """The storage of a variable in shards, of Keras's or TensorFlow's, or `None` if it is whole."""
+    storage = getattr(variable, "_value", variable)
+    return storage if isinstance(storage, ShardedVariable) else None
+
+
+@contextlib.contextmanager
+def read_as(tensors: Mapping[int, tf.Tensor], cast: Mapping[int, tf.Tensor] | None = None) -> Iterator[None]:
+    """Context in which this replica reads variables as given tensors, by the `id` of their storage.
+
+    Args:
+        tensors: Whole variables.
+        cast: Others, to be read only where Keras casts them to this dtype anyway.
+    """
+    before = _READING.values, _READING.cast
+    _READING.values, _READING.cast = {**before[0], **tensors}, {**before[1], **(cast or {})}
+    try:
+        yield
+    finally:
+        _READING.values, _READING.cast = before
+
+
+def known() -> dict[int, tf.Tensor]:
+    """What this replica reads without gathering, by the `id` of storage."""
+    return _READING.values
+
+
+def known_cast() -> dict[int, tf.Tensor]:
+    """What it reads where Keras casts it."""
+    return _READING.cast
+
+
+def _on_replica() -> bool:
+    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+
+
+def _on_replica_of(strategy: Any) -> bool:
+    return _on_replica() and tf.distribute.get_strategy() is strategy
+
+
+def _local_index() -> int:
+    index = get_current_replica_id_as_int()
+    return 0 if index is None else index
+
+
+def on_this_replica(variable: Any) -> Any:
+    """What a replica holds of a Keras variable: its shard, or its own part or copy of the whole."""
+    storage = storage_of(variable)
+    return storage.shard if storage else variable.value

@@ -1,0 +1,185 @@
+"""Optimizers on shards: what a Keras optimizer does to whole variables, done to shards with the same result."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.objects.capabilities import parts
+from keras_paragrad._keras.replicas.collectives import replica_index, sum_over_replicas
+from keras_paragrad._keras.storage.exchange import all_gather
+from keras_paragrad._keras.storage.sharded import storage_of, updated_whole
+
+_NORMS = "_keras_paragrad_norms"
+# Their steps compute each element from that element alone. All others are given whole variables, one at a time.
+_ELEMENTWISE = {
+    each.update_step
+    for each in (
+        keras.optimizers.SGD,
+        keras.optimizers.RMSprop,
+        keras.optimizers.Adam,
+        keras.optimizers.Adadelta,
+        keras.optimizers.Adagrad,
+        keras.optimizers.Adamax,
+        keras.optimizers.Nadam,
+        keras.optimizers.Ftrl,
+        keras.optimizers.Lion,
+    )
+}
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether an optimizer's step may be taken shard by shard."""
+    return type(optimizer).update_step in _ELEMENTWISE and "update_step" not in vars(optimizer)
+
+
+def squares(optimizer: Any, gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> list[Any]:
+    """The squared norms of whole gradients, as the innermost optimizer is given them; called on every replica.
+
+    Args:
+        optimizer: The optimizer that is given the gradients, and may unscale them.
+        gradients: What is left of them on this replica, or `None`.
+        variables: Their variables.
+
+    Returns:
+        A scalar for each gradient, or nothing where no optimizer clips by norms.
+    """
+    if not any(part.clipnorm or part.global_clipnorm for part in parts(optimizer)):
+        return []
+    scale = optimizer.dynamic_scale if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
+    found: list[Any] = [None if each is None else _square(each, scale) for each in gradients]
+    cut = [place for place, each in enumerate(found) if each is not None and storage_of(variables[place])]
+    for place, total in zip(cut, sum_over_replicas([found[place] for place in cut]), strict=True):
+        found[place] = total
+    return found
+
+
+def install(optimizer: Any) -> None:
+    """Makes an optimizer, and those that it delegates to, one that can be given shards; once is enough."""
+    for part in parts(optimizer):
+        # Bypass `__setattr__`: Keras tracks what is assigned.
+        own = vars(part)
+        if _NORMS in own:
+            continue
+        own[_NORMS] = {}
+        own["_clip_gradients"] = functools.partial(_clip, part)
+        own["_update_model_variables_moving_average"] = functools.partial(_average, part)
+        own["finalize_variable_values"] = functools.partial(_finalize, part)
+        if not is_elementwise(part):
+            own["_backend_update_step"] = _step(part)
+
+
+@contextlib.contextmanager
+def updating_shards(optimizer: Any, variables: Sequence[keras.Variable], norms: dict[int, list[Any]]) -> Iterator[None]:
+    """Context in which an optimizer updates shards; entered outside of the replicas.
+
+    Args:
+        optimizer: A built optimizer.
+        variables: The variables that it updates.
+        norms: By replica, what `squares` has found.
+    """
+    storages = [storage for variable in variables if (storage := storage_of(variable))]
+    keys = [optimizer._var_key(variable) for variable in variables] if storages else []
+    for part in parts(optimizer) if storages else ():
+        vars(part)[_NORMS] = keys, norms
+    for storage in storages:
+        # Until they are refreshed: what is read on the way is gathered.
+        storage.copies_hold = False
+    try:
+        yield
+    finally:
+        for storage in storages:
+            storage.copies_hold = storage.copies is not None
+
+
+def refresh(variables: Sequence[keras.Variable]) -> None:
+    """Writes what shards hold into the copies that replicas compute with; called on every replica."""
+    for variable in variables:
+        storage = storage_of(variable)
+        if storage:
+            storage.refresh()
+
+
+def _square(gradient: Any, scale: Any) -> tf.Tensor:
+    value = tf.cast(tf.convert_to_tensor(gradient), "float32")
+    return tf.reduce_sum(tf.square(value if scale is None else value / scale))
+
+
+def _clip(part: Any, grads: Sequence[Any]) -> list[Any]:
+    """Keras's three ways to clip, with the norms of whole gradients."""
+    if not vars(part)[_NORMS] or not (part.clipnorm or part.global_clipnorm):
+        return type(part)._clip_gradients(part, grads)
+    keys, norms = vars(part)[_NORMS]
+    updated = {
+        part._var_key(variable) for variable in part._trainable_variables if not variable.overwrite_with_gradient
+    }
+    found = [
+        square
+        for square, key in zip(norms[replica_index()], keys, strict=True)
+        if square is not None and key in updated
+    ]
+    if part.clipnorm:
+        return [_times(g, part.clipnorm, tf.sqrt(square)) for g, square in zip(grads, found, strict=True)]
+    norm = tf.sqrt(tf.add_n(found))
+    return [_times(gradient, part.global_clipnorm, norm) for gradient in grads]
+
+
+def _times(gradient: Any, most: float, norm: tf.Tensor) -> tf.Tensor:
+    factor = tf.cast(most / tf.maximum(norm, most), gradient.dtype)
+    return tf.convert_to_tensor(gradient) * factor
+
+
+def _average(part: Any, trainable_variables: Sequence[keras.Variable]) -> None:
+    """Keras's moving average of weights, without gathering them."""
+    if not part.use_ema:
+        return
+    # As Keras: the first average is the weights themselves.
+    momentum = tf.cast(tf.not_equal(part.iterations, 0), "float32") * part.ema_momentum
+    averages = part._model_variables_moving_average
+    pairs = [
+        (each, average) for each, average in zip(trainable_variables, averages, strict=True) if average is not None
+    ]
+
+    def merged(strategy: Any, momentum: Any) -> None:
+        for variable, average in pairs:
+            strategy.extended.update(average.value, _blend, args=(variable.value, momentum), group=False)
+
+    tf.distribute.get_replica_context().merge_call(merged, args=(momentum,))
+
+
+def _finalize(part: Any, var_list: Sequence[keras.Variable]) -> None:
+    """Keras's end of training, which may overwrite weights with their averages."""
+    type(part).finalize_variable_values(part, var_list)
+    if part.use_ema:
+        part._distribution_strategy.run(refresh, args=(list(var_list),))
+
+
+def _blend(average: Any, value: Any, momentum: Any) -> Any:
+    share = tf.cast(momentum, average.dtype)
+    return average.assign(share * average + (1 - share) * tf.convert_to_tensor(value))
+
+
+def _step(part: Any) -> Callable[[Any, Any, Any], None]:
+    """A step of an optimizer that needs whole variables: each is gathered, updated, and let go of before the next."""
+    if "_backend_update_step" in vars(type(part)):
+        raise ValueError(
+            f"{type(part).__name__} has a _backend_update_step of its own, which can't be given shards. Implement "
+            "update_step, as keras.optimizers.Optimizer documents it, or train with shard=None."
+        )
+
+    def step(grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any) -> None:
+        done: list[tf.Tensor] = []
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            storage = storage_of(variable)
+            if storage is None:
+                type(part)._backend_update_step(part, [gradient], [variable], learning_rate)
+                continue
+            with tf.control_dependencies(done), updated_whole():
+                whole = storage.partition.whole(all_gather(tf.identity(gradient)))
+                part.update_step(whole, storage, learning_rate)
+                done = [tf.identity(whole)]
+
+    return step
