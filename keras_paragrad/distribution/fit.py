@@ -13,6 +13,8 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.data import split_for_validation
 from keras_paragrad._keras.objects.model import has_own_fit, leaves_xla_open
 from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad._keras.storage.creation import create_in_shards
+from keras_paragrad._keras.storage.partition import MIN_SHARD_BYTES
 from keras_paragrad.distribution.alike import check_alike, check_same_weights, fingerprint, given_callbacks
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset, normalize_inputs
@@ -59,6 +61,10 @@ class DistributedFit:
         shard_policy: How workers share the data: `"auto"`, `"data"`, `"file"` or `"already_sharded"`.
         pack_bytes: Bytes of gradients per bucket; 0 is a single bucket, except that between CPUs gradients of 1 MiB
             and more are reduced separately.
+        shard: What each replica holds a shard of: nothing (`None`); the `"optimizer"`'s state, with whole weights; or
+            all `"parameters"`, with their gradients and the optimizer's state, where each layer's weights are gathered
+            when it is called.
+        min_shard_bytes: The size of a trainable variable, in bytes, from which it is cut into shards.
         startup_timeout: Seconds to wait for the other workers at startup.
         collective_timeout: Seconds after which a collective without the other workers fails.
 
@@ -94,16 +100,21 @@ class DistributedFit:
         weighting: str = "auto",
         shard_policy: str = "auto",
         pack_bytes: int | None = None,
+        shard: str | None = None,
+        min_shard_bytes: int = MIN_SHARD_BYTES,
         startup_timeout: float = 60.0,
         collective_timeout: float | None = None,
     ):
         self.options = Options(
             *(strategy, devices, communication, jit, precision, batch, lr_scaling, warmup_steps, exact, weighting),
-            *(shard_policy, pack_bytes, startup_timeout, collective_timeout),
+            *(shard_policy, pack_bytes, startup_timeout, collective_timeout, shard, min_shard_bytes),
         )
         self.hardware: Hardware = detect()
         self.plan: Plan = make_plan(self.hardware, self.options)
         self.strategy: tf.distribute.Strategy = make_strategy(self.plan, self.hardware, self.options)
+        if shard:
+            least = self.options.min_shard_bytes
+            create_in_shards(self.strategy, copies=self.plan.shard.value == "optimizer", min_bytes=least)
         # With parameter servers the chief reads all data and does not shard it.
         self._reader = tf.distribute.get_strategy() if self.plan.on_servers else self.strategy
         self._train = functools.partial(train, plan=self.plan, strategy=self.strategy, hardware=self.hardware)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.storage.partition import MIN_SHARD_BYTES
 from keras_paragrad.arguments import check_choice, check_integer, check_number, check_text, refusal
 from keras_paragrad.distribution.choices import (
     BATCHES,
@@ -15,6 +16,7 @@ from keras_paragrad.distribution.choices import (
     LONGEST_WAIT,
     LR_SCALINGS,
     SHARD_POLICIES,
+    SHARDS,
     STRATEGIES,
     WEIGHTINGS,
 )
@@ -28,6 +30,7 @@ CHOICES = {
     "exact": (True, False),
     "weighting": WEIGHTINGS,
     "shard_policy": SHARD_POLICIES,
+    "shard": SHARDS,
 }
 
 
@@ -57,6 +60,8 @@ class Options:
             and more are reduced separately.
         startup_timeout: Seconds to wait for the other workers at startup.
         collective_timeout: Seconds after which a collective without the other workers fails.
+        shard: What replicas hold shards of: nothing (`None`), the `"optimizer"`'s state, or all `"parameters"`.
+        min_shard_bytes: The size of variables from which they are cut into shards.
 
     Raises:
         ValueError: An argument is invalid, or two arguments contradict each other.
@@ -82,12 +87,15 @@ class Options:
     pack_bytes: int | None = None
     startup_timeout: float = 60.0
     collective_timeout: float | None = None
+    shard: str | None = None
+    min_shard_bytes: int = MIN_SHARD_BYTES
 
     def __post_init__(self):
         checked = {name: check_choice(name, getattr(self, name), choices) for name, choices in CHOICES.items()}
         checked["strategy"] = _checked_strategy(self.strategy)
         checked["precision"] = _checked_precision(self.precision)
         checked["warmup_steps"] = check_integer("warmup_steps", self.warmup_steps, least=0)
+        checked["min_shard_bytes"] = check_integer("min_shard_bytes", self.min_shard_bytes, least=1)
         checked["pack_bytes"] = check_integer("pack_bytes", self.pack_bytes, least=0, optional=True)
         seconds = functools.partial(check_number, least=1, most=LONGEST_WAIT)
         checked["startup_timeout"] = seconds("startup_timeout", self.startup_timeout)

@@ -12,12 +12,14 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.losses.normalization import LossNormalization
-from keras_paragrad._keras.objects.capabilities import accumulating
-from keras_paragrad._keras.objects.model import all_layers, has_own_predict
+from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps, parts, updating
+from keras_paragrad._keras.objects.model import all_layers, has_own_predict, has_own_train_step
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.replicas.prepared import distributing_by, spread_over_replicas, uninstall
 from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.uncut import Foreseen
+from keras_paragrad._keras.storage.creation import creates_in_shards
+from keras_paragrad._keras.storage.updating import is_elementwise
 from keras_paragrad.distribution.alike import SAME_CODE, ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 
@@ -56,6 +58,7 @@ class Preparation:
         self.model: Any = model
         self.exact = exact
         self._jit_compile = self.model.jit_compile
+        check_shards(model)
         replicas = self.model.distribute_strategy.num_replicas_in_sync
         measure = self._measure(weighting) if exact else None
         foreseen = Foreseen(measure, "is trained on one replica. Two") if measure and replicas == 1 else None
@@ -157,6 +160,36 @@ def building_together(strategy: tf.distribute.Strategy) -> Iterator[None]:
             "This worker could not create the model's variables. The workers create each of them together, so either "
             f"one of them has died, or their models differ.{SAME_CODE} TensorFlow says: {error.message[:500]}"
         ) from error
+
+
+def check_shards(model: Any) -> None:
+    """Refuses what would read or update shards as if they were whole.
+
+    Raises:
+        ValueError: The model is refused. The message says what to write.
+    """
+    if not creates_in_shards(model.distribute_strategy):
+        return
+    if has_own_train_step(model):
+        raise ValueError(
+            f"{type(model).__name__} defines its own train_step, which hands the optimizer whole gradients, and this "
+            "optimizer updates shards. Move what train_step does into compute_loss, or write DistributedFit(..., "
+            "shard=None)."
+        )
+    optimizer = model.optimizer
+    if accumulation_steps(optimizer) > 1:
+        raise ValueError(
+            f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps), in a branch in which "
+            "TensorFlow can't scatter them. Remove that argument, and compile with AccumulatingOptimizer(optimizer, "
+            f"steps={accumulation_steps(optimizer)})."
+        )
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if scaled and place_of(model.distribute_strategy).workers > 1 and not all(map(is_elementwise, parts(optimizer))):
+        raise ValueError(
+            f"{updating(optimizer).name} needs whole variables, and {optimizer.name} updates them in a branch in which "
+            "TensorFlow can't gather them from other workers. Train with precision='mixed_bfloat16', which needs no "
+            "loss scale, or with shard=None."
+        )
 
 
 def check_scope(model: Any, strategy: tf.distribute.Strategy) -> None:
