@@ -182,6 +182,8 @@ OPTIONS = {
     "weighting": AUTO,
     "shard_policy": AUTO,
     "pack_bytes": ZERO | COUNT | LARGE | NONE,
+    "shard": NONE,
+    "min_shard_bytes": COUNT | LARGE,
     "startup_timeout": COUNT | taken("1.5"),
     "collective_timeout": COUNT | taken("1.5") | NONE,
 }

@@ -26,6 +26,8 @@ def test_nothing_has_to_be_said():
         "pack_bytes": None,
         "startup_timeout": 60.0,
         "collective_timeout": None,
+        "shard": None,
+        "min_shard_bytes": 2**14,
     }
     assert options.given is None
 

@@ -98,11 +98,25 @@ _ACCUMULATION = [
 
 _STEP = [
     _fault(
-        "a weight's own layout is not asked how its gradient is combined",
-        "_keras/replicas/layout.py",
-        "places.setdefault(layout_of(variable), [])",
-        "places.setdefault(_REPLICATED, [])",
-        "test_layouts.py",
+        "the norm of a gradient in shards is that of one shard",
+        "_keras/storage/updating.py",
+        "    for place, total in zip(cut, sum_over_replicas([found[place] for place in cut]), strict=True):",
+        "    for place, total in zip(cut, [found[place] for place in cut], strict=True):",
+        "sharding/test_storage.py::test_gradients_of_looked_up_rows",
+    ),
+    _fault(
+        "copies of weights in shards are not refreshed",
+        "_keras/step/apply.py",
+        "per_replica(functools.partial(refresh, variables))",
+        "pass",
+        "sharding/test_storage.py::test_files_are_those_of_whole_variables",
+    ),
+    _fault(
+        "an optimizer that needs whole variables is given shards",
+        "_keras/storage/updating.py",
+        'return type(optimizer).update_step in _ELEMENTWISE and "update_step" not in vars(optimizer)',
+        "return True",
+        "sharding/test_shards.py::test_two_replicas",
     ),
     _fault(
         "gradients are clipped before they are all-reduced, too",
@@ -142,8 +156,8 @@ _STEP = [
     _fault(
         "a transform is applied twice",
         "_keras/step/transform.py",
-        "transformed = transform(unscaled, [variables[place] for place in places])",
-        "transformed = transform(transform(unscaled, found := [variables[place] for place in places]), found)",
+        "transformed = own_parts(transform(unscaled, changed), changed)",
+        "transformed = own_parts(transform(transform(unscaled, changed), changed), changed)",
         "test_transform.py::test_on_one_device",
     ),
     _fault(

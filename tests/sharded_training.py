@@ -1,0 +1,188 @@
+"""Models trained in shards, in processes that have the devices for it, and by Keras on one device."""
+
+import contextlib
+import functools
+import json
+import os
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, optimizers
+
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, microbatch, recompute
+from keras_paragrad._keras.storage.sharded import storage_of
+
+VOCABULARY, LENGTH = 80, 6
+# All but the last are cut; biases of a few bytes too.
+LEAST_BYTES = 64
+RATE = 0.1
+
+
+class Case(NamedTuple):
+    """How to train."""
+
+    model: str
+    optimizer: str
+    shard: str
+    settings: tuple[str, ...] = ()
+
+
+def mlp() -> keras.Model:
+    inputs = keras.Input((16,))
+    hidden = layers.Dense(24, "tanh", kernel_regularizer="l2")(inputs)
+    hidden = layers.Dropout(0.0)(layers.Dense(24, "tanh", kernel_constraint=keras.constraints.MaxNorm(1.0))(hidden))
+    return keras.Model(inputs, layers.Dense(4)(hidden))
+
+
+def cnn() -> keras.Model:
+    inputs = keras.Input((16,))
+    hidden = layers.Conv2D(16, 3, padding="same", use_bias=False)(layers.Reshape((4, 4, 1))(inputs))
+    hidden = layers.DepthwiseConv2D(3, activation="tanh")(layers.BatchNormalization(synchronized=True)(hidden))
+    return keras.Model(inputs, layers.Dense(4)(layers.Flatten()(layers.GroupNormalization(4)(hidden))))
+
+
+def transformer() -> keras.Model:
+    """With an embedding that is tied to the outputs, and a layer that is shared."""
+    inputs = keras.Input((LENGTH,), dtype="int32")
+    embedding, shared = layers.ReversibleEmbedding(VOCABULARY, 16), layers.Dense(16, "gelu")
+    hidden = embedding(inputs)
+    hidden = layers.LayerNormalization()(hidden + layers.MultiHeadAttention(2, 8)(hidden, hidden))
+    hidden = shared(hidden + shared(hidden))
+    pooled = layers.GlobalAveragePooling1D()(embedding(hidden, reverse=True))
+    return keras.Model(inputs, layers.Dense(4)(pooled))
+
+
+class Recurrent(keras.Model):
+    """Subclassed, with a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = layers.Embedding(VOCABULARY, 16, mask_zero=True)
+        self.recurrent = layers.Bidirectional(layers.LSTM(8, return_sequences=True))
+        self.last = layers.GRU(8)
+        self.head = self.add_weight(shape=(8, 4), name="head")
+
+    def call(self, inputs):
+        return keras.ops.matmul(self.last(self.recurrent(self.embedding(inputs))), self.head)
+
+
+MODELS = {"mlp": mlp, "cnn": cnn, "transformer": transformer, "recurrent": Recurrent}
+# A large epsilon, for a gradient near zero must not decide by its last digit between one step and its opposite.
+OPTIMIZERS = {
+    "sgd": lambda **options: optimizers.SGD(RATE, momentum=0.9, **options),
+    "rmsprop": lambda **options: optimizers.RMSprop(0.01, centered=True, momentum=0.5, epsilon=1e-2, **options),
+    "adam": lambda **options: optimizers.Adam(0.01, amsgrad=True, epsilon=1e-2, **options),
+    "adamw": lambda **options: optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-2, **options),
+    "adadelta": lambda **options: optimizers.Adadelta(1.0, epsilon=1e-2, **options),
+    "adagrad": lambda **options: optimizers.Adagrad(RATE, **options),
+    "adamax": lambda **options: optimizers.Adamax(0.01, epsilon=1e-2, **options),
+    "nadam": lambda **options: optimizers.Nadam(0.01, epsilon=1e-2, **options),
+    "ftrl": lambda **options: optimizers.Ftrl(RATE, **options),
+    "lion": lambda **options: optimizers.Lion(1e-3, **options),
+    "lamb": lambda **options: optimizers.Lamb(0.01, epsilon=1e-2, **options),
+    "adafactor": lambda **options: optimizers.Adafactor(0.01, **options),
+    "muon": lambda **options: optimizers.Muon(0.01, **options),
+}
+SETTINGS = {
+    "clipnorm": {"clipnorm": 0.05},
+    "global_clipnorm": {"global_clipnorm": 0.1},
+    "clipvalue": {"clipvalue": 0.01},
+    "ema": {"use_ema": True, "ema_momentum": 0.5},
+    "ema_overwrite": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
+    "weight_decay": {"weight_decay": 0.1},
+}
+
+
+def data_for(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    rows = 22
+    x = (
+        generator.normal(size=(rows, 16)).astype("float32")
+        if name in ("mlp", "cnn")
+        else generator.integers(0, VOCABULARY, (rows, LENGTH)).astype("int32")
+    )
+    return x, generator.integers(0, 4, rows), np.linspace(0.5, 2.0, rows).astype("float32")
+
+
+def made(case: Case, *, alone: bool) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = MODELS[case.model]()
+    if case.model == "recurrent":
+        model(np.zeros((1, LENGTH), "int32"))
+    options = {key: value for name in case.settings for key, value in SETTINGS.get(name, {}).items()}
+    optimizer: Any = OPTIMIZERS[case.optimizer](**options)
+    if "schedule" in case.settings:
+        optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+    if "accumulate" in case.settings and not alone:
+        optimizer = AccumulatingOptimizer(optimizer, 2)
+    if "loss_scale" in case.settings:
+        optimizer = optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**10)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], run_eagerly=alone)
+    return model
+
+
+def fit(fitted: Any, case: Case, batch_size: int) -> dict[str, list[float]]:
+    x, y, weights = data_for(case.model)
+    settings = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0}
+    return fitted(x, y, sample_weight=weights, **settings).history
+
+
+def differences(argument: dict[str, Any]) -> list[dict[str, float]]:
+    """Trains each case in shards and alone, and returns how far apart they end; called in a process of its own."""
+    count = argument["devices"]
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * count
+    )
+    names = [f"CPU:{index}" for index in range(count)]
+    workers = "TF_CONFIG" in os.environ
+    strategy: Any = "multi_worker" if workers else "mirrored"
+    found = []
+    for case in [Case(name, optimizer, shard, tuple(s)) for name, optimizer, shard, s in argument["cases"]]:
+        keras.backend.clear_session(free_memory=False)
+        jit = "jit" in case.settings
+        # Several workers join one cluster, once.
+        dist = DistributedFit(
+            strategy,
+            None if isinstance(strategy, tf.distribute.Strategy) else names,
+            shard=case.shard,
+            min_shard_bytes=LEAST_BYTES,
+            jit=jit,
+        )
+        strategy = dist.strategy if workers else strategy
+        with dist.scope():
+            model = made(case, alone=False)
+        with contextlib.ExitStack() as attached:
+            if "recompute" in case.settings:
+                layers_of_it = [layer.name for layer in model.layers if layer.weights]
+                attached.enter_context(recompute(model, layers=layers_of_it))
+            if "slices" in case.settings:
+                attached.enter_context(microbatch(model, 3))
+            size = 4 if "accumulate" in case.settings else 8
+            history = fit(functools.partial(dist.fit, model), case, size)
+        x, y, _ = data_for(case.model)
+        evaluated = not found
+        shown = model.evaluate(x, y, batch_size=8, verbose=0) if evaluated else 0.0
+        predictions = model.predict(x, batch_size=8, verbose=0) if evaluated else 0.0
+        weights = model.get_weights()
+        keras.backend.clear_session(free_memory=False)
+        reference = made(case, alone=True)
+        theirs = fit(reference.fit, case, 8)
+        largest = max(np.abs(each).max() for each in reference.get_weights())
+        pairs = zip(weights, reference.get_weights(), strict=True)
+        expected = reference.evaluate(x, y, verbose=0) if evaluated else 0.0
+        predicted = reference.predict(x, verbose=0) if evaluated else 0.0
+        found.append(
+            {
+                "case": str(case),
+                "weights": float(max(np.abs(ours - other).max() for ours, other in pairs) / largest),
+                "loss": float(np.abs(np.subtract(history["loss"], theirs["loss"])).max()),
+                "evaluation": float(np.abs(np.subtract(shown, expected)).max()),
+                "predictions": float(np.abs(np.subtract(predictions, predicted)).max()),
+                "in_shards": sum(storage_of(variable) is not None for variable in model.trainable_variables),
+                "slots": sum(storage_of(variable) is not None for variable in model.optimizer.variables),
+            }
+        )
+    return json.loads(json.dumps(found))

@@ -1,0 +1,201 @@
+"""Variables in shards: cut, created, read, saved, and refused where they would be taken for whole ones."""
+
+import contextlib
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+from transforms import negated
+
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, GradientNoiseScale, GradientTelemetry, microbatch
+from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad._keras.storage.partition import Partition
+from keras_paragrad._keras.storage.sharded import storage_of
+
+X = np.random.default_rng(0).normal(size=(24, 16)).astype("float32")
+Y = X[:, :3] ** 2
+DEVICES = ["CPU:0", "CPU:1"]
+BOTH = pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+
+
+@given(st.lists(st.integers(1, 40), min_size=0, max_size=4), st.integers(1, 5))
+def test_shards_joined_are_the_whole(shape, shards):
+    partition = Partition.of(shape, shards)
+    whole = np.random.default_rng(0).normal(size=shape).astype("float32")
+    parts = [partition.shard(whole, index) for index in range(shards)]
+    assert {part.shape[0] for part in parts} == {partition.size}
+    np.testing.assert_array_equal(partition.joined(parts), whole)
+    np.testing.assert_array_equal(partition.padded(whole), np.concatenate(parts))
+    if partition.rows:
+        assert partition.rows * shards - shape[0] < max(shards, partition.rows)
+
+
+def sharded(shard="parameters", **options):
+    return DistributedFit("mirrored", DEVICES, jit=False, shard=shard, min_shard_bytes=64, **options)
+
+
+class Looking(keras.Sequential):
+    """Looks up rows, some of them several times."""
+
+    def __init__(self):
+        super().__init__([keras.Input((4,), dtype="int32"), keras.layers.Embedding(40, 8), keras.layers.Dense(1)])
+
+
+def made(optimizer=None):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(20, "tanh"), keras.layers.Dense(3)])
+    model.compile(optimizer or keras.optimizers.Adam(0.01, epsilon=1e-2, use_ema=True, ema_momentum=0.5), "mse")
+    return model
+
+
+def values(variables):
+    return [np.asarray(variable.numpy()) for variable in variables]
+
+
+def assert_same(ours, theirs, tolerance=0.0):
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
+
+
+@pytest.mark.own_process
+@BOTH
+def test_each_replica_holds_its_shard_of_what_one_device_would_draw(shard):
+    alone = made()
+    with sharded(shard).scope():
+        model = made()
+        model.optimizer.build(model.trainable_variables)
+    assert_same(model.get_weights(), alone.get_weights())
+    kernel = storage_of(model.layers[0].kernel)
+    assert [part.shape for part in kernel.values] == [(160,), (160,)]
+    assert (kernel.copies is None) == (shard == "parameters")
+    # The small bias stays whole, and so do its slots.
+    assert storage_of(model.layers[1].bias) is None
+    slots = [variable for variable in model.optimizer.variables if storage_of(variable)]
+    assert len(slots) == 3 * 3
+    assert all(storage_of(slot).copies is None for slot in slots)
+
+
+@pytest.mark.own_process
+@BOTH
+def test_files_are_those_of_whole_variables(shard, tmp_path):
+    dist = sharded(shard)
+    with dist.scope():
+        model = made()
+    dist.fit(model, X, Y, batch_size=8, epochs=1, verbose=0)
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(str(tmp_path / "checkpoint"))
+
+    def restored(target):
+        target.optimizer.build(target.trainable_variables)
+        tf.train.Checkpoint(model=target, optimizer=target.optimizer).restore(path).assert_existing_objects_matched()
+        return target
+
+    alone = [keras.models.load_model(tmp_path / "model.keras"), restored(made())]
+    with dist.scope():
+        again = [keras.models.load_model(tmp_path / "model.keras"), restored(made())]
+    assert storage_of(again[0].layers[0].kernel) is not None
+    for other in (*alone, *again):
+        assert_same(values(other.variables), values(model.variables))
+        assert_same(values(other.optimizer.variables), values(model.optimizer.variables))
+    with dist.scope():
+        third = made()
+        third.optimizer.build(third.trainable_variables)
+    third.load_weights(tmp_path / "model.weights.h5")
+    third.set_weights([weight + 1 for weight in third.get_weights()])
+    assert_same(third.get_weights(), [weight + 1 for weight in model.get_weights()])
+    model.set_weights(third.get_weights())
+    np.testing.assert_allclose(model.predict(X, verbose=0), third.predict(X, verbose=0), atol=1e-6)
+
+
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize(("before", "after"), [("parameters", None), ("optimizer", "parameters"), (None, "optimizer")])
+def test_a_backup_in_a_window_is_restored_under_another_layout(before, after, tmp_path):
+    def trained(shard, *callbacks):
+        dist = sharded(shard)
+        with dist.scope():
+            model = made(AccumulatingOptimizer(keras.optimizers.Adam(0.01, epsilon=1e-2), 2))
+        backup = dist.callbacks(tmp_path, every=1, delete_when_done=False) if callbacks else []
+        dist.fit(model, X, Y, batch_size=6, epochs=2, shuffle=False, verbose=0, callbacks=[*callbacks, *backup])
+        return model.get_weights()
+
+    undisturbed = trained(after)
+    with pytest.raises(KeyboardInterrupt):
+        trained(before, Stop())
+    assert_same(trained(after, keras.callbacks.Callback()), undisturbed, 1e-6)
+
+
+@pytest.mark.own_process
+@BOTH
+def test_telemetry_and_transforms_see_whole_gradients(shard, tmp_path):
+    found = []
+    for dist in (None, sharded(shard)):
+        telemetry = GradientTelemetry(tmp_path / str(dist is None), every=1)
+        optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.1)
+        if dist is None:
+            model = made(optimizer)
+        else:
+            with dist.scope():
+                model = made(keras.optimizers.SGD(0.1, global_clipnorm=0.1))
+        StepBuilder.of(model).fill(transform=negated)
+        fit = functools.partial(dist.fit, model) if dist else model.fit
+        fit(X, Y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=[telemetry])
+        found.append((model.get_weights(), [vector for vector, _ in telemetry._recent]))
+    assert_same(found[1][0], found[0][0], 1e-6)
+    assert_same(found[1][1], found[0][1], 1e-5)
+
+
+@pytest.mark.own_process
+def test_gradients_of_looked_up_rows():
+    rows = np.arange(32).reshape(8, 4) % 7
+    found = []
+    for dist in (None, sharded()):
+        keras.utils.set_random_seed(0)
+        with dist.scope() if dist else contextlib.nullcontext():
+            model = Looking()
+            model.compile(keras.optimizers.Adam(0.1, epsilon=1e-2, global_clipnorm=0.01), "mse")
+        fit = functools.partial(dist.fit, model) if dist else model.fit
+        # In slices the gradient of one device is dense too.
+        with contextlib.nullcontext() if dist else microbatch(model, 4):
+            fit(rows, np.ones((8, 4, 1)), batch_size=8, epochs=2, verbose=0)
+        found.append(model.get_weights())
+    assert_same(*found, 1e-6)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="rows that its table does not have"):
+        fit(rows + 40, np.ones((8, 4, 1)), batch_size=8, verbose=0)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+@pytest.mark.own_process
+def test_refusals():
+    with pytest.raises(ValueError, match="needs two replicas"):
+        DistributedFit("mirrored", ["CPU:0"], shard="parameters")
+    with pytest.raises(ValueError, match="there are no replicas that could each hold a shard"):
+        DistributedFit("one_device", shard="optimizer")
+    with pytest.raises(ValueError, match="must be None, 'optimizer' or 'parameters'"):
+        DistributedFit(shard="weights")
+    dist = sharded(exact=False)
+    with dist.scope():
+        own = OwnStep([keras.Input((16,)), keras.layers.Dense(3)])
+        own.compile("sgd", "mse")
+        accumulating = made(keras.optimizers.SGD(gradient_accumulation_steps=2))
+        observed = made("sgd")
+    with pytest.raises(ValueError, match="defines its own train_step"):
+        dist.prepare(own)
+    with pytest.raises(ValueError, match="compile with AccumulatingOptimizer"):
+        dist.prepare(accumulating)
+    with pytest.raises(ValueError, match="looks at the gradients of each replica"):
+        dist.fit(observed, X, Y, batch_size=8, verbose=0, callbacks=[GradientNoiseScale()])
