@@ -102,6 +102,8 @@ def test_files_are_those_of_whole_variables(shard, tmp_path):
     for other in (*alone, *again):
         assert_same(values(other.variables), values(model.variables))
         assert_same(values(other.optimizer.variables), values(model.optimizer.variables))
+    with pytest.raises(ValueError, match="SavedModel can't hold variables in shards"):
+        model.export(tmp_path / "exported", verbose=False)
     with dist.scope():
         third = made()
         third.optimizer.build(third.trainable_variables)
@@ -172,6 +174,32 @@ def test_gradients_of_looked_up_rows():
     assert_same(*found, 1e-6)
     with pytest.raises(tf.errors.InvalidArgumentError, match="rows that its table does not have"):
         fit(rows + 40, np.ones((8, 4, 1)), batch_size=8, verbose=0)
+
+
+class Unbuilt(keras.Model):
+    """Makes its weights in the first step, one of them in a loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.recurrent = keras.layers.Embedding(40, 8), keras.layers.GRU(8)
+
+    def call(self, inputs):
+        return self.recurrent(self.embedding(inputs))
+
+
+@pytest.mark.own_process
+def test_a_model_that_fit_builds():
+    rows = np.arange(32).reshape(8, 4)
+    found = []
+    for dist in (None, sharded()):
+        keras.utils.set_random_seed(0)
+        with dist.scope() if dist else contextlib.nullcontext():
+            model = Unbuilt()
+            model.compile("sgd", "mse")
+        (functools.partial(dist.fit, model) if dist else model.fit)(rows, np.ones((8, 8)), batch_size=8, verbose=0)
+        found.append(model)
+    assert all(storage_of(variable) for variable in found[1].trainable_variables)
+    assert_same(found[1].get_weights(), found[0].get_weights(), 1e-6)
 
 
 class OwnStep(keras.Sequential):

@@ -255,6 +255,11 @@ HOOKS = (
         ("next_creator",),
     ),
     Hook("tensorflow.python.distribute.values", "DistributedVariable._dense_var_to_tensor", ("storage.sharded",)),
+    Hook(
+        "tensorflow.python.distribute.values",
+        "DistributedVariable._export_to_saved_model_graph",
+        ("storage.sharded",),
+    ),
     Hook("tensorflow.python.distribute.values", "DistributedVariable._get", ("storage.sharded",)),
     Hook("tensorflow.python.distribute.values", "DistributedVariable._get_cross_replica", ("storage.sharded",)),
     Hook("tensorflow.python.distribute.values", "DistributedVariable._primary", ("storage.sharded",)),

@@ -12,6 +12,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_paragrad._keras.objects.model import all_layers
+from keras_paragrad._keras.storage.creation import creates_in_shards
 from keras_paragrad._keras.storage.exchange import looked_up
 from keras_paragrad._keras.storage.sharded import ShardedVariable, known, known_cast, read_as, storage_of
 
@@ -34,8 +35,11 @@ def gather_at_calls(model: keras.Model) -> None:
     TensorFlow can't run a collective within a loop, as recurrent layers read weights, and gathers that wait for
     nothing would all be done at once.
     """
+    if not creates_in_shards(model.distribute_strategy):
+        return
     for layer in all_layers(model):
-        if not isinstance(layer, keras.Model) and _CALL not in vars(layer) and _gathered_by(layer):
+        # One that has no weights yet may be built by its first call.
+        if not isinstance(layer, keras.Model) and _CALL not in vars(layer):
             # Bypass Keras's tracking: a method is not state.
             vars(layer)[_CALL] = functools.partial(_call, layer)
 
@@ -51,7 +55,7 @@ def gather_on_read(model: keras.Model) -> None:
 @contextlib.contextmanager
 def gathered_first(model: keras.Model) -> Iterator[None]:
     """Context in which this replica has all of a model's weights whole, for a pass that can't gather."""
-    storages = [storage for variable in model.variables if (storage := storage_of(variable)) and not storage.copies]
+    storages = [storage for variable in model.variables if (storage := storage_of(variable)) and storage.copies is None]
     with read_as({id(storage): storage.gathered() for storage in storages}):
         yield
 
@@ -70,11 +74,6 @@ def differentiable(tape: tf.GradientTape) -> Iterator[Callable[[Any], Any]]:
         yield lambda variable: inside.get(id(storage_of(variable)), variable)
 
 
-def _gathered_by(layer: Any) -> list[tuple[Any, ShardedVariable]]:
-    found = [(variable, storage_of(variable)) for variable in layer.variables]
-    return [(variable, storage) for variable, storage in found if storage and storage.copies is None]
-
-
 def _call(layer: Any, *arguments: Any, **keywords: Any) -> Any:
     call: Callable[..., Any] = functools.partial(type(layer).call, layer)
     inputs = keras.tree.flatten((arguments, keywords))
@@ -82,7 +81,8 @@ def _call(layer: Any, *arguments: Any, **keywords: Any) -> Any:
     if not inside or in_symbolic_scope() or in_stateless_scope() or not layer.built:
         return call(*arguments, **keywords)
     held = {*known(), *known_cast()}
-    missing = [storage for _, storage in _gathered_by(layer) if id(storage) not in held]
+    storages = [storage for variable in layer.variables if (storage := storage_of(variable)) and storage.copies is None]
+    missing = [storage for storage in storages if id(storage) not in held]
     if _looks_up(layer, missing, keywords):
         return _rows(call, missing[0], *arguments, **keywords)
     # When the layer before it began: this one's weights arrive while that one computes, and no earlier.

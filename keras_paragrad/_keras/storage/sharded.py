@@ -189,6 +189,12 @@ class ShardedVariable(DistributedVariable):
             update_fn(self._copy, whole, **kwargs)
         return update_fn(self.shard, self.partition.shard(whole, replica_index()), **kwargs)
 
+    def _export_to_saved_model_graph(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(
+            "A SavedModel can't hold variables in shards. Save the weights with model.save_weights(path), load them "
+            "into the same model built outside of dist.scope(), and export that."
+        )
+
     def refresh(self) -> None:
         """Writes what the shards hold into the copies; called on every replica."""
         if self.copies is not None:
