@@ -27,20 +27,18 @@ _BAR = 24
 class WindowFigures:
     """A readable summary, for `print` and for a rich console.
 
-        Args:
-            summary: The summary of a window.
-            log_dir: The log directory, for the command that opens TensorBoard.
-            most: How many operations to show.
+    Args:
+        summary: The summary of a window.
+        log_dir: The log directory, for the command that opens TensorBoard.
+        most: How many operations to show.
 
-        Example:
+    Example:
 
-        >>> from keras_paragrad.plain_text import plain_text
-    from keras_paragrad.plain_text import show as show_plainly
-    from keras_paragrad.profiling.summary import ProfileSummary, StepTime
-        >>> from keras_paragrad.profiling.terminal import WindowFigures
-        >>> steps = tuple(StepTime(step, step, 2.0 * step, 2.0, input=0.5, compute=1.5) for step in range(4))
-        >>> print(str(WindowFigures(ProfileSummary(steps=steps), "logs")).splitlines()[0])
-        Profile of batches 0 to 3: 2.00 ms a batch (median), 2.00 ms (p95)
+    >>> from keras_paragrad.profiling.summary import ProfileSummary, StepTime
+    >>> from keras_paragrad.profiling.terminal import WindowFigures
+    >>> steps = tuple(StepTime(step, step, 2.0 * step, 2.0, input=0.5, compute=1.5) for step in range(4))
+    >>> print(str(WindowFigures(ProfileSummary(steps=steps), "logs")).splitlines()[0])
+    Profile of batches 0 to 3: 2.00 ms a batch (median), 2.00 ms (p95)
     """
 
     def __init__(self, summary: ProfileSummary, log_dir: str | Path, most: int = 5):

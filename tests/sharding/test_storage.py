@@ -172,7 +172,8 @@ def test_gradients_of_looked_up_rows():
             fit(rows, np.ones((8, 4, 1)), batch_size=8, epochs=2, verbose=0)
         found.append(model.get_weights())
     assert_same(*found, 1e-6)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="rows that its table does not have"):
+    # TensorFlow cancels the other replica, and may report that one.
+    with pytest.raises((tf.errors.InvalidArgumentError, tf.errors.CancelledError), match="does not have|cancel"):
         fit(rows + 40, np.ones((8, 4, 1)), batch_size=8, verbose=0)
 
 
