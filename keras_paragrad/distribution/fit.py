@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.data import split_for_validation
 from keras_paragrad._keras.objects.model import has_own_fit, leaves_xla_open
 from keras_paragrad._keras.replicas.local import place_of
-from keras_paragrad._keras.storage.creation import create_in_shards
+from keras_paragrad._keras.storage.creation import create_in_shards, create_whole
 from keras_paragrad._keras.storage.partition import MIN_SHARD_BYTES
 from keras_paragrad.distribution.alike import check_alike, check_same_weights, fingerprint, given_callbacks
 from keras_paragrad.distribution.checkpoint.backup import Backup
@@ -115,6 +115,9 @@ class DistributedFit:
         if shard:
             least = self.options.min_shard_bytes
             create_in_shards(self.strategy, copies=self.plan.shard.value == "optimizer", min_bytes=least)
+        else:
+            # It may be that of another `DistributedFit`.
+            create_whole(self.strategy)
         # With parameter servers the chief reads all data and does not shard it.
         self._reader = tf.distribute.get_strategy() if self.plan.on_servers else self.strategy
         self._train = functools.partial(train, plan=self.plan, strategy=self.strategy, hardware=self.hardware)

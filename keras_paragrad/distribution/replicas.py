@@ -18,7 +18,7 @@ from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.replicas.prepared import distributing_by, spread_over_replicas, uninstall
 from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.uncut import Foreseen
-from keras_paragrad._keras.storage.creation import creates_in_shards
+from keras_paragrad._keras.storage.creation import may_be_in_shards
 from keras_paragrad._keras.storage.updating import is_elementwise
 from keras_paragrad.distribution.alike import SAME_CODE, ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
@@ -168,7 +168,7 @@ def check_shards(model: Any) -> None:
     Raises:
         ValueError: The model is refused. The message says what to write.
     """
-    if not creates_in_shards(model.distribute_strategy):
+    if not may_be_in_shards(model):
         return
     if has_own_train_step(model):
         raise ValueError(

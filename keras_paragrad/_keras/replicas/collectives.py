@@ -62,7 +62,7 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 def _summed(tensors: Sequence[Any]) -> list[Any]:
     on_cpus = _adds_up_on_cpus()
-    if on_cpus and _are_local() and sum(map(_bytes_of, tensors)) <= SMALL:
+    if on_cpus and are_local() and sum(map(_bytes_of, tensors)) <= SMALL:
         return tf.distribute.get_replica_context().merge_call(_added, args=(list(tensors),))
     apart = [place for place, tensor in enumerate(tensors) if LARGE <= _bytes_of(tensor) < math.inf] if on_cpus else []
     together: dict[tf.DType, list[int]] = {}
@@ -88,7 +88,7 @@ def _adds_up_on_cpus() -> bool:
     return kinds == {"CPU"} and (options is None or not options.bytes_per_pack)
 
 
-def _are_local() -> bool:
+def are_local() -> bool:
     """Whether all replicas are in this process."""
     return len(tf.distribute.get_strategy().extended.worker_devices) == replica_count()
 

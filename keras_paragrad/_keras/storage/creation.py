@@ -1,6 +1,7 @@
 """Creating variables in shards: each is drawn once, as one device would, and every replica gets its shard."""
 
 import functools
+import math
 from typing import Any
 
 import tensorflow as tf
@@ -8,12 +9,12 @@ import tensorflow as tf
 from keras_paragrad._keras.replicas.collectives import of_first_replica, replica_index
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.storage.partition import Partition
-from keras_paragrad._keras.storage.sharded import ShardedVariable
+from keras_paragrad._keras.storage.sharded import ShardedVariable, storage_of
 
 _CREATE = "_create_variable"
 
 
-def create_in_shards(strategy: tf.distribute.Strategy, *, copies: bool, min_bytes: int) -> None:
+def create_in_shards(strategy: tf.distribute.Strategy, *, copies: bool, min_bytes: float) -> None:
     """Has large trainable variables and their optimizer slots created in shards, wherever the strategy creates them.
 
     Args:
@@ -22,15 +23,23 @@ def create_in_shards(strategy: tf.distribute.Strategy, *, copies: bool, min_byte
         min_bytes: The size from which a variable is cut.
     """
     extended: Any = strategy.extended
-    vars(extended)[_CREATE] = functools.partial(_create, strategy, copies, min_bytes)
+    vars(extended)[_CREATE] = functools.partial(_create, strategy, copies=copies, min_bytes=min_bytes)
 
 
-def creates_in_shards(strategy: tf.distribute.Strategy) -> bool:
-    """Whether a strategy does."""
-    return _CREATE in vars(strategy.extended)
+def create_whole(strategy: tf.distribute.Strategy) -> None:
+    """Has a strategy create whole variables again; slots of variables in shards stay in shards."""
+    if _CREATE in vars(strategy.extended):
+        create_in_shards(strategy, copies=False, min_bytes=math.inf)
 
 
-def _create(strategy: Any, copies: bool, min_bytes: int, next_creator: Any, **kwargs: Any) -> Any:
+def may_be_in_shards(model: Any) -> bool:
+    """Whether a model has variables in shards, or may get them when it is built."""
+    create = vars(model.distribute_strategy.extended).get(_CREATE)
+    creates = create is not None and create.keywords["min_bytes"] < math.inf
+    return creates or any(storage_of(variable) for variable in model.variables)
+
+
+def _create(strategy: Any, next_creator: Any, *, copies: bool, min_bytes: float, **kwargs: Any) -> Any:
     create = functools.partial(type(strategy.extended)._create_variable, strategy.extended, next_creator)
     reference = kwargs.get("colocate_with")
     shared = reference.partition if isinstance(reference, ShardedVariable) else None

@@ -6,20 +6,15 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute.values import PerReplica
 
-from keras_paragrad._keras.replicas.collectives import replica_count, replica_index, sum_over_replicas
+from keras_paragrad._keras.replicas.collectives import are_local, replica_count, replica_index, sum_over_replicas
 from keras_paragrad._keras.storage.partition import Partition
 
 _OUTSIDE = "An embedding is asked for rows that its table does not have. Rows of the table, and rows asked for:"
 
 
-def all_local() -> bool:
-    """Whether all replicas of the current strategy are in this process."""
-    return len(tf.distribute.get_strategy().extended.worker_devices) == replica_count()
-
-
 def all_gather(shard: tf.Tensor) -> tf.Tensor:
     """All replicas' shards, one after the other, on each replica; called on every replica."""
-    if all_local():
+    if are_local():
         return _exchanged(lambda shards, index: tf.concat(shards, 0), shard)
     context: Any = tf.distribute.get_replica_context()
     # Without the identity, a multi-worker strategy finds no device to gather to.
@@ -33,7 +28,7 @@ def reduce_scatter(gradients: Sequence[Any], partitions: Sequence[Partition]) ->
         gradients: Whole ones, dense or `tf.IndexedSlices`.
         partitions: How each of their variables is cut.
     """
-    if all_local():
+    if are_local():
         # Each by itself: a gradient can be let go of as soon as it is computed.
         return [
             _exchanged(lambda found, index, partition=partition: _summed(found, index, partition), gradient)
@@ -58,7 +53,7 @@ def looked_up(table: tf.Tensor, indices: tf.Tensor, partition: Partition) -> tf.
     width = partition.shape[1]
     rows = partition.size // width
     indices = _checked(indices, partition)
-    if all_local():
+    if are_local():
 
         def asked(found: Sequence[Any], index: int) -> tf.Tensor:
             tables = [each for each, _ in found]

@@ -12,7 +12,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_paragrad._keras.objects.model import all_layers
-from keras_paragrad._keras.storage.creation import creates_in_shards
+from keras_paragrad._keras.storage.creation import may_be_in_shards
 from keras_paragrad._keras.storage.exchange import looked_up
 from keras_paragrad._keras.storage.sharded import ShardedVariable, known, known_cast, read_as, storage_of
 
@@ -35,7 +35,7 @@ def gather_at_calls(model: keras.Model) -> None:
     TensorFlow can't run a collective within a loop, as recurrent layers read weights, and gathers that wait for
     nothing would all be done at once.
     """
-    if not creates_in_shards(model.distribute_strategy):
+    if not may_be_in_shards(model):
         return
     for layer in all_layers(model):
         # One that has no weights yet may be built by its first call.

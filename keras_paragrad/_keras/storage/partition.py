@@ -46,11 +46,6 @@ class Partition(NamedTuple):
             return self.size // self.shape[1]
         return None
 
-    def padded(self, whole: Any) -> tf.Tensor:
-        """A tensor of the variable's shape as all its shards, one after the other."""
-        flat = tf.reshape(whole, [-1])
-        return tf.pad(flat, [[0, self.size * self.shards - self.elements]])
-
     def shard(self, whole: Any, index: int) -> tf.Tensor:
         """A shard of a tensor of the variable's shape."""
         flat = tf.reshape(whole, [-1])
