@@ -20,7 +20,9 @@ def test_the_optimizer_alone_says_once_what_the_callback_would_add(caplog):
     with caplog.at_level(logging.WARNING, "keras_paragrad"):
         fit(model)
         fit(model)
-    assert [record.message.count("ExactAccumulation()") for record in caplog.records] == [1]
+    # TensorFlow counts the functions of all optimizers as one, and may warn of retracing.
+    ours = [record for record in caplog.records if record.name == "keras_paragrad"]
+    assert [record.message.count("ExactAccumulation()") for record in ours] == [1]
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "auto"])
