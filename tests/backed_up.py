@@ -9,6 +9,20 @@ import numpy as np
 from keras_paragrad import AccumulatingOptimizer
 
 BATCH_SIZE, EPOCHS, STEPS = 8, 3, 12
+# Names of files that are no backups, unless they begin as one.
+NOT_OURS = [
+    "database.backup",
+    "archive.backup.tar.gz",
+    "dump.backup.partial",
+    "weights.backup.damaged",
+    "epoch-1-batch-2.backup",
+    "epoch-000000-batch-0000000003.backup.tar.gz",
+    "epoch-000000-batch-0000000003.backup.bak",
+    "epoch-000000-batch-0000000001.backup",
+    "epoch-000001-batch-0000000000.backup.damaged",
+    "epoch-000002-batch-0000000000.backup.partial",
+    "epoch-000009-batch-0000000000.backup",
+]
 
 
 def data(rows=BATCH_SIZE * STEPS):

@@ -10,6 +10,9 @@ from keras_paragrad._keras.replicas.local import place_of
 
 Result = TypeVar("Result")
 
+# Bytes are summed in parts of this size, so that they take no more memory than a large gradient.
+_CHUNK = 1 << 24
+
 
 def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarray) -> np.ndarray:
     """Gathers every worker's numbers on all workers, by one all-reduce.
@@ -32,6 +35,50 @@ def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarra
         return tf.constant(mine if context.replica_id_in_sync_group == place.first else np.zeros_like(mine))
 
     return strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(shown), axis=None).numpy()
+
+
+def from_chief(strategy: tf.distribute.Strategy, content: bytes | None) -> bytes:
+    """Broadcasts the chief's bytes; every worker calls this.
+
+    Args:
+        strategy: The workers' strategy.
+        content: The bytes to send, on the chief; `None` on the others.
+
+    Returns:
+        The same bytes everywhere.
+    """
+    place = place_of(strategy)
+    if place.workers == 1:
+        return content or b""
+    length = int(gather(strategy, np.array([len(content or b"")]))[0, 0])
+    mine = np.zeros(length, np.uint8) if content is None else np.frombuffer(content, np.uint8)
+    return sum_bytes(strategy, mine).tobytes()
+
+
+def sum_bytes(strategy: tf.distribute.Strategy, mine: np.ndarray) -> np.ndarray:
+    """The sum of the workers' bytes, of which no two have the same one nonzero; every worker calls this.
+
+    Args:
+        strategy: The workers' strategy.
+        mine: This worker's bytes, with zeros for those of others.
+
+    Returns:
+        The same bytes everywhere.
+    """
+    place = place_of(strategy)
+    if place.workers == 1:
+        return mine
+    parts = []
+    for start in range(0, len(mine), _CHUNK):
+        part = mine[start : start + _CHUNK]
+        padded = np.pad(part, (0, -len(part) % 4)).view(np.int32)
+
+        def shown(context: tf.distribute.experimental.ValueContext, padded: np.ndarray = padded) -> tf.Tensor:
+            return tf.constant(padded if context.replica_id_in_sync_group == place.first else np.zeros_like(padded))
+
+        total = strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(shown), axis=None).numpy()
+        parts.append(total.view(np.uint8)[: len(part)])
+    return np.concatenate(parts) if parts else mine
 
 
 def agree(strategy: tf.distribute.Strategy, values: Mapping[str, int], what: str, hint: str = "") -> None:

@@ -1,6 +1,6 @@
 """All variables needed to resume training, and the epoch and batch to resume at."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -13,7 +13,7 @@ from keras_paragrad._keras.step.builder import StepBuilder
 
 def training_variables(model: keras.Model) -> dict[str, list[keras.Variable]]:
     """Every variable that a step reads or writes, by what it belongs to; in the same order in every process."""
-    optimizers = _with_inner(model.optimizer)
+    optimizers = with_inner(model.optimizer)
     sections = {
         "model": model.variables,
         "optimizer": [variable for optimizer in optimizers for variable in _variables_of(optimizer)],
@@ -23,19 +23,14 @@ def training_variables(model: keras.Model) -> dict[str, list[keras.Variable]]:
     return {name: [each for each in variables if _is_new(each, seen)] for name, variables in sections.items()}
 
 
-def read_all(sections: dict[str, list[keras.Variable]]) -> dict[str, list[np.ndarray]]:
-    """The variables' values, summed or averaged over the replicas; all workers must call this."""
-    return {name: [np.asarray(variable.numpy()) for variable in variables] for name, variables in sections.items()}
-
-
-def assign_all(sections: dict[str, list[keras.Variable]], values: dict[str, list[np.ndarray]]) -> None:
+def assign_all(sections: dict[str, list[keras.Variable]], values: dict[str, Iterable[np.ndarray]]) -> None:
     """Restores the values of the variables, on any number of replicas; all workers must call this."""
     for name, variables in sections.items():
         for variable, value in zip(variables, values[name], strict=True):
             variable.assign(value)
 
 
-def add_all(sections: dict[str, list[keras.Variable]], values: dict[str, list[np.ndarray]]) -> None:
+def add_all(sections: dict[str, list[keras.Variable]], values: dict[str, Iterable[np.ndarray]]) -> None:
     """Adds values to the variables, as those of another replica are added; all workers must call this."""
     for name, variables in sections.items():
         for variable, value in zip(variables, values[name], strict=True):
@@ -70,11 +65,12 @@ def skip_batches(model: keras.Model, batches: int, then: Callable[[], None] | No
     builder.skip_batches(batches, then)
 
 
-def _with_inner(optimizer: Any) -> list[Any]:
+def with_inner(optimizer: Any) -> list[Any]:
+    """An optimizer, and all that it delegates to."""
     if optimizer is None:
         return []
     inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
-    return [optimizer, *(found for each in inner for found in _with_inner(each))]
+    return [optimizer, *(found for each in inner for found in with_inner(each))]
 
 
 def _variables_of(optimizer: Any) -> list[keras.Variable]:

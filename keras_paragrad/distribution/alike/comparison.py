@@ -8,8 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad._keras.replicas.local import place_of
-from keras_paragrad.distribution.checkpoint.agreement import from_chief
-from keras_paragrad.distribution.workers import gather
+from keras_paragrad.distribution.workers import from_chief, gather
 
 SAME_CODE = (
     " Start the same script, with the same arguments and package versions, on every worker; nothing in it may depend "

@@ -6,11 +6,10 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad.distribution.checkpoint.content import files_of_shards
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position, Stored
-from keras_paragrad.distribution.workers import gather
-
-# A broadcast is an all-reduce; of this many bytes at a time, so that it takes no more memory than a large gradient.
-CHUNK = 1 << 24
+from keras_paragrad.distribution.checkpoint.shards import locate
+from keras_paragrad.distribution.workers import from_chief, gather
 
 _NONE, _FOUND, _ALL_DAMAGED = range(3)
 
@@ -23,28 +22,45 @@ def common_backup(strategy: tf.distribute.Strategy, files: BackupFiles) -> tuple
         files: The backups that this worker sees.
 
     Returns:
-        The chief's newest intact backup, or `None` if no worker has any; and, on the chief, the damage to each newer
-        one.
+        The chief's newest intact backup, whose shards are intact too, or `None` if no worker has any; and, on the
+        chief, the damage to each newer one.
 
     Raises:
         DamagedBackupError: On every worker: all of the chief's are damaged, or it has none and another worker does.
             Nothing has been changed.
     """
+    damage: list[str] = []
+    before = None
+    while stored := _newest(strategy, files, before, damage):
+        shards = files_of_shards(stored.content)
+        reader, reason = locate(strategy, files.directory, shards) if shards else (None, "")
+        if reader or not shards:
+            return Stored(*stored[:-1], reader), damage
+        damage.append(f"{stored.path}: {reason}")
+        before = stored.position
+    return None, damage
+
+
+def _newest(
+    strategy: tf.distribute.Strategy, files: BackupFiles, before: Position | None, damage: list[str]
+) -> Stored | None:
+    """The chief's newest intact backup before a position, on all workers; the damage of others is noted."""
     is_chief = place_of(strategy).worker == 0
-    mine, damage = files.newest() if is_chief else (None, [])
+    mine, found = files.newest(before) if is_chief else (None, [])
+    damage += found
     state = _FOUND if mine else _ALL_DAMAGED if damage else _NONE
     words = _words(mine.digest) if mine else [0] * 4
     answers = gather(strategy, np.array([state, *(mine.position if mine else (0, 0)), *words, len(files.paths())]))
     state, epoch, batch, *digest = (int(number) for number in answers[0, :7])
     if state == _ALL_DAMAGED:
-        _refuse_damaged(strategy, files, damage)
+        _refuse_damaged(strategy, files, damage if is_chief else [])
     if state == _NONE:
         _refuse_if_elsewhere(files, answers[:, 7])
-        return None, []
+        return None
     mine = mine or _same(files, (epoch, batch), digest)
     if gather(strategy, np.array([mine is not None], np.int64)).all():
-        return mine, damage
-    return _from_chief(strategy, files, mine if is_chief else None, (epoch, batch)), damage
+        return mine
+    return _from_chief(strategy, files, mine if is_chief else None, (epoch, batch))
 
 
 def _same(files: BackupFiles, position: tuple[int, int], digest: list[int]) -> Stored | None:
@@ -68,36 +84,6 @@ def _from_chief(
 ) -> Stored:
     content = from_chief(strategy, mine.content if mine else None)
     return mine or Stored(files.directory, Position(*position), "", content)
-
-
-def from_chief(strategy: tf.distribute.Strategy, content: bytes | None) -> bytes:
-    """Broadcasts the chief's bytes; every worker calls this.
-
-    Args:
-        strategy: The workers' strategy.
-        content: The bytes to send, on the chief; `None` on the others.
-
-    Returns:
-        The same bytes everywhere.
-    """
-    length = int(gather(strategy, np.array([len(content or b"")]))[0, 0])
-    chunks = []
-    for start in range(0, length, CHUNK):
-        size = min(CHUNK, length - start)
-        mine = np.zeros(-(-size // 4) * 4, np.uint8)
-        if content is not None:
-            mine[:size] = np.frombuffer(content, np.uint8, size, start)
-        chunks.append(_sum(strategy, mine.view(np.int32)).view(np.uint8)[:size].tobytes())
-    return b"".join(chunks)
-
-
-def _sum(strategy: tf.distribute.Strategy, mine: np.ndarray) -> np.ndarray:
-    first = place_of(strategy).first
-
-    def shown(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
-        return tf.constant(mine if context.replica_id_in_sync_group == first else np.zeros_like(mine))
-
-    return strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(shown), axis=None).numpy()
 
 
 def _refuse_damaged(strategy: tf.distribute.Strategy, files: BackupFiles, damage: list[str]) -> None:

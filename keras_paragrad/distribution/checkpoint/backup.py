@@ -6,15 +6,17 @@ from os import PathLike
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_paragrad._keras.objects import checkpoint_state as seam
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad.arguments import check_each, check_flag, check_integer
 from keras_paragrad.distribution.checkpoint.agreement import common_backup
 from keras_paragrad.distribution.checkpoint.callback_state import HISTORY, check_storable, state_of, with_epoch
-from keras_paragrad.distribution.checkpoint.content import Content
+from keras_paragrad.distribution.checkpoint.content import Content, CutVariable
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, Stored
 from keras_paragrad.distribution.checkpoint.resuming import Resumption
+from keras_paragrad.distribution.checkpoint.shards import NO_SHARDS, Written, keep_shards, values_of, write_together
 from keras_paragrad.distribution.checkpoint.stopping import StopChecks, StopRequest, TrainingInterrupted
 from keras_paragrad.distribution.checkpoint.values import UnstorableError
 from keras_paragrad.distribution.fit_arguments import checked_callback
@@ -29,8 +31,9 @@ class Backup(keras.callbacks.Callback):
     A backup holds the variables of the model, the optimizer (including an open window of an `AccumulatingOptimizer`)
     and the metrics, the states of random seeds, the epoch and batch, and the state of `EarlyStopping`,
     `ReduceLROnPlateau`, `ModelCheckpoint` and of custom callbacks that have `get_state` and `set_state`. Only the
-    chief writes; writes are atomic, and a checksum is verified before use. A backup can be restored on a different
-    number of replicas and workers. Pass this as the last callback of `fit`, on every worker, and use a separate
+    chief writes, but for shards, of which every worker writes its own before; writes are atomic, and checksums are
+    verified before use. A backup can be restored on a different number of replicas and workers, and under another
+    `shard=`. Pass this as the last callback of `fit`, on every worker, and use a separate
     directory for each `fit`. Files in it that are not backups are never touched, whatever their names.
 
     Data is not backed up: when resuming in the middle of an epoch, batches already trained on are read and skipped, so
@@ -161,8 +164,7 @@ class Backup(keras.callbacks.Callback):
         if self.delete_when_done:
             # Wait for all workers first: if one failed, a restart would find nothing to resume from.
             gather(self._strategy, [0])
-            if self._is_chief:
-                self._remove_all()
+            self._remove_all()
 
     def leave(self) -> None:
         """Restores the previous SIGTERM handler, after `fit` failed with an error."""
@@ -176,26 +178,38 @@ class Backup(keras.callbacks.Callback):
         """Backs up now, at the end of a batch or an epoch. Call it on every worker after the same step.
 
         Returns:
-            Whether that succeeded, as far as this worker knows: only the chief writes.
+            Whether that succeeded, as far as this worker knows: only the chief writes what isn't in shards.
         """
-        variables = seam.training_variables(self.model)
-        values = seam.read_all(variables)
-        if not self._is_chief:
-            return True
-        names = {section: [variable.path for variable in found] for section, found in variables.items()}
+        sections = seam.training_variables(self.model)
+        values = values_of(sections)
+        variables = [variable for found in sections.values() for variable in found]
+        failure, written = None, NO_SHARDS
+        try:
+            written = write_together(self._strategy, self.files, self._position, variables)
+            if self._is_chief:
+                self._write(sections, values, written)
+        except (OSError, UnstorableError) as error:
+            failure = error
+            self._say_that_it_failed(error)
+        self._failing = failure is not None
+        if any(isinstance(value, CutVariable) for found in values.values() for value in found):
+            # Whether or not this succeeded: shards that no backup names are of no use.
+            return keep_shards(self._strategy, self.files, written.key) and failure is None
+        return failure is None
+
+    def _write(
+        self,
+        sections: dict[str, list[keras.Variable]],
+        values: dict[str, list[np.ndarray | CutVariable]],
+        written: Written,
+    ) -> None:
+        names = {section: [variable.path for variable in found] for section, found in sections.items()}
         states = state_of(self._others)
         if self._ended and HISTORY in states:
             states[HISTORY] = with_epoch(states[HISTORY], *self._ended)
-        try:
-            self.files.write(self._position, Content(values, names, states, self.params.get("steps")).to_bytes())
-        except OSError as error:
-            self._say_that_it_failed(error, f"Free some space in {self.files.directory}, or use another directory.")
-            return False
-        except UnstorableError as error:
-            self._say_that_it_failed(error, "Keep it out of the callback's state, and out of logs.")
-            return False
-        self._failing = False
-        return True
+        replicas = self._strategy.num_replicas_in_sync
+        content = Content(values, names, states, self.params.get("steps"), written.files, replicas)
+        self.files.write(self._position, content.to_bytes(), written.key)
 
     @property
     def _others(self) -> list[keras.callbacks.Callback]:
@@ -227,21 +241,23 @@ class Backup(keras.callbacks.Callback):
 
     def _remove_all(self) -> None:
         try:
-            self.files.remove_all()
+            # Other workers may have directories of their own.
+            self.files.remove_all(only_shards=not self._is_chief)
         except OSError as error:
             _log.warning("The backups could not be removed: %s. The next fit would resume from them.", error)
 
-    def _say_that_it_failed(self, error: Exception, advice: str) -> None:
+    def _say_that_it_failed(self, error: Exception) -> None:
         if self._failing:
             return
-        self._failing = True
         newest = next(iter(self.files.paths()), None)
         _log.warning(
             "No backup could be written at %s: %s. Training continues, and retries; until then %s. %s",
             self._position,
             str(error).rstrip("."),
             f"the last one is {newest.name}" if newest else "there is none to resume from",
-            advice,
+            "Keep it out of the callback's state, and out of logs."
+            if isinstance(error, UnstorableError)
+            else f"Free some space in {self.files.directory}, or use another directory.",
         )
 
     def _stop(self) -> None:

@@ -3,15 +3,40 @@
 import io
 import itertools
 import json
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
+from keras_paragrad.distribution.checkpoint.shard_files import ShardFile
 from keras_paragrad.distribution.checkpoint.values import decode, dtype_name, encode
 from keras_paragrad.plain_json import read_json
 
 DESCRIPTION = "description"
+
+
+class CutVariable(NamedTuple):
+    """A variable whose value is in files of shards.
+
+    Attributes:
+        shape: Of the whole.
+        dtype: Its dtype.
+        size: How many elements a replica's shard has; together they are the whole, flat and padded.
+        begin: Where a replica's shard would begin in a file of one replica, in bytes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    size: int
+    begin: int
+
+    def described(self) -> list[Any]:
+        """As JSON."""
+        return [list(self.shape), self.dtype.name, self.size, self.begin]
+
+
+Values = dict[str, list[np.ndarray | CutVariable]]
 
 
 class Content(NamedTuple):
@@ -22,12 +47,16 @@ class Content(NamedTuple):
         names: The variables' names, in the same order.
         callbacks: The state of each callback that has any.
         steps: How many batches an epoch has, or `None` if that was unknown.
+        shards: The files with the values that are in shards, one for each worker.
+        replicas: How many replicas those workers had.
     """
 
-    values: dict[str, list[np.ndarray]]
+    values: Values
     names: dict[str, list[str]]
     callbacks: dict[str, Any]
     steps: int | None = None
+    shards: Sequence[ShardFile] = ()
+    replicas: int = 1
 
     def to_bytes(self) -> bytes:
         """The content as a NumPy archive, which holds no code.
@@ -35,7 +64,8 @@ class Content(NamedTuple):
         Raises:
             UnstorableError: A callback's state holds a value that a backup can't.
         """
-        arrays = [array for values in self.values.values() for array in values]
+        everything = [value for values in self.values.values() for value in values]
+        arrays = [value for value in everything if not isinstance(value, CutVariable)]
         callbacks = {name: encode(state, arrays, state_named(name)) for name, state in self.callbacks.items()}
         described = {
             "names": self.names,
@@ -43,6 +73,9 @@ class Content(NamedTuple):
             "steps": self.steps,
             "dtypes": [dtype_name(array.dtype) for array in arrays],
         }
+        if self.shards:
+            cut = [each.described() if isinstance(each, CutVariable) else None for each in everything]
+            described["shards"] = {"files": self.shards, "replicas": self.replicas, "cut": cut}
         description = np.frombuffer(json.dumps(described).encode(), np.uint8)
         with io.BytesIO() as buffer:
             named: dict[str, Any] = {str(index): array for index, array in enumerate(arrays)}
@@ -54,17 +87,14 @@ class Content(NamedTuple):
     def from_bytes(cls, packed: bytes) -> "Content":
         """Reads what `to_bytes` wrote."""
         with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
-            try:
-                described = read_json(archive[DESCRIPTION].tobytes())
-            except ValueError as error:
-                raise ValueError(
-                    f"The backup has no description written by this package: {error}. Use another directory."
-                ) from None
+            described = _description(archive)
             arrays = [_of_dtype(archive[str(index)], name) for index, name in enumerate(described["dtypes"])]
-        remaining = iter(arrays)
-        values = {name: [next(remaining) for _ in variables] for name, variables in described["names"].items()}
+        shards = described.get("shards", {"files": [], "replicas": 1, "cut": itertools.repeat(None)})
+        whole, cut = iter(arrays), iter(shards["cut"])
+        values = {name: [_value(next(cut), whole) for _ in variables] for name, variables in described["names"].items()}
         callbacks = {name: decode(state, arrays) for name, state in described["callbacks"].items()}
-        return cls(values, described["names"], callbacks, described["steps"])
+        files = [ShardFile(*file) for file in shards["files"]]
+        return cls(values, described["names"], callbacks, described["steps"], files, shards["replicas"])
 
     def check_fits(self, section: str, variables: list[keras.Variable], source: Any) -> None:
         """Raises a `ValueError` that names the first variable without a matching value."""
@@ -80,9 +110,31 @@ class Content(NamedTuple):
                 )
 
 
+def files_of_shards(packed: bytes) -> list[ShardFile]:
+    """The files of shards that a content names, without reading its arrays."""
+    with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
+        return [ShardFile(*file) for file in _description(archive).get("shards", {}).get("files", ())]
+
+
 def state_named(callback: str) -> str:
     """The name of a callback's state in errors."""
     return f"The state of the callback {callback}"
+
+
+def _description(archive: Any) -> dict[str, Any]:
+    try:
+        return read_json(archive[DESCRIPTION].tobytes())
+    except ValueError as error:
+        raise ValueError(
+            f"The backup has no description written by this package: {error}. Use another directory."
+        ) from None
+
+
+def _value(cut: list[Any] | None, whole: Iterator[np.ndarray]) -> np.ndarray | CutVariable:
+    if cut is None:
+        return next(whole)
+    shape, dtype, size, begin = cut
+    return CutVariable(tuple(shape), np.dtype(dtype), size, begin)
 
 
 def _of_dtype(array: np.ndarray, name: str | None) -> np.ndarray:

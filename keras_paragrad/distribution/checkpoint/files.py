@@ -11,14 +11,17 @@ from typing import Any, NamedTuple
 from keras_paragrad.arguments import check_integer, check_path
 from keras_paragrad.distribution.checkpoint.manifest import (
     FORMAT,
+    FORMAT_OF_SHARDS,
     Position,
     is_ours,
     manifest_of,
     name_of,
     parse_manifest,
     position_of,
+    read_manifest,
     verifies,
 )
+from keras_paragrad.distribution.checkpoint.shard_files import flush_directory, remove_shards
 
 
 class Stored(NamedTuple):
@@ -29,12 +32,14 @@ class Stored(NamedTuple):
         position: The position of training.
         digest: The SHA-256 of the file's content, in hexadecimal.
         content: The bytes that were written.
+        shards: What reads the variables that are in shards, once it is known who has them.
     """
 
     path: Path
     position: Position
     digest: str
     content: bytes
+    shards: Any = None
 
 
 class DamagedBackupError(RuntimeError):
@@ -46,7 +51,8 @@ class BackupFiles:
 
     A backup is one file: a manifest (a line of JSON with the position, the length and a checksum), followed by the
     content. It is written under a temporary name, flushed to disk and renamed, so a file with a backup's name is
-    complete even if the writer was killed. The checksum, which covers the manifest too, detects later damage.
+    complete even if the writer was killed. The checksum, which covers the manifest too, detects later damage. Variables
+    in shards are in files of their own, one of each worker, which the content names; they are written before it.
 
     Other files in the directory are never touched: only files with both the name and the manifest of a backup are
     overwritten, renamed or removed.
@@ -80,8 +86,13 @@ class BackupFiles:
         found = self.directory.iterdir() if self.directory.is_dir() else ()
         return sorted((path for path in found if path.name == _plain_name(path)), key=_order, reverse=True)
 
-    def write(self, position: Position, content: bytes) -> Path:
+    def write(self, position: Position, content: bytes, shards: str = "") -> Path:
         """Writes a backup, then removes all but the newest `keep`.
+
+        Args:
+            position: The position of training.
+            content: The content.
+            shards: The key of the shards that it names, if any.
 
         Returns:
             The new file.
@@ -96,14 +107,14 @@ class BackupFiles:
             raise FileExistsError(f"{path} already exists, and is not a backup. Move it away")
         with _new_file(path) as partial:
             with partial.open("wb") as file:
-                file.write(manifest_of(position, content))
+                file.write(manifest_of(position, content, shards))
                 # If this writer is killed, the next one recognizes the file by its manifest.
                 file.flush()
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)
-        _flush_directory(self.directory)
+        flush_directory(self.directory)
         for old in list(filter(is_ours, self.paths()))[self.keep :]:
             old.unlink()
         return path
@@ -123,17 +134,22 @@ class BackupFiles:
             expected = manifest["bytes"]
             reason = f"{len(content)} bytes of {expected}" if len(content) != expected else "the checksum differs"
             raise DamagedBackupError(f"{path}: {reason}")
-        if manifest["format"] != FORMAT:
+        if manifest["format"] not in (FORMAT, FORMAT_OF_SHARDS):
             raise DamagedBackupError(
                 f"{path}: another version of keras_paragrad wrote it, in format {manifest['format']}; this version "
-                f"reads format {FORMAT}"
+                f"reads formats {FORMAT} and {FORMAT_OF_SHARDS}"
             )
         return Stored(path, manifest["position"], manifest["sha256"], content)
 
-    def newest(self) -> tuple[Stored | None, list[str]]:
-        """The newest intact backup, or `None`, and the damage to each newer one."""
+    def newest(self, before: Position | None = None) -> tuple[Stored | None, list[str]]:
+        """The newest intact backup, or `None`, and the damage to each newer one; of those before a position, if given.
+
+        Shards are not looked at.
+        """
         damage = []
         for path in self.paths():
+            if before is not None and _order(path) >= before:
+                continue
             try:
                 return self.read(path), damage
             except (DamagedBackupError, OSError) as error:
@@ -147,12 +163,19 @@ class BackupFiles:
                 with _new_file(path, "damaged") as aside:
                     path.replace(aside)
 
-    def remove_all(self) -> None:
-        """Removes all backups, and the directory if that leaves it empty."""
+    @property
+    def shards(self) -> list[str]:
+        """The keys of the shards that backups in the directory name, damaged ones too."""
+        found = self.directory.iterdir() if self.directory.is_dir() else ()
+        return [manifest["shards"] for path in found if (manifest := read_manifest(path)) and "shards" in manifest]
+
+    def remove_all(self, *, only_shards: bool = False) -> None:
+        """Removes all backups, or all shards, and the directory if that leaves it empty."""
         if not self.directory.is_dir():
             return
-        for path in filter(is_ours, list(self.directory.iterdir())):
+        for path in () if only_shards else filter(is_ours, list(self.directory.iterdir())):
             path.unlink()
+        remove_shards(self.directory)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
 
@@ -190,13 +213,3 @@ def _new_file(path: Path, suffix: str = "partial") -> Iterator[Path]:
     except BaseException:
         made.unlink(missing_ok=True)
         raise
-
-
-def _flush_directory(directory: Path) -> None:
-    """Makes a rename durable; some systems can't open directories, and don't need this."""
-    with contextlib.suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

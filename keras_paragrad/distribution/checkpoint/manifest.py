@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FORMAT = 2
+# Of a backup whose variables are in shards, in files of their own.
+FORMAT_OF_SHARDS = 3
 # Manifests are far shorter; no more than this is read from a file that may not be a backup.
 _LONGEST = 1024
 _NAME = re.compile(r"epoch-(\d{6,18})-batch-(\d{10,18})\.backup(?:\.(?:partial|damaged)(?:-\d+)?)?")
@@ -39,16 +41,17 @@ def position_of(path: Path) -> Position | None:
     return position if position and path.name.startswith(name_of(position)) else None
 
 
-def manifest_of(position: Position, content: bytes) -> bytes:
-    """The first line of a backup."""
-    return _line({"format": FORMAT, "position": list(position), "bytes": len(content)}, content)
+def manifest_of(position: Position, content: bytes, shards: str = "") -> bytes:
+    """The first line of a backup, with the key of its shards if it has any."""
+    described = {"format": FORMAT_OF_SHARDS, "shards": shards} if shards else {"format": FORMAT}
+    return _line({**described, "position": list(position), "bytes": len(content)}, content)
 
 
 def parse_manifest(line: bytes) -> dict[str, Any] | None:
     """The data in a manifest, or `None` if the line is not one."""
     try:
         manifest = json.loads(line) if len(line) <= _LONGEST else None
-        if not isinstance(manifest, dict) or manifest.keys() != {"format", "position", "bytes", "sha256"}:
+        if not isinstance(manifest, dict) or {*manifest} - {"shards"} != {"format", "position", "bytes", "sha256"}:
             return None
         return {**manifest, "position": Position(*manifest["position"])}
     except (ValueError, TypeError, RecursionError):
@@ -63,16 +66,21 @@ def verifies(manifest: dict[str, Any], line: bytes, content: bytes) -> bool:
 
 def is_ours(path: Path) -> bool:
     """Whether a file is a backup by its name and by its manifest; only such a file is overwritten, moved or removed."""
+    return read_manifest(path) is not None
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a file that is a backup by its name and by its first line; `None` of any other."""
     position = position_of(path)
     if position is None or path.is_symlink():
-        return False
+        return None
     try:
         with path.open("rb") as file:
             line, newline, _ = file.read(_LONGEST + 1).partition(b"\n")
     except OSError:
-        return False
+        return None
     manifest = parse_manifest(line) if newline else None
-    return manifest is not None and manifest["position"] == position
+    return manifest if manifest and manifest["position"] == position else None
 
 
 def _line(described: dict[str, Any], content: bytes) -> bytes:

@@ -1,15 +1,16 @@
 """Restores a backup into a `fit` that has just begun."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_paragrad._keras.objects import checkpoint_state as seam
 from keras_paragrad.distribution.checkpoint.callback_state import restore_state
-from keras_paragrad.distribution.checkpoint.content import Content
+from keras_paragrad.distribution.checkpoint.content import Content, CutVariable
 from keras_paragrad.distribution.checkpoint.files import Stored
 
 # Variables that exist before the first step; metrics may create theirs in it.
@@ -35,7 +36,7 @@ class Resumption:
         self.model = model
         self.position = stored.position
         self.epochs = epochs
-        self._content = Content.from_bytes(stored.content)
+        self._content, self._shards = Content.from_bytes(stored.content), stored.shards
         self._source = source
         self._metrics_restored = not self.position.batch
         variables = self._fitting_variables()
@@ -111,7 +112,13 @@ class Resumption:
         return variables
 
     def _restore(self, variables: dict[str, list[keras.Variable]]) -> None:
-        seam.assign_all({section: variables[section] for section in _BEFORE_STEPS}, self._content.values)
+        for section in _BEFORE_STEPS:
+            seam.assign_all({section: variables[section]}, {section: self._values(section)})
+
+    def _values(self, section: str) -> Iterator[np.ndarray]:
+        """The values of variables; those in shards are read one at a time."""
+        for value in self._content.values[section]:
+            yield self._shards.whole(value, self._content.replicas) if isinstance(value, CutVariable) else value
 
     def _restore_metrics(self, how: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
         metrics = {"metrics": seam.training_variables(self.model)["metrics"]}
@@ -119,5 +126,5 @@ class Resumption:
         if self._metrics_restored or waits:
             return
         self._content.check_fits("metrics", metrics["metrics"], self._source)
-        how(metrics, self._content.values)
+        how(metrics, {"metrics": self._values("metrics")})
         self._metrics_restored = True

@@ -5,7 +5,7 @@ import tempfile
 
 import hypothesis.strategies as st
 import pytest
-from backed_up import limited_files
+from backed_up import NOT_OURS, limited_files
 from hypothesis import given, settings
 
 from keras_paragrad.distribution.checkpoint import manifest
@@ -91,21 +91,6 @@ def test_damaged_ones_do_not_take_the_place_of_new_ones(tmp_path):
     assert sorted(tmp_path.iterdir()) == [aside, aside.with_name(f"{aside.name}-2")]
     files.remove_all()
     assert not tmp_path.exists()
-
-
-NOT_OURS = [
-    "database.backup",
-    "archive.backup.tar.gz",
-    "dump.backup.partial",
-    "weights.backup.damaged",
-    "epoch-1-batch-2.backup",
-    "epoch-000000-batch-0000000003.backup.tar.gz",
-    "epoch-000000-batch-0000000003.backup.bak",
-    "epoch-000000-batch-0000000001.backup",
-    "epoch-000001-batch-0000000000.backup.damaged",
-    "epoch-000002-batch-0000000000.backup.partial",
-    "epoch-000009-batch-0000000000.backup",
-]
 
 
 @pytest.mark.parametrize("content", [b"", b"mine\n", b'{"position": [9, 0]}\nmine', b"[" * 900 + b"\n", b"9" * 5000])

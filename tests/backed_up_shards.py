@@ -1,0 +1,211 @@
+"""Training in shards that is broken off, killed while it writes, and gone on with elsewhere."""
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from backed_up import limited_files
+
+from keras_paragrad import AccumulatingOptimizer, DistributedFit
+from keras_paragrad.distribution import Backup
+from keras_paragrad.distribution.checkpoint import shards
+from keras_paragrad.distribution.checkpoint.agreement import common_backup
+from keras_paragrad.distribution.checkpoint.content import Content, CutVariable
+from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
+
+ROWS, BATCH = 80, 4
+STEPS = ROWS // BATCH
+
+
+class StopAfter(keras.callbacks.Callback):
+    """Breaks off after a batch of the epoch."""
+
+    def __init__(self, batch):
+        super().__init__()
+        self.batch = batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch + 1 == self.batch:
+            raise KeyboardInterrupt
+
+
+class KillWhileSaving(keras.callbacks.Callback):
+    """Has this worker killed at an operation on files, of those after a batch."""
+
+    def __init__(self, batch, operations):
+        super().__init__()
+        self.batch, self.operations = batch, operations
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch + 1 == self.batch:
+            kill_at(self.operations)
+
+
+def data():
+    draw = np.random.default_rng(0)
+    return draw.normal(size=(ROWS, 12)).astype("float32"), draw.normal(size=(ROWS, 1)).astype("float32")
+
+
+def build():
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((12,))
+    hidden = keras.layers.Dense(17, "tanh")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(24, "tanh")(hidden)))
+    adam = keras.optimizers.Adam(0.01, use_ema=True, global_clipnorm=0.5)
+    model.compile(AccumulatingOptimizer(adam, 3, tail="carry"), "mse", metrics=["mae"], jit_compile=False)
+    return model
+
+
+def use_devices(count):
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * count
+    )
+
+
+def distributed(devices: int, shard: str | None) -> DistributedFit:
+    """On so many devices of this process; of none, on this process's worker of a cluster."""
+    if "TF_CONFIG" in os.environ:
+        return DistributedFit("multi_worker", shard=shard, min_shard_bytes=64)
+    if devices == 1:
+        return DistributedFit("none")
+    names = [f"CPU:{index}" for index in range(devices)]
+    return DistributedFit("mirrored", names, shard=shard, min_shard_bytes=64)
+
+
+def gone_on_with(argument: dict[str, Any]) -> list[Any]:
+    """Goes on with a training, in each of several ways until a batch; called in a process of its own."""
+    use_devices(argument["devices"])
+    model: Any = None
+    for devices, shard, until in argument["ways"]:
+        dist = distributed(devices, shard)
+        with dist.scope():
+            model = build()
+        callbacks: list[Any] = []
+        if argument["directory"]:
+            worker = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
+            callbacks.append(Backup(argument["directory"].format(worker=worker), every=1))
+            if argument.get("killed") == worker:
+                callbacks.append(KillWhileSaving(until - 2, argument["operations"]))
+        with contextlib.suppress(KeyboardInterrupt):
+            dist.fit(
+                model,
+                *data(),
+                batch_size=BATCH,
+                shuffle=False,
+                verbose=0,
+                callbacks=[*callbacks, StopAfter(until)],
+            )
+    optimizer = [variable.numpy().tolist() for variable in model.optimizer.variables]
+    return [[weight.tolist() for weight in model.get_weights()], optimizer]
+
+
+def damaged_backups(argument: dict[str, Any]) -> dict[str, Any]:
+    """What is found of backups as their shards are removed, changed, or can't be written."""
+    use_devices(2)
+    dist, told = distributed(2, "parameters"), {}
+    with dist.scope():
+        model = build()
+    backup = Backup(argument["directory"], every=1)
+    with contextlib.suppress(KeyboardInterrupt):
+        dist.fit(model, *data(), batch_size=BATCH, verbose=0, callbacks=[backup, StopAfter(4)])
+    files = BackupFiles(argument["directory"])
+    older, newer = (next(files.directory.glob(f"*{batch}.backup.shards*")) for batch in (2, 3))
+    before = sorted(path.name for path in files.directory.iterdir())
+    with limited_files(4000):
+        backup._position = Position(0, 4)
+        told["saved on a full disk"] = backup.save()
+    told["unchanged"] = before == sorted(path.name for path in files.directory.iterdir())
+    newer.rename(newer.with_suffix(".moved"))
+    stored, damage = common_backup(dist.strategy, files)
+    told["without the newest"] = [stored and stored.position, damage, newer.name]
+    content = bytearray(older.read_bytes())
+    content[-1] ^= 1
+    older.write_bytes(content)
+    try:
+        common_backup(dist.strategy, files)
+    except DamagedBackupError as error:
+        told["without both"] = [str(error), older.name]
+    newer.with_suffix(".moved").rename(newer)
+    stored, damage = common_backup(dist.strategy, files)
+    told["with the newest again"] = [stored and stored.position, damage]
+    # A damaged backup's shards are kept beside it, as it may be mended.
+    files.set_aside(Position(0, 2))
+    backup._position = Position(0, 5)
+    told["saved"] = backup.save()
+    told["kept"] = newer.exists()
+    return told
+
+
+def killed_while_writing(argument: dict[str, Any]) -> dict[str, Any]:
+    """Saves in a child that is killed at its first file operation, at its second, and so on."""
+    use_devices(2)
+    dist = distributed(2, argument["shard"])
+    with dist.scope():
+        model = build()
+    with tempfile.TemporaryDirectory() as directory:
+        backup = Backup(directory, every=1)
+        with contextlib.suppress(KeyboardInterrupt):
+            dist.fit(model, *data(), batch_size=BATCH, verbose=0, callbacks=[backup, StopAfter(3)])
+        fill(model, 0.0)
+        backup.save()
+        files, found = BackupFiles(directory), []
+        for operations in range(1, argument["most"]):
+            fill(model, operations)
+            # The same position is written twice: training was resumed from an older backup.
+            backup._position = Position(1, operations // 2)
+            child = os.fork()
+            if child == 0:
+                # A fork has none of TensorFlow's threads, and reads variables without them.
+                kill_at(operations)
+                os._exit(0 if backup.save() else 3)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            stored, damage = common_backup(dist.strategy, files)
+            kept = stored.position if stored else None
+            found.append([status, operations, *(kept or ()), restored(stored), damage])
+            if status == 0:
+                break
+        return {"found": found, "left": sorted(path.name for path in Path(directory).iterdir())}
+
+
+def fill(model: keras.Model, number: float) -> None:
+    for variable in model.trainable_variables:
+        variable.assign(tf.fill(variable.shape, float(number)))
+
+
+def restored(stored: Any) -> list[float]:
+    """All values of the model's weights in a backup."""
+    content = Content.from_bytes(stored.content)
+    values = [
+        stored.shards.whole(value, content.replicas) if isinstance(value, CutVariable) else value
+        for name, value in zip(content.names["model"], content.values["model"], strict=True)
+        if not name.startswith("seed")
+    ]
+    return sorted({float(number) for value in values for number in np.ravel(value)})
+
+
+def kill_at(operations: int) -> None:
+    """Has this process killed at an operation on files: at a shard, a flush to disk, a renaming or a removal."""
+    left = [operations]
+
+    def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation(*arguments, **options)
+
+        return run
+
+    for name in ("fsync", "replace", "rename", "unlink"):
+        setattr(os, name, counted(getattr(os, name)))
+    local = shards._local_shards
+    touched = counted(lambda shard: shard)
+    shards._local_shards = lambda variables: map(touched, local(variables))

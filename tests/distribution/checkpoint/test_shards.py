@@ -1,0 +1,124 @@
+"""Backups of shards: written by every worker, whole after any kill, and restored on other replicas."""
+
+import itertools
+import shutil
+
+import backed_up_shards
+import numpy as np
+import own_process
+import pytest
+from backed_up import NOT_OURS
+from backed_up_shards import STEPS
+
+from keras_paragrad.distribution.checkpoint.manifest import Position
+from keras_paragrad.distribution.checkpoint.shard_files import name_of_shards, remove_shards, write_shards
+
+SECONDS = 120
+# Rounding of 20 updates by replicas that reduce in another order, to weights of about 1.
+CLOSE = 2e-6
+
+
+def gone_on(directory, devices, *ways, workers=1, **killed):
+    """Goes on with a training on each of several devices in turn, until a batch."""
+    argument = {"directory": directory and str(directory), "devices": devices, "ways": ways, **killed}
+    environments = own_process.environments_of_workers(workers) if workers > 1 else [{}]
+    found = own_process.call(backed_up_shards.gone_on_with, argument, environments, SECONDS)
+    return [[np.array(each) for each in itertools.chain(*of_worker)] for of_worker in found]
+
+
+def check_equal(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=CLOSE * max(1.0, np.abs(other).max()))
+
+
+def test_from_four_replicas_to_two_to_one_to_workers_and_back(tmp_path):
+    # In the middle of a window each time.
+    gone_on(tmp_path, 4, (4, "parameters", 5), (2, "parameters", 9), (1, None, 12))
+    gone_on(tmp_path, 1, (1, "parameters", 15), workers=2)
+    files = {path.name.split(".backup")[1].split("-of-")[0] for path in tmp_path.iterdir()}
+    assert files == {"", ".shards-00000", ".shards-00001"}
+    ended = gone_on(tmp_path, 4, (2, "optimizer", 18), (4, "parameters", STEPS + 1))[0]
+    undisturbed = gone_on(None, 1, (1, None, STEPS + 1))[0]
+    # The optimizer's variables: the window's gradients are those of all replicas.
+    check_equal(ended, undisturbed)
+    assert not tmp_path.exists()
+
+
+def test_workers_with_disks_of_their_own(tmp_path):
+    gone_on(tmp_path / "{worker}", 1, (1, "parameters", 5), workers=2)
+    chief, other = (sorted(path.name for path in (tmp_path / worker).iterdir()) for worker in "01")
+    assert ["shards-00000" in name for name in chief] == [False, True] * 2
+    assert len(other) == 2
+    assert all("shards-00001" in name for name in other)
+    gone_on(tmp_path / "{worker}", 1, (1, "parameters", 9), workers=2)
+    # Copied to one directory, they are restored on one device, and without one of them on none.
+    for path in list((tmp_path / "1").iterdir()):
+        shutil.move(path, tmp_path / "0")
+    ended = gone_on(tmp_path / "0", 2, (1, None, STEPS + 1))[0]
+    check_equal(ended, gone_on(None, 1, (1, None, STEPS + 1))[0])
+
+
+def test_missing_and_damaged_shards_are_named(tmp_path):
+    argument = {"directory": str(tmp_path)}
+    (told,) = own_process.call(backed_up_shards.damaged_backups, argument, [{}], SECONDS)
+    assert (told["saved on a full disk"], told["unchanged"]) == (False, True)
+    position, damage, name = told["without the newest"]
+    assert position == (0, 2)
+    assert len(damage) == 1
+    assert f"{name}, the shards of worker 0 of 1: it is missing, or has another size" in damage[0]
+    error, older = told["without both"]
+    assert f"{older}, the shards of worker 0 of 1: its checksum differs" in error
+    assert "it is missing, or has another size" in error
+    assert told["with the newest again"] == [(0, 3), []]
+    assert told["saved"] and told["kept"]
+
+
+def test_no_other_file_is_removed(tmp_path):
+    position = Position(0, 3)
+    names = [*NOT_OURS, name_of_shards(position, "0" * 16, 0, 2), name_of_shards(position, "0" * 16, 0, 2) + ".old"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"mine\n")
+    kept = write_shards(tmp_path, name_of_shards(position, "1" * 16, 0, 1), [np.zeros(3, "float32")])
+    gone = write_shards(tmp_path, name_of_shards(position, "2" * 16, 0, 1), [np.zeros(3, "float32")])
+    moved = (tmp_path / gone.name).rename(tmp_path / name_of_shards(position, "3" * 16, 0, 1))
+    write_shards(tmp_path, gone.name, [np.ones(2, "bool")])
+    (tmp_path / name_of_shards(position, "4" * 16, 0, 1)).symlink_to(moved)
+    remove_shards(tmp_path, ["1" * 16])
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *names,
+        kept.name,
+        moved.name,
+        name_of_shards(position, "4" * 16, 0, 1),
+    }
+    remove_shards(tmp_path / "nowhere")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("worker", "operations"), [(0, 1), (0, 20), (0, 56), (0, 58), (0, 59), (0, 61), (1, 1), (1, 20), (1, 56)]
+)
+def test_a_worker_killed_while_it_writes(worker, operations, tmp_path):
+    with pytest.raises(RuntimeError):
+        gone_on(tmp_path, 1, (1, "parameters", 8), workers=2, killed=worker, operations=operations)
+    ended = gone_on(tmp_path, 1, (1, "parameters", STEPS + 1), workers=2)[0]
+    check_equal(ended, gone_on(None, 1, (1, None, STEPS + 1))[0])
+
+
+@pytest.mark.parametrize("shard", ["parameters", pytest.param("optimizer", marks=pytest.mark.long)])
+def test_killed_while_writing(shard):
+    (told,) = own_process.call(backed_up_shards.killed_while_writing, {"shard": shard, "most": 200}, [{}], SECONDS)
+    *killed, last = told["found"]
+    assert len(killed) > 20
+    good = 0.0
+    for status, operations, epoch, batch, values, damage in killed:
+        assert (status, damage, epoch) == (-9, [], 1 if values[0] else 0)
+        (value,) = values
+        # The backup from before, or that which was being written.
+        assert value in (good, operations)
+        assert batch == operations // 2 if value == operations else True
+        good = value
+    status, operations, epoch, batch, values, damage = last
+    assert (status, damage, values, (epoch, batch)) == (0, [], [operations], (1, operations // 2))
+    # Nothing that a killed process left is there any longer.
+    assert len(told["left"]) == 4
