@@ -182,8 +182,10 @@ OPTIONS = {
     "weighting": AUTO,
     "shard_policy": AUTO,
     "pack_bytes": ZERO | COUNT | LARGE | NONE,
-    "shard": NONE,
+    "shard": AUTO | NONE,
     "min_shard_bytes": COUNT | LARGE,
+    # Only with shard="auto" is there anything to decide.
+    "device_bytes": NONE,
     "startup_timeout": COUNT | taken("1.5"),
     "collective_timeout": COUNT | taken("1.5") | NONE,
 }

@@ -13,6 +13,7 @@ from keras_paragrad.distribution.decisions.strategy import found_in_words
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.plain_text import plain_text
+from keras_paragrad.sharding.estimated import Estimate
 
 _JIT = {
     "none": "not compiled by XLA",
@@ -28,6 +29,7 @@ class Explanation:
     Args:
         plan: The plan.
         hardware: The hardware it was made for.
+        estimate: The memory of a step, if a decision was made by it.
 
     Example:
 
@@ -40,9 +42,10 @@ class Explanation:
     Found: 1 CPU in this process; no cluster
     """
 
-    def __init__(self, plan: Plan, hardware: Hardware):
+    def __init__(self, plan: Plan, hardware: Hardware, estimate: Estimate | None = None):
         self.plan = plan
         self.hardware = hardware
+        self.estimate = estimate
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in summary_lines(self.plan, self.hardware):
@@ -54,6 +57,8 @@ class Explanation:
             value = Text(value_in_words(decision.value), "bold")
             table.add_row(Text(decision.name), value, _why(decision), Text(decision.override))
         yield table
+        if self.estimate is not None:
+            yield self.estimate
 
     def __str__(self) -> str:
         return plain_text(self)

@@ -15,7 +15,9 @@ from keras_paragrad._keras.objects.model import has_own_fit, leaves_xla_open
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.storage.creation import create_in_shards, create_whole
 from keras_paragrad._keras.storage.partition import MIN_SHARD_BYTES
+from keras_paragrad.arguments import check_integer
 from keras_paragrad.distribution.alike import check_alike, check_same_weights, fingerprint, given_callbacks
+from keras_paragrad.distribution.auto_shard import settle_shard
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset, normalize_inputs
 from keras_paragrad.distribution.explain import Explanation
@@ -63,8 +65,10 @@ class DistributedFit:
             and more are reduced separately.
         shard: What each replica holds a shard of: nothing (`None`); the `"optimizer"`'s state, with whole weights; or
             all `"parameters"`, with their gradients and the optimizer's state, where each layer's weights are gathered
-            when it is called.
+            when it is called. `"auto"` is the first of these of which the estimated step fits the devices; `explain()`
+            shows the estimate and the choice once `fit` or `prepare` was given the model.
         min_shard_bytes: The size of a trainable variable, in bytes, from which it is cut into shards.
+        device_bytes: The memory of a device, in bytes, for `shard="auto"`; by default as detected.
         startup_timeout: Seconds to wait for the other workers at startup.
         collective_timeout: Seconds after which a collective without the other workers fails.
 
@@ -102,29 +106,39 @@ class DistributedFit:
         pack_bytes: int | None = None,
         shard: str | None = None,
         min_shard_bytes: int = MIN_SHARD_BYTES,
+        device_bytes: int | None = None,
         startup_timeout: float = 60.0,
         collective_timeout: float | None = None,
     ):
         self.options = Options(
             *(strategy, devices, communication, jit, precision, batch, lr_scaling, warmup_steps, exact, weighting),
             *(shard_policy, pack_bytes, startup_timeout, collective_timeout, shard, min_shard_bytes),
+            device_bytes,
         )
         self.hardware: Hardware = detect()
         self.plan: Plan = make_plan(self.hardware, self.options)
         self.strategy: tf.distribute.Strategy = make_strategy(self.plan, self.hardware, self.options)
-        if shard:
-            least = self.options.min_shard_bytes
-            create_in_shards(self.strategy, copies=self.plan.shard.value == "optimizer", min_bytes=least)
-        else:
-            # It may be that of another `DistributedFit`.
-            create_whole(self.strategy)
+        self._estimate: Estimate | None = None
+        self._create_as_planned()
         # With parameter servers the chief reads all data and does not shard it.
         self._reader = tf.distribute.get_strategy() if self.plan.on_servers else self.strategy
         self._train = functools.partial(train, plan=self.plan, strategy=self.strategy, hardware=self.hardware)
 
+    def _create_as_planned(self) -> None:
+        if self.plan.shard.value == "none":
+            # The strategy may be that of another `DistributedFit`.
+            create_whole(self.strategy)
+        else:
+            least = self.options.min_shard_bytes
+            create_in_shards(self.strategy, copies=self.plan.shard.value == "optimizer", min_bytes=least)
+
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Context in which to build and compile a model."""
+        if self._estimate is not None:
+            # shard="auto" is open again, for the model that is built here.
+            self.plan = self.plan.with_decision(make_plan(self.hardware, self.options).shard)
+            self._create_as_planned()
         policy = keras.config.dtype_policy()
         if self.options.precision not in (None, "auto"):
             keras.config.set_dtype_policy(self.options.precision)
@@ -136,7 +150,7 @@ class DistributedFit:
 
     def explain(self) -> Explanation:
         """The plan as a table, for `print` and rich: each decision, its reason, and how to override it."""
-        return Explanation(self.plan, self.hardware)
+        return Explanation(self.plan, self.hardware, self._estimate)
 
     def estimate(self, model: keras.Model, batch_size: int = 32, *, length: int | None = None) -> Estimate:
         """The memory that `fit` takes on each device, from the traced step; for `print`.
@@ -159,13 +173,17 @@ class DistributedFit:
             )
         per_replica = self.plan.batch.value == "per_replica"
         replicas = self.strategy.num_replicas_in_sync
-        return estimate_memory(model, batch_size, replicas, per_replica=per_replica, length=length)
+        least = self.options.min_shard_bytes
+        return estimate_memory(
+            model, batch_size, replicas, per_replica=per_replica, length=length, min_shard_bytes=least
+        )
 
-    def prepare(self, model: keras.Model) -> Preparation | ServerPreparation:
+    def prepare(self, model: keras.Model, *, batch_size: int = 32) -> Preparation | ServerPreparation:
         """Makes the model's own `fit`, `evaluate` and `predict` exact on the replicas.
 
         Args:
             model: A compiled model, built within `scope()`. Only this instance is changed.
+            batch_size: What `fit` will be given; only `shard="auto"` asks for it.
 
         Returns:
             A handle; `undo()` restores the methods of the model's class.
@@ -174,8 +192,18 @@ class DistributedFit:
             ValueError: The model was built elsewhere, or can't be trained exactly. The message says what to write.
         """
         check_scope(model, self.strategy)
+        batch_size = check_integer("batch_size", batch_size, example=64)
         self._check_alike(model)
+        self._settle_shard(model, batch_size)
         return self._prepared(model)
+
+    def _settle_shard(self, model: keras.Model, batch_size: int, batch_spec: Any = None) -> None:
+        """Chooses what this model holds in shards, if that is still open."""
+        if self.plan.shard.value == "auto":
+            decision, self._estimate = settle_shard(
+                model, batch_size, batch_spec, self.strategy, self.plan, self.hardware, self.options
+            )
+            self.plan = self.plan.with_decision(decision)
 
     def _prepared(self, model: keras.Model) -> Preparation | ServerPreparation:
         if self.plan.on_servers:
@@ -311,6 +339,7 @@ class DistributedFit:
             beside = f"{fspath(cache)}.validation" if isinstance(cache, (str, PathLike)) else cache
             options = {**data_options, "cache": beside}
             validation_data = self._sharded(rows, validation_batch_size or batch_size, validation_steps, options)
+        self._settle_shard(model, data.batch_size or batch_size or 32, data.batch_spec)
         self._prepared(model)
         arguments = {
             **{"epochs": epochs, "validation_data": validation_data, "initial_epoch": initial_epoch},
@@ -323,7 +352,7 @@ class DistributedFit:
     ) -> keras.callbacks.History:
         """Trains a model whose class overrides `fit`, and passes it the data unchanged."""
         check_own_fit(model, given["x"], data_options, self.plan)
-        self.prepare(model)
+        self.prepare(model, batch_size=given["batch_size"] or 32)
         if normalize:
             normalize_inputs(model, given["x"], self._reader, shard_policy=self.options.shard_policy)
         # Such a `fit` need not accept all arguments of Keras's.

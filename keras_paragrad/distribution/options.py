@@ -60,8 +60,10 @@ class Options:
             and more are reduced separately.
         startup_timeout: Seconds to wait for the other workers at startup.
         collective_timeout: Seconds after which a collective without the other workers fails.
-        shard: What replicas hold shards of: nothing (`None`), the `"optimizer"`'s state, or all `"parameters"`.
+        shard: What replicas hold shards of: nothing (`None`), the `"optimizer"`'s state, or all `"parameters"`; or
+            `"auto"`, the first of these that fits the devices.
         min_shard_bytes: The size of variables from which they are cut into shards.
+        device_bytes: The memory of a device, for `shard="auto"`; by default as detected.
 
     Raises:
         ValueError: An argument is invalid, or two arguments contradict each other.
@@ -89,6 +91,7 @@ class Options:
     collective_timeout: float | None = None
     shard: str | None = None
     min_shard_bytes: int = MIN_SHARD_BYTES
+    device_bytes: int | None = None
 
     def __post_init__(self):
         checked = {name: check_choice(name, getattr(self, name), choices) for name, choices in CHOICES.items()}
@@ -96,6 +99,7 @@ class Options:
         checked["precision"] = _checked_precision(self.precision)
         checked["warmup_steps"] = check_integer("warmup_steps", self.warmup_steps, least=0)
         checked["min_shard_bytes"] = check_integer("min_shard_bytes", self.min_shard_bytes, least=1)
+        checked["device_bytes"] = check_integer("device_bytes", self.device_bytes, example=16 * 2**30, optional=True)
         checked["pack_bytes"] = check_integer("pack_bytes", self.pack_bytes, least=0, optional=True)
         seconds = functools.partial(check_number, least=1, most=LONGEST_WAIT)
         checked["startup_timeout"] = seconds("startup_timeout", self.startup_timeout)
@@ -120,6 +124,11 @@ class Options:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} warms up a scaled learning rate, but lr_scaling is None. Add "
                 'lr_scaling="linear" or "sqrt", or use a keras.optimizers.schedules.LearningRateSchedule instead.'
+            )
+        if self.device_bytes is not None and self.shard != "auto":
+            raise ValueError(
+                f'device_bytes={self.device_bytes} is what shard="auto" chooses by, but shard is {self.shard!r}. Write '
+                'shard="auto", or leave device_bytes out.'
             )
         own = {"devices", "communication", "pack_bytes", "collective_timeout"}
         changed = sorted(name for name in own if getattr(self, name) not in (None, "auto"))

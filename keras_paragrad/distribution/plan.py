@@ -41,6 +41,11 @@ class Plan:
         """Whether the weights are on parameter servers, and workers do not step together."""
         return self.strategy.value == "parameter_server"
 
+    def with_decision(self, decision: Decision) -> "Plan":
+        """The plan with a decision in place of that of the same name."""
+        made = (decision if decision.name == each.name else each for each in self.decisions)
+        return Plan(tuple(made), self.alike)
+
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -53,7 +53,9 @@ class Column:
     total: int
 
 
-def columns_of(model: Any, step: TracedStep, replicas: int, *, recompute: bool = False) -> list[Column]:
+def columns_of(
+    model: Any, step: TracedStep, replicas: int, *, recompute: bool = False, least: int = MIN_SHARD_BYTES
+) -> list[Column]:
     """The bytes that a device holds, for each value of `shard`.
 
     Args:
@@ -61,21 +63,24 @@ def columns_of(model: Any, step: TracedStep, replicas: int, *, recompute: bool =
         step: Its traced step, of as many rows as a device has.
         replicas: Number of devices.
         recompute: Whether the step was traced with recomputation.
+        least: The bytes of a variable from which it is cut into shards.
     """
     peaks = step_peaks(step.block, [gradient.number for gradient in step.gradients], step.updates_from)
-    return [_column(model, step, peaks, shard, replicas, recompute) for shard in SHARDS]
+    return [_column(model, step, peaks, shard, replicas, recompute, least) for shard in SHARDS]
 
 
-def _column(model: Any, step: TracedStep, peaks: Peaks, shard: str | None, replicas: int, recompute: bool) -> Column:
-    of_weights = replicas if shard == "parameters" else 1
-    of_state = replicas if shard else 1
+def _column(
+    model: Any, step: TracedStep, peaks: Peaks, shard: str | None, replicas: int, recompute: bool, least: int
+) -> Column:
+    of_weights = Cutting(replicas if shard == "parameters" else 1, least)
+    of_state = Cutting(replicas if shard else 1, least)
     state = {
-        kind: sum(shard_bytes(variable, of_state) for variable in variables)
+        kind: sum(of_state.bytes_of(variable) for variable in variables)
         for kind, variables in state_of(step.optimizers).items()
     }
     held = {
-        "parameters": sum(shard_bytes(variable, of_weights) for variable in model.trainable_variables),
-        "gathered": max(map(_gathered_bytes, _layers(model, step)), default=0) if of_weights > 1 else 0,
+        "parameters": sum(of_weights.bytes_of(variable) for variable in model.trainable_variables),
+        "gathered": max((_gathered_bytes(*each, of_weights) for each in _layers(model, step)), default=0),
         "non_trainable": sum(map(bytes_of, model.non_trainable_variables)),
         **state,
     }
@@ -85,33 +90,47 @@ def _column(model: Any, step: TracedStep, peaks: Peaks, shard: str | None, repli
         recompute,
         gradients=gradients,
         activations=max(peaks.activations),
-        update=peaks.update // of_state,
+        update=peaks.update // of_state.shards,
         total=sum(held.values()) + at_peak,
         **held,
     )
 
 
-def shard_bytes(variable: keras.Variable, replicas: int) -> int:
-    """The bytes of a variable that one of several devices holds."""
-    size = bytes_of(variable)
-    if replicas == 1 or size < MIN_SHARD_BYTES:
-        return size
-    elements = math.prod(variable.shape)
-    return -(-elements // replicas) * (size // elements)
+class Cutting(NamedTuple):
+    """How variables are divided among devices.
+
+    Attributes:
+        shards: Into how many shards.
+        least: The bytes of a variable from which it is cut.
+    """
+
+    shards: int
+    least: int
+
+    def cuts(self, variable: keras.Variable) -> bool:
+        """Whether a variable is cut."""
+        return self.shards > 1 and bytes_of(variable) >= self.least
+
+    def bytes_of(self, variable: keras.Variable) -> int:
+        """The bytes of a variable that a device holds."""
+        size, elements = bytes_of(variable), math.prod(variable.shape)
+        return -(-elements // self.shards) * (size // elements) if self.cuts(variable) else size
 
 
-def _gradients_and_peak(model: Any, step: TracedStep, peaks: Peaks, of_weights: int, of_state: int) -> tuple[int, int]:
+def _gradients_and_peak(
+    model: Any, step: TracedStep, peaks: Peaks, of_weights: Cutting, of_state: Cutting
+) -> tuple[int, int]:
     """The bytes of all gradients, and the most that gradients and activations take together."""
     by_number = {gradient.number: gradient for gradient in step.gradients}
     in_order = [by_number[number] for number in peaks.gradients]
 
     def kept(gradient):
         # A gradient of rows is a batch's, not the variable's.
-        is_cut = of_weights > 1 and not gradient.of_rows and bytes_of(gradient.variable) >= MIN_SHARD_BYTES
-        return -(-gradient.size // of_weights) if is_cut else gradient.size
+        is_cut = not gradient.of_rows and of_weights.cuts(gradient.variable)
+        return -(-gradient.size // of_weights.shards) if is_cut else gradient.size
 
     whole = 0
-    if of_weights > 1:
+    if of_weights.shards > 1:
         sizes = {id(gradient.variable): gradient.size - kept(gradient) for gradient in in_order}
         whole = max((sum(sizes.get(id(each), 0) for each in own) for _, own in _layers(model, step)), default=0)
     held, most = 0, peaks.activations[0]
@@ -119,7 +138,7 @@ def _gradients_and_peak(model: Any, step: TracedStep, peaks: Peaks, of_weights: 
         held += kept(gradient)
         most = max(most, held + whole + activations)
     # An update runs on shards of the optimizer's variables.
-    return held + whole, max(most, held + peaks.update // of_state)
+    return held + whole, max(most, held + peaks.update // of_state.shards)
 
 
 def _layers(model: Any, step: TracedStep) -> Iterable[tuple[Any, list[keras.Variable]]]:
@@ -130,8 +149,7 @@ def _layers(model: Any, step: TracedStep) -> Iterable[tuple[Any, list[keras.Vari
         yield layer, [each for each in layer.trainable_variables if id(each) not in inner | tables]
 
 
-def _gathered_bytes(of_layer: tuple[Any, list[keras.Variable]]) -> int:
-    layer, variables = of_layer
-    cut = [variable for variable in variables if bytes_of(variable) >= MIN_SHARD_BYTES]
+def _gathered_bytes(layer: Any, variables: list[keras.Variable], of_weights: Cutting) -> int:
     # Gathered in the dtype that the layer computes in.
-    return sum(math.prod(variable.shape) * tf.as_dtype(layer.compute_dtype).size for variable in cut)
+    size = tf.as_dtype(layer.compute_dtype).size
+    return sum(math.prod(variable.shape) * size for variable in variables if of_weights.cuts(variable))

@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from keras_paragrad._keras.step.tracing import traced_step
+from keras_paragrad._keras.storage.partition import MIN_SHARD_BYTES
 from keras_paragrad.arguments import check_instance, check_integer
 from keras_paragrad.sharding.columns import columns_of
 from keras_paragrad.sharding.estimated import Estimate
@@ -19,6 +20,8 @@ def estimate_memory(
     per_replica: bool = False,
     length: int | None = None,
     optimizer: Any = None,
+    min_shard_bytes: int = MIN_SHARD_BYTES,
+    batch_spec: Any = None,
 ) -> Estimate:
     """Estimates the memory of each device in `fit`, for every way to shard the model.
 
@@ -31,6 +34,8 @@ def estimate_memory(
         per_replica: Whether each replica takes a batch, rather than a part of one.
         length: The size of axes that the model's inputs leave open, such as the number of tokens.
         optimizer: The optimizer, if not the model's.
+        min_shard_bytes: The size of a trainable variable, in bytes, from which it is cut into shards.
+        batch_spec: The nested `tf.TypeSpec` of batches of data; by default it is derived from the model and its loss.
 
     Returns:
         An `Estimate`, for `print`.
@@ -51,27 +56,17 @@ def estimate_memory(
     check_instance("model", model, keras.Model, "a compiled keras.Model")
     batch_size = check_integer("batch_size", batch_size, example=64)
     replicas = check_integer("replicas", replicas, example=8)
+    min_shard_bytes = check_integer("min_shard_bytes", min_shard_bytes)
     length = check_integer("length", length, example=128, optional=True)
     if optimizer is None and (not model.compiled or model.optimizer is None):
         raise ValueError(f"{model.name!r} has no optimizer. Call model.compile(optimizer, loss) first.")
     rows = batch_size if per_replica else -(-batch_size // replicas)
-    columns = columns_of(model, traced_step(model, rows, length, optimizer), replicas)
+    columns = columns_of(
+        model, traced_step(model, rows, length, optimizer, batch_spec), replicas, least=min_shard_bytes
+    )
     recomputation = recomputation_of(model)
     if recomputation.names:
         with recomputation.in_effect():
-            step = traced_step(model, rows, length, optimizer)
-        columns += columns_of(model, step, replicas, recompute=True)
+            step = traced_step(model, rows, length, optimizer, batch_spec)
+        columns += columns_of(model, step, replicas, recompute=True, least=min_shard_bytes)
     return Estimate(model.name, batch_size, replicas, rows, columns, recomputation.names)
-
-
-def estimate_bytes(model: keras.Model, optimizer: Any, batch_size: int, replicas: int) -> dict[str | None, int]:
-    """The total bytes of each device for every value of `shard`, without recomputation.
-
-    Args:
-        model: A compiled and built model.
-        optimizer: The optimizer, built or not; `None` is the model's.
-        batch_size: Examples in the batch that is divided among the replicas.
-        replicas: Number of devices.
-    """
-    step = traced_step(model, -(-batch_size // replicas), optimizer=optimizer)
-    return {column.shard: column.total for column in columns_of(model, step, replicas)}

@@ -28,6 +28,7 @@ def test_nothing_has_to_be_said():
         "collective_timeout": None,
         "shard": None,
         "min_shard_bytes": 2**14,
+        "device_bytes": None,
     }
     assert options.given is None
 

@@ -30,6 +30,25 @@ def batches(model: Any, rows: int, length: int | None) -> Iterator[Any]:
     yield (x,)
 
 
+def sized(spec: Any, rows: int, length: int | None) -> Any:
+    """The specs of a batch of data, with a number of rows.
+
+    Raises:
+        ValueError: The data leaves other sizes open.
+    """
+
+    def known(found: Any) -> tf.TensorSpec:
+        shape = found.shape.as_list() if isinstance(found, tf.TensorSpec) and found.shape.rank else [None, None]
+        if None in shape[1:] and length is None:
+            raise ValueError(
+                f"The data leaves sizes open that memory depends on: {found}. Estimate it with dist.estimate(model, "
+                "batch_size, length=128), and write shard=None, 'optimizer' or 'parameters'."
+            )
+        return tf.TensorSpec((rows, *(length if each is None else each for each in shape[1:])), found.dtype)
+
+    return tf.nest.map_structure(known, spec)
+
+
 def _inputs(model: Any, rows: int, length: int | None) -> Any:
     structure = _structure(model)
     if structure is None:

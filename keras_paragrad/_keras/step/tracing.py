@@ -13,7 +13,7 @@ from keras_paragrad._keras.objects.model import all_layers, own_metrics
 from keras_paragrad._keras.objects.unallocated import built_copy, stand_in, without_memory
 from keras_paragrad._keras.probes.trial import restored
 from keras_paragrad._keras.step.builder import StepBuilder
-from keras_paragrad._keras.step.example import batches
+from keras_paragrad._keras.step.example import batches, sized
 from keras_paragrad._keras.step.operations import Block, block_of
 
 
@@ -55,7 +55,9 @@ class _Call(NamedTuple):
     pairs: list[tuple[Any, keras.Variable]]
 
 
-def traced_step(model: Any, rows: int, length: int | None = None, optimizer: Any = None) -> TracedStep:
+def traced_step(
+    model: Any, rows: int, length: int | None = None, optimizer: Any = None, batch: Any = None
+) -> TracedStep:
     """Traces what a model's `train_step` does on one device, with the slices of `microbatch`.
 
     The model is left as it is; compiled metrics are left out. A thread of its own is used, in which no
@@ -66,19 +68,20 @@ def traced_step(model: Any, rows: int, length: int | None = None, optimizer: Any
         rows: The batch size.
         length: The size of axes that the model's inputs leave open.
         optimizer: The optimizer, if not the model's.
+        batch: The `tf.TypeSpec` of batches of data; by default they are derived from the model and its loss.
 
     Raises:
         ValueError: The inputs or targets can't be derived, or an optimizer can't be copied. The message says what to
             write.
     """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_traced, model, rows, length, optimizer).result()
+        return thread.submit(_traced, model, rows, length, optimizer, batch).result()
 
 
-def _traced(model: Any, rows: int, length: int | None, optimizer: Any) -> TracedStep:
+def _traced(model: Any, rows: int, length: int | None, optimizer: Any, data: Any) -> TracedStep:
     with _without_values(model):
         problems: list[Exception] = []
-        for batch in batches(model, rows, length):
+        for batch in batches(model, rows, length) if data is None else [sized(data, rows, length)]:
             # What a loss raises for targets that it doesn't take may be anything.
             try:
                 graph, optimizers, calls = _graph_of(model, batch, optimizer)
@@ -87,7 +90,7 @@ def _traced(model: Any, rows: int, length: int | None, optimizer: Any) -> Traced
             else:
                 return _of_graph(graph, rows, optimizers, calls)
         raise ValueError(
-            f"The training step of {model.name!r} can't be traced on made-up inputs and targets: {problems[0]}"
+            f"The training step of {model.name!r} can't be traced without its data: {problems[0]}"
         ) from problems[0]
 
 

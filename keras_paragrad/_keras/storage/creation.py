@@ -1,7 +1,9 @@
 """Creating variables in shards: each is drawn once, as one device would, and every replica gets its shard."""
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -30,6 +32,18 @@ def create_whole(strategy: tf.distribute.Strategy) -> None:
     """Has a strategy create whole variables again; slots of variables in shards stay in shards."""
     if _CREATE in vars(strategy.extended):
         create_in_shards(strategy, copies=False, min_bytes=math.inf)
+
+
+@contextlib.contextmanager
+def creating_whole(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """The strategy's scope, in which variables are created whole."""
+    before = vars(strategy.extended).pop(_CREATE, None)
+    try:
+        with strategy.scope():
+            yield
+    finally:
+        if before is not None:
+            vars(strategy.extended)[_CREATE] = before
 
 
 def may_be_in_shards(model: Any) -> bool:

@@ -12,18 +12,23 @@ def decide_shard(options: Options, strategy: str, replicas: int | None) -> Decis
     """Decides what each replica holds a shard of.
 
     Returns:
-        `"none"`, `"optimizer"` or `"parameters"`.
+        `"none"`, `"optimizer"` or `"parameters"`; or `"auto"`, until the model is known.
 
     Raises:
         ValueError: The strategy has one replica, or its variables can't be created in shards.
     """
     name = "shard"
+    possible = strategy in ("mirrored", "multi_worker")
+    if options.shard == "auto":
+        if not possible or replicas == 1:
+            return Decision(name, "none", "one replica has nobody to share with", "", NO_CHOICE)
+        reason = "chosen when fit or prepare is given the model: the least that fits the devices"
+        return Decision(name, "auto", reason, _EVIDENCE, "shard=None")
     if options.shard is None:
-        possible = strategy in ("mirrored", "multi_worker")
         override = 'shard="parameters"' if possible else NO_CHOICE
         return Decision(name, "none", "not requested", "each replica holds all variables", override)
     asked = f'shard="{options.shard}"'
-    if strategy not in ("mirrored", "multi_worker"):
+    if not possible:
         raise ValueError(
             f"{asked}, but with strategy={strategy!r} there are no replicas that could each hold a shard. Write "
             'strategy="mirrored" with two devices or more, or "multi_worker", or leave shard out.'

@@ -1,0 +1,43 @@
+"""Changes how a built model is held: from shards to whole variables, or to shards with copies on each replica."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.objects.checkpoint_state import training_variables, with_inner
+from keras_paragrad._keras.storage.creation import creating_whole
+from keras_paragrad._keras.storage.sharded import ShardedVariable, storage_of
+
+
+def hold_whole(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Has each replica hold whole variables, of the model and of its optimizer; every worker calls this."""
+    optimizer: Any = model.optimizer
+    keys = {}
+    for variable, storage in _in_shards(model, "model", "optimizer"):
+        before = optimizer._var_key(variable)
+        with creating_whole(strategy):
+            variable._initialize(storage.numpy())
+        keys[before] = optimizer._var_key(variable)
+    # An optimizer that is built knows variables by what they were held in.
+    for part in with_inner(optimizer):
+        for found in vars(part).values():
+            for key in keys.keys() & found.keys() if isinstance(found, dict) else ():
+                found[keys[key]] = found.pop(key)
+
+
+def hold_copies(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Has each replica hold a copy of the model's variables, beside its shards; every worker calls this."""
+    for _, storage in _in_shards(model, "model"):
+        with creating_whole(strategy):
+            storage.copies = tf.Variable(storage.numpy(), aggregation=storage.aggregation)
+        storage.copies_hold = True
+
+
+def _in_shards(model: keras.Model, *sections: str) -> Iterator[tuple[Any, ShardedVariable]]:
+    found = training_variables(model)
+    for variable in [each for section in sections for each in found[section]]:
+        storage = storage_of(variable)
+        if storage is not None:
+            yield variable, storage

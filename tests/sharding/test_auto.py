@@ -1,0 +1,129 @@
+"""`shard="auto"`: whole variables while a step fits the devices, else the cheapest shards that fit."""
+
+import json
+import logging
+import os
+
+import keras
+import numpy as np
+import own_process
+import pytest
+import tensorflow as tf
+
+from keras_paragrad import DistributedFit
+from keras_paragrad._keras.storage.sharded import storage_of
+
+X = np.random.default_rng(0).normal(size=(24, 64)).astype("float32")
+# A step takes 3.5 MiB whole, 2.4 with the optimizer in shards, and 2.3 with everything; a fifth of a device is left.
+CHOSEN = {5_000_000: "none", 3_300_000: "optimizer", 3_050_000: "parameters", 2_000_000: "parameters"}
+
+
+def made(optimizer=None):
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential(
+        [keras.Input((64,)), layers.Dense(512, "tanh"), layers.Dense(256, "tanh"), layers.Dense(1)]
+    )
+    model.compile(optimizer or keras.optimizers.Adam(0.01, epsilon=1e-2), "mse", metrics=["mae"])
+    return model
+
+
+def in_shards(variables):
+    return sum(storage_of(variable) is not None for variable in variables)
+
+
+def auto(**options):
+    return DistributedFit("mirrored", ["CPU:0", "CPU:1"], jit=False, shard="auto", **options)
+
+
+@pytest.mark.own_process
+def test_the_cheapest_that_fits(caplog):
+    alone = made()
+    history = alone.fit(X, X[:, :1], batch_size=16, shuffle=False, verbose=0).history
+    for size, shard in CHOSEN.items():
+        dist = auto(device_bytes=size)
+        assert dist.plan.shard.value == "auto"
+        with dist.scope():
+            model = made()
+            if size == 5_000_000:
+                # Slots that were made in shards are held whole as well.
+                model.optimizer.build(model.trainable_variables)
+        assert in_shards(model.trainable_variables) == 2
+        shown = dist.fit(model, X, X[:, :1], batch_size=16, shuffle=False, verbose=0).history
+        assert dist.plan.shard.value == shard
+        assert in_shards(model.trainable_variables) == (0 if shard == "none" else 2)
+        assert in_shards(model.optimizer.variables) == (0 if shard == "none" else 4)
+        copies = [storage.copies for each in model.trainable_variables if (storage := storage_of(each))]
+        assert all((each is not None) == (shard == "optimizer") for each in copies)
+        for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+        assert shown["loss"] == pytest.approx(history["loss"], rel=1e-5)
+        explained = str(dist.explain())
+        assert "estimated for a step: whole 3.5" in explained
+        assert "Optimizer slots" in explained
+    warned = [record for record in caplog.records if "may run out of memory" in record.message]
+    assert len(warned) == 1
+    assert "1.91 MiB" in warned[0].message
+
+
+@pytest.mark.own_process
+def test_each_model_of_a_scope_is_decided_on(tmp_path):
+    dist = auto(device_bytes=5_000_000)
+    with dist.scope():
+        small = made()
+    dist.prepare(small, batch_size=16)
+    assert dist.plan.shard.value == "none"
+    with dist.scope():
+        large = made(keras.optimizers.SGD())
+    assert dist.plan.shard.value == "auto"
+    dist.prepare(large, batch_size=16 * 1024)
+    assert dist.plan.shard.value == "parameters"
+    assert (in_shards(small.trainable_variables), in_shards(large.trainable_variables)) == (0, 2)
+    small.fit(X, X[:, :1], batch_size=16, verbose=0)
+    assert in_shards(small.optimizer.variables) == 0
+    small.save(tmp_path / "small.keras")
+    loaded = keras.models.load_model(tmp_path / "small.keras")
+    for ours, theirs in zip(loaded.get_weights(), small.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.own_process
+def test_refusals(caplog):
+    dist = auto()
+    with dist.scope():
+        unbuilt = keras.Sequential([keras.layers.Dense(1)])
+        unbuilt.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="has no weights yet. Build it within"):
+        dist.prepare(unbuilt)
+    with dist.scope():
+        model = made()
+    ragged = tf.data.Dataset.from_generator(
+        lambda: iter(()), output_signature=(tf.TensorSpec((None, None)), tf.TensorSpec((None, 1)))
+    )
+    with pytest.raises(ValueError, match="The data leaves sizes open that memory depends on"):
+        dist.fit(model, ragged.apply(tf.data.experimental.assert_cardinality(4)), verbose=0)
+    with pytest.raises(ValueError, match="choose shard=|chooses by, but shard is None"):
+        DistributedFit("none", device_bytes=1)
+    # One replica has nobody to share with, which is no error: the script may run anywhere.
+    with caplog.at_level(logging.WARNING, "keras_paragrad"):
+        assert DistributedFit("none", shard="auto").plan.shard.value == "none"
+    assert not caplog.records
+
+
+def on_a_worker(_):
+    # The chief's devices would hold everything.
+    chief = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
+    dist = DistributedFit("multi_worker", shard="auto", device_bytes=5_000_000 if chief else 3_300_000)
+    with dist.scope():
+        model = made()
+    dist.fit(model, X, X[:, :1], batch_size=16, shuffle=False, verbose=0)
+    return dist.plan.shard.value, in_shards(model.trainable_variables), [each.tolist() for each in model.get_weights()]
+
+
+def test_workers_choose_what_fits_all_of_them():
+    alone = made()
+    alone.fit(X, X[:, :1], batch_size=16, shuffle=False, verbose=0)
+    for shard, count, weights in own_process.on_workers(on_a_worker, None, seconds=90):
+        assert (shard, count) == ("optimizer", 2)
+        for ours, theirs in zip(weights, alone.get_weights(), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
