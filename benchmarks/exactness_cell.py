@@ -24,6 +24,7 @@ AXES = {
     "steps_per_execution": [1, 4],
     "precision": ["float32", "mixed_float16"],
     "accumulation": ["off", "on"],
+    "shard": ["none", "optimizer", "parameters"],
 }
 DEVICES = {"mirrored x2": 2, "mirrored x3": 3, "mirrored x4": 4, "2 workers": 1, "2 workers x 2 devices": 2}
 RATES = {"SGD": 0.1, "Adam": 1e-2, "AdamW": 1e-2, "Lion": 1e-3, "Lamb": 1e-2}
@@ -32,6 +33,8 @@ CLIPS["clipvalue"] = {"clipvalue": 0.005}
 # Rows of each batch. Four replicas can't share 3 rows without one going empty, nor 19 evenly.
 SIZES = {"even": [24] * 6, "uneven first": [3, 24, 24, 24, 24, 24], "uneven last": [24, 24, 24, 24, 24, 19]}
 FEATURES, CLASSES, EPOCHS, STEPS = 8, 3, 2, 2
+# Of the model's variables, kernels are cut into shards, and biases stay whole.
+MIN_SHARD_BYTES = 128
 CLASS_WEIGHT = {0: 0.5, 1: 1.0, 2: 2.5}
 TIME_LIMIT = 240
 # Float16 rounds each replica's gradient; Lion takes its sign, which that turns where replicas all but cancel.
@@ -45,6 +48,12 @@ def completed(cell):
     if unknown:
         raise SystemExit(f"Not in the matrix: {unknown}. Its axes: {AXES}")
     return {name: cell.get(name, values[0]) for name, values in AXES.items()}
+
+
+def refused(cell):
+    """Whether `DistributedFit` refuses a cell: collectives can't stand in the branch of a loss scale."""
+    whole_norms = cell["shard"] != "none" and cell["optimizer"] == "Lamb"
+    return whole_norms and cell["precision"] == "mixed_float16" and "workers" in cell["replicas"]
 
 
 class Training:
@@ -137,7 +146,9 @@ def train(cell):
         training.keras.config.set_dtype_policy(cell["precision"])
     # Several workers meet before anything else runs.
     devices = [f"CPU:{index}" for index in range(DEVICES[cell["replicas"]])]
-    dist = DistributedFit(strategy="mirrored" if "mirrored" in cell["replicas"] else "multi_worker", devices=devices)
+    shard = None if cell["shard"] == "none" or cell["way"] == "stock" else cell["shard"]
+    strategy = "mirrored" if "mirrored" in cell["replicas"] else "multi_worker"
+    dist = DistributedFit(strategy, devices, shard=shard, min_shard_bytes=MIN_SHARD_BYTES)
     replicas = len(devices) * (2 if "workers" in cell["replicas"] else 1)
     assert dist.strategy.num_replicas_in_sync == replicas, "the cell is not what it says"
     expected = training.flat(training.one_device())
@@ -180,6 +191,8 @@ def run(cell, way="ours"):
 
     `difference` is the largest of any weight, `relative` that of all weights in parts of how far they have moved.
     """
+    if way == "stock" and completed(cell)["shard"] != "none":
+        return {"error": "no shards"}
     command = [sys.executable, __file__, json.dumps({**completed(cell), "way": way})]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, env=environment, **pipes) for environment in environments(completed(cell))]

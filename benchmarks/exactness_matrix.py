@@ -11,7 +11,7 @@ import json
 import random
 import sys
 
-from exactness_cell import AXES, holds, run
+from exactness_cell import AXES, completed, holds, refused, run
 from harness import RESULTS, report
 
 CELLS = RESULTS / "exactness_cells.json"
@@ -27,6 +27,10 @@ def cells_covering(strength, seed=0):
         group, values = generator.choice(sorted(missing, key=repr))
         wanted = dict(zip(group, values, strict=True))
         drawn = [{name: wanted.get(name, generator.choice(AXES[name])) for name in AXES} for _ in range(40)]
+        drawn = [cell for cell in drawn if not refused(cell)]
+        if not drawn:
+            missing.remove((group, values))
+            continue
         best = max(drawn, key=lambda cell: len(_met(cell, groups) & missing))
         missing -= _met(best, groups)
         cells.append(best)
@@ -38,7 +42,8 @@ def _met(cell, groups):
 
 
 def every_cell():
-    return [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
+    cells = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
+    return [cell for cell in cells if not refused(cell)]
 
 
 def single_cells():
@@ -50,6 +55,7 @@ def single_cells():
 def held_before():
     """By cell and by who ran it, what held the last time."""
     kept = json.loads(CELLS.read_text()) if CELLS.exists() else []
+    kept = [{**each, "cell": completed(each["cell"])} for each in kept]
     return {(json.dumps(each["cell"]), *each): each for each in kept if holds(each["cell"], each["ours"])}
 
 
