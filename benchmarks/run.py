@@ -10,6 +10,7 @@ BENCHMARKS = (
     "memory",
     "estimate",
     "recompute",
+    "sharding",
     "per_example",
     "input_gradients",
     "distribution",

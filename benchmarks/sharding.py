@@ -1,0 +1,233 @@
+"""What shards save in memory and cost in time: a Transformer of 20 million parameters on four logical CPU devices.
+
+`python benchmarks/sharding.py` prints the tables and saves them in `results/sharding.json`; `python
+benchmarks/sharding.py times` does one of the sections `memory`, `times` and `largest`. All devices share the memory and
+the cores of one machine: the peak of a process is that of all of them together, and times say what is added to a step,
+not how training scales.
+"""
+
+import contextlib
+import json
+import math
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from harness import report
+
+DEVICES = 4
+BLOCKS, WIDTH, HEADS, TOKENS, WORDS, BATCH = 3, 720, 8, 32, 2000, 16
+# The same graph, next to no weights.
+TINY = 8
+# By name: whether it runs on all devices, `shard` of `DistributedFit`, and whether layers are recomputed.
+CASES = {
+    "one device": (False, None, False),
+    "mirrored": (True, None, False),
+    'shard="optimizer"': (True, "optimizer", False),
+    'shard="parameters"': (True, "parameters", False),
+    'shard="parameters", recomputed': (True, "parameters", True),
+}
+# How often it is each case's turn, and how many steps that is.
+TURNS, BLOCK = 7, 2
+# Of what all devices hold together, TensorFlow included. By case, where to begin to look for the widest model.
+LIMIT = 3000e6
+BEGIN = {"mirrored": 896, 'shard="parameters"': 1088, 'shard="parameters", recomputed': 1344}
+NARROWER = 32
+# What is freed goes back at once, so that a peak is what was in use; oneDNN keeps some memory for later.
+SETTINGS = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
+}
+
+
+def transformer(width):
+    import keras
+
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    inputs = keras.Input((TOKENS,), dtype="int32")
+    hidden = layers.Embedding(WORDS if width > TINY else TINY, width)(inputs)
+    for _ in range(BLOCKS):
+        hidden = layers.LayerNormalization()(hidden + layers.MultiHeadAttention(HEADS, width // HEADS)(hidden, hidden))
+        inner = layers.Dense(4 * width, activation="gelu")(hidden)
+        hidden = layers.LayerNormalization()(hidden + layers.Dense(width)(inner))
+    return keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(hidden)))
+
+
+def make_devices():
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * DEVICES)
+
+
+def prepared(case, width):
+    """A case's model, compiled, whose own `fit` trains it as the case says."""
+    import keras
+
+    from keras_paragrad import DistributedFit, recompute
+
+    replicated, shard, recomputed = CASES[case]
+    devices = [f"CPU:{index}" for index in range(DEVICES)]
+    dist = DistributedFit("mirrored", devices, shard=shard, jit=False) if replicated else None
+    with dist.scope() if dist else contextlib.nullcontext():
+        model = transformer(width)
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    if recomputed:
+        recompute(model, every=1)
+    if dist:
+        dist.prepare(model)
+    return model
+
+
+def fit(model, steps, *callbacks):
+    import numpy as np
+    from models import endless
+
+    x = np.random.default_rng(0).integers(0, TINY, (BATCH, TOKENS))
+    data = endless(x, np.arange(BATCH) % 4)
+    model.fit(data, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+
+def held(model):
+    """Bytes of weights and of the optimizer's state on a device, counted from the variables."""
+    import tensorflow as tf
+
+    from keras_paragrad._keras.storage.sharded import storage_of
+
+    total = 0
+    for variable in (*model.variables, *model.optimizer.variables):
+        storage, size = storage_of(variable), tf.as_dtype(variable.dtype).size
+        if storage is None or storage.copies is not None:
+            total += math.prod(variable.shape) * size
+        if storage is not None:
+            total += storage.partition.size * size
+    return total
+
+
+def print_memory(case, width):
+    """Runs in a process of its own: parameters, what a device holds, and the most memory that the process has held."""
+    make_devices()
+    model = prepared(case, int(width))
+    fit(model, 4)
+    unit = 1 if platform.system() == "Darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    print(json.dumps({"parameters": model.count_params(), "held": held(model), "peak": peak}))
+
+
+def print_fits(case, width):
+    """Runs in a process of its own: whether a model trains under the limit."""
+    # `RLIMIT_AS` would count mapped libraries too, and memory that is only reserved.
+    resource.setrlimit(resource.RLIMIT_DATA, (int(LIMIT), int(LIMIT)))
+    make_devices()
+    model = prepared(case, int(width))
+    fit(model, 4)
+    print(json.dumps({"parameters": model.count_params()}))
+
+
+def print_times():
+    """Runs in a process of its own: by case, what a step took in each turn, in microseconds."""
+    from interleave import in_turns
+
+    make_devices()
+
+    def training(case):
+        return lambda turn, steps: fit(prepared(case, WIDTH), steps, turn)
+
+    taken = in_turns({case: training(case) for case in CASES}, TURNS, BLOCK)
+    print(json.dumps({case: list(times) for case, times in taken.items()}))
+
+
+def in_own_process(*arguments, **environment):
+    # On Linux a process's peak begins with what its parent holds, so this one must not load TensorFlow.
+    command = [sys.executable, "-W", "ignore", __file__, *map(str, arguments)]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=900)
+
+
+def result(done):
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def memory():
+    found = {
+        case: [result(in_own_process("print_memory", case, width, **SETTINGS)) for width in (WIDTH, TINY)]
+        for case in CASES
+    }
+    alone, mirrored = found["one device"][0]["held"], [each["peak"] for each in found["mirrored"]]
+    rows = [
+        [
+            case,
+            round(full["held"] / 1e6),
+            full["held"] / alone,
+            round(full["peak"] / 1e6),
+            full["peak"] / mirrored[0],
+            round((full["peak"] - tiny["peak"]) / 1e6),
+            (full["peak"] - tiny["peak"]) / (mirrored[0] - mirrored[1]),
+        ]
+        for case, (full, tiny) in found.items()
+    ]
+    columns = ["", "held by a device", "of one device's", "peak", "of mirrored's"]
+    columns += ["peak above the graph", "of mirrored's above the graph"]
+    millions = found["mirrored"][0]["parameters"] / 1e6
+    title = f"Memory of training a Transformer of {millions:.1f} million parameters on {DEVICES} devices, Adam, MB"
+    report("sharding", title, columns, rows)
+
+
+def times():
+    taken = result(in_own_process("print_times"))
+    rows = []
+    for case, times in taken.items():
+        ratio = statistics.median(a / b for a, b in zip(times, taken["mirrored"], strict=True))
+        rows.append([case, round(statistics.median(times) / 1e3), ratio])
+    report("sharding", f"Milliseconds a step, batch of {BATCH} x {TOKENS}", ["", "step", "to mirrored"], rows)
+
+
+def widest(case):
+    """The parameters of the widest model that trains under the limit, and those of the next one, which doesn't."""
+    trained, failed = {}, {}
+    width = BEGIN[case]
+    while not (trained and failed and min(failed) - max(trained) <= NARROWER):
+        done = in_own_process("print_fits", case, width, **SETTINGS)
+        if done.returncode:
+            failed[width] = done.returncode
+        else:
+            trained[width] = result(done)["parameters"]
+        print(f"{case}, {width} wide: {'fails' if done.returncode else 'trains'}", file=sys.stderr, flush=True)
+        # Away from where it began in ever larger steps, and then halfway between.
+        if trained and failed:
+            width = (max(trained) + min(failed)) // 2 // NARROWER * NARROWER
+        else:
+            width += NARROWER * 2 ** (len(trained) + len(failed) - 1) * (1 if trained else -1)
+    return max(trained), trained[max(trained)]
+
+
+def largest():
+    found = {case: widest(case) for case in BEGIN}
+    least = found["mirrored"][1]
+    rows = [[case, width, parameters / 1e6, parameters / least] for case, (width, parameters) in found.items()]
+    title = f"The largest Transformer that trains with {LIMIT / 1e6:.0f} MB of data in a process of {DEVICES} devices"
+    report("sharding", title, ["", "width", "million parameters", "to mirrored"], rows)
+
+
+SECTIONS = {"memory": memory, "times": times, "largest": largest}
+
+
+def main():
+    if sys.argv[1:] and sys.argv[1] not in SECTIONS:
+        {"print_memory": print_memory, "print_fits": print_fits, "print_times": print_times}[sys.argv[1]](*sys.argv[2:])
+        return
+    for section in sys.argv[1:] or SECTIONS:
+        SECTIONS[section]()
+
+
+if __name__ == "__main__":
+    main()
