@@ -23,8 +23,11 @@ from keras_paragrad import (
     recompute,
     wrap,
 )
+from keras_paragrad._keras.storage.sharded import storage_of
 
 EPOCHS, MOMENTUM = 2, 0.9
+# Of variables in shards: these models are small.
+LEAST_BYTES = 256
 # What the rows are cut into: three and three and one.
 PART = 3
 
@@ -145,12 +148,13 @@ def recomputed(name: str, **options: Any) -> Trained:
         return fitted(model, case)
 
 
-def on_replicas(name: str, strategy: tf.distribute.Strategy, **options: Any) -> Trained:
-    """`DistributedFit.prepare`: each batch on two devices."""
+def on_replicas(name: str, strategy: tf.distribute.Strategy, *, shard: str | None = None, **options: Any) -> Trained:
+    """`DistributedFit.prepare`: each batch on two devices, and the weights too if they are in shards."""
     case, start = FOREIGN[name], reference(name).start
-    dist = DistributedFit(strategy=strategy)
+    dist = DistributedFit(strategy=strategy, shard=shard, min_shard_bytes=LEAST_BYTES)
     with dist.scope():
         model = compiled(built(case, start), case, **options)
+    assert any(storage_of(weight) for weight in model.trainable_weights) == (shard is not None)
     dist.prepare(model)
     return fitted(model, case)
 

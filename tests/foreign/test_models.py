@@ -23,7 +23,7 @@ SHORT = {
     "ResNet50V2": (),
     "ConvNeXtTiny": (),
     "DenseNet121": (),
-    "BertTextClassifier": ("wrapped",),
+    "BertTextClassifier": ("wrapped", "shards"),
     "GPT2CausalLM": ("in_slices", "recomputed"),
     "LlamaCausalLM": ("norms",),
     "ViTImageClassifier": ("norms",),
@@ -106,6 +106,12 @@ def test_watched(name, tmp_path):
 @pytest.mark.parametrize("name", models("replicas"))
 def test_replicas(mirrored, name):
     assert error(on_replicas(name, mirrored), reference(name).trained) < TOLERANCE
+
+
+@pytest.mark.own_process(seconds=900)
+@pytest.mark.parametrize("name", models("shards"))
+def test_shards(mirrored, name):
+    assert error(on_replicas(name, mirrored, shard="parameters"), reference(name).trained) < TOLERANCE
 
 
 @pytest.mark.long
