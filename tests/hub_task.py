@@ -10,7 +10,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "d
 TEXTS = ["good film", "bad film", "good day", "bad bad day", "film", "day good", "bad"] * 3
 
 
-def _classifier(preprocessor: Any) -> keras.Model:
+def _classifier(preprocessor: Any, eagerly: bool) -> keras.Model:
     import keras_hub
 
     keras.utils.set_random_seed(0)
@@ -25,7 +25,8 @@ def _classifier(preprocessor: Any) -> keras.Model:
     )
     made = keras_hub.models.BertTextClassifier(backbone, num_classes=2, preprocessor=preprocessor, dropout=0.0)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    made.compile(keras.optimizers.SGD(0.1), loss, jit_compile=False)
+    # Tracing takes longer than the reference's steps.
+    made.compile(keras.optimizers.SGD(0.1), loss, jit_compile=False, run_eagerly=eagerly)
     return made
 
 
@@ -49,7 +50,7 @@ def trained(dist: Any, preprocessed: bool) -> tuple[dict[str, list[float]], list
     labels = np.arange(len(TEXTS)) % 2
     x = {name: np.asarray(each) for name, each in _preprocessor()(TEXTS).items()} if preprocessed else TEXTS
     with dist.scope() if dist else contextlib.nullcontext():
-        made = _classifier(None if preprocessed else _preprocessor())
+        made = _classifier(None if preprocessed else _preprocessor(), eagerly=dist is None)
     options = {"batch_size": 4, "epochs": 2, "verbose": 0, "validation_data": (x, labels)}
     history = dist.fit(made, x, labels, **options) if dist else made.fit(x, labels, **options)
     return history.history, made.get_weights(), made.predict(x, batch_size=4, verbose=0)

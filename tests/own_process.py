@@ -15,6 +15,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import graphs
+
 _MARK = "KERAS_PARAGRAD_TEST_IN_OWN_PROCESS"
 
 # Importing takes seconds, and starts none of the threads that could not be forked.
@@ -151,6 +153,7 @@ def _word_of(end: Any) -> tuple[bool, Any]:
 def _call(function: Callable[..., Any], argument: Any, environment: dict[str, str], end: Any) -> None:
     _print_to(os.devnull)
     os.environ.update(environment)
+    graphs.leave_unoptimized()
     try:
         result = True, function(argument)
     except Exception as error:
@@ -161,6 +164,7 @@ def _call(function: Callable[..., Any], argument: Any, environment: dict[str, st
 def _run(function: Callable[..., Any], argument: Any, environment: dict[str, str], output: str) -> None:
     _print_to(output)
     os.environ.update(environment)
+    graphs.leave_unoptimized()
     function(argument)
 
 

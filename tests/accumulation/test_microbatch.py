@@ -40,7 +40,8 @@ def check(data, size, reduction, inner=INNER, strategy=None, **mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_the_whole_batch(mode):
-    @examples(2)
+    # XLA compiles a step for each size of a batch.
+    @examples(1 if mode == "xla" else 2)
     @given(
         st.builds(
             DataCase,
@@ -92,7 +93,7 @@ def test_loss_scaling_on_two_replicas_sees_what_is_not_finite_on_any(mirrored):
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
 
 
-@pytest.mark.parametrize("mode", ["plain", "xla"])
+@pytest.mark.parametrize("mode", [pytest.param("plain", marks=pytest.mark.long), "xla"])
 def test_under_accumulation(mode):
     # Of two sizes, as XLA compiles once for each.
     data = DataCase((7, 4, 4, 7), weighted=True)

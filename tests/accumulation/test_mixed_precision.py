@@ -64,7 +64,7 @@ def without(rows):
     return X[kept], Y[kept]
 
 
-@pytest.mark.parametrize("mode", [{}, {"jit_compile": True}])
+@pytest.mark.parametrize("mode", [{}, pytest.param({"jit_compile": True}, marks=pytest.mark.long)])
 def test_a_spoiled_micro_batch_counts_for_nothing_and_halves_the_scale(mode):
     parts = model_of(AccumulatingOptimizer("sgd", 4), **mode)
     fit(parts, spoiled([4]), callbacks=[ExactAccumulation()])
@@ -97,7 +97,9 @@ def test_on_two_replicas(mirrored):
     assert largest_difference(parts, whole) < 1e-3
 
 
-@pytest.mark.parametrize("mode", [{}, {"jit_compile": True}, {"run_eagerly": True}])
+@pytest.mark.parametrize(
+    "mode", [pytest.param({}, marks=pytest.mark.long), {"jit_compile": True}, {"run_eagerly": True}]
+)
 def test_skip_nonfinite(mode):
     inner = lambda: keras.optimizers.AdamW(0.01)  # noqa: E731
     parts = model_of(AccumulatingOptimizer(inner(), 4, skip_nonfinite=True), "float32", **mode)

@@ -44,7 +44,7 @@ def check(strategy, inner, data, steps, reduction, epochs=2, callbacks=(), **mod
 def test_mirrored_equals_one_device(mirrored):
     steps_per_update = st.sampled_from([1, 2, 3, [(0, 2), (1, 3)]])
 
-    @examples(3)
+    @examples(2)
     @given(optimizer_cases, replica_data, steps_per_update, st.sampled_from(REDUCTIONS), st.sampled_from([1, 3]))
     def equal(inner, data, steps, reduction, steps_per_execution):
         check(mirrored, inner, data, steps, reduction, steps_per_execution=steps_per_execution)

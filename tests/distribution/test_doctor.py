@@ -1,34 +1,22 @@
 """`doctor` says what is here, and its exit status says whether a collective works."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 
+from keras_paragrad.__main__ import main
 from keras_paragrad.distribution import diagnosis
 from keras_paragrad.distribution.described import describe
 from keras_paragrad.distribution.probe import Probe, judge, probed_devices, run_probe
 
 
-def command(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "keras_paragrad", "doctor", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-
-
-def test_a_healthy_machine():
-    done = command()
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_healthy_machine(capsys):
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
     for part in ("Python", "tensorflow", "keras_paragrad", "logical devices  CPU:0", "cluster", "strategy"):
-        assert part in done.stdout
-    assert "An all-reduce over CPU:0, CPU:1 gave the right sum, 3: " in done.stdout
+        assert part in said
+    assert "An all-reduce over CPU:0, CPU:1 gave the right sum, 3: " in said
 
 
 def test_a_collective_that_does_not_end():
@@ -36,6 +24,12 @@ def test_a_collective_that_does_not_end():
     assert probe == Probe(False, ("CPU:0", "CPU:1"), "did not finish within 0.01 s, and was killed")
 
 
+def test_a_process_that_fails(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert run_probe(("CPU:0", "CPU:1"), 120).says.startswith("failed with exit status 1: ")
+
+
+@pytest.mark.long
 def test_a_collective_that_fails():
     probe = run_probe(("CPU:0", "CPU:0"), 120)
     assert not probe.works

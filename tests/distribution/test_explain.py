@@ -2,9 +2,6 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
@@ -101,17 +98,6 @@ def test_values(value, expected):
     assert value_in_words(value) == expected
 
 
-def command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "keras_paragrad", "explain", *arguments],
-        env={**os.environ, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 def test_the_command_describes_machines(capsys):
     machine = ["--gpus", "4", "--gpu-memory-gb", "80", "--compute-capability", "9.0", "--workers", "2"]
     options = ["--batch", "per_replica", "--lr-scaling", "sqrt", "--precision", "mixed_bfloat16", "--jit", "false"]
@@ -120,10 +106,10 @@ def test_the_command_describes_machines(capsys):
     assert json.loads(capsys.readouterr().out) == make_plan(MACHINE, asked).to_dict()
 
 
-def test_the_command_prints_a_table():
-    done = command("--gpus", "4", "--gpu-memory-gb", "80", "--compute-capability", "9.0", "--workers", "2")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip("\n") == str(Explanation(make_plan(MACHINE, Options()), MACHINE))
+def test_the_command_prints_a_table(capsys):
+    machine = ["--gpus", "4", "--gpu-memory-gb", "80", "--compute-capability", "9.0", "--workers", "2"]
+    assert main(["explain", *machine]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == str(Explanation(make_plan(MACHINE, Options()), MACHINE))
 
 
 def test_the_command_refuses_what_cannot_work(capsys):

@@ -74,7 +74,7 @@ def test_on_replicas(names):
 @pytest.mark.parametrize(
     ("names", "mode"),
     [
-        pytest.param(["mask"], {"jit_compile": True}, id="XLA"),
+        pytest.param(["mask"], {"jit_compile": True}, id="XLA", marks=pytest.mark.long),
         pytest.param(["two outputs"], {}, id="graph"),
         pytest.param(["two outputs"], {"jit_compile": True}, id="XLA, two outputs", marks=pytest.mark.long),
         pytest.param(["mask"], {}, id="graph, mask", marks=pytest.mark.long),
@@ -94,7 +94,7 @@ def test_in_windows_on_replicas():
 
 
 @pytest.mark.own_process
-@pytest.mark.parametrize("name", ["two outputs", pytest.param("mask", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["mask", pytest.param("two outputs", marks=pytest.mark.long)])
 def test_in_windows_under_a_bare_strategy(mirrored, name):
     def under_the_strategy(case):
         with mirrored.scope():

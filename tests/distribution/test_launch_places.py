@@ -10,8 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+import forked_scripts
 import h5py
 import numpy as np
+import own_process
 import pytest
 
 from keras_paragrad.__main__ import main
@@ -235,24 +237,33 @@ def test_what_the_files_start_is_there_and_takes_their_words():
 
 @pytest.mark.own_process(seconds=200)
 def test_the_example_backs_up_and_goes_on(tmp_path):
-    script = [sys.executable, "-P", str(CLUSTER / "train.py"), "--backups", str(tmp_path / "backups")]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen([*script, "--epochs", "9999"], **streams) as process:
-        try:
-            deadline = time.monotonic() + 120
-            while not list(tmp_path.glob("backups/*.backup")):
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.2)
-            process.terminate()
-            said = process.communicate(timeout=60)[0]
-        finally:
-            process.kill()
-    assert process.returncode == 143, said
+    printed = tmp_path / "printed"
+
+    def started(epochs):
+        words = ["--backups", str(tmp_path / "backups"), "--epochs", str(epochs)]
+        script = str(CLUSTER / "train.py"), words, str(tmp_path)
+        return own_process.start(forked_scripts.run_script, script, {}, printed)
+
+    process = started(9999)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("backups/*.backup")):
+            assert process.exitcode is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        process.terminate()
+        process.join(60)
+    finally:
+        process.kill()
+    assert process.exitcode == 143, printed.read_text()
     (backup, *_) = sorted(tmp_path.glob("backups/*.backup"), reverse=True)
     epoch = int(backup.name.split("-")[1])
-    done = subprocess.run([*script, "--epochs", str(epoch + 2)], **streams, timeout=120, check=True)
-    assert f"Epoch {epoch + 2}/{epoch + 2}" in done.stdout
-    assert not epoch or "Epoch 1/" not in done.stdout
+    process = started(epoch + 2)
+    process.join(120)
+    process.kill()
+    said = printed.read_text()
+    assert process.exitcode == 0, said
+    assert f"Epoch {epoch + 2}/{epoch + 2}" in said
+    assert not epoch or "Epoch 1/" not in said
     assert not list(tmp_path.glob("backups/*.backup"))
 
 

@@ -16,10 +16,13 @@ def on_replicas(**options):
 
 
 @pytest.mark.own_process
-def test_own_test_steps_show_what_one_device_shows():
+@pytest.mark.parametrize(
+    "in_graphs", [("Guide",), pytest.param(("Loss", "Tracking"), marks=pytest.mark.long)], ids=["one", "more"]
+)
+def test_own_test_steps_show_what_one_device_shows(in_graphs):
     for case in own_steps.CASES:
         # The others differ in what they are weighted by.
-        mode = {} if case in ("Guide", "Loss", "Tracking") else {"run_eagerly": True}
+        mode = {} if case in in_graphs else {"run_eagerly": True}
         found, expected = (own_steps.evaluated(case, dist, **mode) for dist in (on_replicas, None))
         assert found == pytest.approx(expected, rel=1e-6), (case, mode)
 

@@ -1,4 +1,4 @@
-"""A real Ray cluster of two workers trains what one device trains."""
+"""The example for Ray trains on two workers what one device trains; on a real Ray cluster, too."""
 
 import contextlib
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster" / "ray_train.py"
 sys.path.insert(0, str(EXAMPLE.parent))
@@ -19,8 +20,9 @@ import ray_train
 SECONDS = 240
 
 
-def run(directory: Path, *options: str) -> None:
+def on_a_ray_cluster(directory: Path, weights: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0"}
+    options = ["--workers", "2", "--weights", weights, "--storage", str(directory / "storage")]
     command = [sys.executable, "-P", str(EXAMPLE), "--epochs", "2", *options]
     with subprocess.Popen(
         command,
@@ -47,8 +49,15 @@ def weights_in(path: Path) -> dict[str, np.ndarray]:
     return {name: value for name, value in found.items() if name.startswith("layers")}
 
 
-def test_two_workers_equal_one_device(tmp_path):
-    run(tmp_path, "--workers", "2", "--weights", "two.weights.h5", "--storage", str(tmp_path / "storage"))
+def on_workers(directory: Path, weights: str) -> None:
+    """With the environment that Ray gives its workers."""
+    own_process.on_workers(ray_train.train, {"epochs": 2, "weights": str(directory / weights)}, SECONDS)
+
+
+# Ray takes most of a minute to start.
+@pytest.mark.parametrize("run", [on_workers, pytest.param(on_a_ray_cluster, marks=pytest.mark.long)])
+def test_two_workers_equal_one_device(tmp_path, run):
+    run(tmp_path, "two.weights.h5")
     own_process.call(ray_train.train, {"epochs": 2, "weights": str(tmp_path / "one.weights.h5")}, [{}], SECONDS)
     two, one = weights_in(tmp_path / "two.weights.h5"), weights_in(tmp_path / "one.weights.h5")
     assert two.keys() == one.keys() and len(one) == 4

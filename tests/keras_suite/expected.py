@@ -5,10 +5,9 @@ from typing import NamedTuple
 COMPONENTS = ("microbatch", "one replica", "two replicas", "callbacks")
 
 _TRAINER = "keras/src/trainers/trainer_test.py::TestTrainer::"
-# Those that show most in the least time: graphs, XLA, sparse and ragged data, losses and steps of a model's own.
+# Those that show most in the least time: graphs, sparse and ragged data, losses and steps of a model's own.
 SAMPLE = (
     f"{_TRAINER}test_fit_flow_graph_fn",
-    f"{_TRAINER}test_fit_flow_jit",
     f"{_TRAINER}test_fit_sparse_tf_graph",
     f"{_TRAINER}test_fit_with_custom_train_step",
     f"{_TRAINER}test_evaluate_with_custom_compute_loss",

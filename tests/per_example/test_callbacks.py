@@ -69,9 +69,7 @@ def fitted(model, optimizer, batch_size, callbacks=(), decay=0.8, loss=None, **m
     return noise.noise, history.history
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"jit_compile": False}, {"steps_per_execution": 5}, {"run_eagerly": True}], ids=str
-)
+@pytest.mark.parametrize("more", [{"jit_compile": False}, {"steps_per_execution": 5}, {"run_eagerly": True}], ids=str)
 def test_from_single_examples(more):
     noise, history = fitted(wrap(inner()), keras.optimizers.SGD(0.0), 48, **more)
     np.testing.assert_allclose([noise.signal, noise.variance], expected(48, 1, 0.8), rtol=1e-4)

@@ -35,7 +35,8 @@ def kept_shapes(wrapped):
     return [[tuple(rows.values.shape) for rows in each.places[int(each.number.numpy())].rows] for each in kept]
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+# XLA compiles a step for each length, below too.
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_batches_of_several_lengths(jit_compile):
     model = make_model()
     wrapped = wrap(model, quantity="gradients", capacity=ROWS if jit_compile else None)

@@ -25,7 +25,7 @@ LOOPS = [kind for kind, rule in RULES.items() if isinstance(rule, Generic)]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DRAWN if kind not in LOOPS])
-@examples(3)
+@examples(2)
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_a_rule_is_the_loop(kind, data):
     case: LayerCase = data.draw(DRAWN[kind])
@@ -58,7 +58,7 @@ CASES = [
 
 @pytest.mark.covering
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
-@examples(2)
+@examples(1)
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_a_rule_in_another_dtype(kind, dtype, data):
     case: LayerCase = data.draw(DRAWN[kind])
@@ -68,7 +68,7 @@ def test_a_rule_in_another_dtype(kind, dtype, data):
     check(case.model(dtype), case.inputs(dtype), case.jit_compile, TOLERANCES[dtype], beside_plain)
 
 
-@examples(3)
+@examples(2)
 @hypothesis.given(
     layer=hypothesis.strategies.sampled_from([layers.LSTM, layers.GRU, layers.SimpleRNN, layers.LayerNormalization]),
     length=hypothesis.strategies.integers(1, 6),
@@ -91,7 +91,7 @@ def with_channels_last(case):
 
 
 @pytest.mark.parametrize("kind", ["Conv1D", "Conv2D", "DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv2D"])
-@examples(3)
+@examples(2)
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_a_convolution_folded_into_channels(kind, data):
     case: LayerCase = with_channels_last(data.draw(DRAWN[kind]))

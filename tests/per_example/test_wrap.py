@@ -325,6 +325,8 @@ def test_norms_with_a_compute_loss_of_the_model_s_own(mean, super_too):
     np.testing.assert_allclose(wrapped.per_example.norms, theirs[8:], rtol=0, atol=1e-6 * theirs.max())
 
 
+# Above, they run on one device, and a model of Keras's methods on replicas.
+@pytest.mark.long
 @pytest.mark.own_process
 def test_methods_of_the_model_s_own_on_replicas(mirrored):
     with mirrored.scope():

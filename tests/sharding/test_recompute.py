@@ -28,10 +28,18 @@ def recomputing(model):
     return recompute(model, ["block"])
 
 
-@pytest.mark.covering
+# XLA takes longest to compile attention and recurrent layers.
+UNDER_XLA = ("batch normalization and dropout", "the same tensor twice", "complex numbers", "in TimeDistributed")
+CASES = [
+    pytest.param(name, jit, id=f"{name}-{'xla' if jit else 'plain'}", marks=[pytest.mark.long] * (jit != short))
+    for name in MODELS
+    for short in [name in UNDER_XLA]
+    for jit in (False, True)
+]
+
+
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("jit_compile", [False, True], ids=["plain", "xla"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "jit_compile"), CASES)
 def test_trains_as_without(name, jit_compile):
     make = MODELS[name]
     found, expected = (trained(make, context, jit_compile=jit_compile) for context in (recomputing, without))
@@ -81,7 +89,7 @@ def policy():
     keras.config.set_dtype_policy(before)
 
 
-@pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("dtype", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.long)])
 def test_mixed_precision(dtype, policy):
     policy(dtype)
     # XLA rounds both alike; what TensorFlow fuses without it depends on the graph around.
@@ -143,10 +151,13 @@ def test_on_replicas_with_collectives_inside(mirrored):
     check_equal(run(recomputing), run(without))
 
 
+# In `make test`, test_shards.py accumulates on replicas with layers that run again.
+@pytest.mark.long
 @pytest.mark.own_process(seconds=200)
-def test_on_replicas_with_accumulation_and_xla(mirrored):
+@pytest.mark.parametrize("jit", [False, True], ids=["plain", "xla"])
+def test_on_replicas_with_accumulation(mirrored, jit):
     def run(context):
-        options = {"callbacks": [ExactAccumulation()], "jit": True}
+        options = {"callbacks": [ExactAccumulation()], "jit": jit}
         return on_replicas(mirrored, dropped, context, lambda: AccumulatingOptimizer(sgd(), 2), **options)
 
     check_equal(run(lambda model: recompute(model, every=1)), run(without))

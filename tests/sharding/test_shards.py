@@ -44,7 +44,14 @@ ALL = [
     for case in itertools.starmap(Case, itertools.product(MODELS, OPTIMIZERS, ("optimizer", "parameters"), OPTIONS))
     if comparable(case)
 ]
-PAIRS = [ALL[index] for index in sorted(covering.chosen(ALL, 1))]
+# Every optimizer, and every option, by the model that is traced soonest.
+SOONEST = [case for case in ALL if case.model == "mlp"]
+FEW = [
+    *(SOONEST[index] for index in sorted(covering.chosen(SOONEST, 1))),
+    Case("cnn", "rmsprop", "parameters", ("global_clipnorm", "loss_scale")),
+    Case("transformer", "adam", "parameters", ("global_clipnorm", "accumulate")),
+    Case("recurrent", "sgd", "optimizer", ("ema_overwrite", "accumulate")),
+]
 
 
 def check(cases, devices, workers=1):
@@ -59,11 +66,11 @@ def check(cases, devices, workers=1):
 
 
 def test_two_replicas():
-    check(PAIRS, 2)
+    check(FEW, 2)
 
 
 def test_four_replicas():
-    check([Case("transformer", "adam", "parameters", ("global_clipnorm", "accumulate"))], 4)
+    check([Case("mlp", "adam", "parameters", ("global_clipnorm", "accumulate"))], 4)
 
 
 def test_two_workers_with_two_devices():

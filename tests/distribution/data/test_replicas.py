@@ -155,7 +155,8 @@ class Endless(keras.utils.PyDataset):
 
 
 @own_process
-def test_batches_that_no_second_reader_gets_are_those_of_one_device(mirrored):
+@pytest.mark.parametrize("all_ways", [False, pytest.param(True, marks=pytest.mark.long)], ids=["each once", "all"])
+def test_batches_that_no_second_reader_gets_are_those_of_one_device(mirrored, all_ways):
     dist = DistributedFit(mirrored)
     endless = Endless()
 
@@ -169,7 +170,8 @@ def test_batches_that_no_second_reader_gets_are_those_of_one_device(mirrored):
         return [*history.history["loss"], model.evaluate(data(), steps=3, verbose=0)]
 
     expected = trained(keras.Model.fit, lambda: endless)
+    kinds = (lambda: Endless(workers=2), lambda: (endless[index] for index in itertools.count()))
+    ways = ((keras.Model.fit, dist.prepare), (dist.fit,))
     with dist.scope():
-        for data in (lambda: Endless(workers=2), lambda: (endless[index] for index in itertools.count())):
-            np.testing.assert_allclose(trained(keras.Model.fit, data, dist.prepare), expected, rtol=1e-5)
-            np.testing.assert_allclose(trained(dist.fit, data), expected, rtol=1e-5)
+        for data, (fit, *prepare) in itertools.product(kinds, ways) if all_ways else zip(kinds, ways, strict=True):
+            np.testing.assert_allclose(trained(fit, data, *prepare), expected, rtol=1e-5)

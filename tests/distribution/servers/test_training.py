@@ -5,6 +5,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from covering import examples
 from histories import BATCHES, CASES, MicroBatches, assert_same, shown_by
 from hypothesis import given
 
@@ -55,6 +56,7 @@ def test_metrics_are_those_of_every_example_once(strategy):
     servers.prepare_for_servers(model)
     updates, alone = 0, Alone()
 
+    @examples(3)
     @given(
         rows=st.integers(1, 100),
         batch_size=st.integers(3, 40),
@@ -94,7 +96,7 @@ OPTIMIZERS = {
 @own_process
 @pytest.mark.parametrize(
     "names",
-    [["AdamW with averages", "loss scale"], pytest.param(["momentum", "Adam", "Lamb"], marks=pytest.mark.long)],
+    [["loss scale"], pytest.param(["momentum", "Adam", "AdamW with averages", "Lamb"], marks=pytest.mark.long)],
     ids=", ".join,
 )
 def test_counts_are_exact_in_every_run_and_the_loss_falls(strategy, names):
@@ -206,6 +208,7 @@ def test_evaluation_and_prediction_are_exact_and_in_order(strategy):
     model = build(strategy, "adam")
     prepared, alone = servers.prepare_for_servers(model, in_flight=3), Alone()
 
+    @examples(3)
     @given(rows=st.integers(1, 60), batch_size=st.integers(1, 30), steps_per_execution=st.sampled_from([1, 4]))
     def equal(rows, batch_size, steps_per_execution):
         model.steps_per_execution = steps_per_execution
