@@ -68,13 +68,13 @@ def check_on_replicas(strategy, reduction, steps_per_execution):
 
 @pytest.mark.own_process
 def test_on_two_replicas(mirrored):
-    check(DataCase((8, 8)), 3, "sum_over_batch_size", strategy=mirrored)
     check_on_replicas(mirrored, "mean_with_sample_weight", steps_per_execution=1)
 
 
 @pytest.mark.long
 @pytest.mark.own_process
 def test_on_two_replicas_in_several_steps_an_execution(mirrored):
+    check(DataCase((8, 8)), 3, "sum_over_batch_size", strategy=mirrored)
     for reduction in REDUCTIONS:
         check_on_replicas(mirrored, reduction, steps_per_execution=2)
 

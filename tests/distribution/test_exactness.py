@@ -20,7 +20,7 @@ def few_of(cells):
     chosen = [index for index, cell in enumerate(cells) if HALF in cell.items() and cell["accumulation"] == "on"][:1]
     strict = [index for index, cell in enumerate(cells) if HALF not in cell.items()]
     while left:
-        chosen.append(max(strict, key=lambda index: len(left & cells[index].items()) - cost(cells[index])))
+        chosen.append(max(strict, key=lambda index: len(left & cells[index].items()) / (1 + cost(cells[index]))))
         left -= cells[chosen[-1]].items()
     return chosen
 

@@ -82,7 +82,7 @@ def test_metrics_of_uneven_parts_are_those_of_all_rows():
     for strategy, callback in zip(("none", "mirrored"), shown, strict=True):
         dist = DistributedFit(strategy=strategy)
         with dist.scope():
-            made = model("sgd")
+            made = model("sgd", run_eagerly=strategy == "none")
         dist.fit(made, x, y, batch_size=3, verbose=0, callbacks=[callback])
     np.testing.assert_allclose(shown[0].found, shown[1].found, rtol=1e-5)
 
@@ -142,7 +142,7 @@ def test_windows_are_exact_without_the_callback_too():
         made = model(AccumulatingOptimizer("adam", 2))
     dist.prepare(made)
     made.fit(dist.dataset(x, y, batch_size=20), shuffle=False, verbose=0)
-    one = model()
+    one = model(run_eagerly=True)
     one.fit(x, y, batch_size=40, shuffle=False, verbose=0)
     assert_same(one, made)
 
@@ -178,7 +178,7 @@ def test_gradients_of_single_examples_come_out_of_uneven_parts():
         with dist.scope():
             wrapped = wrap(keras.Sequential(layers_of()), quantity="norms")
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            wrapped.compile("sgd", loss, jit_compile=False)
+            wrapped.compile("sgd", loss, jit_compile=False, run_eagerly=strategy == "none")
         dist.fit(wrapped, x, y, batch_size=9, shuffle=False, verbose=0)
         found.append(np.asarray(wrapped.per_example.norms))
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
@@ -217,7 +217,8 @@ def test_a_layer_that_shows_gradients_may_be_in_the_middle():
     for strategy in ("none", "mirrored"):
         dist = DistributedFit(strategy=strategy)
         with dist.scope():
-            made = model("sgd", lambda: [PerExampleGradients(keras.layers.Dense(5))])
+            eagerly = strategy == "none"
+            made = model("sgd", lambda: [PerExampleGradients(keras.layers.Dense(5))], run_eagerly=eagerly)
         dist.fit(made, x, y, batch_size=11, shuffle=False, verbose=0)
         norms.append(np.asarray(made.layers[1].norms))
     np.testing.assert_allclose(norms[1], norms[0], rtol=1e-4)

@@ -9,8 +9,9 @@ from keras_paragrad.distribution.data import distributed_dataset
 
 TWO_REPLICAS = ["CPU:0", "CPU:1"]
 # Masks and several outputs are trained in graphs below, and on workers in test_shown_by_workers.py.
-ON_REPLICAS = ("not reduced", "one number", "added values")
+ON_REPLICAS = ("not reduced", "added values")
 MORE_ON_REPLICAS = (
+    "one number",
     *("ignore_class", "two of different kinds", "added mean", "sum", "compute_loss"),
     *("added values alone", "added sum", "compute_loss of sums"),
 )

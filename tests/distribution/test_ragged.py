@@ -31,7 +31,9 @@ def summing():
 
 
 @pytest.mark.own_process
-@pytest.mark.parametrize("rows", [ROWS, MATRICES], ids=["rows", "matrices"])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(ROWS, marks=pytest.mark.long, id="rows"), pytest.param(MATRICES, id="matrices")]
+)
 def test_ragged_inputs(mirrored, rows):
     data = tf.data.Dataset.from_tensor_slices((rows, np.arange(7.0, dtype="float32")[:, None])).batch(3)
     plain, options = summing(), {"epochs": 2, "shuffle": False, "verbose": 0}

@@ -28,7 +28,10 @@ def run(component, tests, fails, monkeypatch, seconds):
     run_pytest([*options, *plugins, *nodes], seconds)
 
 
-@pytest.mark.parametrize("component", COMPONENTS)
+# One replica is refused less than two.
+@pytest.mark.parametrize(
+    "component", [pytest.param(each, marks=[pytest.mark.long] * (each == "one replica")) for each in COMPONENTS]
+)
 def test_a_sample(component, monkeypatch, tmp_path):
     run(component, SAMPLE, tmp_path / "fails", monkeypatch, seconds=240)
 

@@ -37,7 +37,7 @@ def steps_of(dataset, workers, local):
     return [[pieces[step * local + index] for pieces in found for index in range(local)] for step in range(count)]
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(sizes, st.integers(1, 3), st.integers(1, 3))
 def test_pieces_are_those_of_array_split(sizes, workers, local):
     steps = steps_of(batches_of(sizes), workers, local)

@@ -192,13 +192,12 @@ def check_on_replicas(mirrored, kind, distributed):
 @pytest.mark.own_process(seconds=240)
 def test_two_replicas(mirrored):
     check_on_replicas(mirrored, "accumulation", distributed=True)
-    check_on_replicas(mirrored, "scaled", distributed=False)
 
 
 @pytest.mark.long
 @pytest.mark.own_process(seconds=240)
 def test_two_replicas_the_other_way(mirrored):
-    for kind in ("accumulation", "clipvalue", "stock"):
+    for kind in ("accumulation", "clipvalue", "stock", "scaled"):
         check_on_replicas(mirrored, kind, distributed=False)
     for kind in ("stock", "clipvalue", "scaled"):
         check_on_replicas(mirrored, kind, distributed=True)
