@@ -1,9 +1,9 @@
 """What shards save in memory and cost in time: a Transformer of 20 million parameters on four logical CPU devices.
 
 `python benchmarks/sharding.py` prints the tables and saves them in `results/sharding.json`; `python
-benchmarks/sharding.py times` does one of the sections `memory`, `times` and `largest`. All devices share the memory and
-the cores of one machine: the peak of a process is that of all of them together, and times say what is added to a step,
-not how training scales.
+benchmarks/sharding.py times` does one of the sections `memory`, `times`, `largest` and `peers`. All devices share the
+memory and the cores of one machine: the peak of a process is that of all of them together, and times say what is added
+to a step, not how training scales.
 """
 
 import contextlib
@@ -15,11 +15,14 @@ import resource
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from harness import report
 
+BENCHMARKS = Path(__file__).parent
+TORCH = BENCHMARKS.parent / ".venv-peers" / "torch" / "bin" / "python"
 DEVICES = 4
 BLOCKS, WIDTH, HEADS, TOKENS, WORDS, BATCH = 3, 720, 8, 32, 2000, 16
 # The same graph, next to no weights.
@@ -38,6 +41,7 @@ TURNS, BLOCK = 7, 2
 LIMIT = 3000e6
 BEGIN = {"mirrored": 896, 'shard="parameters"': 1088, 'shard="parameters", recomputed': 1344}
 NARROWER = 32
+OUT_OF_MEMORY = ("ResourceExhaustedError", "MemoryError", "Cannot allocate memory", "bad_alloc")
 # What is freed goes back at once, so that a peak is what was in use; oneDNN keeps some memory for later.
 SETTINGS = {
     "MALLOC_ARENA_MAX": "1",
@@ -198,6 +202,9 @@ def widest(case):
     while not (trained and failed and min(failed) - max(trained) <= NARROWER):
         done = in_own_process("print_fits", case, width, **SETTINGS)
         if done.returncode:
+            # A crash is one for want of memory too: not all of TensorFlow can be told that there is none left.
+            if done.returncode > 0 and not any(each in done.stderr for each in OUT_OF_MEMORY):
+                raise RuntimeError(done.stderr[-2000:])
             failed[width] = done.returncode
         else:
             trained[width] = result(done)["parameters"]
@@ -211,6 +218,9 @@ def widest(case):
 
 
 def largest():
+    if platform.system() != "Linux":
+        print("Only Linux holds a process to a limit of its data.")
+        return
     found = {case: widest(case) for case in BEGIN}
     least = found["mirrored"][1]
     rows = [[case, width, parameters / 1e6, parameters / least] for case, (width, parameters) in found.items()]
@@ -218,7 +228,34 @@ def largest():
     report("sharding", title, ["", "width", "million parameters", "to mirrored"], rows)
 
 
-SECTIONS = {"memory": memory, "times": times, "largest": largest}
+def of_peer(way, width, **environment):
+    command = [TORCH, "-W", "ignore", "-m", "peers.sharding_torch", way]
+    command += [WORDS if width > TINY else TINY, width, BLOCKS, HEADS, BATCH, TOKENS]
+    settings = {"env": {**os.environ, **environment}, "cwd": BENCHMARKS, "capture_output": True, "text": True}
+    return result(subprocess.run(list(map(str, command)), **settings, timeout=900))
+
+
+def peers():
+    """PyTorch's shards, in processes, of which the peaks are added up."""
+    if not TORCH.exists():
+        print("Without torch, which is not installed: make bench-peers")
+        return
+    rows = []
+    for way in ("one process", "DDP", "FSDP"):
+        full, tiny = (of_peer(way, width, **SETTINGS) for width in (WIDTH, TINY))
+        # What is kept for later is what makes steps fast.
+        step = round(of_peer(way, WIDTH)["step"])
+        rows.append(
+            [way, *(round(each / 1e6) for each in (full["held"], full["peak"], full["peak"] - tiny["peak"])), step]
+        )
+    title = f"PyTorch on {DEVICES} gloo processes: MB of one and of all processes, and milliseconds a step"
+    columns = ["", "held by a process", "peak of all", "above tiny layers", "step"]
+    columns += ["peak above tiny layers, of DDP's", "step, of DDP's"]
+    rows = [[*row, row[3] / rows[1][3], row[4] / rows[1][4]] for row in rows]
+    report("sharding", title, columns, rows)
+
+
+SECTIONS = {"memory": memory, "times": times, "largest": largest, "peers": peers}
 
 
 def main():
