@@ -37,7 +37,6 @@ SLOW = (
     "accumulation/test_uncut.py",
     "accumulation/test_weights.py",
     "profiling/test_tracer.py",
-    "distribution/test_own_fit.py",
 )
 
 

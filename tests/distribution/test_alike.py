@@ -326,10 +326,22 @@ def test_weights_are_compared_within_rounding():
     assert differing(np.stack([of(lambda value: value * np.nan)] * 2)) is None
 
 
+# In `make test`, test_own_fit.py has a model with a `fit` of its own on replicas, test_independence.py metrics that
+# can't be combined there, and "prepared and other epochs" and test_workers.py prepared models and arrays.
+LONG = ("a model with a fit of its own", "a running maximum", "prepared with arrays")
+
+
 @pytest.fixture(scope="module")
 def found():
-    """What each case of `alike_worker` came to on two workers of one cluster."""
-    return own_process.on_workers(alike_worker.main, None, seconds=300)
+    """What each case of `alike_worker` but `LONG` came to on two workers of one cluster."""
+    names = [name for name in alike_worker.CASES if name not in LONG]
+    return own_process.on_workers(alike_worker.main, names, seconds=300)
+
+
+@pytest.fixture(scope="module")
+def found_long():
+    """What each case of `LONG` came to."""
+    return own_process.on_workers(alike_worker.main, LONG, seconds=300)
 
 
 @pytest.mark.parametrize(
@@ -352,14 +364,23 @@ def found():
         ("weights that one changes behind the back", "different weights after epoch 0.*kernel"),
         ("fewer batches", "batches of data: 3 on worker 0, 2 on worker 1"),
         ("a layer that mixes examples", "The output of 'own' for one example depends on the others"),
-        ("a running maximum", "The results of the metrics largest differ when a batch is split"),
         ("larger batches", "the 3 batches that worker 0 read have other shapes than those of worker 1"),
     ],
 )
 def test_workers_that_differ_get_one_error(found, name, says):
+    check_refused(found, name, says)
+
+
+def check_refused(found, name, says):
     first, second = (worker[name] for worker in found)
     assert first == second
     assert re.search(f"refused: .*{says}", str(first)), first
+
+
+@pytest.mark.long
+def test_metrics_that_can_not_be_combined_get_one_error(found_long):
+    says = "The results of the metrics largest differ when a batch is split"
+    check_refused(found_long, "a running maximum", says)
 
 
 def test_models_of_other_shapes_are_refused():
@@ -402,19 +423,21 @@ def test_what_may_differ_trains(found):
     assert len(first["loss"]) == 2
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*shuffle=True.* was passed, but will be ignored:UserWarning")
-def test_a_model_with_a_fit_of_its_own_trains_as_one_device(found):
+def test_a_model_with_a_fit_of_its_own_trains_as_one_device(found_long):
     """Its evaluation and predictions too."""
-    first, second = (worker["a model with a fit of its own"] for worker in found)
+    first, second = (worker["a model with a fit of its own"] for worker in found_long)
     assert first == second
     made = alike_worker.pipeline()
     for name, value in alike_worker.results_of_pipeline(made.fit, made).items():
         np.testing.assert_allclose(first[name], value, rtol=1e-5, err_msg=name)
 
 
-def test_a_prepared_model_trains_on_arrays_as_one_device(found):
+@pytest.mark.long
+def test_a_prepared_model_trains_on_arrays_as_one_device(found_long):
     """Its own `fit` and `evaluate` cut them up as `dist.fit` does."""
-    first, second = (worker["prepared with arrays"] for worker in found)
+    first, second = (worker["prepared with arrays"] for worker in found_long)
     assert first == second
     np.testing.assert_allclose(first["loss"], first["loss of dist.fit"], rtol=1e-5)
     np.testing.assert_allclose(first["evaluated"], first["evaluated by one device"], rtol=1e-5)

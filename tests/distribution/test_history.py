@@ -86,12 +86,14 @@ def test_on_replicas_in_a_graph(names, mode):
 
 
 @pytest.mark.own_process
-def test_in_windows_on_replicas():
+@pytest.mark.parametrize(
+    ("name", "mode"), [("two outputs", {}), pytest.param("sum of masked", EAGERLY, marks=pytest.mark.long)]
+)
+def test_in_windows_on_replicas(name, mode):
     def in_windows_on_replicas(case, **mode):
         return on_replicas(case, MICRO_BATCHES, accumulating, [ExactAccumulation()], **mode)
 
-    check_all({"two outputs": CASES["two outputs"]}, in_windows_on_replicas)
-    check_all({"sum of masked": CASES["sum of masked"]}, in_windows_on_replicas, **EAGERLY)
+    check_all({name: CASES[name]}, in_windows_on_replicas, **mode)
 
 
 @pytest.mark.own_process

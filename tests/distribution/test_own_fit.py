@@ -56,11 +56,9 @@ def test_what_can_not_reach_its_data_is_refused():
     assert len(keras.Model.fit(made, sharded, epochs=2, verbose=0).history["loss"]) == 2
 
 
-@pytest.mark.parametrize(
-    "preprocessed",
-    # Without a preprocessor it is a model like others.
-    [pytest.param(True, id="preprocessor=None", marks=pytest.mark.long), pytest.param(False, id="with a preprocessor")],
-)
+# In `make test`, the model above does what they do.
+@pytest.mark.long
+@pytest.mark.parametrize("preprocessed", [True, False], ids=["preprocessor=None", "with a preprocessor"])
 def test_tasks_of_keras_hub_train_as_on_one_device(preprocessed):
     pytest.importorskip("keras_hub")
     pytest.importorskip("tensorflow_text")

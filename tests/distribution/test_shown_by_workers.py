@@ -16,7 +16,7 @@ SHORT = [
 ALL = [
     *(f"loss: {name}" for name in CASES),
     *(f"own step: {name}" for name in OWN_STEPS),
-    # In `make test`, test_alike.py has a model with a `fit` of its own on workers, test_own_fit.py a task on replicas.
+    # In `make test`, test_own_fit.py has a model with a `fit` of its own on replicas.
     *("task: preprocessor=None", "task: with a preprocessor"),
     # In `make test`, test_metrics.py has all of them on the workers' collectives.
     *("metrics: of batches read", "metrics: of whole batches"),

@@ -125,9 +125,9 @@ def test_a_compiled_model_trains_as_if_it_never_had_been(make, metrics):
     check_alike(trained(wrap(model), x, y, metrics=metrics), theirs)
 
 
-@pytest.mark.parametrize(
-    "make", [gpt2, *(pytest.param(make, marks=pytest.mark.long) for make in (bert_classifier, vit))]
-)
+# In `make test`, foreign/test_models.py wraps one of them.
+@pytest.mark.long
+@pytest.mark.parametrize("make", [gpt2, bert_classifier, vit])
 def test_tasks_of_keras_hub(make):
     model, x, y = made(make)
     norms = norms_of(example_gradients(model, x, mean_loss, y))
