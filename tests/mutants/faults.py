@@ -119,6 +119,20 @@ _STEP = [
         "sharding/test_shards.py::test_two_replicas",
     ),
     _fault(
+        "gathered weights are kept for the backward pass",
+        "_keras/storage/regathering.py",
+        "    if not gathered:\n",
+        "    if gathered:\n",
+        "sharding/test_storage.py::test_the_backward_pass_gathers_weights_again",
+    ),
+    _fault(
+        "two attempts at a backup give their shards the same names",
+        "distribution/checkpoint/shards.py",
+        'key = f"{int(gather(strategy, np.array([secrets.randbits(62)]))[0, 0]):016x}"',
+        'key = "0" * 16',
+        "distribution/checkpoint/test_shards.py::test_killed_while_writing",
+    ),
+    _fault(
         "gradients are clipped before they are all-reduced, too",
         "_keras/step/apply.py",
         "applied, sums = combined([gradients[index] for index in present], ",

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from transforms import negated
 
 from keras_paragrad import DistributedFit, GradientNoiseScale, GradientTelemetry, microbatch
+from keras_paragrad._keras.step import forward
 from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad._keras.storage import regathering
+from keras_paragrad._keras.storage import sharded as sharded_module
 from keras_paragrad._keras.storage.partition import Partition
 from keras_paragrad._keras.storage.sharded import storage_of
 
@@ -140,6 +143,48 @@ def test_telemetry_and_transforms_see_whole_gradients(shard, tmp_path):
         found.append((model.get_weights(), [vector for vector, _ in telemetry._recent]))
     assert_same(found[1][0], found[0][0], 1e-6)
     assert_same(found[1][1], found[0][1], 1e-5)
+
+
+@pytest.mark.own_process
+def test_the_backward_pass_gathers_weights_again(monkeypatch):
+    gathered, losses = [], []
+    note, gathered_again = regathering.note, forward.gathered_again
+    monkeypatch.setattr(sharded_module, "note", lambda *found: (gathered.append(found), note(*found)))
+    monkeypatch.setattr(forward, "gathered_again", lambda loss: (losses.append(loss), gathered_again(loss))[1])
+    dist = sharded()
+    with dist.scope():
+        inputs = keras.Input((8, 16))
+        tied = keras.layers.Dense(16, "tanh", kernel_regularizer="l2")
+        hidden = keras.layers.Conv1D(16, 3, padding="same")(tied(tied(inputs)))
+        model = keras.Model(inputs, keras.layers.EinsumDense("abc,cd->abd", (8, 16))(hidden))
+        model.compile("sgd", "mse")
+    dist.fit(model, np.ones((8, 8, 16)), np.ones((8, 8, 16)), batch_size=8, verbose=0)
+    graph = losses[0].graph
+    places = {operation.name: place for place, operation in enumerate(graph.get_operations())}
+    kernels = [storage_of(layer.kernel) for layer in model.layers if layer.weights]
+    for loss in losses:
+        ends = places[loss.op.name]
+        for kernel in kernels:
+            mine = [each for storage, _, each in gathered if storage is kernel and each.device == loss.device]
+            forward_pass = [each for each in mine if places[each.op.name] < ends]
+            used = [use for each in forward_pass for use in each.consumers() if not use.type.startswith("Shape")]
+            assert used
+            assert all(places[use.name] < ends for use in used)
+            again = [each for each in mine if places[each.op.name] > ends]
+            assert 0 < len(again) <= len(forward_pass)
+            assert all(each.consumers() for each in again)
+            # Not before the backward pass has come to it.
+            assert all(any(places[each.name] >= ends for each in waited_for(tensor)) for tensor in again)
+
+
+def waited_for(tensor):
+    """The operations that reading the shard of a gathered tensor waits for."""
+    found, left = [], [tensor.op]
+    while left:
+        operation = left.pop()
+        found += operation.control_inputs
+        left += [each.op for each in operation.inputs]
+    return found
 
 
 @pytest.mark.own_process

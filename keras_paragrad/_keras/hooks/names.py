@@ -290,6 +290,7 @@ HOOKS = (
     Hook("tensorflow.python.eager.record", "could_possibly_record", ("objects.layers",)),
     Hook("tensorflow", "Graph._get_function", ("step.operations", "step.stateful_ops"), ("name",)),
     Hook("tensorflow.python.framework.func_graph", "FuncGraph", ("objects.unallocated", "step.uncut"), ("name",)),
+    Hook("tensorflow.python.framework.ops", "Operation._update_input", ("storage.regathering",), ("index", "tensor")),
     Hook("tensorflow.python.framework.ops", "gradient_registry._registry", ("step.gradient_functions",)),
     Hook("tensorflow.python.ops.resource_variable_ops", "UninitializedVariable", ("objects.unallocated",)),
     Hook("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext", ("objects.layers",), ("graph",)),

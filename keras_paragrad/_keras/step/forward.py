@@ -14,6 +14,7 @@ from keras_paragrad._keras.objects.layers import mask_of, with_mask
 from keras_paragrad._keras.replicas.collectives import replica_count, replica_index
 from keras_paragrad._keras.replicas.shard import rows_of
 from keras_paragrad._keras.storage.gathering import differentiable
+from keras_paragrad._keras.storage.regathering import gathered_again
 
 _SHARES = "_keras_paragrad_shares"
 
@@ -98,7 +99,7 @@ def pass_through(
         if weight is not None and not weight.summed and replica_count() > 1:
             shared *= tf.cast(1 / replica_count(), shared.dtype)
         scaled = model.optimizer.scale_loss(shared)
-    with _with_replica_scale(model, factor):
+    with _with_replica_scale(model, factor), gathered_again(scaled):
         gradients = tape.gradient(scaled, [source(variable) for variable in model.trainable_weights])
     return Passed(gradients, loss, y_pred, weight, found)
 

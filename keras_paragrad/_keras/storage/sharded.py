@@ -17,6 +17,7 @@ from keras_paragrad._keras.replicas.collectives import replica_index
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.storage.exchange import all_gather
 from keras_paragrad._keras.storage.partition import Partition
+from keras_paragrad._keras.storage.regathering import note
 
 
 class _Reading(threading.local):
@@ -146,7 +147,9 @@ class ShardedVariable(DistributedVariable):
             after: Tensors to wait for.
         """
         with tf.control_dependencies(after):
-            return self.whole(tf.identity(self.shard.read_value()), dtype)
+            whole = self.whole(tf.identity(self.shard.read_value()), dtype)
+        note(self, dtype, whole)
+        return whole
 
     def whole(self, shard: tf.Tensor, dtype: Any = None) -> tf.Tensor:
         """The whole from what each replica has read of its shard."""

@@ -1,0 +1,118 @@
+"""Lets go of gathered weights after the forward pass: what the backward pass reads is gathered again."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+# What keeps a weight's buffer, or is as large as the weight, and is computed from it alone.
+_VIEWS = ("Cast", "ExpandDims", "Identity", "IdentityN", "Reshape", "Squeeze", "Transpose")
+# These run at once, and keep nothing.
+_OF_SHAPE = ("Rank", "Shape", "ShapeN", "Size")
+
+
+class _Gathered(threading.local):
+    """The gathered weights that this replica has read: their storage, the dtype they were gathered in, the tensor."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Any, Any, tf.Tensor]] = []
+
+
+_GATHERED = _Gathered()
+
+
+def note(storage: Any, dtype: Any, tensor: tf.Tensor) -> None:
+    """Notes that this replica has gathered a weight."""
+    if not tf.executing_eagerly():
+        _GATHERED.found.append((storage, dtype, tensor))
+
+
+@contextlib.contextmanager
+def gathered_again(loss: tf.Tensor) -> Iterator[None]:
+    """Context of `tape.gradient`: what it makes of gathered weights is given weights that are gathered once more.
+
+    Each is gathered when the first gradient arrives that needs it. Then the forward pass's is freed at its last use,
+    where it would be kept from the forward to the backward pass.
+
+    Args:
+        loss: The loss, for which a weight waits that no gradient has to arrive for.
+    """
+    graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    gathered = [each for each in _GATHERED.found if each[2].graph is graph]
+    _GATHERED.found = []
+    if not gathered:
+        yield
+        return
+    before = len(graph.get_operations())
+    yield
+    operations = graph.get_operations()
+    places = {operation.name: place for place, operation in enumerate(operations)}
+    rewired = [_Weight(each, before, places) for each in gathered]
+    # In the order in which the backward pass comes to them, the same on every replica.
+    after = [loss]
+    for weight in sorted((each for each in rewired if each.uses), key=lambda each: each.first):
+        after = weight.rewire(after)
+    _GATHERED.found = []
+
+
+class _Weight:
+    """A gathered weight, and the operations of the backward pass that use it or a view of it."""
+
+    def __init__(self, gathered: tuple[Any, Any, tf.Tensor], before: int, places: dict[str, int]):
+        self._storage, self._dtype, self._tensor = gathered
+        self._before, self._places = before, places
+        self._again: dict[int, tf.Tensor] = {}
+        # Views keep tensors alive by whose `id` they are known.
+        self._views = self._views_of(self._tensor)
+        self.uses = [
+            (use, view)
+            for view in self._views
+            for use in view.consumers()
+            if self._is_backward(use) and use.type not in _OF_SHAPE
+        ]
+        self.first = min((places[use.name] for use, _ in self.uses), default=-1)
+
+    def rewire(self, after: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Has the backward pass use the weight gathered again.
+
+        Args:
+            after: What an earlier one waited for.
+
+        Returns:
+            What this one waits for: nothing that depends on it, as it comes before the first use.
+        """
+        first = next(use for use, _ in self.uses if self._places[use.name] == self.first)
+        after = [each for each in first.inputs if self._is_backward(each.op)] or after
+        self._again[id(self._tensor)] = self._storage.gathered(self._dtype, after)
+        for use, view in self.uses:
+            for index, each in enumerate(use.inputs):
+                if each is view:
+                    use._update_input(index, self._made_again(view))
+        return after
+
+    def _is_backward(self, operation: Any) -> bool:
+        return self._places[operation.name] >= self._before
+
+    def _views_of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        found = [tensor]
+        for use in tensor.consumers():
+            alone = use.type in _VIEWS and all(each is tensor or each.op.type == "Const" for each in use.inputs)
+            if alone and not self._is_backward(use):
+                found += [view for output in use.outputs for view in self._views_of(output)]
+        return found
+
+    def _made_again(self, view: Any) -> tf.Tensor:
+        if id(view) not in self._again:
+            made = view.op
+            inputs = [each if each.op.type == "Const" else self._made_again(each) for each in made.inputs]
+            copy = view.graph.create_op(
+                made.type,
+                inputs,
+                [each.dtype for each in made.outputs],
+                attrs=dict(made.node_def.attr),
+                op_def=made.op_def,
+            )
+            self._again.update((id(old), new) for old, new in zip(made.outputs, copy.outputs, strict=True))
+        return self._again[id(view)]
