@@ -43,7 +43,7 @@ def train(shard):
     import numpy as np
     import tensorflow as tf
 
-    from keras_paragrad import DistributedFit, recompute
+    from keras_paragrad import DistributedFit
 
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * DEVICES)
@@ -55,8 +55,6 @@ def train(shard):
     with dist.scope():
         model = transformer()
         model.compile(keras.optimizers.Adam(1e-4), keras.losses.BinaryCrossentropy(from_logits=True))
-    # Without it, the weights that a layer has gathered are kept for its backward pass.
-    recompute(model, every=1)
     start = time.perf_counter()
     try:
         losses = dist.fit(model, x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0).history["loss"]
