@@ -31,8 +31,9 @@ class Case(NamedTuple):
 
 def mlp() -> keras.Model:
     inputs = keras.Input((16,))
-    hidden = layers.Dense(24, "tanh", kernel_regularizer="l2")(inputs)
-    hidden = layers.Dropout(0.0)(layers.Dense(24, "tanh", kernel_constraint=keras.constraints.MaxNorm(1.0))(hidden))
+    constraint = keras.constraints.MaxNorm(1.0)
+    hidden = layers.Dense(24, "tanh", kernel_regularizer="l2", kernel_constraint=constraint)(inputs)
+    hidden = layers.Dropout(0.0)(hidden)
     return keras.Model(inputs, layers.Dense(4)(hidden))
 
 
