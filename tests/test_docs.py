@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from keras_paragrad.__main__ import main
+from keras_paragrad.per_example import registry
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -51,6 +52,8 @@ WITH_OUTPUT = [page for page in PAGES if blocks(page, "console")]
 def test_code_runs(page, tmp_path, monkeypatch):
     """The blocks of a page run in order, as the cells of a notebook."""
     monkeypatch.chdir(tmp_path)
+    # A page registers rules, of which other tests know nothing.
+    monkeypatch.setattr(registry, "_RULES", registry.registered())
     namespace = {"__name__": "documentation"}
     for code, above in blocks(page, "python"):
         # Tracebacks show the line of the page, and functions that are traced are read from there.

@@ -1,35 +1,20 @@
 """`shard="auto"`: whole variables while a step fits the devices, else the cheapest shards that fit."""
 
-import json
 import logging
-import os
 
+import auto_shards
 import keras
 import numpy as np
 import own_process
 import pytest
 import tensorflow as tf
+from auto_shards import X, in_shards, made
 
 from keras_paragrad import DistributedFit
 from keras_paragrad._keras.storage.sharded import storage_of
 
-X = np.random.default_rng(0).normal(size=(24, 64)).astype("float32")
 # A step takes 3.5 MiB whole, 2.4 with the optimizer in shards, and 2.3 with everything; a fifth of a device is left.
 CHOSEN = {5_000_000: "none", 3_300_000: "optimizer", 3_050_000: "parameters", 2_000_000: "parameters"}
-
-
-def made(optimizer=None):
-    keras.utils.set_random_seed(1)
-    layers = keras.layers
-    model = keras.Sequential(
-        [keras.Input((64,)), layers.Dense(512, "tanh"), layers.Dense(256, "tanh"), layers.Dense(1)]
-    )
-    model.compile(optimizer or keras.optimizers.Adam(0.01, epsilon=1e-2), "mse", metrics=["mae"])
-    return model
-
-
-def in_shards(variables):
-    return sum(storage_of(variable) is not None for variable in variables)
 
 
 def auto(**options):
@@ -110,20 +95,10 @@ def test_refusals(caplog):
     assert not caplog.records
 
 
-def on_a_worker(_):
-    # The chief's devices would hold everything.
-    chief = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
-    dist = DistributedFit("multi_worker", shard="auto", device_bytes=5_000_000 if chief else 3_300_000)
-    with dist.scope():
-        model = made()
-    dist.fit(model, X, X[:, :1], batch_size=16, shuffle=False, verbose=0)
-    return dist.plan.shard.value, in_shards(model.trainable_variables), [each.tolist() for each in model.get_weights()]
-
-
 def test_workers_choose_what_fits_all_of_them():
     alone = made()
     alone.fit(X, X[:, :1], batch_size=16, shuffle=False, verbose=0)
-    for shard, count, weights in own_process.on_workers(on_a_worker, None, seconds=90):
+    for shard, count, weights in own_process.on_workers(auto_shards.on_a_worker, None, seconds=90):
         assert (shard, count) == ("optimizer", 2)
         for ours, theirs in zip(weights, alone.get_weights(), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
