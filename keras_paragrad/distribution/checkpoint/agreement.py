@@ -8,6 +8,7 @@ import tensorflow as tf
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad.distribution.checkpoint.content import files_of_shards
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position, Stored
+from keras_paragrad.distribution.checkpoint.manifest import words_of
 from keras_paragrad.distribution.checkpoint.shards import locate
 from keras_paragrad.distribution.workers import from_chief, gather
 
@@ -49,7 +50,7 @@ def _newest(
     mine, found = files.newest(before) if is_chief else (None, [])
     damage += found
     state = _FOUND if mine else _ALL_DAMAGED if damage else _NONE
-    words = _words(mine.digest) if mine else [0] * 4
+    words = words_of(mine.digest) if mine else [0] * 4
     answers = gather(strategy, np.array([state, *(mine.position if mine else (0, 0)), *words, len(files.paths())]))
     state, epoch, batch, *digest = (int(number) for number in answers[0, :7])
     if state == _ALL_DAMAGED:
@@ -70,13 +71,9 @@ def _same(files: BackupFiles, position: tuple[int, int], digest: list[int]) -> S
             stored = files.read(path)
         except (DamagedBackupError, OSError):
             continue
-        if tuple(stored.position) == position and _words(stored.digest) == digest:
+        if tuple(stored.position) == position and words_of(stored.digest) == digest:
             return stored
     return None
-
-
-def _words(digest: str) -> list[int]:
-    return [int(word) for word in np.frombuffer(bytes.fromhex(digest), np.int64)]
 
 
 def _from_chief(

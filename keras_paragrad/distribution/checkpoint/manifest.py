@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 FORMAT = 2
 # Of a backup whose variables are in shards, in files of their own.
 FORMAT_OF_SHARDS = 3
@@ -39,6 +41,11 @@ def position_of(path: Path) -> Position | None:
     match = _NAME.fullmatch(path.name)
     position = match and Position(int(match[1]), int(match[2]))
     return position if position and path.name.startswith(name_of(position)) else None
+
+
+def words_of(digest: str) -> list[int]:
+    """A SHA-256 as four integers, which workers can exchange."""
+    return [int(word) for word in np.frombuffer(bytes.fromhex(digest), np.int64)]
 
 
 def manifest_of(position: Position, content: bytes, shards: str = "") -> bytes:

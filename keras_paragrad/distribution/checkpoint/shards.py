@@ -16,7 +16,7 @@ from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.storage.sharded import storage_of
 from keras_paragrad.distribution.checkpoint.content import CutVariable, Values
 from keras_paragrad.distribution.checkpoint.files import BackupFiles
-from keras_paragrad.distribution.checkpoint.manifest import Position
+from keras_paragrad.distribution.checkpoint.manifest import Position, words_of
 from keras_paragrad.distribution.checkpoint.shard_files import (
     ShardFile,
     is_intact,
@@ -83,7 +83,7 @@ def write_together(
         mine = write_shards(files.directory, names[place.worker], _local_shards(variables))
     except OSError as error:
         failure = error
-    digest = _words(mine.digest) if mine else [0] * 4
+    digest = words_of(mine.digest) if mine else [0] * 4
     answers = gather(strategy, np.array([mine.size if mine else -1, *digest], np.int64))
     failed = np.flatnonzero(answers[:, 0] < 0)
     if failure is not None:
@@ -179,10 +179,6 @@ def _local_shards(variables: Iterable[keras.Variable]) -> Iterator[np.ndarray]:
     for variable in variables:
         storage = storage_of(variable)
         yield from (shard.numpy() for shard in (storage.values if storage else ()))
-
-
-def _words(digest: str) -> list[int]:
-    return [int(word) for word in np.frombuffer(bytes.fromhex(digest), np.int64)]
 
 
 def _one_of(workers: np.ndarray, index: int) -> int | None:
