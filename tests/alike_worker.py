@@ -473,3 +473,50 @@ def not_a_number(dist, worker):
         made, x, y, batch_size=16, epochs=3, verbose=0, shuffle=False, callbacks=[keras.callbacks.TerminateOnNaN()]
     )
     return int(made.optimizer.iterations.numpy())
+
+
+@case
+def no_end_before_others_have_read(dist, worker):
+    """How many barriers follow the last collective of what workers do together."""
+    import keras
+    import numpy as np
+    from tensorflow.python.eager.context import Context
+
+    from keras_paragrad import DistributedFit
+    from keras_paragrad.distribution.workers import from_chief, gather
+
+    class Restarts(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            passed.clear()
+
+        on_test_end = on_predict_end = on_train_end
+
+    shards = DistributedFit(dist.strategy, shard="parameters", min_shard_bytes=1)
+    with shards.scope():
+        cut = keras.Variable(np.ones(6, "float32"))
+    made, (x, y), passed, wait = shared(dist), data(), [], Context.wait_at_barrier
+
+    def noted(context, *arguments):
+        wait(context, *arguments)
+        passed.append(arguments)
+
+    Context.wait_at_barrier = noted
+    once = {"batch_size": 16, "verbose": 0, "callbacks": [Restarts()]}
+    ways = {
+        "fit": lambda: dist.fit(made, x, y, **once),
+        "fit of the model": lambda: made.fit(x, y, **once),
+        "evaluate": lambda: made.evaluate(x, y, **once),
+        "predict": lambda: made.predict(x, **once),
+        "gather": lambda: gather(dist.strategy, [1.0]),
+        "from_chief": lambda: from_chief(dist.strategy, None if worker else b"content"),
+        "a variable in shards": cut.numpy,
+    }
+    found = {}
+    try:
+        for name, do in ways.items():
+            passed.clear()
+            do()
+            found[name] = len(passed)
+    finally:
+        Context.wait_at_barrier = wait
+    return found

@@ -5,7 +5,7 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -16,6 +16,7 @@ from keras_paragrad._keras.objects.capabilities import accumulating, accumulatio
 from keras_paragrad._keras.objects.model import all_layers, has_own_predict, has_own_train_step
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.replicas.prepared import distributing_by, spread_over_replicas, uninstall
+from keras_paragrad._keras.replicas.workers import barrier
 from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad._keras.storage.creation import may_be_in_shards
@@ -77,12 +78,13 @@ class Preparation:
         )
         if compared:
             self.model.__dict__["fit"] = compared
-            self.model.__dict__["predict"] = functools.partial(_predict_in_order, model)
+            for name, method in {"evaluate": type(model).evaluate, "predict": _predict_in_order}.items():
+                self.model.__dict__[name] = functools.partial(_with_barrier, method, model)
 
     def undo(self) -> None:
         """Restores the model's own methods and settings."""
         self.model.jit_compile = self._jit_compile
-        for method in ("fit", "predict"):
+        for method in ("fit", "evaluate", "predict"):
             self.model.__dict__.pop(method, None)
         uninstall(self.model)
 
@@ -114,6 +116,12 @@ class Preparation:
     def _batch_normalizations(self) -> list[keras.layers.BatchNormalization]:
         layers = all_layers(self.model)
         return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
+
+
+def _with_barrier(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = method(*args, **kwargs)
+    barrier()
+    return result
 
 
 def _predict_in_order(

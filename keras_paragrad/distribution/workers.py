@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad._keras.replicas.workers import barrier
 
 Result = TypeVar("Result")
 
@@ -34,7 +35,9 @@ def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarra
     def shown(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
         return tf.constant(mine if context.replica_id_in_sync_group == place.first else np.zeros_like(mine))
 
-    return strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(shown), axis=None).numpy()
+    found = strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(shown), axis=None).numpy()
+    barrier()
+    return found
 
 
 def from_chief(strategy: tf.distribute.Strategy, content: bytes | None) -> bytes:
@@ -78,6 +81,7 @@ def sum_bytes(strategy: tf.distribute.Strategy, mine: np.ndarray) -> np.ndarray:
 
         total = strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(shown), axis=None).numpy()
         parts.append(total.view(np.uint8)[: len(part)])
+    barrier()
     return np.concatenate(parts) if parts else mine
 
 

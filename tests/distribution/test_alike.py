@@ -408,6 +408,13 @@ def test_workers_stop_together(found, name, expected):
     assert [worker[name] for worker in found] == [expected] * 2
 
 
+def test_no_worker_ends_before_others_have_read(found):
+    """A collective reads from a worker that has its own part already; an ended one would fail the others."""
+    for each in found:
+        passed = each["no end before others have read"]
+        assert {name: bool(count) for name, count in passed.items()} == dict.fromkeys(passed, True)
+
+
 def test_what_is_tried_on_made_up_rows_starts_no_collective(found):
     """A trial of one worker that waited for the other would be waited for in turn, or shift their collectives."""
     first, second = (worker["parts of its own"] for worker in found)

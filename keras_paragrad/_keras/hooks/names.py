@@ -280,6 +280,12 @@ HOOKS = (
     Hook("tensorflow.python.distribute.values_util", "get_current_replica_id_as_int", ("storage.sharded",)),
     Hook("tensorflow.python.distribute.values", "PerReplicaSpec._value_specs", ("telemetry.counts",)),
     Hook("tensorflow.python.eager.context", "Context.coordination_service", ("replicas.workers",)),
+    Hook(
+        "tensorflow.python.eager.context",
+        "Context.wait_at_barrier",
+        ("replicas.workers",),
+        ("barrier_id", "timeout_in_ms"),
+    ),
     Hook("tensorflow.python.eager.context", "context", ("replicas.workers",)),
     Hook("tensorflow.python.eager.polymorphic_function.attributes", "NO_INLINE", ("step.execution",)),
     Hook(

@@ -1,5 +1,6 @@
 """Several workers, each with the devices that it names."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,10 +8,24 @@ import tensorflow as tf
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.eager.context import context
 
+# Workers leave a collective together, but for the time that the last part takes to arrive.
+_PATIENCE_MS = 10_000
+
 
 def has_joined_a_cluster() -> bool:
     """Whether a strategy for several workers has been made in this process, by whomever."""
     return context().coordination_service is not None
+
+
+def barrier() -> None:
+    """Returns once every worker has called this, or is lost.
+
+    A worker that has received its part of a collective may still be read from. If its process ended then, the others
+    would fail, so whatever may be a program's last collective is followed by this. It takes less than 1 ms.
+    """
+    # An error means that others have ended, or will never come: the next collective says so, if there is one.
+    with contextlib.suppress(tf.errors.OpError):
+        context().wait_at_barrier("keras_paragrad", _PATIENCE_MS)
 
 
 class NamedDevicesStrategy(tf.distribute.MultiWorkerMirroredStrategy):

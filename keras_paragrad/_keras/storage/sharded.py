@@ -15,6 +15,7 @@ from tensorflow.python.distribute.values_util import get_current_replica_id_as_i
 
 from keras_paragrad._keras.replicas.collectives import replica_index
 from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad._keras.replicas.workers import barrier
 from keras_paragrad._keras.storage.exchange import all_gather
 from keras_paragrad._keras.storage.partition import Partition
 from keras_paragrad._keras.storage.regathering import note
@@ -168,7 +169,10 @@ class ShardedVariable(DistributedVariable):
         if place_of(self._distribute_strategy).workers > 1:
             with self._distribute_strategy.scope():
                 gathered = self._distribute_strategy.run(lambda: all_gather(self.shard.read_value()))
-            return self.partition.whole(self._distribute_strategy.experimental_local_results(gathered)[0])
+            whole = self.partition.whole(self._distribute_strategy.experimental_local_results(gathered)[0])
+            if tf.executing_eagerly():
+                barrier()
+            return whole
         with tf.device("CPU:0"):
             return self.partition.joined([shard.read_value() for shard in self._values])
 

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from keras_paragrad._keras.objects.data import readable_again
+from keras_paragrad._keras.replicas.workers import barrier
 from keras_paragrad.distribution.alike.comparison import check_alike
 from keras_paragrad.distribution.alike.epochs import AgreeEachEpoch
 from keras_paragrad.distribution.alike.fingerprint import arguments_of, fingerprint
@@ -49,7 +50,9 @@ class ComparedFit:
         arguments = arguments_of(fit, args, kwargs)
         callbacks = given_callbacks(arguments.get("callbacks"))
         if any(isinstance(callback, AgreeEachEpoch) for callback in callbacks):
-            return fit(*args, **kwargs)
+            history = fit(*args, **kwargs)
+            barrier()
+            return history
         strategy = self._model.distribute_strategy
         given = {**arguments, "callbacks": callbacks}
         check_alike(strategy, all_or_none(strategy, lambda: fingerprint(self._model, None, given)))
@@ -59,9 +62,11 @@ class ComparedFit:
         bound = inspect.signature(fit).bind(*args, **kwargs)
         _put(bound, "callbacks", with_agreement(callbacks, self._agreement))
         try:
-            return fit(*bound.args, **bound.kwargs)
+            history = fit(*bound.args, **bound.kwargs)
         finally:
             self._agreement = None
+        barrier()
+        return history
 
     def sharded(self, adapter: Any, steps: int | None) -> DistributedData | None:
         """Data sharded so that each batch is that of one device; `None` if it is sharded already.
