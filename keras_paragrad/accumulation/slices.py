@@ -7,13 +7,13 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.losses.normalization import LossNormalization, warn_of_batch_statistics
-from keras_paragrad._keras.losses.sums import zero_sums
 from keras_paragrad._keras.replicas.shard import rows_of
 from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad._keras.step.gradient import Gradient
 from keras_paragrad._keras.step.symbolic import build_losses
 from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad.accumulation.arguments import SLICE_WEIGHTINGS
+from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
 from keras_paragrad.arguments import check_choice, check_instance, check_integer
 
 
@@ -69,14 +69,6 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         self.undo()
 
 
-class _Sum(NamedTuple):
-    """Running sums over the slices of a batch."""
-
-    gradients: list[tf.Tensor]
-    divisor: tf.Tensor
-    losses: tf.Tensor
-
-
 class Slices(NamedTuple):
     """Fills the *split* stage.
 
@@ -93,6 +85,11 @@ class Slices(NamedTuple):
         """For batches of a single slice, the check that only logs what several slices would refuse."""
         return Foreseen(self.normalize, f"is trained on whole batches. One of more than size={self.size} examples")
 
+    @property
+    def undivided(self) -> str:
+        """Which batch can't be cut, for the error of a model that allows no slices."""
+        return f"A batch has more than size={self.size} examples, and can't be split into slices."
+
     def cuts(self, data: Any) -> bool | None:
         """Whether a batch has more examples than a slice; `None` if its static shape is unknown."""
         known = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]
@@ -103,95 +100,26 @@ class Slices(NamedTuple):
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         known = tensors[0].shape[0]
         if not model.built:
-            model(_rows(data, tf.range(1))[0])
-        build_losses(model, _rows(data, tf.range(1)))
-        adder = _Adder(model, gradient_of_slice)
+            model(rows_at(data, tf.range(1))[0])
+        build_losses(model, rows_at(data, tf.range(1)))
+        sums = SliceSums(model, gradient_of_slice)
 
         def add_slice(index, total):
-            return index + 1, adder.add(total, _rows(data, index * self.size + tf.range(self.size)))
+            return index + 1, sums.add(total, rows_at(data, index * self.size + tf.range(self.size)))
 
         def add_rest(total):
             # Computed inside the branch: XLA can't treat a captured value as a compile-time constant.
             rows = rows_of(tensors)
-            return adder.add(total, _rows(data, tf.range(rows // self.size * self.size, rows)))
+            return sums.add(total, rows_at(data, tf.range(rows // self.size * self.size, rows)))
 
         rows = rows_of(tensors) if known is None else known
         whole = rows // self.size
         rest = rows - whole * self.size
         _, total = tf.while_loop(
-            lambda index, _: index < whole, add_slice, (tf.constant(0), adder.zero()), parallel_iterations=1
+            lambda index, _: index < whole, add_slice, (tf.constant(0), sums.zero()), parallel_iterations=1
         )
         if known is None:
             total = tf.cond(rest > 0, lambda: add_rest(total), lambda: total)
         elif rest:
             total = add_rest(total)
-        return adder.gradient(total, rows)
-
-
-class _Adder:
-    """Sums the gradients of slices, and records while tracing which variables get one."""
-
-    def __init__(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient]):
-        self.model: Any = model
-        self.variables = model.trainable_weights
-        self.gradient_of_slice = gradient_of_slice
-        self.present: set[int] = set()
-        self.last: Any = None
-
-    def zero(self) -> _Sum:
-        gradients = [tf.zeros(v.shape, "float64" if v.dtype == "float64" else "float32") for v in self.variables]
-        return _Sum(gradients, tf.constant(0.0), zero_sums(self.model))
-
-    def add(self, total: _Sum, data: Any) -> _Sum:
-        part = self.last = self.gradient_of_slice(data)
-        assert part.weight is not None, "the split stage weights every slice"
-        assert part.sums is not None, "losses of slices are not left to Keras"
-        value = part.weight.value
-        gradients = list(total.gradients)
-        for index, gradient in enumerate(part.gradients):
-            if gradient is not None:
-                self.present.add(index)
-                gradients[index] = self._added(index, gradients[index], gradient, value)
-        return _Sum(gradients, total.divisor + value, total.losses + part.sums.vector)
-
-    def _added(self, index: int, total: tf.Tensor, gradient: Any, value: tf.Tensor) -> tf.Tensor:
-        if getattr(self.variables[index], "overwrite_with_gradient", False):
-            return tf.maximum(total, tf.cast(gradient, total.dtype))
-        value = tf.cast(value, total.dtype)
-        if isinstance(gradient, tf.IndexedSlices):
-            rows = value * tf.cast(gradient.values, total.dtype)
-            return tf.tensor_scatter_nd_add(total, gradient.indices[:, tf.newaxis], rows)
-        return total + value * tf.cast(gradient, total.dtype)
-
-    def gradient(self, total: _Sum, rows: Any) -> Gradient:
-        divisor = tf.constant(1.0) if self.last.weight.summed else total.divisor
-        factor = tf.math.reciprocal_no_nan(divisor)
-
-        def mean(index: int, variable: keras.Variable):
-            if index not in self.present:
-                return None
-            gradient = total.gradients[index]
-            if not getattr(variable, "overwrite_with_gradient", False):
-                gradient *= tf.cast(factor, gradient.dtype)
-            return tf.cast(gradient, variable.dtype)
-
-        gradients = [mean(index, variable) for index, variable in enumerate(self.variables)]
-        return self.last.of_all(gradients, tf.convert_to_tensor(rows), divisor, total.losses)
-
-
-def _rows(data: Any, indices: tf.Tensor) -> Any:
-    """Consecutive rows of every tensor in a batch."""
-
-    def gather(tensor):
-        if isinstance(tensor, tf.SparseTensor):
-            others = tensor.dense_shape[1:]
-            first, count = tf.cast(indices[:1], "int64"), tf.size(indices, "int64")[tf.newaxis]
-            start = tf.concat([first, tf.zeros_like(others)], 0)
-            part = tf.sparse.slice(tensor, start, tf.concat([count, others], 0))
-            # Layers that are not built yet need the static shape of a row.
-            part.set_shape([None, *tensor.shape[1:]])
-            return part
-        # Not tf.slice: XLA checks its bounds against a smaller batch even if the branch never runs.
-        return None if tensor is None else tf.gather(tensor, indices)
-
-    return keras.tree.map_structure(gather, data)
+        return sums.gradient(total, rows)

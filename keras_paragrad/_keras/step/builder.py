@@ -177,7 +177,8 @@ class StepBuilder:
     def _step(self, data: Any, update: bool, telemetry: Telemetry | None, limit: Limit) -> dict:
         step = TrainStep(self.model, self.stages, self._window_of(data), update, limit)
         shard = Shard.of(data)
-        with observed(self.model, self.stages.observe, shard.rows), watched(self.model, telemetry):
+        place = self.stages.place() if self.stages.place else contextlib.nullcontext()
+        with place, observed(self.model, self.stages.observe, shard.rows), watched(self.model, telemetry):
             logs = step.in_its_own_way(data) if has_own_train_step(self.model) else step(data, shard)
             if self.stages.apply:
                 self.stages.apply.end(update)

@@ -16,11 +16,10 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras_paragrad._keras.objects.layers import (
     CallState,
     full_precision,
-    mask_of,
     may_be_differentiated,
-    with_mask,
 )
 from keras_paragrad._keras.step.gradient_functions import keep_with_graphs
+from keras_paragrad._keras.step.leaves import dense_parts, has_gradient, rebuilt
 from keras_paragrad._keras.step.stateful_ops import check_operations
 from keras_paragrad._keras.storage.sharded import to_gather
 
@@ -122,8 +121,8 @@ class _Run:
         self.known = _Known.of(variables)
         self.called = CallState()
         self.leaves = keras.tree.flatten(self.structure)
-        self.tensors = [each for leaf in self.leaves for each in _parts(leaf)]
-        self.places = [place for place, tensor in enumerate(self.tensors) if _has_gradient(tensor)]
+        self.tensors = [each for leaf in self.leaves for each in dense_parts(leaf)]
+        self.places = [place for place, tensor in enumerate(self.tensors) if has_gradient(tensor)]
         self.missing: list[keras.Variable] = []
         self.losses: list[tf.Tensor] = []
         self.updates: list[tuple[keras.Variable, tf.Tensor]] = []
@@ -151,11 +150,11 @@ class _Run:
 
         found: Any = recomputed(*self.differentiable)
         flat = keras.tree.flatten(outputs[0])
-        parts = [_parts(leaf) for leaf in flat]
+        parts = [dense_parts(leaf) for leaf in flat]
         again = iter(found)
-        passed = [[next(again) if _has_gradient(part) else part for part in each] for each in parts]
+        passed = [[next(again) if has_gradient(part) else part for part in each] for each in parts]
         self.losses = list(again)
-        return keras.tree.pack_sequence_as(outputs[0], _rebuilt(flat, passed))
+        return keras.tree.pack_sequence_as(outputs[0], rebuilt(flat, passed))
 
     def _gradient(self, tensors: Sequence[tf.Tensor]) -> Callable[..., Any]:
         def gradient(*cotangents: Any, variables: Any = None) -> list[Any]:
@@ -188,8 +187,8 @@ class _Run:
         self, tensors: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], state: Sequence[tf.Tensor]
     ) -> tuple[Any, _Reads]:
         remaining = iter(tensors)
-        parts = [[next(remaining) for _ in _parts(leaf)] for leaf in self.leaves]
-        arguments, keywords = keras.tree.pack_sequence_as(self.structure, _rebuilt(self.leaves, parts))
+        parts = [[next(remaining) for _ in dense_parts(leaf)] for leaf in self.leaves]
+        arguments, keywords = keras.tree.pack_sequence_as(self.structure, rebuilt(self.leaves, parts))
         built = len(self.function.variables)
         values = [*zip(self.known.weights, weights, strict=True), *zip(self.known.state, state, strict=True)]
         with _Reads(self.function.name, values) as reads:
@@ -276,30 +275,9 @@ def _after(cotangents: Sequence[Any]) -> Iterator[Callable[[Sequence[tf.Tensor]]
         yield later
 
 
-def _has_gradient(tensor: tf.Tensor) -> bool:
-    return tensor.dtype.is_floating or tensor.dtype.is_complex
-
-
 def _differentiable(result: Any, losses: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    parts = [part for leaf in keras.tree.flatten(result) for part in _parts(leaf)]
-    return [part for part in parts if _has_gradient(part)] + list(losses)
-
-
-def _parts(leaf: Any) -> list[tf.Tensor]:
-    """The dense tensors that one is made of; none where it is no tensor."""
-    return tf.nest.flatten(leaf, expand_composites=True) if tf.is_tensor(leaf) else []
-
-
-def _rebuilt(leaves: Sequence[Any], parts: Sequence[Sequence[tf.Tensor]]) -> list[Any]:
-    """Leaves made of other tensors, each with the mask that hung on it."""
-
-    def rebuilt(leaf, tensors):
-        if not tensors:
-            return leaf
-        made = tf.nest.pack_sequence_as(leaf, list(tensors), expand_composites=True)
-        return made if made is leaf else with_mask(made, mask_of(leaf))
-
-    return [rebuilt(*pair) for pair in zip(leaves, parts, strict=True)]
+    parts = [part for leaf in keras.tree.flatten(result) for part in dense_parts(leaf)]
+    return [part for part in parts if has_gradient(part)] + list(losses)
 
 
 def is_recomputed(layer: keras.layers.Layer) -> bool:

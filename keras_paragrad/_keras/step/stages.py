@@ -32,19 +32,28 @@ class Take(NamedTuple):
 class Split(Protocol):
     """Fills the *split* stage: a batch cut into slices, and its gradient put together again from theirs."""
 
-    size: int
     normalize: LossNormalization
+
+    @property
+    def size(self) -> int:
+        """The most examples in a batch that is never cut."""
+        ...
 
     @property
     def foreseen(self) -> Foreseen:
         """Says of batches that are one slice what several would refuse."""
         ...
 
+    @property
+    def undivided(self) -> str:
+        """Which batch can't be cut, for the error of a model that allows no slices."""
+        ...
+
     def cuts(self, data: Any) -> bool | None:
         """Whether a batch has more examples than a slice; `None` where its shapes don't say."""
         ...
 
-    def __call__(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient], data: Any) -> Gradient:
+    def __call__(self, model: keras.Model, gradient_of_slice: Callable[..., Gradient], data: Any) -> Gradient:
         """The gradient of a batch, from those of its slices."""
         ...
 
@@ -89,6 +98,8 @@ class Stages(NamedTuple):
         apply: Decides when gradients reach the weights, or `None`.
         observe: Is shown gradients before they are transformed, or `None`. It changes nothing.
         telemetry: Is shown some updates of the weights, or `None`. It changes nothing.
+        place: Makes the context that puts a step's operations on devices, or `None` to leave that to TensorFlow. It
+            changes nothing else.
     """
 
     take: Take | None = None
@@ -98,6 +109,7 @@ class Stages(NamedTuple):
     apply: Apply | None = None
     observe: Observe | None = None
     telemetry: Telemetry | None = None
+    place: Callable[[], contextlib.AbstractContextManager[None]] | None = None
 
     @property
     def filled(self) -> list[str]:

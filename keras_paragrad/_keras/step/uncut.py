@@ -96,7 +96,7 @@ class Limit:
             IndivisibleError: A batch of these shapes has to be cut.
         """
         cuts = self.split.cuts(data)
-        message = f"A batch has more than size={self.split.size} examples, and can't be split into slices. {refusal}"
+        message = f"{self.split.undivided} {refusal}"
         if cuts:
             raise IndivisibleError(message) from None
         if cuts is None:

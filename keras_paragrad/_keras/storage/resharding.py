@@ -20,11 +20,26 @@ def hold_whole(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
         with creating_whole(strategy):
             variable._initialize(storage.numpy())
         keys[before] = optimizer._var_key(variable)
-    # An optimizer that is built knows variables by what they were held in.
+    rename_storage(optimizer, keys)
+
+
+def rename_storage(optimizer: Any, keys: dict[str, str]) -> None:
+    """Tells an optimizer, which knows variables by what they were held in, what they are held in now.
+
+    Args:
+        optimizer: The optimizer, or `None`.
+        keys: From the keys that it had for them to those that it would give them now.
+    """
     for part in with_inner(optimizer):
         for found in vars(part).values():
-            for key in keys.keys() & found.keys() if isinstance(found, dict) else ():
-                found[keys[key]] = found.pop(key)
+            if isinstance(found, dict):
+                for key in keys.keys() & found.keys():
+                    found[keys[key]] = found.pop(key)
+            elif isinstance(found, set):
+                # Those excluded from weight decay.
+                known = keys.keys() & found
+                found.difference_update(known)
+                found.update(keys[key] for key in known)
 
 
 def hold_copies(strategy: tf.distribute.Strategy, model: keras.Model) -> None:

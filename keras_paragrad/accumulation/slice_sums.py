@@ -1,0 +1,133 @@
+"""The gradient of a batch, put together from those of its slices."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.losses.sums import zero_sums
+from keras_paragrad._keras.step.gradient import Gradient
+
+
+class RunningSums(NamedTuple):
+    """Running sums over the slices of a batch.
+
+    Attributes:
+        gradients: For each trainable weight the weighted sum, or `None` if there is none yet.
+        divisor: The sum of the weights.
+        losses: What the losses that are shown are made of.
+    """
+
+    gradients: list[Any]
+    divisor: tf.Tensor
+    losses: tf.Tensor
+
+
+class SliceSums:
+    """Sums the gradients of slices, and records while tracing which variables get one.
+
+    Args:
+        model: The model.
+        gradient_of_slice: The gradient of a slice, with its weight.
+    """
+
+    def __init__(self, model: keras.Model, gradient_of_slice: Callable[..., Gradient]):
+        self.model: Any = model
+        self.variables = model.trainable_weights
+        self.gradient_of_slice = gradient_of_slice
+        self.present: set[int] = set()
+        self.last: Any = None
+
+    def empty(self) -> RunningSums:
+        """The sums over no slice, for slices that are added one after another while tracing."""
+        return self._begun([None] * len(self.variables))
+
+    def zero(self) -> RunningSums:
+        """The same as tensors, as a loop needs them."""
+        return self._begun([_zeros(variable) for variable in self.variables])
+
+    def _begun(self, gradients: list[Any]) -> RunningSums:
+        return RunningSums(gradients, tf.constant(0.0), zero_sums(self.model))
+
+    def add(self, total: RunningSums, data: Any, **how: Any) -> RunningSums:
+        """The sums with one more slice.
+
+        Args:
+            total: Those without it.
+            data: The slice.
+            **how: What else `gradient_of_slice` is given.
+        """
+        part = self.last = self.gradient_of_slice(data, **how)
+        assert part.weight is not None, "the split stage weights every slice"
+        assert part.sums is not None, "losses of slices are not left to Keras"
+        value = part.weight.value
+        gradients = list(total.gradients)
+        for index, gradient in enumerate(part.gradients):
+            if gradient is not None:
+                self.present.add(index)
+                gradients[index] = self._added(index, gradients[index], gradient, value)
+        return RunningSums(gradients, total.divisor + value, total.losses + part.sums.vector)
+
+    def _added(self, index: int, total: Any, gradient: Any, value: tf.Tensor) -> tf.Tensor:
+        variable = self.variables[index]
+        dtype = _dtype(variable)
+        if getattr(variable, "overwrite_with_gradient", False):
+            found = tf.cast(gradient, dtype)
+            return found if total is None else tf.maximum(total, found)
+        value = tf.cast(value, dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            rows = value * tf.cast(gradient.values, dtype)
+            if total is None:
+                with tf.device(rows.device):
+                    total = _zeros(variable)
+            return tf.tensor_scatter_nd_add(total, gradient.indices[:, tf.newaxis], rows)
+        found = value * tf.cast(gradient, dtype)
+        return found if total is None else total + found
+
+    def gradient(self, total: RunningSums, rows: Any) -> Gradient:
+        """The gradient of the batch.
+
+        Args:
+            total: The sums over all its slices.
+            rows: How many examples it has.
+        """
+        divisor = tf.constant(1.0) if self.last.weight.summed else total.divisor
+        factor = tf.math.reciprocal_no_nan(divisor)
+
+        def mean(index: int, variable: keras.Variable):
+            if index not in self.present:
+                return None
+            gradient = total.gradients[index]
+            if not getattr(variable, "overwrite_with_gradient", False):
+                gradient *= tf.cast(factor, gradient.dtype)
+            return tf.cast(gradient, variable.dtype)
+
+        gradients = [mean(index, variable) for index, variable in enumerate(self.variables)]
+        return self.last.of_all(gradients, tf.convert_to_tensor(rows), divisor, total.losses)
+
+
+def rows_at(data: Any, indices: tf.Tensor) -> Any:
+    """Consecutive rows of every tensor in a batch."""
+
+    def gather(tensor):
+        if isinstance(tensor, tf.SparseTensor):
+            others = tensor.dense_shape[1:]
+            first, count = tf.cast(indices[:1], "int64"), tf.size(indices, "int64")[tf.newaxis]
+            start = tf.concat([first, tf.zeros_like(others)], 0)
+            part = tf.sparse.slice(tensor, start, tf.concat([count, others], 0))
+            # Layers that are not built yet need the static shape of a row.
+            part.set_shape([None, *tensor.shape[1:]])
+            return part
+        # Not tf.slice: XLA checks its bounds against a smaller batch even if the branch never runs.
+        return None if tensor is None else tf.gather(tensor, indices)
+
+    return keras.tree.map_structure(gather, data)
+
+
+def _dtype(variable: keras.Variable) -> str:
+    return "float64" if variable.dtype == "float64" else "float32"
+
+
+def _zeros(variable: keras.Variable) -> tf.Tensor:
+    return tf.zeros(variable.shape, _dtype(variable))
