@@ -14,7 +14,7 @@ import tensorflow as tf
 from test_arguments import Hostile, HostileText
 
 import keras_paragrad
-from keras_paragrad.distribution import with_one_writer
+from keras_paragrad.distribution import Pipeline, with_one_writer
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.data import adapt_normalization, distributed_dataset, normalize_inputs
 from keras_paragrad.distribution.described import describe
@@ -391,6 +391,11 @@ PUBLIC = {
         {"model": NOTHING, "data": ELSEWHERE, "strategy": NONE, "shard_policy": AUTO},
         {"model": lambda: keras.Sequential([keras.Input((2,)), keras.layers.Normalization()]), "data": ROWS},
         costs=True,
+    ),
+    "Pipeline": Called(
+        Pipeline,
+        {"stages": COUNT - taken("1"), "cuts": NONE, "microbatches": COUNT, "schedule": NOTHING},
+        {"stages": 2},
     ),
     "recompute": Called(
         lambda model, layers="auto", every=None: keras_paragrad.recompute(model, layers, every=every).undo(),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from keras_paragrad.distribution.fit import DistributedFit
     from keras_paragrad.distribution.hardware import detect
     from keras_paragrad.distribution.options import Options
+    from keras_paragrad.distribution.pipeline.pipeline import Pipeline
     from keras_paragrad.distribution.plan import make_plan
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Explanation",
     "FollowEpochs",
     "Options",
+    "Pipeline",
     "WorkerLostError",
     "adapt_normalization",
     "describe",
@@ -49,6 +51,7 @@ __getattr__, __dir__ = lazily(
         "Explanation": "explain",
         "FollowEpochs": "data",
         "Options": "options",
+        "Pipeline": "pipeline.pipeline",
         "WorkerLostError": "checkpoint.failures",
         "adapt_normalization": "data",
         "describe": "described",

@@ -11,6 +11,7 @@ from keras_paragrad.distribution.clusters.kind import ClusterKind, cluster_kinds
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.decisions.strategy import found_in_words
 from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.pipeline.table import StageTable
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.plain_text import plain_text
 from keras_paragrad.sharding.estimated import Estimate
@@ -29,7 +30,7 @@ class Explanation:
     Args:
         plan: The plan.
         hardware: The hardware it was made for.
-        estimate: The memory of a step, if a decision was made by it.
+        estimate: The memory of a step, if a decision was made by it; or the stages of a pipeline.
 
     Example:
 
@@ -42,7 +43,7 @@ class Explanation:
     Found: 1 CPU in this process; no cluster
     """
 
-    def __init__(self, plan: Plan, hardware: Hardware, estimate: Estimate | None = None):
+    def __init__(self, plan: Plan, hardware: Hardware, estimate: Estimate | StageTable | None = None):
         self.plan = plan
         self.hardware = hardware
         self.estimate = estimate
@@ -103,6 +104,8 @@ def _plan(plan: Plan) -> str:
     if devices and replicas and replicas > len(devices):
         where += f" of each of {replicas // len(devices)} workers"
     counted = "replicas" if replicas is None else f"{replicas} replica{'s' if replicas > 1 else ''}"
+    if plan.strategy.value == "pipeline":
+        counted = f"{len(devices)} stages"
     by = "" if plan.communication.value in ("none", "given") else f", all-reduce by {plan.communication.value}"
     strategy = plan.strategy.value if plan.strategy.value != "none" else "no strategy"
     return f"Plan: {strategy}, {counted}{where}{by}"

@@ -24,6 +24,9 @@ from keras_paragrad.distribution.explain import Explanation
 from keras_paragrad.distribution.fit_arguments import check_fit, check_own_fit
 from keras_paragrad.distribution.hardware import Hardware, detect
 from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.pipeline.pipeline import Pipeline
+from keras_paragrad.distribution.pipeline.preparation import PipelinePreparation, prepare_pipeline
+from keras_paragrad.distribution.pipeline.table import StageTable
 from keras_paragrad.distribution.plan import Plan, make_plan
 from keras_paragrad.distribution.replicas import Preparation, building_together, check_scope
 from keras_paragrad.distribution.servers import ServerPreparation, prepare_for_servers
@@ -44,7 +47,7 @@ class DistributedFit:
 
     Args:
         strategy: `"auto"`; or `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`,
-            or a `tf.distribute.Strategy`.
+            a `tf.distribute.Strategy`, or a `keras_paragrad.distribution.Pipeline`.
         devices: Names of this process's devices, such as `["GPU:0", "GPU:1"]`; by default, all available ones.
         communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
             `"one_device"`.
@@ -91,7 +94,7 @@ class DistributedFit:
 
     def __init__(
         self,
-        strategy: str | tf.distribute.Strategy = "auto",
+        strategy: str | tf.distribute.Strategy | Pipeline = "auto",
         devices: Sequence[str] | None = None,
         communication: str = "auto",
         jit: Any = "auto",
@@ -119,6 +122,7 @@ class DistributedFit:
         self.plan: Plan = make_plan(self.hardware, self.options)
         self.strategy: tf.distribute.Strategy = make_strategy(self.plan, self.hardware, self.options)
         self._estimate: Estimate | None = None
+        self._stages: StageTable | None = None
         self._create_as_planned()
         # With parameter servers the chief reads all data and does not shard it.
         self._reader = tf.distribute.get_strategy() if self.plan.on_servers else self.strategy
@@ -143,14 +147,21 @@ class DistributedFit:
         if self.options.precision not in (None, "auto"):
             keras.config.set_dtype_policy(self.options.precision)
         try:
-            with building_together(self.strategy):
+            with building_together(self.strategy), self._where_created():
                 yield
         finally:
             keras.config.set_dtype_policy(policy)
 
+    def _where_created(self) -> contextlib.AbstractContextManager[Any]:
+        # A model may be larger than any of a pipeline's devices.
+        return contextlib.nullcontext() if self.options.pipeline is None else tf.device("CPU:0")
+
     def explain(self) -> Explanation:
-        """The plan as a table, for `print` and rich: each decision, its reason, and how to override it."""
-        return Explanation(self.plan, self.hardware, self._estimate)
+        """The plan as a table, for `print` and rich: each decision, its reason, and how to override it.
+
+        Of a pipeline also the stages, once `fit` or `prepare` was given the model.
+        """
+        return Explanation(self.plan, self.hardware, self._estimate or self._stages)
 
     def estimate(self, model: keras.Model, batch_size: int = 32, *, length: int | None = None) -> Estimate:
         """The memory that `fit` takes on each device, from the traced step; for `print`.
@@ -171,6 +182,12 @@ class DistributedFit:
                 "With parameter servers the weights are on the servers, and each worker takes batches of its own. "
                 "Estimate a worker's step without a strategy: DistributedFit('none').estimate(model, batch_size)."
             )
+        if self.options.pipeline is not None:
+            raise ValueError(
+                "The estimate knows no pipelines. Estimate the model on one device, with "
+                "DistributedFit('none').estimate(model, batch_size), and print(dist.explain()) after "
+                "dist.prepare(model): it shows the weights and optimizer state of each stage."
+            )
         per_replica = self.plan.batch.value == "per_replica"
         replicas = self.strategy.num_replicas_in_sync
         least = self.options.min_shard_bytes
@@ -178,7 +195,9 @@ class DistributedFit:
             model, batch_size, replicas, per_replica=per_replica, length=length, min_shard_bytes=least
         )
 
-    def prepare(self, model: keras.Model, *, batch_size: int = 32) -> Preparation | ServerPreparation:
+    def prepare(
+        self, model: keras.Model, *, batch_size: int = 32
+    ) -> Preparation | ServerPreparation | PipelinePreparation:
         """Makes the model's own `fit`, `evaluate` and `predict` exact on the replicas.
 
         Args:
@@ -205,9 +224,14 @@ class DistributedFit:
             )
             self.plan = self.plan.with_decision(decision)
 
-    def _prepared(self, model: keras.Model) -> Preparation | ServerPreparation:
+    def _prepared(self, model: keras.Model) -> Preparation | ServerPreparation | PipelinePreparation:
         if self.plan.on_servers:
             return prepare_for_servers(model)
+        if self.options.pipeline is not None:
+            devices, weighting = self.plan.devices.value, self.options.weighting
+            prepared = prepare_pipeline(model, self.options.pipeline, devices, weighting)
+            self._stages = prepared.table
+            return prepared
         jit = self.options.jit
         if jit == "auto":
             # Keras disables XLA under every strategy, unless it is requested explicitly.

@@ -21,6 +21,8 @@ from keras_paragrad.distribution.choices import (
     WEIGHTINGS,
 )
 from keras_paragrad.distribution.names import canonical_devices, kind_of_strategy
+from keras_paragrad.distribution.pipeline.checks import check_one_device_a_stage, check_pipeline
+from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 
 CHOICES = {
     "communication": COMMUNICATIONS,
@@ -40,7 +42,7 @@ class Options:
 
     Args:
         strategy: `"auto"`, `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`, or
-            a `tf.distribute.Strategy` to use as is.
+            a `tf.distribute.Strategy` to use as is, or a `Pipeline`.
         devices: Names of this process's devices, such as `["CPU:0", "CPU:1"]`, all of one kind.
         communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
             `"one_device"`.
@@ -75,7 +77,7 @@ class Options:
     ('CPU:0', 'CPU:1')
     """
 
-    strategy: str | tf.distribute.Strategy = "auto"
+    strategy: str | tf.distribute.Strategy | Pipeline = "auto"
     devices: Sequence[str] | None = None
     communication: str = "auto"
     jit: bool | Literal["auto"] = "auto"
@@ -104,6 +106,8 @@ class Options:
         seconds = functools.partial(check_number, least=1, most=LONGEST_WAIT)
         checked["startup_timeout"] = seconds("startup_timeout", self.startup_timeout)
         checked["collective_timeout"] = seconds("collective_timeout", self.collective_timeout, optional=True)
+        if isinstance(checked["strategy"], Pipeline):
+            check_one_device_a_stage(self.devices)
         checked["devices"] = None if self.devices is None else canonical_devices(self.devices)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -112,7 +116,12 @@ class Options:
     @property
     def given(self) -> tf.distribute.Strategy | None:
         """The strategy object that was passed, if any."""
-        return None if isinstance(self.strategy, str) else self.strategy
+        return self.strategy if isinstance(self.strategy, tf.distribute.Strategy) else None
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline that was passed, if any."""
+        return self.strategy if isinstance(self.strategy, Pipeline) else None
 
     def _check_together(self) -> None:
         if self.lr_scaling and self.batch == "global":
@@ -137,6 +146,8 @@ class Options:
                 f"strategy is a {type(self.given).__name__}, which was created with its own {', '.join(changed)}. "
                 'Leave them out, or name the strategy instead, as in strategy="mirrored".'
             )
+        if self.pipeline is not None:
+            check_pipeline(self, self.pipeline)
         self._check_devices()
 
     def _check_devices(self) -> None:
@@ -154,14 +165,16 @@ class Options:
             )
 
 
-def _checked_strategy(found: Any) -> str | tf.distribute.Strategy:
+def _checked_strategy(found: Any) -> str | tf.distribute.Strategy | Pipeline:
+    if isinstance(found, Pipeline):
+        return found
     if isinstance(found, tf.distribute.Strategy):
         kind_of_strategy(found)
         return found
     try:
         return check_choice("strategy", found, STRATEGIES)
     except ValueError as error:
-        raise ValueError(f"{error} Or pass a tf.distribute.Strategy.") from None
+        raise ValueError(f"{error} Or pass a tf.distribute.Strategy or a Pipeline.") from None
 
 
 def _checked_precision(found: Any) -> str | None:

@@ -100,5 +100,7 @@ _MAKERS = {
     "mirrored": _mirrored,
     "multi_worker": _multi_worker,
     "tpu": _tpu,
+    # One replica, whose stages are on several devices.
+    "pipeline": lambda plan, hardware: tf.distribute.get_strategy(),
     "parameter_server": lambda plan, hardware: make_parameter_server_strategy(hardware.cluster),
 }

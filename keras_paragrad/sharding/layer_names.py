@@ -7,7 +7,7 @@ import keras
 
 from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad._keras.step.recompute import is_recomputed
-from keras_paragrad._keras.step.segments import functional_of, runs_in_parts
+from keras_paragrad._keras.step.segments import functional_of, recomputes_parts
 from keras_paragrad.arguments import check_each, refusal, shown
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 
@@ -81,7 +81,7 @@ def check_within(layer: keras.layers.Layer, other: keras.layers.Layer) -> None:
     Raises:
         ValueError: The other is recomputed already, or computes per-example gradients.
     """
-    if is_recomputed(other) or (isinstance(other, keras.Model) and runs_in_parts(functional_of(other))):
+    if is_recomputed(other) or (isinstance(other, keras.Model) and recomputes_parts(functional_of(other))):
         raise ValueError(f"{other.name!r} is recomputed already. Call undo() of the handle that recompute returned.")
     if isinstance(other, PerExampleGradients):
         raise ValueError(

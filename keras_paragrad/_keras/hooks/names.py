@@ -114,9 +114,19 @@ HOOKS = (
         ("storage.updating",),
         ("trainable_variables",),
     ),
-    Hook("keras", "Optimizer._var_key", ("objects.optimizer", "storage.resharding", "storage.updating"), ("variable",)),
+    Hook(
+        "keras",
+        "Optimizer._var_key",
+        ("objects.optimizer", "pipeline.placement", "storage.resharding", "storage.updating"),
+        ("variable",),
+    ),
     Hook("keras", "Variable._direct_assign", ("objects.layers", "parameter_servers.metric_states"), ("value",)),
-    Hook("keras", "Variable._initialize", ("objects.unallocated", "storage.resharding"), ("value",)),
+    Hook(
+        "keras",
+        "Variable._initialize",
+        ("objects.unallocated", "pipeline.placement", "storage.resharding"),
+        ("value",),
+    ),
     Hook("keras", "Variable._initialize_with_initializer", ("objects.unallocated",), ("initializer",)),
     Hook("keras.src.backend", "compute_output_spec", ("step.symbolic",), ("fn",)),
     Hook(

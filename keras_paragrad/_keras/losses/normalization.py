@@ -23,8 +23,11 @@ from keras_paragrad._keras.step.forward import Normalizer
 _ALIKE = {
     "AccumulatingOptimizer": "write AccumulatingOptimizer(..., weighting='uniform')",
     "DistributedFit": "write DistributedFit(..., exact=False)",
+    "Pipeline": "write Pipeline(..., microbatches=1)",
     "microbatch": "write AccumulatingOptimizer(..., weighting='uniform'), and give fit() the micro-batches",
 }
+# Who is given a `weighting`, where it isn't who asks.
+_TAKES_WEIGHTING = {"Pipeline": "DistributedFit"}
 # What to write for examples that have a part in each other.
 _ALL_THE_SAME = {**_ALIKE, "microbatch": "write microbatch(..., weighting='examples')"}
 
@@ -122,7 +125,7 @@ class LossNormalization:
             f"{type(model).__name__} defines its own test_step, so the normalizer of {what} is unknown, and parts of a "
             "batch with different sizes would bias it. Compute the loss with self.compute_loss(...), and update "
             "metrics with every example, as in metric.update_state(y, y_pred). If it is a mean over the examples, "
-            f"write {self.asked_by}(..., weighting='examples')."
+            f"write {self._stated_to}(..., weighting='examples')."
         )
 
     def _stated(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer | None:
@@ -131,8 +134,8 @@ class LossNormalization:
         if by_example and self.weighting in ("sample_weight", "mask"):
             raise ValueError(
                 f"weighting={self.weighting!r}, but with PerExampleGradients(..., masked_mean='example') the gradient "
-                f"is divided by the number of examples. Write {self.asked_by}(..., weighting='examples'), or leave it "
-                "out."
+                f"is divided by the number of examples. Write {self._stated_to}(..., weighting='examples'), or leave "
+                "it out."
             )
         if by_example and self.weighting == "examples":
             # The losses tell as much, and what those that are shown divide by besides.
@@ -165,9 +168,13 @@ class LossNormalization:
         return bool(summed)
 
     @property
+    def _stated_to(self) -> str:
+        return _TAKES_WEIGHTING.get(self.asked_by, self.asked_by)
+
+    @property
     def _say(self) -> str:
         return (
-            f"If you know the normalizer, state it: {self.asked_by}(..., weighting=...) takes 'examples', "
+            f"If you know the normalizer, state it: {self._stated_to}(..., weighting=...) takes 'examples', "
             f"'sample_weight', 'mask' or 'sum'. If all parts of a batch have the same size and weights, "
             f"{_ALIKE[self.asked_by]}."
         )

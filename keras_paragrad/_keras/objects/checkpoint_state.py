@@ -16,7 +16,7 @@ def training_variables(model: keras.Model) -> dict[str, list[keras.Variable]]:
     optimizers = with_inner(model.optimizer)
     sections = {
         "model": model.variables,
-        "optimizer": [variable for optimizer in optimizers for variable in _variables_of(optimizer)],
+        "optimizer": [variable for optimizer in optimizers for variable in variables_of(optimizer)],
         "metrics": [*model.metrics_variables, *_loss_window(model)],
     }
     seen: set[int] = set()
@@ -73,7 +73,8 @@ def with_inner(optimizer: Any) -> list[Any]:
     return [optimizer, *(found for each in inner for found in with_inner(each))]
 
 
-def _variables_of(optimizer: Any) -> list[keras.Variable]:
+def variables_of(optimizer: Any) -> list[keras.Variable]:
+    """The variables of an optimizer, and those of a window that it accumulates gradients in."""
     saved = [part for part in vars(optimizer).values() if isinstance(part, SavedVariables)]
     return [*optimizer.variables, *(variable for part in saved for variable in part.variables.values())]
 

@@ -19,6 +19,7 @@ from keras_paragrad._keras.step.forward import Normalizer
 _PARTS = {
     "AccumulatingOptimizer": "micro-batches",
     "DistributedFit": "the replicas' parts of a batch",
+    "Pipeline": "the micro-batches of a pipeline",
     "microbatch": "the slices of a batch",
 }
 

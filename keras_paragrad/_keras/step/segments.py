@@ -51,13 +51,18 @@ def functional_of(model: keras.Model) -> Any:
     return model if isinstance(model, Functional) and type(model).call is Functional.call else None
 
 
+def calls_of(functional: Any) -> list[Any]:
+    """The calls of a Functional model's operations, in the order in which Keras makes them."""
+    depths = functional._nodes_by_depth
+    return [node for depth in sorted(depths, reverse=True) for node in depths[depth] if not node.is_input]
+
+
 def parts_of(functional: Any) -> list[Part]:
     """A Functional model in its smallest parts: between two of them, one tensor of floats goes on.
 
     Inputs and outputs of the whole model may go past, as they are kept anyway.
     """
-    depths = functional._nodes_by_depth
-    nodes = [node for depth in sorted(depths, reverse=True) for node in depths[depth] if not node.is_input]
+    nodes = calls_of(functional)
     last_use = {id(tensor): index for index, node in enumerate(nodes) for tensor in node.input_tensors}
     lasting = {id(tensor) for tensor in functional.outputs}
     alive: set[int] = set()
@@ -68,12 +73,12 @@ def parts_of(functional: Any) -> list[Part]:
         alive = {each for each in alive if last_use.get(each, -1) > index}
         if len(alive) <= 1 and index + 1 < len(nodes):
             found.append([])
-    return [_part(functional, part) for part in found]
+    return [part_of(functional, part) for part in found]
 
 
 def joined(functional: Any, parts: Sequence[Part]) -> Part:
     """Consecutive parts as one."""
-    return _part(functional, [node for part in parts for node in part.nodes])
+    return part_of(functional, [node for part in parts for node in part.nodes])
 
 
 def nested_in(part: Part) -> Any:
@@ -128,6 +133,7 @@ def run_in_parts(
         return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
 
     again = [(len(part.nodes), isinstance(function, Recomputed)) for part, function in functions]
+    run.recomputes = any(twice for _, twice in again)  # pyright: ignore
     run.described = ", ".join(f"{count}{' again' if twice else ''}" for count, twice in again)  # pyright: ignore
     # Bypass Keras's tracking: a method is not state of the model.
     own = vars(functional)
@@ -160,7 +166,13 @@ def runs_in_parts(functional: Any) -> bool:
     return functional is not None and _RUN in vars(functional)
 
 
-def _part(functional: Any, nodes: Sequence[Any]) -> Part:
+def recomputes_parts(functional: Any) -> bool:
+    """Whether a Functional model is run in parts, some of them again in the backward pass."""
+    return runs_in_parts(functional) and vars(functional)[_RUN].recomputes
+
+
+def part_of(functional: Any, nodes: Sequence[Any]) -> Part:
+    """Consecutive calls of a Functional model as a part of it."""
     inside = {id(tensor) for node in nodes for tensor in node.outputs}
     among = set(map(id, nodes))
     others = [node for each in functional._nodes_by_depth.values() for node in each if id(node) not in among]

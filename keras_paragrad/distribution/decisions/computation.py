@@ -23,7 +23,7 @@ def compiled_form(strategy: str, replicas: int | None) -> str:
         `"whole_step"`, `"per_replica"` (forward and backward, with the reduction and the update outside), or `"none"`
         where XLA can't.
     """
-    if strategy == "parameter_server":
+    if strategy in ("parameter_server", "pipeline"):
         return "none"
     return "whole_step" if strategy in ("none", "one_device", "tpu") or replicas == 1 else "per_replica"
 
@@ -47,6 +47,9 @@ def decide_jit(
         if asked is False:
             raise ValueError("jit=False, but a TPU runs only what XLA has compiled. Leave jit out.")
         return Decision(name, form, "a TPU runs nothing else", "TensorFlow's TPU runtime is XLA", NO_CHOICE)
+    if strategy == "pipeline":
+        reason = "the stages are on several devices, and XLA compiles for one"
+        return Decision(name, form, reason, ACROSS, NO_CHOICE)
     if form == "none":
         if asked is True:
             raise ValueError(

@@ -5,6 +5,7 @@ from keras_paragrad.distribution.decisions.registry import decides
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.pipeline.checks import devices_for
 
 NAME = "devices"
 
@@ -25,6 +26,9 @@ def decide_devices(hardware: Hardware, options: Options, strategy: str) -> Decis
         named = tuple(options.devices)
         _check_here(named, hardware)
         return Decision(NAME, named, "requested", _here(hardware), "devices=None")
+    if options.pipeline is not None:
+        names = devices_for(options.pipeline, hardware)
+        return Decision(NAME, names, "one for each stage", _here(hardware), f"devices={list_of(names[::-1])}")
     if strategy == "parameter_server":
         return Decision(NAME, (), "each worker computes on its own", _here(hardware), 'strategy="none"')
     if strategy == "tpu":
@@ -51,6 +55,9 @@ def decide_replicas(hardware: Hardware, options: Options, strategy: str, devices
         count = int(options.given.num_replicas_in_sync)
         evidence = f"a {type(options.given).__name__}"
         return Decision("replicas", count, "as many as the strategy has", evidence, 'strategy="auto"')
+    if strategy == "pipeline":
+        evidence = f"{len(devices)} stages"
+        return Decision("replicas", 1, "the stages are one model", evidence, 'strategy="mirrored"')
     if strategy == "parameter_server":
         reason = "workers take steps independently; none waits for another"
         return Decision("replicas", 1, reason, f"{hardware.worker_count - 1} workers", 'strategy="none"')

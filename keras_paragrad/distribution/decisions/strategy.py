@@ -6,6 +6,7 @@ from keras_paragrad.distribution.decisions.registry import decides
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import kind_of_strategy
 from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.pipeline.checks import check_place
 
 NAME = "strategy"
 SHARED_CORES = "logical devices of a CPU share its cores: replicas on them cost time and save none"
@@ -18,7 +19,7 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
     """Takes the requested strategy, or the one that uses all devices.
 
     Returns:
-        `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"` or `"parameter_server"`.
+        `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"` or `"pipeline"`.
 
     Raises:
         ValueError: The requested strategy can't work on this hardware, or the cluster is incomplete.
@@ -26,6 +27,10 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
     if options.given is not None:
         kind = kind_of_strategy(options.given)
         return Decision(NAME, kind, "given", f"a {type(options.given).__name__}", 'strategy="auto"')
+    if options.pipeline is not None:
+        check_place(options.pipeline, hardware)
+        reason = f"requested: {options.pipeline.count} stages, {options.pipeline.microbatches} micro-batches"
+        return Decision(NAME, "pipeline", reason, found_in_words(hardware), 'strategy="auto"')
     if options.strategy != "auto":
         name = str(options.strategy)
         _check_named(name, hardware)

@@ -1,0 +1,1 @@
+"""A model's stages on devices of their own."""

@@ -1,0 +1,1 @@
+"""Pipelines: a model cut into stages, each on a device of its own."""

@@ -1,0 +1,80 @@
+"""A batch in micro-batches, all of them in one graph, so that TensorFlow runs several stages at once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.losses.normalization import LossNormalization
+from keras_paragrad._keras.replicas.shard import Shard, rows_of
+from keras_paragrad._keras.step.gradient import Gradient
+from keras_paragrad._keras.step.symbolic import build_losses
+from keras_paragrad._keras.step.uncut import Foreseen
+from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
+
+
+class _MaybeRepeated(Shard):
+    """A micro-batch that has no row of its own where a batch has fewer than micro-batches, and one of another's then.
+
+    It counts for nothing, and its gradient is finite where the other's is.
+    """
+
+    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """Gradients, whose weight is 0 if the row is another's."""
+        return list(gradients)
+
+
+class MicroBatches(NamedTuple):
+    """Fills the *split* stage.
+
+    Attributes:
+        parts: How many micro-batches a batch is cut into, or as many as it has rows.
+        normalize: Measures the weight of a micro-batch.
+    """
+
+    parts: int
+    normalize: LossNormalization
+
+    @property
+    def size(self) -> int:
+        """A single example is never cut."""
+        return 1
+
+    @property
+    def foreseen(self) -> Foreseen:
+        """For batches that aren't cut, the check that only logs what micro-batches would refuse."""
+        return Foreseen(self.normalize, "is trained on whole batches. Cutting them into micro-batches")
+
+    @property
+    def undivided(self) -> str:
+        """Which batch can't be cut, for the error of a model that allows no micro-batches."""
+        return f"A batch can't be cut into microbatches={self.parts}."
+
+    def cuts(self, data: Any) -> bool | None:
+        """Whether a batch is cut; `None` if its static shape is unknown."""
+        if self.parts == 1:
+            return False
+        known = _static_rows(data)
+        return None if known is None else known > 1
+
+    def __call__(self, model: keras.Model, gradient_of_slice: Callable[..., Gradient], data: Any) -> Gradient:
+        """The gradient of a batch, from those of its micro-batches."""
+        # Metrics are updated in a branch, in which they can't make their variables.
+        build_losses(model, rows_at(data, tf.range(1)), metrics=True)
+        sums = SliceSums(model, gradient_of_slice)
+        total, known = sums.empty(), _static_rows(data)
+        rows: Any = rows_of(data) if known is None else known
+        count = self.parts if known is None else min(self.parts, known)
+        for index in range(count):
+            first, last = index * rows // count, (index + 1) * rows // count
+            if known is not None:
+                total = sums.add(total, rows_at(data, tf.range(first, last)))
+                continue
+            own = _MaybeRepeated(last - first, last > first)
+            total = sums.add(total, rows_at(data, tf.range(first, tf.maximum(last, first + 1))), shard=own)
+        return sums.gradient(total, rows)
+
+
+def _static_rows(data: Any) -> int | None:
+    return next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]

@@ -1,0 +1,65 @@
+"""`Pipeline`: how a model is cut into stages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from keras_paragrad.arguments import check_choice, check_each, check_integer, check_text, refusal
+
+SCHEDULES = ("gpipe",)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A strategy for `DistributedFit`: a Functional or Sequential model in stages, one on each device.
+
+    Each device holds the weights, gradients and optimizer state of its stage, and computes it. A batch passes the
+    stages in micro-batches, of which several are on the way at once (GPipe). Training is that of one device on whole
+    batches: micro-batches are weighted by their loss normalizers, and metrics see every example.
+
+    Args:
+        stages: The number of stages. The model is cut where their largest is about as small as it can be, counted in
+            bytes of weights, and few tensors cross.
+        cuts: Instead of `stages`, the names of the layers that end a stage, all but the last, in order.
+        microbatches: How many micro-batches a batch is cut into. Sizes differ by one example at most.
+        schedule: `"gpipe"`. `"1f1b"` is refused: measured here, it holds no less.
+
+    Raises:
+        ValueError: An argument is invalid, or both or neither of `stages` and `cuts` are given.
+
+    Example:
+
+    >>> from keras_paragrad.distribution import Pipeline
+    >>> Pipeline(cuts=["block_2", "block_5"], microbatches=8).count
+    3
+    """
+
+    stages: int | None = None
+    cuts: Sequence[str] | None = None
+    microbatches: int = 8
+    schedule: str = "gpipe"
+
+    def __post_init__(self):
+        stages = check_integer("stages", self.stages, least=2, most=10_000, example=4, optional=True)
+        cuts = self.cuts
+        if cuts is not None:
+            cuts = check_each("cuts", cuts, check_text, "names of layers", example='["block_2", "block_5"]')
+            if not cuts:
+                raise refusal("cuts", self.cuts, "names of one or more layers", '["block_2", "block_5"]')
+        if (stages is None) == (cuts is None):
+            found = "Both are given" if cuts is not None else "Neither is given"
+            raise ValueError(f"A pipeline is cut by `stages` or by `cuts`. {found}. Write Pipeline(stages=4), say.")
+        microbatches = check_integer("microbatches", self.microbatches, most=10_000, example=8)
+        if isinstance(self.schedule, str) and str.lower(self.schedule) == "1f1b":
+            raise ValueError(
+                'schedule="1f1b" held no less memory than "gpipe" when it was measured on TensorFlow, which runs what '
+                'is ready and not what a schedule says. Write schedule="gpipe", and recompute(model, layers) to hold '
+                "less."
+            )
+        checked = {"stages": stages, "cuts": cuts, "microbatches": microbatches}
+        for name, value in {**checked, "schedule": check_choice("schedule", self.schedule, SCHEDULES)}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def count(self) -> int:
+        """The number of stages."""
+        return len(self.cuts) + 1 if self.cuts is not None else int(self.stages or 0)

@@ -1,0 +1,126 @@
+"""Puts a model's stages on their devices, and has `fit` run them as a pipeline."""
+
+import functools
+from typing import Any
+
+import keras
+
+from keras_paragrad._keras.losses.normalization import LossNormalization, warn_of_batch_statistics
+from keras_paragrad._keras.objects.capabilities import accumulating
+from keras_paragrad._keras.objects.checkpoint_state import build_optimizer
+from keras_paragrad._keras.objects.unallocated import bytes_of
+from keras_paragrad._keras.pipeline.on_device import OnDevice
+from keras_paragrad._keras.pipeline.placement import home_of, move_with_slots, placed_by_inputs, slots_by_home
+from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad._keras.step.segments import Part, functional_of, run_in_parts, runs_in_parts
+from keras_paragrad.distribution.pipeline.calls import variables_of
+from keras_paragrad.distribution.pipeline.cutting import cut
+from keras_paragrad.distribution.pipeline.microbatches import MicroBatches
+from keras_paragrad.distribution.pipeline.pipeline import Pipeline
+from keras_paragrad.distribution.pipeline.table import Stage, StageTable
+
+_PREPARED = "_keras_paragrad_pipeline"
+
+
+def prepare_pipeline(model: Any, pipeline: Pipeline, devices: tuple[str, ...], weighting: str) -> "PipelinePreparation":
+    """A model's preparation, which it may have already; see `PipelinePreparation`."""
+    before = vars(model).get(_PREPARED)
+    if before is not None and before.settings == (pipeline, devices, weighting):
+        before.renew()
+        return before
+    if before is not None:
+        before.undo()
+    return PipelinePreparation(model, pipeline, devices, weighting)
+
+
+class PipelinePreparation:
+    """A model whose `fit`, `evaluate` and `predict` run its stages on their devices.
+
+    Args:
+        model: A compiled and built model.
+        pipeline: How it is cut.
+        devices: A device for each stage.
+        weighting: The weight of a micro-batch, as in `DistributedFit`.
+
+    Raises:
+        ValueError: The model can't be cut so, or the weights of micro-batches are unknown. The message says what to
+            write.
+    """
+
+    def __init__(self, model: keras.Model, pipeline: Pipeline, devices: tuple[str, ...], weighting: str):
+        self.model: Any = model
+        self.settings = pipeline, devices, weighting
+        split = self._split(pipeline, weighting)
+        parts = cut(model, pipeline)
+        self._refuse(functional_of(model))
+        self._stages: list[tuple[str, Part]] = list(zip(devices, parts, strict=True))
+        self._homes: dict[str, list[keras.Variable]] = {}
+        for variable in [each for part in parts for each in _variables(part)]:
+            self._homes.setdefault(home_of(variable), []).append(variable)
+        move_with_slots({device: _variables(part) for device, part in self._stages}, self.model.optimizer)
+        wraps = [(part, functools.partial(OnDevice, device=device)) for device, part in self._stages]
+        self._undo = run_in_parts(functional_of(model), wraps)
+        StepBuilder.of(model).fill(split=split, place=placed_by_inputs)
+        self._jit_compile = self.model.jit_compile
+        self.renew()
+        # Bypass Keras's tracking.
+        vars(model)[_PREPARED] = self
+
+    def renew(self) -> None:
+        """Prepares what `compile` may have replaced."""
+        # XLA compiles for one device.
+        self.model.jit_compile = False
+        build_optimizer(self.model)
+        self._forget()
+
+    def undo(self) -> None:
+        """Puts the variables back to where they were, and restores the model's own methods and settings."""
+        self._undo()
+        move_with_slots(self._homes, self.model.optimizer)
+        StepBuilder.of(self.model).fill(split=None, place=None)
+        self.model.jit_compile = self._jit_compile
+        self._forget()
+        del vars(self.model)[_PREPARED]
+
+    @property
+    def table(self) -> StageTable:
+        """What each device holds."""
+        slots = slots_by_home(self.model.optimizer)
+        return StageTable(self.model.name, [_stage(device, part, slots) for device, part in self._stages])
+
+    def _split(self, pipeline: Pipeline, weighting: str) -> MicroBatches:
+        accumulator = accumulating(self.model.optimizer)
+        stated = accumulator.weighting if accumulator else "auto"
+        # Even if accumulated batches are weighted uniformly, micro-batches of one may be uneven.
+        normalize = LossNormalization(weighting if stated in ("auto", "uniform") else stated, "Pipeline")
+        if pipeline.microbatches > 1:
+            normalize.check(self.model)
+            warn_of_batch_statistics(self.model)
+        return MicroBatches(pipeline.microbatches, normalize)
+
+    def _refuse(self, functional: Any) -> None:
+        if runs_in_parts(functional):
+            raise ValueError(
+                f"{self.model.name!r} is recomputed in segments, and can't be cut into stages as well. Call undo() of "
+                "the handle that recompute returned, and name layers: recompute(model, ['block_0', 'block_1'])."
+            )
+        if StepBuilder.of(self.model).stages.split is not None:
+            raise ValueError(
+                f"{self.model.name!r} is under microbatch, and a pipeline cuts batches itself. Call undo() of the "
+                "handle that microbatch returned, and write Pipeline(..., microbatches=...)."
+            )
+
+    def _forget(self) -> None:
+        StepBuilder.of(self.model).retrace()
+        self.model.test_function = self.model.predict_function = None
+
+
+def _variables(part: Part) -> list[keras.Variable]:
+    return list({id(each): each for layer in part.layers for each in variables_of(layer)}.values())
+
+
+def _stage(device: str, part: Part, slots: dict[str, int]) -> Stage:
+    variables = _variables(part)
+    elements = sum(int(variable.shape.num_elements()) for variable in variables)
+    names = tuple(layer.name for layer in part.layers)
+    return Stage(device, names, elements, sum(map(bytes_of, variables)), slots.get(device, 0))

@@ -1,0 +1,255 @@
+"""A pipeline ends where one device ends, with each stage's weights and operations on its device."""
+
+import keras
+import own_process
+import pipelined_training
+import pytest
+from pipelined_training import PipelineCase
+
+from keras_paragrad import DistributedFit, microbatch, recompute
+from keras_paragrad.distribution import Options, Pipeline, describe, make_plan
+from keras_paragrad.distribution.pipeline.cutting import cut
+
+# Rounding of the largest number over six updates.
+CLOSE = 2e-6
+# Keras squares and clips the gradient of each lookup of an embedding before it sums those of the same row.
+FEW = [
+    # Slots that were there before are moved.
+    PipelineCase("mlp", ("one",), "lamb", ("built",)),
+    PipelineCase("skips", 4, "adamw", ("excluded", "global_clipnorm"), 2),
+    PipelineCase("transformer", ("block_0", "block_1"), "sgd", ("recompute",), 2),
+    PipelineCase("several", ("pool",)),
+    PipelineCase("mlp", ("two",), "adam", ("eager", "ema", "clipvalue")),
+]
+MORE = [
+    PipelineCase("recurrent", 2, "sgd", ("loss_scale", "accumulate"), 2),
+    PipelineCase("skips", ("norm_2",), "adam", ("ema_overwrite", "clipnorm"), 1),
+    *(PipelineCase(name, cuts, "sgd", (), 8) for name in pipelined_training.MODELS for cuts in (2, 3)),
+    *(PipelineCase("mlp", 3, name, ("weight_decay",)) for name in pipelined_training.OPTIMIZERS if name != "ftrl"),
+    PipelineCase("transformer", 4, "sgd", ("accumulate",)),
+    PipelineCase("skips", 4, "adam", ("loss_scale", "clipnorm")),
+]
+
+
+def check(cases):
+    (found,) = own_process.call(pipelined_training.compared, [list(case) for case in cases], [{}], 60 + 30 * len(cases))
+    for case, each in zip(cases, found, strict=True):
+        for what in ("weights", "history", "evaluated", "predicted"):
+            assert each[what] <= CLOSE, (case, what, each[what])
+        assert each["names"], case
+    return found
+
+
+def test_ends_where_one_device_ends():
+    found = dict(zip(FEW, check(FEW), strict=True))
+    for case, each in found.items():
+        stages = case.cuts if isinstance(case.cuts, int) else len(case.cuts) + 1
+        assert len(set(each["homes"].values())) == stages, case
+    homes, slots = (found[FEW[0]][what] for what in ("homes", "slots"))
+    assert {name.split("/")[-2]: home for name, home in homes.items()} | {"none": ""} == {
+        **{"one": "CPU:0", "two": "CPU:1", "three": "CPU:1"},
+        "none": "",
+    }
+    assert {home for name, home in slots.items() if "two" in name or "three" in name} == {"CPU:1"}
+
+
+@pytest.mark.long
+def test_more_of_them_end_where_one_device_ends():
+    check(MORE)
+
+
+def test_a_device_holds_its_part():
+    (found,) = own_process.call(pipelined_training.held, 4, [{}], 120)
+    assert len(found) == 4
+    assert max(found.values()) <= 0.27 * sum(found.values())
+
+
+def test_stages_run_on_their_devices_and_wait_for_nothing_else():
+    (found,) = own_process.call(pipelined_training.placed, ["dense_0", "dense_1"], [{}], 120)
+    # Of two micro-batches: forward, and backward for inputs and weights.
+    assert found["devices"] == {"CPU:0": 6, "CPU:1": 6, "CPU:2": 6}
+    assert found["free"] == 2
+    assert found["unplaced"] == []
+    assert all(found["updates"][f"CPU:{index}"] >= 2 for index in range(3))
+
+
+def model_of(*names, shared=False):
+    inputs = keras.Input((4,))
+    dense = {name: keras.layers.Dense(4, name=name) for name in names}
+    hidden = inputs
+    for layer in dense.values():
+        hidden = layer(hidden)
+    model = keras.Model(inputs, dense[names[0]](hidden) if shared else hidden, name="model")
+    model.compile("sgd", "mse")
+    return model
+
+
+def names_of(model, pipeline):
+    return [[layer.name for layer in part.layers] for part in cut(model, pipeline)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({}, "Neither is given"),
+        ({"stages": 2, "cuts": ["a"]}, "Both are given"),
+        ({"stages": 1}, "an integer from 2"),
+        ({"cuts": []}, "names of one or more layers"),
+        ({"cuts": "a"}, "names of layers"),
+        ({"stages": 2, "microbatches": 0}, "microbatches"),
+        ({"stages": 2, "schedule": "1f1b"}, 'Write schedule="gpipe"'),
+        ({"stages": 2, "schedule": "zigzag"}, "'gpipe'"),
+    ],
+)
+def test_arguments(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        Pipeline(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"devices": ["CPU:0"]}, "names 1, and the pipeline has 2 stages"),
+        ({"devices": [["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"]]}, "not combined with data parallelism"),
+        ({"shard": "parameters"}, "Leave shard out"),
+        ({"exact": False}, "microbatches=1"),
+        ({"jit": True}, "XLA compiles for one device"),
+        ({"communication": "ring"}, "communication has no effect"),
+        ({"batch": "per_replica"}, "batch has no effect"),
+    ],
+)
+def test_options_that_contradict_a_pipeline(options, says):
+    with pytest.raises(ValueError, match=says):
+        Options(strategy=Pipeline(stages=2), **options)
+
+
+@pytest.mark.parametrize(
+    ("machine", "says"),
+    [
+        ({"cpus": 8}, "split that into logical devices first"),
+        ({"gpus": 2}, r"only GPU:0, GPU:1. Write Pipeline\(stages=2"),
+        ({"gpus": 4, "workers": 2}, "within one process"),
+    ],
+)
+def test_places_without_room_for_a_pipeline(machine, says):
+    with pytest.raises(ValueError, match=says):
+        make_plan(describe(**machine), Options(strategy=Pipeline(stages=3)))
+
+
+def test_the_plan():
+    plan = make_plan(describe(gpus=4), Options(strategy=Pipeline(stages=3)))
+    assert (plan.strategy.value, plan.devices.value) == ("pipeline", ("GPU:0", "GPU:1", "GPU:2"))
+    assert (plan.replicas.value, plan.jit.value, plan.communication.value) == (1, "none", "none")
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "says"),
+    [
+        (Pipeline(cuts=["bb"]), "no layer of 'model' has that name. Layers: .'b'"),
+        (Pipeline(cuts=["b", "a"]), r"Write cuts=\['a', 'b'\]"),
+        (Pipeline(cuts=["a", "a"]), r"Write cuts=\['a'\]"),
+        (Pipeline(cuts=["c"]), "the last layer of 'model'"),
+        (Pipeline(stages=5), "can be cut into 3 at most"),
+    ],
+)
+def test_cuts_that_a_model_does_not_allow(pipeline, says):
+    with pytest.raises(ValueError, match=says):
+        cut(model_of("a", "b", "c"), pipeline)
+
+
+def test_layers_within_others_and_shared_ones():
+    inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, name="deep")], name="inner")
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, keras.layers.Dense(1, name="head")(inner(inputs)))
+    with pytest.raises(ValueError, match="'deep', which is a part of 'inner'.*Cut after 'inner'"):
+        cut(model, Pipeline(cuts=["deep"]))
+    assert names_of(model, Pipeline(cuts=["inner"])) == [["inner"], ["head"]]
+    shared = model_of("a", "b", "c", shared=True)
+    with pytest.raises(ValueError, match="cuts the shared layer 'a'"):
+        cut(shared, Pipeline(cuts=["b"]))
+    with pytest.raises(ValueError, match="can be cut into 1 at most"):
+        cut(shared, Pipeline(stages=2))
+
+
+def test_stages_are_balanced_by_bytes_and_few_tensors_cross():
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(40, name="wide")(inputs)
+    other = keras.layers.Dense(41, name="narrow")(hidden)
+    both = keras.layers.Concatenate(name="both")([hidden, other])
+    model = keras.Model(inputs, keras.layers.Dense(20, name="head")(both))
+    # 200, 1681 and 1640 weights: behind `narrow` two tensors would cross, behind `both` one does.
+    assert names_of(model, Pipeline(stages=2)) == [["wide", "narrow", "both"], ["head"]]
+    assert names_of(model, Pipeline(stages=3)) == [["wide"], ["narrow", "both"], ["head"]]
+
+
+class OwnCall(keras.Model):
+    """Subclassed."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+class OwnStep(keras.Model):
+    """Functional, with a step of its own."""
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def prepared(model, **arguments):
+    return DistributedFit(Pipeline(**{"cuts": ["a"], **arguments}), devices=["CPU:0", "CPU:1"]).prepare(model)
+
+
+def test_models_that_are_refused():
+    subclassed = OwnCall()
+    subclassed.compile("sgd", "mse")
+    with pytest.raises(ValueError, match='Functional model.*shard="parameters"'):
+        prepared(subclassed)
+    unbuilt = keras.Sequential([keras.layers.Dense(2, name="a"), keras.layers.Dense(1)])
+    unbuilt.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="is not built"):
+        prepared(unbuilt)
+    plain = model_of("a", "b", "c")
+    own = OwnStep(plain.inputs, plain.outputs)
+    own.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="defines its own train_step"):
+        prepared(own)
+    sliced = microbatch(plain, 2)
+    with pytest.raises(ValueError, match="is under microbatch"):
+        prepared(plain)
+    sliced.undo()
+    with recompute(plain, every=1), pytest.raises(ValueError, match="recomputed in segments"):
+        prepared(plain)
+
+
+def test_a_model_is_restored():
+    model = model_of("a", "b", "c")
+    before = dict(vars(model))
+    handle = prepared(model)
+    assert [each[-5:] for each in (model.weights[0].value.device, model.weights[-1].value.device)] == ["CPU:0", "CPU:1"]
+    assert prepared(model) is handle
+    with pytest.raises(ValueError, match="in the stages of a pipeline.*Name the layers"):
+        recompute(model, every=1)
+    recompute(model, ["b"]).undo()
+    handle.undo()
+    assert all(variable.value.device.endswith("CPU:0") for variable in model.variables)
+    assert {name for name in vars(model) if name not in before} <= {"_keras_paragrad_step_builder"}
+    model.fit(keras.ops.zeros((4, 4)), keras.ops.zeros((4, 4)), verbose=0)
+
+
+def test_batch_normalization_is_warned_of():
+    inputs = keras.Input((4,))
+    normalized = keras.layers.BatchNormalization(name="statistics")(keras.layers.Dense(4, name="a")(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(1)(normalized))
+    model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="statistics normalize with the statistics of each micro-batch"):
+        prepared(model)
+
+
+def test_files_are_those_of_one_device(tmp_path):
+    (found,) = own_process.call(pipelined_training.saved, str(tmp_path), [{}], 180)
+    assert max(found.values()) <= CLOSE, found
