@@ -66,6 +66,8 @@ def transformer(width):
 
 
 def make_devices():
+    # Keras loads these where they happen to be installed, 130 MB that no training needs.
+    sys.modules.update(dict.fromkeys(("pandas", "sklearn")))
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]

@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import gc
 import json
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -12,7 +14,9 @@ import tensorflow as tf
 from keras import layers, optimizers
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, microbatch, recompute
+from keras_paragrad._keras.step.apply import apply_gradient
 from keras_paragrad._keras.storage.sharded import storage_of
+from keras_paragrad._keras.storage.updating import install
 
 VOCABULARY, LENGTH = 80, 6
 # All but the last are cut; biases of a few bytes too.
@@ -107,15 +111,20 @@ def data_for(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return x, generator.integers(0, 4, rows), np.linspace(0.5, 2.0, rows).astype("float32")
 
 
+def made_optimizer(case: Case) -> Any:
+    options = {key: value for name in case.settings for key, value in SETTINGS.get(name, {}).items()}
+    optimizer: Any = OPTIMIZERS[case.optimizer](**options)
+    if "schedule" in case.settings:
+        optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+    return optimizer
+
+
 def made(case: Case, *, alone: bool) -> keras.Model:
     keras.utils.set_random_seed(1)
     model = MODELS[case.model]()
     if case.model == "recurrent":
         model(np.zeros((1, LENGTH), "int32"))
-    options = {key: value for name in case.settings for key, value in SETTINGS.get(name, {}).items()}
-    optimizer: Any = OPTIMIZERS[case.optimizer](**options)
-    if "schedule" in case.settings:
-        optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+    optimizer = made_optimizer(case)
     if "accumulate" in case.settings and not alone:
         optimizer = AccumulatingOptimizer(optimizer, 2)
     if "loss_scale" in case.settings:
@@ -131,12 +140,116 @@ def fit(fitted: Any, case: Case, batch_size: int) -> dict[str, list[float]]:
     return fitted(x, y, sample_weight=weights, **settings).history
 
 
-def differences(argument: dict[str, Any]) -> list[dict[str, float]]:
-    """Trains each case in shards and alone, and returns how far apart they end; called in a process of its own."""
-    count = argument["devices"]
+def make_devices(count: int) -> None:
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * count
     )
+
+
+class Updated(NamedTuple):
+    """As much of a model as the *apply* stage looks at."""
+
+    optimizer: Any
+    trainable_weights: list[keras.Variable]
+
+
+def variables_to_update() -> list[keras.Variable]:
+    """Matrices that are cut between rows and within them, a vector, and one that is too small to be cut."""
+    draw = np.random.default_rng(2)
+    return [
+        keras.Variable(draw.normal(size=shape).astype("float32"), name=f"weight_{place}", constraint=constraint)
+        for place, (shape, constraint) in enumerate(
+            [((16, 24), keras.constraints.MaxNorm(1.0)), ((3, 3, 5), None), ((24,), None), ((3,), None)]
+        )
+    ]
+
+
+def updates(argument: dict[str, Any]) -> list[dict[str, float]]:
+    """Applies the same gradients to variables in shards and to whole ones; called in a process of its own.
+
+    Each replica has gradients of its own, of which the whole variables are given the sums.
+    """
+    make_devices(argument["devices"])
+    names = [f"CPU:{index}" for index in range(argument["devices"])]
+    found = []
+    for case in [Case(name, optimizer, shard, tuple(s)) for name, optimizer, shard, s in argument["cases"]]:
+        keras.backend.clear_session(free_memory=False)
+        dist = DistributedFit("mirrored", names, shard=case.shard, min_shard_bytes=LEAST_BYTES)
+        draw = np.random.default_rng(3)
+        with dist.scope():
+            ours = Updated(made_optimizer(case), variables_to_update())
+            ours.optimizer.build(ours.trainable_weights)
+        install(ours.optimizer)
+
+        def step(ours: Updated, *gradients: tf.Tensor) -> None:
+            apply_gradient(ours, list(gradients), whole=True)  # pyright: ignore
+
+        run = tf.function(functools.partial(dist.strategy.run, functools.partial(step, ours)), autograph=False)
+        reference = Updated(made_optimizer(case), variables_to_update())
+        for _ in range(argument["updates"]):
+            parts = [
+                [draw.normal(size=each.shape).astype("float32") for each in reference.trainable_weights] for _ in names
+            ]
+            run(args=[_by_replica(dist.strategy, part) for part in zip(*parts, strict=True)])
+            reference.optimizer.apply([sum(part) for part in zip(*parts, strict=True)], reference.trainable_weights)
+        finished = [ours, reference]
+        for each in finished:
+            each.optimizer.finalize_variable_values(each.trainable_weights)
+        values = [[variable.numpy() for variable in each.trainable_weights] for each in finished]
+        slots = [[variable.numpy() for variable in each.optimizer.variables] for each in finished]
+        found.append(
+            {
+                "case": str(case),
+                "weights": _apart(*values),
+                "slots": _apart(*slots),
+                "in_shards": sum(storage_of(variable) is not None for variable in ours.trainable_weights),
+            }
+        )
+    return found
+
+
+def held_after_updates(optimizer: str) -> float:
+    """The memory of a matrix and its slots in shards, in matrices; called in a process of its own."""
+    make_devices(2)
+    dist = DistributedFit("mirrored", ["CPU:0", "CPU:1"], shard="parameters")
+    before, side = _resident(), 4096
+    with dist.scope():
+        ours = Updated(OPTIMIZERS[optimizer](), [keras.Variable(keras.initializers.Zeros()((side, side)))])
+        ours.optimizer.build(ours.trainable_weights)
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        dist.strategy.run(lambda: apply_gradient(ours, [tf.ones((side, side))], whole=True))  # pyright: ignore
+
+    step()
+    ours.trainable_weights[0].assign(np.ones((side, side), "float32"))
+    step()
+    gc.collect()
+    return (_resident() - before) / (4 * side**2)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _by_replica(strategy: Any, values: Any) -> Any:
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(values[context.replica_id_in_sync_group])
+    )
+
+
+def _apart(ours: list[Any], theirs: list[Any]) -> float:
+    """The largest difference in a variable over the largest value in it."""
+    pairs = [
+        (np.asarray(one, "float64"), np.asarray(other, "float64")) for one, other in zip(ours, theirs, strict=True)
+    ]
+    return max(float(np.abs(one - other).max() / max(np.abs(other).max(), 1e-6)) for one, other in pairs)
+
+
+def differences(argument: dict[str, Any]) -> list[dict[str, float]]:
+    """Trains each case in shards and alone, and returns how far apart they end; called in a process of its own."""
+    count = argument["devices"]
+    make_devices(count)
     names = [f"CPU:{index}" for index in range(count)]
     workers = "TF_CONFIG" in os.environ
     strategy: Any = "multi_worker" if workers else "mirrored"

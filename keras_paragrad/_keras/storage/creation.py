@@ -74,7 +74,7 @@ def _create(strategy: Any, next_creator: Any, *, copies: bool, min_bytes: float,
     partition = shared if shared and alike else Partition.of(tuple(whole.shape), place.replicas)
     made = create(initial_value=functools.partial(tf.zeros, [partition.size], whole.dtype), **kwargs)
     for index, shard in enumerate(made.values):
-        shard.assign(partition.shard(whole, place.first + index))
+        shard.assign(partition.kept_shard(whole, place.first + index))
     mirror = create(initial_value=whole, **kwargs) if copies and trained else None
     return ShardedVariable(strategy, made.values, partition, made.aggregation, made._policy, mirror)
 

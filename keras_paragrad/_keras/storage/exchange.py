@@ -30,14 +30,20 @@ def reduce_scatter(gradients: Sequence[Any], partitions: Sequence[Partition]) ->
     """
     if are_local():
         # Each by itself: a gradient can be let go of as soon as it is computed.
-        return [
-            _exchanged(lambda found, index, partition=partition: _summed(found, index, partition), gradient)
-            for gradient, partition in zip(gradients, partitions, strict=True)
-        ]
+        return [_scattered(*pair) for pair in zip(gradients, partitions, strict=True)]
     index = replica_index()
     # TensorFlow's reduce-scatter hangs between CPUs, so the sums are all-reduced and cut.
     sums = sum_over_replicas([tf.identity(each) if tf.is_tensor(each) else each for each in gradients])
     return [_summed([total], index, partition) for total, partition in zip(sums, partitions, strict=True)]
+
+
+def _scattered(gradient: Any, partition: Partition) -> tf.Tensor:
+    if isinstance(gradient, tf.IndexedSlices):
+        return _exchanged(lambda found, index: _summed(found, index, partition), gradient)
+    # Cut on the device that has it: each of the others is sent its shard alone.
+    return _exchanged(
+        lambda found, index: tf.add_n([shards[index] for shards in found]), partition.every_shard(gradient)
+    )
 
 
 def looked_up(table: tf.Tensor, indices: tf.Tensor, partition: Partition) -> tf.Tensor:
@@ -104,7 +110,8 @@ def _exchanged(make: Callable[[Sequence[Any], int], tf.Tensor], value: Any) -> t
     """Makes each replica's result, on its device, of what all replicas in this process have."""
 
     def merged(strategy: tf.distribute.Strategy, grouped: Any) -> PerReplica:
-        parts = [tf.nest.map_structure(lambda each, k=k: _local(strategy, each)[k], grouped) for k in range(replicas)]
+        local = strategy.experimental_local_results
+        parts = [tf.nest.map_structure(lambda each, k=k: local(each)[k], grouped) for k in range(replicas)]
         made = []
         for index, device in enumerate(strategy.extended.worker_devices):
             with tf.device(device):
@@ -113,7 +120,3 @@ def _exchanged(make: Callable[[Sequence[Any], int], tf.Tensor], value: Any) -> t
 
     replicas = replica_count()
     return tf.distribute.get_replica_context().merge_call(merged, args=(value,))
-
-
-def _local(strategy: tf.distribute.Strategy, value: Any) -> Sequence[Any]:
-    return strategy.experimental_local_results(value)

@@ -47,6 +47,7 @@ def whole_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> list[
     """Summed gradients of which those in shards are gathered; called on every replica."""
     storages = [storage_of(variable) for variable in variables]
     return [
+        # The identity waits for what this replica waits for.
         storage.partition.whole(all_gather(tf.identity(gradient))) if storage and gradient is not None else gradient
         for gradient, storage in zip(gradients, storages, strict=True)
     ]

@@ -50,7 +50,17 @@ class Partition(NamedTuple):
         """A shard of a tensor of the variable's shape."""
         flat = tf.reshape(whole, [-1])
         begin, end = (min(place * self.size, self.elements) for place in (index, index + 1))
-        return tf.pad(flat[begin:end], [[0, self.size - (end - begin)]])
+        missing = self.size - (end - begin)
+        return tf.pad(flat[begin:end], [[0, missing]]) if missing else flat[begin:end]
+
+    def every_shard(self, whole: Any) -> list[tf.Tensor]:
+        """All shards of a tensor of the variable's shape, by few operations."""
+        flat, missing = tf.reshape(whole, [-1]), self.size * self.shards - self.elements
+        return tf.split(tf.pad(flat, [[0, missing]]) if missing else flat, self.shards)
+
+    def kept_shard(self, whole: Any, index: int) -> tf.Tensor:
+        """A shard to assign to a variable, in memory of its own: a slice would keep the whole tensor in memory."""
+        return tf.raw_ops.DeepCopy(x=self.shard(whole, index))
 
     def joined(self, shards: Sequence[Any]) -> tf.Tensor:
         """The tensor whose shards these are."""
@@ -58,4 +68,5 @@ class Partition(NamedTuple):
 
     def whole(self, padded: tf.Tensor) -> tf.Tensor:
         """The tensor whose shards follow one another in `padded`."""
-        return tf.reshape(padded[: self.elements], self.shape)
+        filled = padded[: self.elements] if self.size * self.shards > self.elements else padded
+        return tf.reshape(filled, self.shape)

@@ -148,7 +148,7 @@ class ShardedVariable(DistributedVariable):
             after: Tensors to wait for.
         """
         with tf.control_dependencies(after):
-            whole = self.whole(tf.identity(self.shard.read_value()), dtype)
+            whole = self.whole(self.shard.read_value(), dtype)
         note(self, dtype, whole)
         return whole
 
@@ -157,7 +157,7 @@ class ShardedVariable(DistributedVariable):
 
         @tf.custom_gradient
         def whole(shard: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
-            everything = all_gather(tf.cast(tf.identity(shard), dtype or shard.dtype))
+            everything = all_gather(tf.cast(shard, dtype or shard.dtype))
             # *Combine* scatters the gradient, weighted as it then is among those of other replicas and micro-batches.
             return self.partition.whole(everything), lambda gradient: tf.cast(gradient, self.dtype)
 
@@ -182,7 +182,7 @@ class ShardedVariable(DistributedVariable):
         updates = []
         for place, shard in enumerate(self._values):
             with tf.device(shard.device):
-                updates.append(update_fn(shard, self.partition.shard(whole, first + place), **kwargs))
+                updates.append(update_fn(shard, self.partition.kept_shard(whole, first + place), **kwargs))
                 if self.copies is not None:
                     update_fn(self.copies.values[place], whole, **kwargs)
         return updates[0]
@@ -194,7 +194,7 @@ class ShardedVariable(DistributedVariable):
             return None
         if self.copies_hold:
             update_fn(self._copy, whole, **kwargs)
-        return update_fn(self.shard, self.partition.shard(whole, replica_index()), **kwargs)
+        return update_fn(self.shard, self.partition.kept_shard(whole, replica_index()), **kwargs)
 
     def _export_to_saved_model_graph(self, *_: Any, **__: Any) -> Any:
         raise ValueError(
@@ -239,7 +239,7 @@ def updated_whole() -> Iterator[None]:
     try:
         yield
         for variable, value in _READING.assigned.values():
-            variable.shard.assign(variable.partition.shard(tf.cast(value, variable.dtype), replica_index()))
+            variable.shard.assign(variable.partition.kept_shard(tf.cast(value, variable.dtype), replica_index()))
     finally:
         _READING.assigned = None
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.objects.capabilities import parts
 from keras_paragrad._keras.replicas.collectives import replica_index, sum_over_replicas
-from keras_paragrad._keras.storage.exchange import all_gather
+from keras_paragrad._keras.storage.layout import whole_gradients
 from keras_paragrad._keras.storage.sharded import storage_of, updated_whole
 
 _NORMS = "_keras_paragrad_norms"
@@ -64,7 +64,7 @@ def install(optimizer: Any) -> None:
         own = vars(part)
         if _NORMS in own:
             continue
-        own[_NORMS] = {}
+        own[_NORMS] = None
         own["_clip_gradients"] = functools.partial(_clip, part)
         own["_update_model_variables_moving_average"] = functools.partial(_average, part)
         own["finalize_variable_values"] = functools.partial(_finalize, part)
@@ -178,7 +178,7 @@ def _step(part: Any) -> Callable[[Any, Any, Any], None]:
                 type(part)._backend_update_step(part, [gradient], [variable], learning_rate)
                 continue
             with tf.control_dependencies(done), updated_whole():
-                whole = storage.partition.whole(all_gather(tf.identity(gradient)))
+                (whole,) = whole_gradients([gradient], [variable])
                 part.update_step(whole, storage, learning_rate)
                 done = [tf.identity(whole)]
 
