@@ -105,6 +105,14 @@ def attention():
     return keras.Model(inputs, L.Dense(1)(L.GlobalAveragePooling1D()(block(block(L.Embedding(10, 8)(inputs))))))
 
 
+def masked_attention():
+    """Attention takes the mask off its input; what it makes of masked rows is used, too."""
+    inputs = keras.Input((5,), dtype="int32")
+    hidden = L.Embedding(10, 8, mask_zero=True)(inputs)
+    mixed = L.MultiHeadAttention(2, 4, name="block")(hidden, hidden)
+    return keras.Model(inputs, L.Dense(1)(keras.ops.mean(mixed, axis=1)))
+
+
 def normalized(synchronized=False):
     inside = keras.Input((8,))
     hidden = L.BatchNormalization(synchronized=synchronized)(L.Dense(16)(inside))
@@ -156,6 +164,7 @@ MODELS = {
     "structures, keywords, mask, metric, added loss": structured,
     "recurrent layers and masks": recurrent,
     "attention, shared, regularized": attention,
+    "masked attention": masked_attention,
     "batch normalization and dropout": normalized,
     "frozen": frozen,
     "the same tensor twice": same_tensor_twice,

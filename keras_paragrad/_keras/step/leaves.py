@@ -18,13 +18,22 @@ def dense_parts(leaf: Any) -> list[tf.Tensor]:
     return tf.nest.flatten(leaf, expand_composites=True) if tf.is_tensor(leaf) else []
 
 
-def rebuilt(leaves: Sequence[Any], parts: Sequence[Sequence[tf.Tensor]]) -> list[Any]:
-    """Leaves made of other tensors, each with the mask that hung on it."""
+def rebuilt(
+    leaves: Sequence[Any], parts: Sequence[Sequence[tf.Tensor]], masks: Sequence[Any] | None = None
+) -> list[Any]:
+    """Leaves made of other tensors, each with the mask that hung on it.
 
-    def remade(leaf, tensors):
+    Args:
+        leaves: The leaves.
+        parts: What `dense_parts` gives for each, or tensors in place of those.
+        masks: The masks that hung on them, if they may hang there no more: attention takes them off its inputs.
+    """
+
+    def remade(leaf, tensors, mask):
         if not tensors:
             return leaf
         made = tf.nest.pack_sequence_as(leaf, list(tensors), expand_composites=True)
-        return made if made is leaf else with_mask(made, mask_of(leaf))
+        return made if made is leaf else with_mask(made, mask)
 
-    return [remade(*pair) for pair in zip(leaves, parts, strict=True)]
+    hung = map(mask_of, leaves) if masks is None else masks
+    return [remade(*each) for each in zip(leaves, parts, hung, strict=True)]

@@ -16,6 +16,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras_paragrad._keras.objects.layers import (
     CallState,
     full_precision,
+    mask_of,
     may_be_differentiated,
 )
 from keras_paragrad._keras.step.gradient_functions import keep_with_graphs
@@ -121,6 +122,7 @@ class _Run:
         self.known = _Known.of(variables)
         self.called = CallState()
         self.leaves = keras.tree.flatten(self.structure)
+        self.masks = [mask_of(leaf) for leaf in self.leaves]
         self.tensors = [each for leaf in self.leaves for each in dense_parts(leaf)]
         self.places = [place for place, tensor in enumerate(self.tensors) if has_gradient(tensor)]
         self.missing: list[keras.Variable] = []
@@ -188,7 +190,7 @@ class _Run:
     ) -> tuple[Any, _Reads]:
         remaining = iter(tensors)
         parts = [[next(remaining) for _ in dense_parts(leaf)] for leaf in self.leaves]
-        arguments, keywords = keras.tree.pack_sequence_as(self.structure, rebuilt(self.leaves, parts))
+        arguments, keywords = keras.tree.pack_sequence_as(self.structure, rebuilt(self.leaves, parts, self.masks))
         built = len(self.function.variables)
         values = [*zip(self.known.weights, weights, strict=True), *zip(self.known.state, state, strict=True)]
         with _Reads(self.function.name, values) as reads:
