@@ -78,12 +78,24 @@ def several() -> keras.Model:
     return keras.Model([numbers, tokens], [early, late])
 
 
+def masked() -> keras.Model:
+    """A mask that every stage uses."""
+    inputs = keras.Input((LENGTH,), dtype="int32")
+    hidden = layers.Embedding(VOCABULARY, 8, mask_zero=True, name="embedding")(inputs)
+    attended = layers.MultiHeadAttention(2, 8, name="attention")(hidden, hidden)
+    pooled = [
+        layers.GlobalAveragePooling1D(name=f"pool_{index}")(each) for index, each in enumerate([hidden, attended])
+    ]
+    return keras.Model(inputs, layers.Dense(4, name="head")(layers.Concatenate(name="both")(pooled)))
+
+
 MODELS: dict[str, Callable[[], keras.Model]] = {
     "mlp": mlp,
     "skips": skips,
     "transformer": transformer,
     "recurrent": recurrent,
     "several": several,
+    "masked": masked,
 }
 
 
@@ -100,7 +112,10 @@ class PipelineCase(NamedTuple):
 def data_for(name: str) -> tuple[Any, Any, Any]:
     generator = np.random.default_rng(0)
     numbers = generator.normal(size=(ROWS, 8)).astype("float32")
-    tokens = generator.integers(0, VOCABULARY, (ROWS, LENGTH)).astype("int32")
+    tokens = generator.integers(0, VOCABULARY, (ROWS, LENGTH)).astype("int32") * generator.integers(
+        0, 3, (ROWS, LENGTH)
+    )
+    tokens = np.minimum(tokens, VOCABULARY - 1).astype("int32")
     targets = generator.integers(0, 4, ROWS)
     weights = np.linspace(0.5, 2.0, ROWS).astype("float32")
     if name == "several":
@@ -108,7 +123,7 @@ def data_for(name: str) -> tuple[Any, Any, Any]:
     if name == "transformer":
         # One target a token: masked ones count for nothing.
         return tokens, generator.integers(0, 4, (ROWS, LENGTH)), np.repeat(weights[:, None], LENGTH, 1)
-    return (tokens if name == "recurrent" else numbers), targets, weights
+    return (tokens if name in ("recurrent", "masked") else numbers), targets, weights
 
 
 def made(case: PipelineCase, *, alone: bool) -> keras.Model:
@@ -152,7 +167,7 @@ def distribution(case: PipelineCase) -> DistributedFit:
     by = {"stages": case.cuts} if isinstance(case.cuts, int) else {"cuts": case.cuts}
     pipeline = Pipeline(**by, microbatches=case.microbatches)  # pyright: ignore
     weighting = "examples" if case.model == "several" else "auto"
-    return DistributedFit(pipeline, devices=DEVICES[: pipeline.count], weighting=weighting)
+    return DistributedFit(pipeline, devices=DEVICES[: pipeline.count], weighting=weighting, jit="jit" in case.settings)
 
 
 def homes(variables: Any) -> list[str]:

@@ -20,6 +20,7 @@ _JIT = {
     "none": "not compiled by XLA",
     "whole_step": "compiled by XLA",
     "per_replica": "compiled by XLA on each replica",
+    "per_stage": "compiled by XLA stage by stage",
 }
 _BATCH = {"global": "each batch divided among the replicas", "per_replica": "a batch for each replica"}
 

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.data import split_for_validation
-from keras_paragrad._keras.objects.model import has_own_fit, leaves_xla_open
+from keras_paragrad._keras.objects.model import compile_arguments, has_own_fit, leaves_xla_open
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.storage.creation import create_in_shards, create_whole
 from keras_paragrad._keras.storage.partition import MIN_SHARD_BYTES
@@ -51,8 +51,8 @@ class DistributedFit:
         devices: Names of this process's devices, such as `["GPU:0", "GPU:1"]`; by default, all available ones.
         communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
             `"one_device"`.
-        jit: Whether to compile with XLA; on several replicas, each one's forward and backward pass. `"auto"` follows
-            the model's `compile`.
+        jit: Whether to compile with XLA; on several replicas, each one's forward and backward pass, and of a
+            pipeline each stage. `"auto"` follows the model's `compile`.
         precision: The name of a Keras dtype policy for models that are built within `scope()`. `"auto"` keeps the
             current one.
         batch: Whether a batch of the data is divided among the replicas (`"global"`), or each replica takes one
@@ -229,7 +229,7 @@ class DistributedFit:
             return prepare_for_servers(model)
         if self.options.pipeline is not None:
             devices, weighting = self.plan.devices.value, self.options.weighting
-            prepared = prepare_pipeline(model, self.options.pipeline, devices, weighting)
+            prepared = prepare_pipeline(model, self.options.pipeline, devices, weighting, self._compiles_stages(model))
             self._stages = prepared.table
             return prepared
         jit = self.options.jit
@@ -241,6 +241,10 @@ class DistributedFit:
         return Preparation(
             model, exact=options.exact, weighting=options.weighting, jit=jit, shard_policy=options.shard_policy
         )
+
+    def _compiles_stages(self, model: keras.Model) -> bool:
+        asked = self.options.jit
+        return asked is True or (asked == "auto" and compile_arguments(model).get("jit_compile") is True)
 
     def _check_alike(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:
         """Raises on every worker if their training differs, before mismatched collectives can hang."""

@@ -1,5 +1,7 @@
 """A pipeline ends where one device ends, with each stage's weights and operations on its device."""
 
+import functools
+
 import keras
 import own_process
 import pipelined_training
@@ -20,9 +22,13 @@ FEW = [
     PipelineCase("transformer", ("block_0", "block_1"), "sgd", ("recompute",), 2),
     PipelineCase("several", ("pool",)),
     PipelineCase("mlp", ("two",), "adam", ("eager", "ema", "clipvalue")),
+    PipelineCase("masked", ("embedding", "attention"), "sgd", ("jit",), 2),
 ]
 MORE = [
+    PipelineCase("masked", ("embedding", "attention")),
+    PipelineCase("transformer", ("attention_1",), "sgd", ("jit",)),
     PipelineCase("recurrent", 2, "sgd", ("loss_scale", "accumulate"), 2),
+    PipelineCase("skips", 3, "adam", ("jit", "loss_scale"), 2),
     PipelineCase("skips", ("norm_2",), "adam", ("ema_overwrite", "clipnorm"), 1),
     *(PipelineCase(name, cuts, "sgd", (), 8) for name in pipelined_training.MODELS for cuts in (2, 3)),
     *(PipelineCase("mlp", 3, name, ("weight_decay",)) for name in pipelined_training.OPTIMIZERS if name != "ftrl"),
@@ -113,7 +119,6 @@ def test_arguments(arguments, says):
         ({"devices": [["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"]]}, "not combined with data parallelism"),
         ({"shard": "parameters"}, "Leave shard out"),
         ({"exact": False}, "microbatches=1"),
-        ({"jit": True}, "XLA compiles for one device"),
         ({"communication": "ring"}, "communication has no effect"),
         ({"batch": "per_replica"}, "batch has no effect"),
     ],
@@ -140,6 +145,7 @@ def test_the_plan():
     plan = make_plan(describe(gpus=4), Options(strategy=Pipeline(stages=3)))
     assert (plan.strategy.value, plan.devices.value) == ("pipeline", ("GPU:0", "GPU:1", "GPU:2"))
     assert (plan.replicas.value, plan.jit.value, plan.communication.value) == (1, "none", "none")
+    assert make_plan(describe(gpus=4), Options(strategy=Pipeline(stages=3), jit=True)).jit.value == "per_stage"
 
 
 @pytest.mark.parametrize(
@@ -253,3 +259,11 @@ def test_batch_normalization_is_warned_of():
 def test_files_are_those_of_one_device(tmp_path):
     (found,) = own_process.call(pipelined_training.saved, str(tmp_path), [{}], 180)
     assert max(found.values()) <= CLOSE, found
+
+
+@pytest.mark.parametrize(("name", "says"), [("recurrent", "computes in a loop"), ("several", "adds a loss")])
+def test_what_xla_can_not_compile_apart(name, says):
+    case = PipelineCase(name, 2, "sgd", ("jit",), 2)
+    model, dist = pipelined_training.made(case, alone=False), pipelined_training.distribution(case)
+    with pytest.raises(ValueError, match=f"{says}.*jit=False"):
+        pipelined_training.fitted(functools.partial(dist.fit, model), case)

@@ -64,6 +64,12 @@ def with_mask(tensor: Any, mask: Any) -> Any:
     return tensor
 
 
+def copy_mask(origin: Any, tensor: Any) -> None:
+    """Hangs on a tensor the mask of another, or none if that has none."""
+    if mask_of(origin) is not mask_of(tensor):
+        set_keras_mask(tensor, mask_of(origin))
+
+
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """Reads weights as they are stored, whatever dtype the layer computes in."""

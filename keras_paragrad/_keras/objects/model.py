@@ -1,6 +1,7 @@
 """Queries about a model: its layers and metrics, and what it overrides."""
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -24,6 +25,11 @@ def own_metrics(model: keras.Model) -> list[Any]:
 def added_losses(model: keras.Model) -> list[Any]:
     """What layers added as losses in this step, as they added it; weight regularizers are not among them."""
     return [loss for layer in model._flatten_layers() for loss in layer._get_own_losses()]
+
+
+def losses_added_by(layers: Iterable[keras.layers.Layer]) -> list[Any]:
+    """What layers, and those in them, have added as losses in this step."""
+    return [loss for layer in layers for each in layer._flatten_layers() for loss in each._get_own_losses()]
 
 
 def summed_by_keras(model: keras.Model) -> list[bool]:

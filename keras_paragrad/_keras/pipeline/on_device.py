@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.layers import may_be_differentiated
+from keras_paragrad._keras.objects.layers import copy_mask, may_be_differentiated
 from keras_paragrad._keras.step.leaves import dense_parts, has_gradient, rebuilt
 
 # From the values of a part's inputs, by their places among them, to those of its outputs.
@@ -57,6 +57,9 @@ class OnDevice:
                 parts = [[next(remaining) for _ in dense_parts(leaf)] for leaf in leaves]
                 inputs = dict(zip(known, rebuilt(leaves, parts), strict=True))
                 found.update(self.run(inputs, operation_fn=operation_fn))
+                for place, leaf in known.items():
+                    # Attention takes masks off its inputs: other stages find these as they would without stages.
+                    copy_mask(inputs[place], leaf)
                 outputs = _differentiable(found)
 
             def gradient(*cotangents: Any, variables: Any = ()) -> Any:

@@ -10,6 +10,7 @@ from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.distribution.options import Options
 
 ACROSS = "XLA can't compile a step across devices: it fails in a MirroredStrategy, and the ring refuses it"
+_PARTS = {"per_replica": ", on each replica", "per_stage": ", stage by stage"}
 
 
 def compiled_form(strategy: str, replicas: int | None) -> str:
@@ -20,11 +21,13 @@ def compiled_form(strategy: str, replicas: int | None) -> str:
         replicas: How many step together.
 
     Returns:
-        `"whole_step"`, `"per_replica"` (forward and backward, with the reduction and the update outside), or `"none"`
+        `"whole_step"`; `"per_replica"` or `"per_stage"` (forward and backward, with all else outside); or `"none"`
         where XLA can't.
     """
-    if strategy in ("parameter_server", "pipeline"):
+    if strategy == "parameter_server":
         return "none"
+    if strategy == "pipeline":
+        return "per_stage"
     return "whole_step" if strategy in ("none", "one_device", "tpu") or replicas == 1 else "per_replica"
 
 
@@ -35,21 +38,18 @@ def decide_jit(
     """Decides what becomes of a model whose `jit_compile` is Keras's own `"auto"`.
 
     Returns:
-        `"none"`, `"whole_step"` or `"per_replica"`.
+        `"none"`, `"whole_step"`, `"per_replica"` or `"per_stage"`.
 
     Raises:
         ValueError: The strategy does not allow the requested setting.
     """
     name = "jit"
     form, asked = compiled_form(strategy, replicas), options.jit
-    evidence = ACROSS if form == "per_replica" else "one program on one device"
+    evidence = ACROSS if form in _PARTS else "one program on one device"
     if strategy == "tpu":
         if asked is False:
             raise ValueError("jit=False, but a TPU runs only what XLA has compiled. Leave jit out.")
         return Decision(name, form, "a TPU runs nothing else", "TensorFlow's TPU runtime is XLA", NO_CHOICE)
-    if strategy == "pipeline":
-        reason = "the stages are on several devices, and XLA compiles for one"
-        return Decision(name, form, reason, ACROSS, NO_CHOICE)
     if form == "none":
         if asked is True:
             raise ValueError(
@@ -62,10 +62,13 @@ def decide_jit(
         return Decision(name, form, "requested", evidence, "jit=False")
     if asked is False:
         return Decision(name, "none", "requested", evidence, "jit=True")
+    if strategy == "pipeline":
+        reason = "left alone, as not every layer can be compiled apart from others; jit_compile=True in compile() holds"
+        return Decision(name, "none", reason, "recurrent layers and added losses can't", "jit=True")
     if not gains_from_xla(_kind(hardware, devices)):
         reason = f'Keras\'s "auto" leaves CPUs alone; jit_compile=True in compile() still holds, as {form}'
         return Decision(name, "none", reason, XLA_ON_CPUS, "jit=True")
-    reason = "what Keras does on one such device" + (", on each replica" if form == "per_replica" else "")
+    reason = "what Keras does on one such device" + _PARTS.get(form, "")
     return Decision(name, form, reason, evidence, "jit=False")
 
 

@@ -44,10 +44,6 @@ def check_pipeline(options: "Options", pipeline: Pipeline) -> None:
             f"shard={options.shard!r} cuts variables among replicas, and a pipeline has one replica, with a stage of "
             'the model on each device. Leave shard out, or write strategy="mirrored".'
         )
-    if options.jit is True:
-        raise ValueError(
-            "jit=True, but XLA compiles for one device, and a pipeline's step runs on several. Leave jit out."
-        )
     given = {"communication": options.communication, "pack_bytes": options.pack_bytes}
     given["collective_timeout"] = options.collective_timeout
     unused = [name for name, value in given.items() if value not in (None, "auto")]

@@ -1,6 +1,7 @@
 """Puts a model's stages on their devices, and has `fit` run them as a pipeline."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -9,6 +10,7 @@ from keras_paragrad._keras.losses.normalization import LossNormalization, warn_o
 from keras_paragrad._keras.objects.capabilities import accumulating
 from keras_paragrad._keras.objects.checkpoint_state import build_optimizer
 from keras_paragrad._keras.objects.unallocated import bytes_of
+from keras_paragrad._keras.pipeline.compiled import CompiledPart
 from keras_paragrad._keras.pipeline.on_device import OnDevice
 from keras_paragrad._keras.pipeline.placement import home_of, move_with_slots, placed_by_inputs, slots_by_home
 from keras_paragrad._keras.step.builder import StepBuilder
@@ -22,15 +24,17 @@ from keras_paragrad.distribution.pipeline.table import Stage, StageTable
 _PREPARED = "_keras_paragrad_pipeline"
 
 
-def prepare_pipeline(model: Any, pipeline: Pipeline, devices: tuple[str, ...], weighting: str) -> "PipelinePreparation":
+def prepare_pipeline(
+    model: Any, pipeline: Pipeline, devices: tuple[str, ...], weighting: str, jit: bool
+) -> "PipelinePreparation":
     """A model's preparation, which it may have already; see `PipelinePreparation`."""
     before = vars(model).get(_PREPARED)
-    if before is not None and before.settings == (pipeline, devices, weighting):
+    if before is not None and before.settings == (pipeline, devices, weighting, jit):
         before.renew()
         return before
     if before is not None:
         before.undo()
-    return PipelinePreparation(model, pipeline, devices, weighting)
+    return PipelinePreparation(model, pipeline, devices, weighting, jit)
 
 
 class PipelinePreparation:
@@ -41,15 +45,16 @@ class PipelinePreparation:
         pipeline: How it is cut.
         devices: A device for each stage.
         weighting: The weight of a micro-batch, as in `DistributedFit`.
+        jit: Whether XLA compiles each stage.
 
     Raises:
         ValueError: The model can't be cut so, or the weights of micro-batches are unknown. The message says what to
             write.
     """
 
-    def __init__(self, model: keras.Model, pipeline: Pipeline, devices: tuple[str, ...], weighting: str):
+    def __init__(self, model: keras.Model, pipeline: Pipeline, devices: tuple[str, ...], weighting: str, jit: bool):
         self.model: Any = model
-        self.settings = pipeline, devices, weighting
+        self.settings = pipeline, devices, weighting, jit
         split = self._split(pipeline, weighting)
         parts = cut(model, pipeline)
         self._refuse(functional_of(model))
@@ -58,7 +63,7 @@ class PipelinePreparation:
         for variable in [each for part in parts for each in _variables(part)]:
             self._homes.setdefault(home_of(variable), []).append(variable)
         move_with_slots({device: _variables(part) for device, part in self._stages}, self.model.optimizer)
-        wraps = [(part, functools.partial(OnDevice, device=device)) for device, part in self._stages]
+        wraps = [(part, functools.partial(_placed, part, device, jit)) for device, part in self._stages]
         self._undo = run_in_parts(functional_of(model), wraps)
         StepBuilder.of(model).fill(split=split, place=placed_by_inputs)
         self._jit_compile = self.model.jit_compile
@@ -68,7 +73,7 @@ class PipelinePreparation:
 
     def renew(self) -> None:
         """Prepares what `compile` may have replaced."""
-        # XLA compiles for one device.
+        # XLA compiles for one device: stages, and not the step.
         self.model.jit_compile = False
         build_optimizer(self.model)
         self._forget()
@@ -113,6 +118,10 @@ class PipelinePreparation:
     def _forget(self) -> None:
         StepBuilder.of(self.model).retrace()
         self.model.test_function = self.model.predict_function = None
+
+
+def _placed(part: Part, device: str, jit: bool, run: Callable[..., Any]) -> OnDevice:
+    return OnDevice(CompiledPart(part, run) if jit else run, device)
 
 
 def _variables(part: Part) -> list[keras.Variable]:
