@@ -31,7 +31,7 @@ MORE = [
     PipelineCase("skips", 3, "adam", ("jit", "loss_scale"), 2),
     PipelineCase("skips", ("norm_2",), "adam", ("ema_overwrite", "clipnorm"), 1),
     *(PipelineCase(name, cuts, "sgd", (), 8) for name in pipelined_training.MODELS for cuts in (2, 3)),
-    *(PipelineCase("mlp", 3, name, ("weight_decay",)) for name in pipelined_training.OPTIMIZERS if name != "ftrl"),
+    *(PipelineCase("mlp", 3, name, ("weight_decay",)) for name in pipelined_training.OPTIMIZERS if name != "adamw"),
     PipelineCase("transformer", 4, "sgd", ("accumulate",)),
     PipelineCase("skips", 4, "adam", ("loss_scale", "clipnorm")),
 ]
