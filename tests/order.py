@@ -16,6 +16,7 @@ SLOW = (
     "distribution/test_shown_by_workers.py",
     "per_example/test_wrap.py",
     "sharding/test_recompute.py",
+    "sharding/test_pipeline.py",
     "test_docs.py",
     "distribution/test_history.py",
     "profiling/telemetry/test_values.py",

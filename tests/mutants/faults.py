@@ -116,7 +116,7 @@ _STEP = [
         "_keras/storage/updating.py",
         'return type(optimizer).update_step in _ELEMENTWISE and "update_step" not in vars(optimizer)',
         "return True",
-        "sharding/test_shards.py::test_two_replicas",
+        "sharding/test_shards.py::test_every_optimizer",
     ),
     _fault(
         "gathered weights are kept for the backward pass",
@@ -124,6 +124,20 @@ _STEP = [
         "    if not gathered:\n",
         "    if gathered:\n",
         "sharding/test_storage.py::test_the_backward_pass_gathers_weights_again",
+    ),
+    _fault(
+        "a shard is a slice, which keeps the whole variable in memory",
+        "_keras/storage/partition.py",
+        "return tf.raw_ops.DeepCopy(x=self.shard(whole, index))",
+        "return self.shard(whole, index)",
+        "sharding/test_shards.py::test_shards_are_in_memory_of_their_own",
+    ),
+    _fault(
+        "a worker does not wait for those that still read from it",
+        "distribution/workers.py",
+        "    barrier()\n    return found",
+        "    return found",
+        "distribution/test_alike.py::test_no_worker_ends_before_others_have_read",
     ),
     _fault(
         "two attempts at a backup give their shards the same names",
