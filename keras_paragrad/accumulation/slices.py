@@ -34,9 +34,9 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         A handle: `undo()`, or leaving a `with` block, restores the model's own training step.
 
     Raises:
-        ValueError: `size` is not an integer of at least 1. `fit` raises it for a batch of more than `size` examples
-            if the model has a custom `train_step` or loss, so the weight of a slice is unknown. The message says what
-            to write. Smaller batches are trained on whole, and this is logged once.
+        ValueError: `size` is not an integer of at least 1, or the model runs in a pipeline. `fit` raises it for a
+            batch of more than `size` examples if the model has a custom `train_step` or loss, so the weight of a slice
+            is unknown. The message says what to write. Smaller batches are trained on whole, and this is logged once.
 
     Example:
 
@@ -54,9 +54,15 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         check_instance("model", model, keras.Model, "a Keras model")
         size = check_integer("size", size, most=2**31 - 1, example=64)
         measure = LossNormalization(check_choice("weighting", weighting, SLICE_WEIGHTINGS), "microbatch")
+        builder = StepBuilder.of(model)
+        if not isinstance(builder.stages.split, Slices | None):
+            raise ValueError(
+                f"The batches of {model.name!r} are cut into micro-batches already, by the pipeline that it was "
+                "prepared for. Leave microbatch out, and write Pipeline(..., microbatches=...)."
+            )
         warn_of_batch_statistics(model)
         self.model = model
-        StepBuilder.of(model).fill(split=Slices(size, measure))
+        builder.fill(split=Slices(size, measure))
 
     def undo(self) -> None:
         """Restores the model's own training step."""

@@ -230,6 +230,9 @@ def test_models_that_are_refused():
     sliced.undo()
     with recompute(plain, every=1), pytest.raises(ValueError, match="recomputed in segments"):
         prepared(plain)
+    prepared(plain)
+    with pytest.raises(ValueError, match="by the pipeline"):
+        microbatch(plain, 2)
 
 
 def test_a_model_is_restored():

@@ -95,7 +95,7 @@ def test_every_optimizer():
 def test_shards_are_in_memory_of_their_own(optimizer, slots):
     """TensorFlow lets a variable that is assigned a slice keep all of the tensor that it was cut from."""
     (held,) = own_process.call(sharded_training.held_after_updates, optimizer, [SYSTEM_ALLOCATOR], seconds=120)
-    assert held < 1 + slots + 0.3
+    assert held < 1 + slots + 0.55
 
 
 @pytest.mark.long
