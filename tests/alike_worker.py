@@ -519,4 +519,6 @@ def no_end_before_others_have_read(dist, worker):
             found[name] = len(passed)
     finally:
         Context.wait_at_barrier = wait
+        # The strategy makes whole variables again.
+        DistributedFit(dist.strategy)
     return found

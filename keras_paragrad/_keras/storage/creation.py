@@ -72,7 +72,9 @@ def _create(strategy: Any, next_creator: Any, *, copies: bool, min_bytes: float,
     if place.workers > 1:
         whole = _of_the_chief(strategy, whole)
     partition = shared if shared and alike else Partition.of(tuple(whole.shape), place.replicas)
-    made = create(initial_value=functools.partial(tf.zeros, [partition.size], whole.dtype), **kwargs)
+    # Keras 3.16 states the shape, which is that of the whole.
+    of_shards = {key: value for key, value in kwargs.items() if key != "shape"}
+    made = create(initial_value=functools.partial(tf.zeros, [partition.size], whole.dtype), **of_shards)
     for index, shard in enumerate(made.values):
         shard.assign(partition.kept_shard(whole, place.first + index))
     mirror = create(initial_value=whole, **kwargs) if copies and trained else None
