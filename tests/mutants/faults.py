@@ -102,14 +102,14 @@ _STEP = [
         "_keras/storage/updating.py",
         "    for place, total in zip(cut, sum_over_replicas([found[place] for place in cut]), strict=True):",
         "    for place, total in zip(cut, [found[place] for place in cut], strict=True):",
-        "sharding/test_storage.py::test_gradients_of_looked_up_rows",
+        "sharding/test_shards.py::test_every_optimizer",
     ),
     _fault(
         "copies of weights in shards are not refreshed",
         "_keras/step/apply.py",
         "per_replica(functools.partial(refresh, variables))",
         "pass",
-        "sharding/test_storage.py::test_files_are_those_of_whole_variables",
+        "sharding/test_shards.py::test_two_replicas",
     ),
     _fault(
         "an optimizer that needs whole variables is given shards",
