@@ -91,11 +91,12 @@ def test_every_optimizer():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("optimizer", "slots"), [("adamw", 2), ("lamb", 2)])
-def test_shards_are_in_memory_of_their_own(optimizer, slots):
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_shards_are_in_memory_of_their_own(optimizer):
     """TensorFlow lets a variable that is assigned a slice keep all of the tensor that it was cut from."""
     (held,) = own_process.call(sharded_training.held_after_updates, optimizer, [SYSTEM_ALLOCATOR], seconds=120)
-    assert held < 1 + slots + 0.55
+    # The matrix, two slots, and what else a process comes to hold meanwhile.
+    assert held < 3 + 0.55
 
 
 @pytest.mark.long

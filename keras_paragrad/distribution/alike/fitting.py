@@ -46,13 +46,16 @@ class ComparedFit:
         Raises:
             ValueError: On every worker: they are about to train differently.
         """
+        history = self._compared(*args, **kwargs)
+        barrier()
+        return history
+
+    def _compared(self, *args: Any, **kwargs: Any) -> Any:
         fit = functools.partial(type(self._model).fit, self._model)
         arguments = arguments_of(fit, args, kwargs)
         callbacks = given_callbacks(arguments.get("callbacks"))
         if any(isinstance(callback, AgreeEachEpoch) for callback in callbacks):
-            history = fit(*args, **kwargs)
-            barrier()
-            return history
+            return fit(*args, **kwargs)
         strategy = self._model.distribute_strategy
         given = {**arguments, "callbacks": callbacks}
         check_alike(strategy, all_or_none(strategy, lambda: fingerprint(self._model, None, given)))
@@ -62,11 +65,9 @@ class ComparedFit:
         bound = inspect.signature(fit).bind(*args, **kwargs)
         _put(bound, "callbacks", with_agreement(callbacks, self._agreement))
         try:
-            history = fit(*bound.args, **bound.kwargs)
+            return fit(*bound.args, **bound.kwargs)
         finally:
             self._agreement = None
-        barrier()
-        return history
 
     def sharded(self, adapter: Any, steps: int | None) -> DistributedData | None:
         """Data sharded so that each batch is that of one device; `None` if it is sharded already.
