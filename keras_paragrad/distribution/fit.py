@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.data import split_for_validation
-from keras_paragrad._keras.objects.model import compile_arguments, has_own_fit, leaves_xla_open
+from keras_paragrad._keras.objects.model import has_own_fit
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.storage.creation import create_in_shards, create_whole
 from keras_paragrad._keras.storage.partition import MIN_SHARD_BYTES
@@ -25,15 +25,14 @@ from keras_paragrad.distribution.fit_arguments import check_fit, check_own_fit
 from keras_paragrad.distribution.hardware import Hardware, detect
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
-from keras_paragrad.distribution.pipeline.preparation import PipelinePreparation, prepare_pipeline
+from keras_paragrad.distribution.pipeline.preparation import PipelinePreparation
 from keras_paragrad.distribution.pipeline.table import StageTable
 from keras_paragrad.distribution.plan import Plan, make_plan
-from keras_paragrad.distribution.replicas import Preparation, building_together, check_scope
-from keras_paragrad.distribution.servers import ServerPreparation, prepare_for_servers
+from keras_paragrad.distribution.preparing import AnyPreparation, estimate_as_planned, prepare_as_planned
+from keras_paragrad.distribution.replicas import building_together, check_scope
 from keras_paragrad.distribution.strategies import make_strategy
 from keras_paragrad.distribution.training import train
 from keras_paragrad.distribution.workers import all_or_none
-from keras_paragrad.sharding.estimate import estimate_memory
 from keras_paragrad.sharding.estimated import Estimate
 
 
@@ -177,27 +176,10 @@ class DistributedFit:
         Raises:
             ValueError: The step can't be traced, or its weights are on parameter servers.
         """
-        if self.plan.on_servers:
-            raise ValueError(
-                "With parameter servers the weights are on the servers, and each worker takes batches of its own. "
-                "Estimate a worker's step without a strategy: DistributedFit('none').estimate(model, batch_size)."
-            )
-        if self.options.pipeline is not None:
-            raise ValueError(
-                "The estimate knows no pipelines. Estimate the model on one device, with "
-                "DistributedFit('none').estimate(model, batch_size), and print(dist.explain()) after "
-                "dist.prepare(model): it shows the weights and optimizer state of each stage."
-            )
-        per_replica = self.plan.batch.value == "per_replica"
         replicas = self.strategy.num_replicas_in_sync
-        least = self.options.min_shard_bytes
-        return estimate_memory(
-            model, batch_size, replicas, per_replica=per_replica, length=length, min_shard_bytes=least
-        )
+        return estimate_as_planned(model, batch_size, length, self.plan, self.options, replicas)
 
-    def prepare(
-        self, model: keras.Model, *, batch_size: int = 32
-    ) -> Preparation | ServerPreparation | PipelinePreparation:
+    def prepare(self, model: keras.Model, *, batch_size: int = 32) -> AnyPreparation:
         """Makes the model's own `fit`, `evaluate` and `predict` exact on the replicas.
 
         Args:
@@ -224,27 +206,11 @@ class DistributedFit:
             )
             self.plan = self.plan.with_decision(decision)
 
-    def _prepared(self, model: keras.Model) -> Preparation | ServerPreparation | PipelinePreparation:
-        if self.plan.on_servers:
-            return prepare_for_servers(model)
-        if self.options.pipeline is not None:
-            devices, weighting = self.plan.devices.value, self.options.weighting
-            prepared = prepare_pipeline(model, self.options.pipeline, devices, weighting, self._compiles_stages(model))
+    def _prepared(self, model: keras.Model) -> AnyPreparation:
+        prepared = prepare_as_planned(model, self.plan, self.options, self.strategy)
+        if isinstance(prepared, PipelinePreparation):
             self._stages = prepared.table
-            return prepared
-        jit = self.options.jit
-        if jit == "auto":
-            # Keras disables XLA under every strategy, unless it is requested explicitly.
-            planned = self.strategy.num_replicas_in_sync > 1 and leaves_xla_open(model)
-            jit = self.plan.jit.value != "none" if planned else None
-        options = self.options
-        return Preparation(
-            model, exact=options.exact, weighting=options.weighting, jit=jit, shard_policy=options.shard_policy
-        )
-
-    def _compiles_stages(self, model: keras.Model) -> bool:
-        asked = self.options.jit
-        return asked is True or (asked == "auto" and compile_arguments(model).get("jit_compile") is True)
+        return prepared
 
     def _check_alike(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:
         """Raises on every worker if their training differs, before mismatched collectives can hang."""
