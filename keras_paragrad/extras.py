@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Iterable
 
 EXTRAS = {
+    "dp_accounting": "privacy",
     "jinja2": "profile",
     "psutil": "profile",
     "pyarrow": "profile",

@@ -1,0 +1,21 @@
+"""Training with differential privacy: what it promises, and what it takes."""
+
+from typing import TYPE_CHECKING
+
+from keras_paragrad.exports import lazily
+
+if TYPE_CHECKING:
+    from keras_paragrad.privacy.accounting.calibration import noise_multiplier, updates_within
+    from keras_paragrad.privacy.accounting.composition import epsilon
+    from keras_paragrad.privacy.accounting.truncation import truncation_probability
+
+__all__ = ["epsilon", "noise_multiplier", "truncation_probability", "updates_within"]
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "epsilon": "accounting.composition",
+        "noise_multiplier": "accounting.calibration",
+        "truncation_probability": "accounting.truncation",
+        "updates_within": "accounting.calibration",
+    },
+)

@@ -1,0 +1,1 @@
+"""Epsilon of updates with Poisson sampling and Gaussian noise, in NumPy alone."""
