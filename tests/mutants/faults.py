@@ -274,7 +274,7 @@ _PER_EXAMPLE = [
     ),
     _fault(
         "a word that an example looks up twice counts as two rows",
-        "per_example/rules/embedding.py",
+        "per_example/rules/looked_up.py",
         "same = tf.cast(indices[:, :, tf.newaxis] == indices[:, tf.newaxis], cotangents.dtype)",
         "same = tf.eye(tf.shape(indices)[1], dtype=cotangents.dtype)",
         "per_example/test_rules.py::test_a_rule_is_the_loop[Embedding]",
@@ -555,6 +555,65 @@ _SHARDING = [
     ),
 ]
 
+_PRIVACY = [
+    _fault(
+        "updates are counted as one, at the sum of their sampling rates",
+        "privacy/accounting/composition.py",
+        "part.updates * rdp_of_update(part.noise_multiplier, part.sampling_rate)",
+        "rdp_of_update(part.noise_multiplier, min(1.0, part.updates * part.sampling_rate))",
+        "privacy/test_accounting.py::test_published_values",
+    ),
+    _fault(
+        "epsilon is converted without the logarithm of delta",
+        "privacy/accounting/conversion.py",
+        "- (math.log(delta) + np.log(alphas)) / (alphas - 1)",
+        "- np.log(alphas) / (alphas - 1)",
+        "privacy/test_accounting.py::test_conversion",
+    ),
+    _fault(
+        "updates are accounted for as if they drew all examples",
+        "privacy/accounting/renyi.py",
+        "max(sampling_rate, _LEAST_RATE)",
+        "1.0",
+        "privacy/test_accounting.py::test_published_values",
+    ),
+    _fault(
+        "a power of the ratio of densities loses its part beyond the grid's middle",
+        "privacy/accounting/fractional.py",
+        "float(np.max(alphas)) + _HALF_WIDTH * sigma",
+        "_HALF_WIDTH * sigma",
+        "privacy/test_accounting.py::test_fractional_orders",
+    ),
+    _fault(
+        "what truncation takes of delta is not multiplied by exp(epsilon)",
+        "privacy/accounting/composition.py",
+        "left = delta - math.exp(found) * truncated",
+        "left = delta - truncated",
+        "privacy/test_truncation.py::test_epsilon_and_what_truncation_takes_of_delta_agree",
+    ),
+    _fault(
+        "a draw of as many others as there is place for counts as whole",
+        "privacy/accounting/truncation.py",
+        "first = max(limit,",
+        "first = max(limit + 1,",
+        "privacy/test_truncation.py::test_probability",
+    ),
+    _fault(
+        "calibrated noise is a little too low",
+        "privacy/accounting/calibration.py",
+        "    return high\n",
+        "    return low\n",
+        "privacy/test_accounting.py::test_noise_meets_its_target",
+    ),
+    _fault(
+        "gradients beside a noisy count have the noise that they have without",
+        "privacy/accounting/adaptive.py",
+        "return noise / (1 - share) ** 0.5",
+        "return noise",
+        "privacy/test_accounting.py::test_a_count_beside_gradients",
+    ),
+]
+
 FAULTS = [
     *_ACCUMULATION,
     *_STEP,
@@ -565,4 +624,5 @@ FAULTS = [
     *_CHECKPOINTS,
     *_PROFILING,
     *_SHARDING,
+    *_PRIVACY,
 ]

@@ -7,7 +7,7 @@ from keras_paragrad.arguments import check_integer, check_number
 from keras_paragrad.privacy.accounting.composition import epsilon
 
 # Relative, of the noise multiplier. A privacy loss distribution takes a second, and rounds to a grid.
-_TOLERANCES = {"rdp": 1e-6, "pld": 1e-4}
+_TOLERANCES = {"rdp": 1e-6, "pld": 1e-3}
 LEAST_NOISE, _MOST_NOISE = 2.0**-6, 2.0**160
 
 
@@ -29,7 +29,7 @@ def noise_multiplier(
         delta: See `epsilon`, as `accountant` and `truncation`.
 
     Returns:
-        The noise multiplier, at most a millionth too large (with `"pld"`, a ten-thousandth), never too small, and at
+        The noise multiplier, at most a millionth too large (with `"pld"`, a thousandth), never too small, and at
         least 1/64.
 
     Raises:
@@ -104,7 +104,11 @@ def updates_within(
         spent = epsilon(noise_multiplier, sampling_rate, count, delta, accountant, truncation=truncation)
         return spent <= target_epsilon
 
-    return _last(met, most)
+    start = 1
+    if accountant == "pld":
+        # It allows as many or more, and takes far more time.
+        start = max(1, updates_within(target_epsilon, noise_multiplier, sampling_rate, delta, truncation=truncation))
+    return _last(met, most, start)
 
 
 def _unmet(target_epsilon: float, updates: int, delta: float, truncation: float) -> ValueError:
@@ -120,14 +124,13 @@ def _unmet(target_epsilon: float, updates: int, delta: float, truncation: float)
     )
 
 
-def _last(met: Callable[[int], bool], most: int) -> int:
+def _last(met: Callable[[int], bool], most: int, start: int) -> int:
     """The last number from 0 to `most` that meets a condition, which those before it meet too."""
-    high = 1
-    while high < most and met(high):
-        high *= 2
-    if high >= most and met(most):
-        return most
-    low, high = high // 2, min(high, most)
+    low, high = 0, min(start, most)
+    while met(high):
+        if high == most:
+            return most
+        low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if met(middle) else (low, middle)

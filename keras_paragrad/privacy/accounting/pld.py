@@ -1,6 +1,8 @@
 """Privacy loss distributions, by dp-accounting."""
 
+import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from keras_paragrad.extras import require
 
@@ -23,14 +25,20 @@ def epsilons(parts: Iterable[tuple[float, float, int]]) -> Callable[[float], flo
         MissingExtraError: dp-accounting is not installed.
     """
     require("accountant='pld'", "dp_accounting", instead="write accountant='rdp'")
-    import dp_accounting  # pyright: ignore[reportMissingImports]
-    from dp_accounting.pld import PLDAccountant  # pyright: ignore[reportMissingImports]
-
     parts = [(min(noise, _MOST_NOISE), max(rate, _LEAST_RATE), count) for noise, rate, count in parts]
     least = min(noise for noise, _, _ in parts)
     # The losses of an update reach as far as its noise is small: so many of them take as much time for any noise.
-    accountant = PLDAccountant(value_discretization_interval=_INTERVAL * max(1.0, (0.5 / least) ** 2))
-    for noise, rate, count in parts:
-        update = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
-        accountant.compose(dp_accounting.SelfComposedDpEvent(update, count))
-    return lambda delta: float(accountant.get_epsilon(delta))
+    interval = _INTERVAL * max(1.0, (0.5 / least) ** 2)
+    composed = [_of_update(noise, rate, interval).self_compose(count) for noise, rate, count in parts]
+    total = functools.reduce(lambda one, other: one.compose(other), composed)
+    return lambda delta: float(total.get_epsilon_for_delta(delta))
+
+
+@functools.lru_cache(maxsize=16)
+def _of_update(noise: float, rate: float, interval: float) -> Any:
+    """The distribution for one update, by the relation of adding or removing an example."""
+    from dp_accounting.pld import privacy_loss_distribution  # pyright: ignore[reportMissingImports]
+
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        noise, sampling_prob=rate, value_discretization_interval=interval
+    )

@@ -1,0 +1,229 @@
+"""Epsilon: against sums and integrals in 50 digits, published values and dp-accounting."""
+
+import decimal
+import itertools
+import math
+import sys
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from keras_paragrad.extras import MissingExtraError
+from keras_paragrad.privacy import epsilon, noise_multiplier, updates_within
+from keras_paragrad.privacy.accounting.adaptive import gradient_noise_multiplier
+from keras_paragrad.privacy.accounting.calibration import LEAST_NOISE
+from keras_paragrad.privacy.accounting.composition import Updates, composed_epsilon
+from keras_paragrad.privacy.accounting.conversion import classic_epsilon_of, epsilon_of
+from keras_paragrad.privacy.accounting.renyi import ORDERS, rdp
+
+DIGITS = decimal.Context(prec=50)
+MNIST = {"noise_multiplier": 1.1, "sampling_rate": 256 / 60_000, "updates": 60 * 60_000 // 256, "delta": 1e-5}
+ABADI = {"noise_multiplier": 4.0, "sampling_rate": 0.01, "updates": 10_000, "delta": 1e-5}
+
+
+def of_sum(sigma, rate, alpha):
+    """The divergence at an integer order, by the binomial theorem in 50 digits."""
+    with decimal.localcontext(DIGITS):
+        sigma, rate = Decimal(sigma), Decimal(rate)
+        total = Decimal(0)
+        for k in range(alpha + 1):
+            drawn = math.comb(alpha, k) * rate**k * (1 - rate) ** (alpha - k)
+            total += drawn * (Decimal(k * (k - 1)) / (2 * sigma**2)).exp()
+        return float(total.ln() / (alpha - 1))
+
+
+def of_integral(sigma, rate, alpha):
+    """The divergence at any order, by integrating the power of the ratio of densities in 50 digits."""
+    with decimal.localcontext(DIGITS):
+        sigma, rate, alpha = Decimal(sigma), Decimal(rate), Decimal(alpha)
+        step, z, total = min(sigma, sigma**2) / 5, -14 * sigma, Decimal(0)
+        while z < alpha + 14 * sigma:
+            ratio = 1 - rate + rate * ((2 * z - 1) / (2 * sigma**2)).exp()
+            total += (alpha * ratio.ln() - z**2 / (2 * sigma**2)).exp()
+            z += step
+        total *= step / (sigma * (2 * Decimal(math.pi)).sqrt())
+        # Of pi, a float holds 16 digits. Without a ratio the integral is 1.
+        z, one = -14 * sigma, Decimal(0)
+        while z < alpha + 14 * sigma:
+            one += (-(z**2) / (2 * sigma**2)).exp()
+            z += step
+        return float((total / (one * step / (sigma * (2 * Decimal(math.pi)).sqrt()))).ln() / (alpha - 1))
+
+
+@pytest.mark.parametrize("rate", [1e-8, 1e-3, 0.3, 0.99])
+@pytest.mark.parametrize("sigma", [0.05, 0.7, 3.0, 50.0])
+def test_integer_orders(sigma, rate):
+    orders = [2, 3, 11, 63]
+    np.testing.assert_allclose(rdp(sigma, rate, orders), [of_sum(sigma, rate, alpha) for alpha in orders], rtol=1e-12)
+
+
+@pytest.mark.parametrize("alpha", [1.1, 2.5, 10.9])
+@pytest.mark.parametrize(("sigma", "rate"), [(0.4, 1e-3), (1.0, 1e-6), (1.0, 0.4), (2.0, 0.9), (20.0, 0.01)])
+def test_fractional_orders(sigma, rate, alpha):
+    np.testing.assert_allclose(rdp(sigma, rate, [alpha]), of_integral(sigma, rate, alpha), rtol=1e-11)
+
+
+@pytest.mark.parametrize("alpha", [1.5, 2.1, 4.7])
+def test_fractional_orders_of_little_noise_have_a_bound(alpha):
+    sigma, rate = 0.09, 0.05
+    exact = of_integral(sigma, rate, alpha)
+    bound = rdp(sigma, rate, [alpha, math.ceil(alpha)])
+    assert exact <= bound[0] <= bound[1]
+
+
+def test_nothing_and_everything_drawn():
+    assert not rdp(1.0, 0.0).any()
+    np.testing.assert_allclose(rdp(2.0, 1.0), np.array(ORDERS) / 8, rtol=1e-15)
+    # Of all but everything, the divergence is all but that of everything.
+    np.testing.assert_allclose(rdp(2.0, 1 - 1e-12), np.array(ORDERS) / 8, rtol=1e-9)
+    assert np.isinf(rdp(0.0, 0.5)).all()
+    assert epsilon(0.0, 0.5, 1, 1e-5) == math.inf
+    assert epsilon(0.0, 0.0, 1, 1e-5) == epsilon(0.0, 0.5, 0, 1e-5) == 0.0
+
+
+def test_extreme_arguments():
+    assert epsilon(1e300, 0.1, 10, 1e-5) == 0.0
+    assert epsilon(1e-300, 0.1, 10, 1e-5) == math.inf
+    assert epsilon(1.0, 1e-300, 2**62, 1e-5) == 0.0
+    assert 0 < epsilon(1.0, 0.1, 2**63 - 1, 1e-300) < math.inf
+
+
+@pytest.mark.parametrize(("of", "today", "classic"), [(MNIST, 2.597, 3.008), (ABADI, 1.0355, 1.2586)])
+def test_published_values(of, today, classic):
+    """MNIST by the tutorial of TensorFlow Privacy, and the example of Abadi et al., 2016."""
+    digits = len(str(today).partition(".")[2])
+    assert round(epsilon(**of), digits) == today
+    divergences = of["updates"] * rdp(of["noise_multiplier"], of["sampling_rate"])
+    assert round(classic_epsilon_of(divergences, ORDERS, of["delta"]), len(str(classic).partition(".")[2])) == classic
+
+
+def test_the_gaussian_mechanism():
+    """One update of all examples, for which delta is known in closed form: Balle and Wang, 2018."""
+    sigma, delta = 1.5, 1e-5
+    found = epsilon(sigma, 1.0, 1, delta)
+
+    def cdf(x):
+        return math.erfc(-x / math.sqrt(2)) / 2
+
+    def exact(eps):
+        return cdf(1 / (2 * sigma) - eps * sigma) - math.exp(eps) * cdf(-1 / (2 * sigma) - eps * sigma)
+
+    assert exact(found) <= delta
+    # The divergences' bound is close: with a tenth less, it would be wrong.
+    assert exact(0.9 * found) > delta
+
+
+def test_conversion():
+    """Against Proposition 12 of Canonne et al., 2020, solved for delta."""
+    divergences = 1000 * rdp(1.0, 0.01)
+    found = epsilon_of(divergences, ORDERS, 1e-5)
+    logarithms = [
+        (alpha - 1) * (each - found) + (alpha - 1) * math.log1p(-1 / alpha) - math.log(alpha)
+        for alpha, each in zip(ORDERS, divergences, strict=True)
+    ]
+    assert math.exp(min(logarithms)) == pytest.approx(1e-5, rel=1e-9)
+    assert found < classic_epsilon_of(divergences, ORDERS, 1e-5)
+    # A divergence bounds the total variation: below delta, epsilon is 0.
+    assert epsilon_of(np.full(len(ORDERS), 1e-11), ORDERS, 1e-5) == 0.0
+
+
+def test_less_noise_more_rows_more_updates_and_less_delta_cost_more():
+    least = {"noise_multiplier": 1.0, "sampling_rate": 0.01, "updates": 100, "delta": 1e-5}
+    for name, worse in {
+        "noise_multiplier": [0.999, 0.7, 0.1, 0.0999, 0.05],
+        "sampling_rate": [0.0101, 0.1, 0.9, 1.0],
+        "updates": [101, 1000, 10**6],
+        "delta": [0.99e-5, 1e-9, 1e-100],
+    }.items():
+        costs = [epsilon(**{**least, name: value}) for value in [least[name], *worse]]
+        assert all(before < after for before, after in itertools.pairwise(costs)), (name, costs)
+
+
+def test_updates_of_several_kinds_add_up():
+    parts = [Updates(1.0, 0.01, 300), Updates(0.8, 0.02, 20), Updates(5.0, 1.0, 1)]
+    total = sum(part.updates * rdp(part.noise_multiplier, part.sampling_rate) for part in parts)
+    assert composed_epsilon(parts, 1e-5) == epsilon_of(total, ORDERS, 1e-5)
+    assert composed_epsilon([Updates(1.0, 0.01, 300)] * 2, 1e-5) == epsilon(1.0, 0.01, 600, 1e-5)
+    assert composed_epsilon([*parts, Updates(0.0, 0.01, 1)], 1e-5) == math.inf
+    assert composed_epsilon([], 1e-5) == 0.0
+
+
+@pytest.mark.parametrize("target", [0.1, 1.0, 3.0, 50.0])
+@pytest.mark.parametrize(("rate", "updates"), [(0.001, 10_000), (0.05, 1), (1.0, 100)])
+def test_noise_meets_its_target(target, rate, updates):
+    noise = noise_multiplier(target, rate, updates, 1e-6)
+    assert epsilon(noise, rate, updates, 1e-6) <= target < epsilon(noise * (1 - 2e-6), rate, updates, 1e-6)
+
+
+def test_a_target_that_little_noise_meets():
+    noise = noise_multiplier(1e9, 0.01, 10, 1e-5)
+    assert noise == LEAST_NOISE
+    assert epsilon(noise, 0.01, 10, 1e-5) <= 1e9
+
+
+def test_targets_that_no_noise_meets():
+    with pytest.raises(ValueError, match="Raise the limit of rows in an update"):
+        noise_multiplier(1.0, 0.1, 10**5, 1e-5, truncation=1e-9)
+    with pytest.raises(ValueError, match="too small for Rényi divergences"):
+        noise_multiplier(1e-12, 1.0, 10, 1e-200)
+
+
+@pytest.mark.parametrize("target", [0.05, 1.0, 3.0])
+def test_updates_within_a_budget(target):
+    allowed = updates_within(target, 1.0, 0.01, 1e-5)
+    assert epsilon(1.0, 0.01, allowed, 1e-5) <= target < epsilon(1.0, 0.01, allowed + 1, 1e-5)
+    assert updates_within(target, 0.0, 0.01, 1e-5) == 0
+    assert updates_within(target, 1.0, 0.0, 1e-5) == 10**9
+    for most in (1, 2, max(1, allowed), allowed + 1):
+        assert updates_within(target, 1.0, 0.01, 1e-5, most=most) == min(most, allowed)
+
+
+@pytest.mark.parametrize("count_noise", [0.6, 5.0, 1000.0])
+def test_a_count_beside_gradients(count_noise):
+    """Two Gaussian mechanisms together are one: the divergences add up to that of the total noise multiplier."""
+    gradients = gradient_noise_multiplier(1.1, count_noise)
+    assert gradients > 1.1
+    np.testing.assert_allclose(rdp(gradients, 1.0) + rdp(2 * count_noise, 1.0), rdp(1.1, 1.0), rtol=1e-12)
+
+
+def test_a_count_that_is_too_exact():
+    with pytest.raises(
+        ValueError, match=r"must be above half of the noise multiplier, 1\.1: .* Write count_noise=5\.5"
+    ):
+        gradient_noise_multiplier(1.1, 0.55)
+    assert gradient_noise_multiplier(1.1, 5.5) == pytest.approx(1.1 / math.sqrt(1 - 0.01))
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: epsilon(-1.0, 0.1, 1, 1e-5), "noise_multiplier"),
+        (lambda: epsilon(math.inf, 0.1, 1, 1e-5), "noise_multiplier"),
+        (lambda: epsilon(1.0, 1.1, 1, 1e-5), "sampling_rate"),
+        (lambda: epsilon(1.0, 256, 1, 1e-5), "sampling_rate"),
+        (lambda: epsilon(1.0, 0.1, 1.5, 1e-5), "updates"),
+        (lambda: epsilon(1.0, 0.1, 1, 0), "delta"),
+        (lambda: epsilon(1.0, 0.1, 1, 1), "delta"),
+        (lambda: epsilon(1.0, 0.1, 1, 1e-5, "moments"), "accountant"),
+        (lambda: epsilon(1.0, 0.1, 1, 1e-5, truncation=2), "truncation"),
+        (lambda: noise_multiplier(0, 0.1, 1, 1e-5), "target_epsilon"),
+        (lambda: noise_multiplier(1.0, 0, 1, 1e-5), "sampling_rate"),
+        (lambda: noise_multiplier(1.0, 0.1, 0, 1e-5), "updates"),
+        (lambda: noise_multiplier(1.0, 0.1, 1, math.nan), "delta"),
+        (lambda: noise_multiplier(1.0, 0.1, 1, 1e-5, None), "accountant"),
+        (lambda: updates_within(math.nan, 1.0, 0.1, 1e-5), "target_epsilon"),
+        (lambda: updates_within(1.0, 1.0, 0.1, 1e-5, most=0), "most"),
+        (lambda: gradient_noise_multiplier(0, 1.0), "noise_multiplier"),
+        (lambda: gradient_noise_multiplier(1.0, None), "count_noise"),
+    ],
+)
+def test_arguments_out_of_range(call, name):
+    with pytest.raises(ValueError, match=f"`{name}` is "):
+        call()
+
+
+def test_dp_accounting_is_asked_for_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(MissingExtraError, match=r"keras_paragrad\[privacy\].*accountant='rdp'"):
+        epsilon(1.0, 0.01, 10, 1e-5, "pld")
