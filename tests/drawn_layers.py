@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 import keras_paragrad.per_example.rules  # noqa: F401  (registers all)
-from keras_paragrad.per_example.registry import registered
+from keras_paragrad.per_example.registry import registered_by_name
 
 
 class LayerCase(NamedTuple):
@@ -72,10 +72,10 @@ def _drawn(draw, layer, rule):
 
 
 def drawn() -> dict[str, st.SearchStrategy[LayerCase]]:
-    """Cases of each layer that has a rule now, by its name."""
-    return {layer.__name__: _drawn(layer, rule) for layer, rule in registered().items()}
+    """Cases of each layer that has a rule now, by its name and what a variant is for."""
+    return {name: _drawn(layer, rule) for name, (layer, rule) in registered_by_name().items()}
 
 
 # Tests register rules of their own while they run, and not when they are imported.
-RULES = {layer.__name__: rule for layer, rule in registered().items()}
+RULES = {name: rule for name, (_, rule) in registered_by_name().items()}
 DRAWN = drawn()

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import keras_paragrad.per_example.rules  # noqa: F401  (registers all)
-from keras_paragrad.per_example.registry import registered
+from keras_paragrad.per_example.registry import registered_by_name
 
 PAGE = Path(__file__).with_name("per_example_rules.md")
 BEGIN, END = "<!-- Written by rules_table.py -->\n", "<!-- End -->\n"
@@ -17,8 +17,8 @@ def table() -> str:
         ValueError: A rule doesn't declare its formula.
     """
     layers = {}
-    for layer, rule in registered().items():
-        layers.setdefault(rule, []).append(layer.__name__)
+    for name, (_, rule) in registered_by_name().items():
+        layers.setdefault(rule, []).append(name)
     lines = ["| Layer | An example's gradient | Norms without the gradients |", "|---|---|---|"]
     for rule, names in sorted(layers.items(), key=lambda each: each[1]):
         if not rule.formula:

@@ -49,7 +49,7 @@ class Capture:
             check_training(self.layer)
         with contextlib.ExitStack() as stack:
             for unit in self.units:
-                stack.enter_context(attributes(unit.layer, call=self._recording(unit)))
+                stack.enter_context(attributes(unit.layer, **{_called(unit.layer): self._recording(unit)}))
             stack.enter_context(self.reads)
             return self.layer(*arguments, **keywords)
 
@@ -91,7 +91,7 @@ class Capture:
     def _recording(self, unit: Unit) -> Callable[..., Any]:
         """The function that replaces a unit's `call`."""
         layer, rule, batched = unit
-        original = layer.call
+        original = getattr(layer, _called(layer))
 
         @functools.wraps(original)
         def call(*arguments, **keywords):
@@ -142,6 +142,11 @@ class Capture:
         return keras.tree.pack_sequence_as(outputs, flat)
 
 
+def _called(layer: keras.layers.Layer) -> str:
+    """The method that Keras calls for a layer's outputs."""
+    return "call" if getattr(layer, "quantization_mode", None) is None else "quantized_call"
+
+
 def _rerun(layer: keras.layers.Layer, original: Callable, training: bool, arguments: tuple, keywords: dict) -> Any:
-    with attributes(layer, call=original):
+    with attributes(layer, **{_called(layer): original}):
         return layer(*arguments, **{**keywords, "training": training})

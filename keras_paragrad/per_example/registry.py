@@ -73,13 +73,23 @@ def rule_for(layer: keras.layers.Layer) -> Rule | None:
         rule = _RULES.get(kind)
         if rule is not None:
             computes = rule.serves_overrides or not _computes_otherwise(type(layer), kind)
-            return rule if computes and rule.suits(layer) else None
+            suitable = (each for each in (*rule.variants, rule) if computes and each.suits(layer))
+            return next(suitable, None)
     return None
 
 
 def registered() -> dict[type[keras.layers.Layer], Rule]:
     """The rule of each layer class that has one, in the order of registration."""
     return dict(_RULES)
+
+
+def registered_by_name() -> dict[str, tuple[type[keras.layers.Layer], Rule]]:
+    """Each registered rule and variant, by what it serves: "Dense", "Dense with LoRA"."""
+    return {
+        f"{layer.__name__} {each.configuration}".strip(): (layer, each)
+        for layer, rule in _RULES.items()
+        for each in (rule, *rule.variants)
+    }
 
 
 def _computes_otherwise(kind: type, registered: type) -> bool:

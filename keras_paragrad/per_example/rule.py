@@ -62,12 +62,16 @@ class Rule:
         formula: An example's gradient, in Markdown. This and `norms_without_gradients` are for the documentation's
             table of the rules in this package.
         norms_without_gradients: When norms are computed without materializing the gradients, in Markdown.
+        variants: Rules for the same layers in other configurations, which are asked first whether they suit.
+        configuration: Of a variant, what it is for, such as "with LoRA".
     """
 
     before_activation: bool = False
     serves_overrides: bool = False
     formula: str = ""
     norms_without_gradients: str = "no"
+    variants: Sequence["Rule"] = ()
+    configuration: str = ""
 
     def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
         """A layer to test the rule with; needed for the rules in this package only.

@@ -11,7 +11,7 @@ from oracles import example_gradients, norms_of
 
 from keras_paragrad import PerExampleGradients, wrap
 from keras_paragrad.per_example.probing import units_for
-from keras_paragrad.per_example.rules.embedding import FEW_LOOKUPS
+from keras_paragrad.per_example.rules.looked_up import FEW_LOOKUPS
 
 
 class Standardized(layers.Conv2D):

@@ -10,6 +10,7 @@ from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.registry import register_rule
 from keras_paragrad.per_example.rule import Pick, RuleCase
 from keras_paragrad.per_example.rules.linear import Linear, Product, flattened
+from keras_paragrad.per_example.rules.low_rank_dense import LowRankDense
 
 
 @register_rule(keras.layers.Dense)
@@ -17,6 +18,7 @@ class DenseRule(Linear):
     """y = a W + b at every position."""
 
     formula = r"$\sum_t a_t \delta_t^\top$"
+    variants = (LowRankDense(),)
     norms_without_gradients = "one position: always; several: where that is cheaper"
 
     def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:

@@ -10,7 +10,8 @@ import tensorflow as tf
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.registry import register_rule
 from keras_paragrad.per_example.rule import Pick, Rule, RuleCase
-from keras_paragrad.per_example.rules.embedding import EmbeddingRule, lookups
+from keras_paragrad.per_example.rules.embedding import EmbeddingRule
+from keras_paragrad.per_example.rules.looked_up import lookups
 
 
 @register_rule(keras.layers.ReversibleEmbedding)
