@@ -8,12 +8,14 @@ if TYPE_CHECKING:
     from keras_paragrad.privacy.accounting.calibration import noise_multiplier, updates_within
     from keras_paragrad.privacy.accounting.composition import epsilon
     from keras_paragrad.privacy.accounting.truncation import truncation_probability
+    from keras_paragrad.privacy.batch_norm import fix_batch_norm
 
-__all__ = ["epsilon", "noise_multiplier", "truncation_probability", "updates_within"]
+__all__ = ["epsilon", "fix_batch_norm", "noise_multiplier", "truncation_probability", "updates_within"]
 __getattr__, __dir__ = lazily(
     __name__,
     {
         "epsilon": "accounting.composition",
+        "fix_batch_norm": "batch_norm",
         "noise_multiplier": "accounting.calibration",
         "truncation_probability": "accounting.truncation",
         "updates_within": "accounting.calibration",
