@@ -79,6 +79,7 @@ __getattr__, __dir__ = lazily(
         "per_example": "per_example",
         "per_example_gradients": "per_example",
         "per_example_norms": "per_example",
+        "privacy": "privacy",
         "profiling": "profiling",
         "recompute": "sharding",
         "sharding": "sharding",

@@ -287,6 +287,27 @@ _PER_EXAMPLE = [
         "per_example/test_rules.py::test_a_rule_is_the_loop[LayerNormalization]",
     ),
     _fault(
+        "adapters count without their scale",
+        "per_example/rules/low_rank.py",
+        "layer.lora_alpha / layer.lora_rank",
+        "1.0",
+        "per_example/test_low_rank.py::test_only_what_is_trained_counts",
+    ),
+    _fault(
+        "an adapted kernel's last axis keeps its place where it is summed over",
+        "per_example/rules/low_rank_einsum.py",
+        "sides if last in axes.inputs else sides[::-1]",
+        "sides[::-1]",
+        "per_example/test_low_rank.py::test_kernels_with_any_last_axis",
+    ),
+    _fault(
+        "quantized layers are not recorded, and fall back to a loop",
+        "per_example/capture.py",
+        'return "call" if getattr(layer, "quantization_mode", None) is None else "quantized_call"',
+        'return "call"',
+        "per_example/test_low_rank.py::test_the_frozen_weight_is_quantized",
+    ),
+    _fault(
         "the norms of examples have the loss scale in them",
         "per_example/scaling.py",
         "share * self._loss_scale())",
@@ -611,6 +632,13 @@ _PRIVACY = [
         "return noise / (1 - share) ** 0.5",
         "return noise",
         "privacy/test_accounting.py::test_a_count_beside_gradients",
+    ),
+    _fault(
+        "vectors are normalized in groups of one number",
+        "privacy/batch_norm.py",
+        "if _positions(layer, rank) == 1:",
+        "if _positions(layer, rank) == 0:",
+        "privacy/test_batch_norm.py::test_vectors_are_one_group",
     ),
 ]
 
