@@ -16,7 +16,7 @@ BELOW = {
     "accumulation": set(),
     "per_example": set(),
     "inputs": set(),
-    "privacy": {"per_example"},
+    "privacy": {"accumulation", "per_example"},
     "sharding": {"per_example"},
     "distribution": {"accumulation", "sharding"},
     "profiling": {"distribution", "accumulation"},

@@ -16,6 +16,7 @@ from keras_paragrad._keras.replicas.collectives import replica_index
 from keras_paragrad._keras.step.gradient_functions import keep_with_graphs_of
 from keras_paragrad._keras.step.symbolic import build_by_calling, has_build
 from keras_paragrad.arguments import check_choice, check_function, check_instance, check_integer, check_number
+from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.results import StepResults, capacity_for, check_capacity
 from keras_paragrad.per_example.scaling import Divisor
 from keras_paragrad.per_example.step import Step
@@ -253,6 +254,10 @@ class PerExampleGradients(keras.layers.Wrapper):
             return [None] * len(quantities.variables)
         if not self.reweighs:
             return quantities.weighted_sums(tf.ones(tf.reshape(quantities.batch, [1])))
+        return self._reweighed(quantities, norms, factor, step)
+
+    def _reweighed(self, quantities: Quantities, norms: Any, factor: tf.Tensor, step: Step) -> list[Any]:
+        """The update's gradients, from each example's."""
         step.divisor.warn_of_masks()
         return quantities.weighted_sums(self._weights_of(norms, step))
 

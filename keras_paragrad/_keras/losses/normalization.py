@@ -25,6 +25,7 @@ _ALIKE = {
     "DistributedFit": "write DistributedFit(..., exact=False)",
     "Pipeline": "write Pipeline(..., microbatches=1)",
     "microbatch": "write AccumulatingOptimizer(..., weighting='uniform'), and give fit() the micro-batches",
+    "make_private": "write make_private(...) without physical_batch_size",
 }
 # Who is given a `weighting`, where it isn't who asks.
 _TAKES_WEIGHTING = {"Pipeline": "DistributedFit"}

@@ -46,6 +46,14 @@ class LossSums(NamedTuple):
             return self
         return self._replace(vector=tf.where(some, self.vector, tf.zeros_like(self.vector)))
 
+    def of_rows(self, rows: tf.Tensor) -> "LossSums":
+        """These, where only so many rows count and the others weigh 0; losses are divided by rows, or by nothing."""
+        entries = 1 + len(self.form.factors)
+        first, others, divisors, total = tf.split(self.vector, [1, entries - 1, entries, 1])
+        share = tf.math.divide_no_nan(tf.cast(rows, total.dtype), total)
+        # What isn't of an output is that of weights, which is the same for any number of rows.
+        return self._replace(vector=tf.concat([first * share, others, divisors * share, total * share], 0))
+
 
 class Shown(NamedTuple):
     """Losses of parts put together.

@@ -60,7 +60,14 @@ class ArrayRows:
 
     def batches(self, numbers: tf.data.Dataset) -> tf.data.Dataset:
         """A batch of rows for each vector of their numbers."""
-        dataset = tf.data.Dataset.zip((numbers, self._arrays)).map(_take_rows, num_parallel_calls=tf.data.AUTOTUNE)
+        return self._mapped(numbers, _take_rows)
+
+    def beside(self, elements: tf.data.Dataset) -> tf.data.Dataset:
+        """The elements `(numbers, other)`, with a batch of rows in place of their numbers."""
+        return self._mapped(elements, _take_rows_beside)
+
+    def _mapped(self, elements: tf.data.Dataset, take: Any) -> tf.data.Dataset:
+        dataset = tf.data.Dataset.zip((elements, self._arrays)).map(take, num_parallel_calls=tf.data.AUTOTUNE)
         # As Keras does: an optimizer of the pipeline would write out the arrays with it.
         options = tf.data.Options()
         options.experimental_optimization.apply_default_optimizations = False
@@ -78,6 +85,12 @@ def _take_rows(numbers: tf.Tensor, arrays: Any) -> Any:
         return tf.gather(leaf, numbers, axis=0) if tf.is_tensor(leaf) else leaf
 
     return keras.tree.traverse(take, arrays)
+
+
+@tf.autograph.experimental.do_not_convert
+def _take_rows_beside(element: tuple[tf.Tensor, Any], arrays: Any) -> Any:
+    numbers, other = element
+    return _take_rows(numbers, arrays), other
 
 
 def readable_again(adapter: Any) -> tuple[Any, dict[str, Any]] | None:

@@ -21,6 +21,7 @@ _PARTS = {
     "DistributedFit": "the replicas' parts of a batch",
     "Pipeline": "the micro-batches of a pipeline",
     "microbatch": "the slices of a batch",
+    "make_private": "the physical batches of an update",
 }
 
 

@@ -33,6 +33,11 @@ class Shard(NamedTuple):
         certain = replica_count() == 1 or all(tensor.shape[0] for tensor in tensors)
         return cls(rows) if certain else cls(rows, rows > 0)
 
+    def only(self, present: tf.Tensor) -> "Shard":
+        """That of some of its rows, given which, `(rows,)`."""
+        count = tf.math.count_nonzero(present, dtype=tf.int32)
+        return Shard(count, count > 0)
+
     def filled(self, data: Any) -> Any:
         """The batch, with an example of zeros in it if there is none: not every layer can do without."""
         return data if self.nonempty is None else tf.cond(self.nonempty, lambda: data, lambda: _one_of_zeros(data))

@@ -118,7 +118,10 @@ class StepBuilder:
     def _compiled(self, apply: Any, telemetry: Telemetry | None = None) -> Callable[[Any], dict]:
         limit = Limit(self.model, self.stages.split)
         steps = self._steps(telemetry, limit)
-        return compile_steps(self.model, steps, apply, self.stages.take, self._skipped, limit, self._goes_on)
+        replicas = self.model.distribute_strategy.num_replicas_in_sync
+        whole = not self.stages.by_xla_alone(self.model, replicas)
+        take = self.stages.take
+        return compile_steps(self.model, steps, apply, take, self._skipped, limit, self._goes_on, by_xla=whole)
 
     def _picked(self, telemetry: Telemetry) -> Callable[[Any], dict]:
         ahead = LookAhead(self.stages.apply) if self.stages.apply else None
@@ -150,6 +153,11 @@ class StepBuilder:
             then: Called after them, when the compiled losses and metrics have been built.
         """
         self._to_skip, self._then = batches, then
+
+    @property
+    def batches_to_skip(self) -> int:
+        """How many of the next batches are skipped."""
+        return self._to_skip
 
     def _goes_on(self, batch: Any) -> None:
         if self._to_skip or self._then is None:

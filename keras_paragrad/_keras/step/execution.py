@@ -28,6 +28,8 @@ def compile_steps(
     skipped: Callable[[int], int] = lambda batches: 0,
     limit: Limit | None = None,
     goes_on: Callable[[Any], None] = lambda batch: None,
+    *,
+    by_xla: bool = True,
 ) -> Callable[[Any], dict]:
     """Makes a train function in which each batch is run by one of several separately compiled steps.
 
@@ -43,11 +45,12 @@ def compile_steps(
         skipped: How many of so many next batches to take and not to run.
         limit: How large batches may be, if there is a limit.
         goes_on: Called with the last batch that was passed over, before the first that is run.
+        by_xla: Whether XLA may compile a whole step, if the model is compiled by it.
 
     Returns:
         A function for `model.train_function`.
     """
-    compiled = [_compile_step(model, step, take, limit) for step in steps]
+    compiled = [_compile_step(model, step, take, limit, by_xla) for step in steps]
     by_host = _by_host(model, compiled, cuts=take is not None)
     run = _in_graph(model, compiled) if model.distribute_strategy.num_replicas_in_sync == 1 else by_host
 
@@ -93,7 +96,7 @@ def _next_batch(iterator: Any) -> Any:
     return iterator.get_next() if hasattr(iterator, "get_next") else next(iterator)
 
 
-def _compile_step(model: keras.Model, step: Step, take: Take | None, limit: Limit | None) -> Step:
+def _compile_step(model: keras.Model, step: Step, take: Take | None, limit: Limit | None, by_xla: bool) -> Step:
     strategy = model.distribute_strategy
 
     def one_step(data: Any) -> dict:
@@ -106,7 +109,7 @@ def _compile_step(model: keras.Model, step: Step, take: Take | None, limit: Limi
             releasing(one_step),
             reduce_retracing=True,
             # XLA can't compile collectives between these devices.
-            jit_compile=model.jit_compile and (take is None or strategy.num_replicas_in_sync == 1),
+            jit_compile=by_xla and model.jit_compile and (take is None or strategy.num_replicas_in_sync == 1),
             autograph=False,
             experimental_attributes={NO_INLINE: True},
         )

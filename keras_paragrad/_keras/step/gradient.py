@@ -23,6 +23,9 @@ from keras_paragrad._keras.step.forward import (
 )
 from keras_paragrad._keras.step.uncut import Foreseen
 
+# From a batch, as `train_step` takes it, to a boolean tensor `(rows,)`.
+Present = Callable[[Any], tf.Tensor]
+
 
 class Gradient(NamedTuple):
     """What came out of a forward and backward pass.
@@ -86,6 +89,7 @@ def gradient_of(
     by_xla: bool = False,
     sums: bool = False,
     foreseen: Foreseen | None = None,
+    present: Present | None = None,
 ) -> Gradient:
     """Does what Keras's `train_step` does up to the optimizer: forward, loss, backward, metrics.
 
@@ -98,6 +102,7 @@ def gradient_of(
         by_xla: Whether XLA compiles the forward and backward pass, and nothing else.
         sums: Whether to tell what the losses are made of, instead of leaving outputs' losses to Keras's trackers.
         foreseen: Looks at what is not weighed.
+        present: Says which rows are examples; all are, if `None`.
 
     Returns:
         The `Gradient`; the loss has not been tracked yet, and of a whole batch the metrics neither.
@@ -107,16 +112,24 @@ def gradient_of(
     look = foreseen.look if foreseen else None
     passed = (compiled_pass if by_xla else pass_through)(model, data, normalize, replica_scale, sums=sums, look=look)
     batch = {"x": x, "y": y, "y_pred": passed.y_pred, "sample_weight": sample_weight}
+    found = passed.sums and passed.sums.only_if(shard.nonempty)
     show = None
-    if not sums and shard.nonempty is None:
+    if present is not None:
+        there = tf.logical_and(present(data), shard.rows > 0)
+        found = found and found.of_rows(tf.math.count_nonzero(there))
+        shard.only(there).run(lambda: update_metrics(model, _rows_of_batch(batch, there)))
+    elif not sums and shard.nonempty is None:
         show = functools.partial(_show, model, passed.loss, batch)
     else:
         shard.run(lambda: update_metrics(model, batch))
     if normalize is not None:
         check_metrics(model, y, passed.y_pred, sample_weight)
     weight = passed.weight and passed.weight._replace(value=shard.weight(passed.weight.value))
-    found = passed.sums and passed.sums.only_if(shard.nonempty)
     return Gradient(shard.gradients(passed.gradients), passed.loss, rows_of(x), weight, found, show)
+
+
+def _rows_of_batch(batch: dict[str, Any], there: tf.Tensor) -> dict[str, Any]:
+    return keras.tree.map_structure(lambda tensor: tensor if tensor is None else tf.boolean_mask(tensor, there), batch)
 
 
 def _show(model: keras.Model, loss: tf.Tensor, batch: dict[str, Any]) -> dict[str, Any]:

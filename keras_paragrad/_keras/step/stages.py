@@ -8,7 +8,7 @@ import keras
 
 from keras_paragrad._keras.losses.normalization import LossNormalization
 from keras_paragrad._keras.step.forward import Normalize
-from keras_paragrad._keras.step.gradient import Gradient
+from keras_paragrad._keras.step.gradient import Gradient, Present
 from keras_paragrad._keras.step.transform import Transform
 from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad._keras.telemetry.execution import Telemetry
@@ -98,6 +98,8 @@ class Stages(NamedTuple):
         apply: Decides when gradients reach the weights, or `None`.
         observe: Is shown gradients before they are transformed, or `None`. It changes nothing.
         telemetry: Is shown some updates of the weights, or `None`. It changes nothing.
+        present: Says which rows of a batch are examples, where others only fill it up and weigh 0; or `None` if all
+            are. Losses and metrics are shown of these alone.
         place: Makes the context that puts a step's operations on devices, or `None` to leave that to TensorFlow. It
             changes nothing else.
     """
@@ -109,6 +111,7 @@ class Stages(NamedTuple):
     apply: Apply | None = None
     observe: Observe | None = None
     telemetry: Telemetry | None = None
+    present: Present | None = None
     place: Callable[[], contextlib.AbstractContextManager[None]] | None = None
 
     @property
@@ -127,6 +130,12 @@ class Stages(NamedTuple):
         """
         split = self.split.normalize if self.split and of_slices else None
         return self.combine or split or (self.take.normalize if self.take else None)
+
+    def by_xla_alone(self, model: Any, replicas: int) -> bool:
+        """Whether XLA compiles each forward and backward pass by itself, and nothing else of the step."""
+        if replicas > 1:
+            return bool(self.take and self.take.by_xla)
+        return bool(model.jit_compile and self.transform and getattr(self.transform, "outside_xla", False))
 
     @property
     def foreseen(self) -> Foreseen | None:

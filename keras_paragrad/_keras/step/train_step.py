@@ -111,7 +111,7 @@ class TrainStep(NamedTuple):
 
     @property
     def _by_xla(self) -> bool:
-        return bool(self.stages.take and self.stages.take.by_xla and replica_count() > 1)
+        return self.stages.by_xla_alone(self.model, replica_count())
 
     def _gathering(self) -> contextlib.AbstractContextManager[Any]:
         return self.stages.apply.gathering() if self.stages.apply else contextlib.nullcontext()
@@ -142,7 +142,7 @@ class TrainStep(NamedTuple):
         """What computes the gradient of a slice, or without a `split` that of a batch that is not weighed."""
         normalize = self.stages.normalization(of_slices=split is not None)
         # Keras's trackers know nothing of a batch of which there are parts.
-        parts = bool(split or self.stages.apply or (self.stages.take and replica_count() > 1))
+        parts = bool(split or self.stages.apply or self.stages.present or (self.stages.take and replica_count() > 1))
         foreseen = None if normalize else self.stages.foreseen
         return functools.partial(
             gradient_of,
@@ -152,4 +152,5 @@ class TrainStep(NamedTuple):
             by_xla=self._by_xla,
             sums=parts,
             foreseen=foreseen,
+            present=self.stages.present,
         )

@@ -14,7 +14,10 @@ _TRANSFORM = "_keras_paragrad_transform"
 
 
 class Transform(Protocol):
-    """Fills the *transform* stage."""
+    """Fills the *transform* stage.
+
+    With an attribute `outside_xla` that is true, XLA compiles the forward and backward pass alone.
+    """
 
     def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> Sequence[tf.Tensor]:
         """Returns what the optimizer is to clip and apply instead of `gradients`.

@@ -1,0 +1,226 @@
+"""`Privacy`: what a private model's training has spent, and what it may spend."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from keras_paragrad.privacy.accounting.adaptive import gradient_noise_multiplier
+from keras_paragrad.privacy.accounting.calibration import noise_multiplier
+from keras_paragrad.privacy.accounting.composition import epsilon
+from keras_paragrad.privacy.accounting.truncation import truncation_probability
+from keras_paragrad.privacy.adaptive import AdaptiveClip
+
+# Of delta, what draws that are cut off may take at most.
+_TRUNCATION = 1e-3
+# Where neither the updates nor epsilon are known beforehand.
+_MANY_UPDATES, _LARGE_EPSILON = 10**6, 10.0
+# Rows of a padded batch are a multiple, which kernels like.
+_ROWS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The arguments of `make_private`, as they are saved; the seed is not among them."""
+
+    clip_norm: Any
+    expected_batch_size: int
+    delta: float
+    target_epsilon: float | None
+    epochs: int | None
+    noise_multiplier: float | None
+    examples: int | None
+    physical_batch_size: int | None
+    accountant: str
+    secure_noise: bool
+
+
+class Privacy:
+    """What training has spent of a privacy budget, and what it may spend.
+
+    Args:
+        settings: The arguments of `make_private`.
+        updates: Returns the number of updates made.
+    """
+
+    def __init__(self, settings: Settings, updates: Callable[[], int]):
+        self.settings = settings
+        self._updates = updates
+        self._examples = settings.examples
+        self._noise: float | None = settings.noise_multiplier
+
+    def __repr__(self) -> str:
+        return f"<Privacy: {self.statement()}>"
+
+    @property
+    def updates(self) -> int:
+        """How many updates have been made."""
+        return self._updates()
+
+    @property
+    def examples(self) -> int:
+        """How many examples there are to draw from.
+
+        Raises:
+            ValueError: They are known once `fit` was given data.
+        """
+        if self._examples is None:
+            raise ValueError(
+                "How many examples there are is known once fit() was given data. To know it before, write "
+                "make_private(..., examples=60_000)."
+            )
+        return self._examples
+
+    @property
+    def known_examples(self) -> int | None:
+        """How many examples there are, or `None` before that is known."""
+        return self._examples
+
+    def given(self, examples: int) -> None:
+        """Takes note of the size of the data.
+
+        Raises:
+            ValueError: It is another one than stated, or than before.
+        """
+        if self._examples not in (None, examples):
+            raise ValueError(
+                f"The data have {examples} examples, and epsilon is computed for {self._examples}, as stated or as "
+                "fit() was given before. Pass the same data, or make_private(model, ...) anew: it counts from 0, so "
+                "what was spent before has to be added."
+            )
+        if examples < self.settings.expected_batch_size:
+            raise ValueError(
+                f"`expected_batch_size` is {self.settings.expected_batch_size}, and the data have {examples} examples, "
+                "of which each is in a batch at most once."
+            )
+        self._examples = examples
+
+    @property
+    def sampling_rate(self) -> float:
+        """The probability of each example to be in the batch of an update."""
+        return self.settings.expected_batch_size / self.examples
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """How many updates see as many examples as there are, in expectation."""
+        return max(1, round(self.examples / self.settings.expected_batch_size))
+
+    @property
+    def planned_updates(self) -> int | None:
+        """How many updates `target_epsilon` was calibrated for, or `None` without one."""
+        return None if self.settings.epochs is None else self.settings.epochs * self.updates_per_epoch
+
+    @property
+    def rows_needed(self) -> int:
+        """Rows that are enough for the draws of all updates but with a probability that delta has room for."""
+        updates = self.planned_updates or _MANY_UPDATES
+        room = _TRUNCATION * self.settings.delta / updates
+        room *= math.exp(-(self.settings.target_epsilon or _LARGE_EPSILON))
+        # With as many rows as examples, and one more, none is cut off.
+        least, most = self.settings.expected_batch_size, self.examples + 1
+        while least < most:
+            middle = (least + most) // 2
+            enough = truncation_probability(self.examples, self.sampling_rate, middle) <= room
+            least, most = (least, middle) if enough else (middle + 1, most)
+        return least
+
+    def rows(self, replicas: int = 1) -> tuple[int, int]:
+        """Rows of an update's padded batch, and of each physical batch that it is computed in.
+
+        Raises:
+            ValueError: The physical batch can't be divided among the replicas.
+        """
+        needed, physical = self.rows_needed, self.settings.physical_batch_size
+        if physical is None:
+            physical = _multiple(needed, _ROWS * replicas)
+        if physical % replicas:
+            raise ValueError(
+                f"`physical_batch_size` is {physical}, and can't be divided among {replicas} replicas. Write "
+                f"physical_batch_size={_multiple(physical, replicas)}."
+            )
+        return _multiple(needed, physical), physical
+
+    @property
+    def truncation(self) -> float:
+        """What `epsilon` is told of draws that are larger than the padded batch."""
+        # Batches are padded further, to whole physical ones, so this is an upper bound.
+        return truncation_probability(self.examples, self.sampling_rate, self.rows_needed)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The standard deviation of the noise that is accounted for, in units of the clip norm."""
+        if self._noise is None:
+            settings, updates = self.settings, self.planned_updates
+            assert settings.target_epsilon is not None, "one of the two is given"
+            assert updates is not None, "with target_epsilon, epochs are given"
+            self._noise = noise_multiplier(
+                *(settings.target_epsilon, self.sampling_rate, updates, settings.delta),
+                settings.accountant,
+                truncation=self.truncation,
+            )
+        return self._noise
+
+    @property
+    def gradient_noise_multiplier(self) -> float:
+        """That of the noise on gradients: larger if a clip norm adapts, as that is paid for too."""
+        clip = self.settings.clip_norm
+        if not isinstance(clip, AdaptiveClip):
+            return self.noise_multiplier
+        return gradient_noise_multiplier(self.noise_multiplier, clip.noise_on_count(self.settings.expected_batch_size))
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon of the updates made so far."""
+        return self.epsilon_after(self.updates)
+
+    def epsilon_after(self, updates: int) -> float:
+        """Epsilon of so many updates."""
+        if not updates:
+            return 0.0
+        settings = self.settings
+        return epsilon(
+            *(self.noise_multiplier, self.sampling_rate, updates, settings.delta),
+            settings.accountant,
+            truncation=self.truncation,
+        )
+
+    @property
+    def updates_left(self) -> int | None:
+        """How many more updates the budget allows, or `None` without a `target_epsilon`."""
+        planned = self.planned_updates
+        return None if planned is None else max(0, planned - self.updates)
+
+    def statement(self) -> str:
+        """A paragraph for a paper: what is promised, of what, how it was computed, and what is outside of it."""
+        settings, updates = self.settings, self.updates
+        accountant = {
+            "rdp": "Rényi differential privacy (Mironov et al., 2019) with the conversion of Canonne et al. (2020)",
+            "pld": "privacy loss distributions (dp-accounting)",
+        }[settings.accountant]
+        noise = (
+            "drawn from the operating system's randomness; floating-point arithmetic is not defended against"
+            if settings.secure_noise
+            else "drawn by a counter-based generator (Philox) from a secret key, which isn't cryptographically secure; "
+            "floating-point arithmetic is not defended against"
+        )
+        return (
+            f"Trained with DP-SGD (Abadi et al., 2016): the trained weights are "
+            f"({self.epsilon:.3g}, {settings.delta:g})-differentially private after {updates} updates. The unit of "
+            f"privacy is one example, and neighbouring data sets differ by one example added or removed. Each update "
+            f"draws each of {self.examples} examples with probability {self.sampling_rate:.6g}, independently (Poisson "
+            f"sampling; of draws beyond {self.rows_needed} rows the excess is dropped, at random, which is accounted "
+            f"for). Gradients are clipped per example ({_in_words(settings.clip_norm)}) and summed, and Gaussian noise "
+            f"with noise multiplier {self.noise_multiplier:.6g} is added once per update; it is {noise}. Epsilon is "
+            f"computed with {accountant}. Not covered are metrics and losses on training data, the choice of "
+            "hyperparameters, preprocessing that looks at the data, such as normalization, and what was trained before."
+        )
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
+def _in_words(clip: Any) -> str:
+    if isinstance(clip, AdaptiveClip):
+        return f"to a norm that follows the {clip.quantile:g} quantile, with noise of its own, which is accounted for"
+    return f"norm {clip:g}" if isinstance(clip, float) else f"layer by layer, {clip}"

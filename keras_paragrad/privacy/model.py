@@ -1,0 +1,243 @@
+"""`PrivateModel`: what `make_private` returns, whose `fit` is DP-SGD."""
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad._keras.losses.normalization import LossNormalization
+from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad.accumulation.slices import Slices
+from keras_paragrad.per_example.model import PerExampleModel
+from keras_paragrad.privacy.adaptive import AdaptiveClip, ClipState
+from keras_paragrad.privacy.budget import Privacy, Settings
+from keras_paragrad.privacy.callback import Epochs, PrivacyLogs
+from keras_paragrad.privacy.clipping import PrivateGradients
+from keras_paragrad.privacy.noise import GaussianNoise
+from keras_paragrad.privacy.refusals import check_compiled, check_fit
+from keras_paragrad.privacy.rows import rows_from
+from keras_paragrad.privacy.sampling import Draw, PoissonSampling, present, private_batches
+
+_log = logging.getLogger("keras_paragrad")
+
+
+class PhysicalBatches(Slices):
+    """Fills the *split* stage with the physical batches of an update."""
+
+    private = True
+
+
+@keras.saving.register_keras_serializable(package="keras_paragrad")
+class PrivateModel(PerExampleModel):
+    """What `make_private` returns.
+
+    Attributes:
+        privacy: What has been spent, and what may be: `epsilon`, `updates`, `sampling_rate`, `noise_multiplier`,
+            `statement()`.
+    """
+
+    def __init__(self, per_example: PrivateGradients, settings: Settings, **kwargs: Any):
+        super().__init__(per_example, **kwargs)
+        # Saved with the weights: a loaded model goes on counting.
+        self._updates = self.add_weight(
+            name="updates",
+            shape=(),
+            dtype="int64",
+            initializer="zeros",
+            trainable=False,
+            aggregation="only_first_replica",
+        )
+        # Bypass Keras's tracking: none of this is state of the model, and the key must be in no file.
+        own = self.__dict__
+        own["privacy"] = Privacy(settings, lambda: int(self._updates.numpy()))
+        own.update(_noise=None, _key=None, _seed=None)
+        if isinstance(settings.clip_norm, AdaptiveClip):
+            self._log_clip_norm = self.add_weight(
+                name="log_clip_norm",
+                shape=(),
+                dtype="float32",
+                initializer="zeros",
+                trainable=False,
+                aggregation="only_first_replica",
+            )
+            per_example.__dict__["state"] = ClipState(
+                settings.clip_norm, settings.expected_batch_size, self._log_clip_norm
+            )
+
+    @classmethod
+    def around(cls, model: keras.Model, settings: Settings, seed: int | None) -> "PrivateModel":
+        """A private model with the weights of another."""
+        layer = PrivateGradients(model, settings.clip_norm, settings.expected_batch_size)
+        made = cls(layer, settings, name=f"{model.name}_private")
+        if model.built and getattr(model, "input_shape", None) is not None:
+            made.build(model.input_shape)
+        made.set_seed(seed)
+        return made
+
+    def set_seed(self, seed: int | None) -> None:
+        """Makes sampling and noise those of a seed, for a loaded model to go on as if it hadn't been interrupted.
+
+        Args:
+            seed: What `make_private` was given; `None` draws one.
+        """
+        self.__dict__.update(_seed=seed, _key=None, _noise=None)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a batch of one's own is no random sample.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "train_on_batch takes a batch of your own, and epsilon holds for random samples only. Call "
+            "private.fit(x, y, epochs=...)."
+        )
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: dict[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+    ) -> keras.callbacks.History:
+        """Trains with differential privacy: each batch is an update, of a Poisson sample of all examples.
+
+        Args:
+            x: Arrays, a `keras.utils.PyDataset`, or a `tf.data.Dataset` of batches with random access.
+            y, sample_weight, class_weight: As in `keras.Model.fit`. An example's weight is a part of its loss.
+            epochs: Of examples / expected_batch_size updates each.
+            verbose, callbacks, initial_epoch, validation_data, validation_steps, validation_batch_size,
+                validation_freq: As in `keras.Model.fit`. Validation data are outside of epsilon.
+            batch_size, validation_split, shuffle, steps_per_epoch: Refused, where they contradict the sampling.
+
+        Returns:
+            The `History`; its logs have `epsilon`.
+
+        Raises:
+            ValueError: The data have no random access, the budget is spent, or an argument is refused.
+        """
+        listed = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
+        check_fit(self, listed, batch_size, validation_split, shuffle, steps_per_epoch)
+        check_compiled(self)
+        rows = rows_from(x, y, sample_weight, class_weight)
+        self.privacy.given(rows.count)
+        left = self.privacy.updates_left
+        if left == 0:
+            raise ValueError(
+                f"The budget is spent: {self.privacy.updates} updates were made, for which epsilon is "
+                f"{self.privacy.epsilon:.4g}. To train longer, begin anew with make_private(..., epochs=...) of the "
+                "whole training."
+            )
+        self._warn_once()
+        padded, physical = self.privacy.rows(replicas := self.distribute_strategy.num_replicas_in_sync)
+        builder = StepBuilder.of(self)
+        split = PhysicalBatches(physical // replicas, LossNormalization(asked_by="make_private"))
+        self._install(builder, split, padded)
+        steps = self.privacy.updates_per_epoch
+        ends = self.privacy.updates + (epochs - initial_epoch) * steps
+        counted = Epochs(self.privacy, lambda: builder.batches_to_skip)
+        data = private_batches(rows, self._draws(counted, padded), padded)
+        if left is None or left % steps == 0:
+            # Else the budget ends within an epoch, and the epoch with it.
+            data = data.apply(tf.data.experimental.assert_cardinality(steps))
+        return super().fit(
+            data,
+            epochs=epochs,
+            verbose=verbose,
+            shuffle=False,
+            callbacks=[PrivacyLogs(self.privacy, counted, ends), *listed, counted],
+            validation_data=validation_data,
+            initial_epoch=initial_epoch,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size or physical,
+            validation_freq=validation_freq,
+        )
+
+    def _draws(self, counted: Epochs, padded: int) -> Callable[[], Iterator[Draw]]:
+        sampling = PoissonSampling(self._sampling_key(), self.privacy.examples, self.privacy.sampling_rate, padded)
+
+        def draws() -> Iterator[Draw]:
+            last = counted.first + self.privacy.updates_per_epoch
+            planned = self.privacy.planned_updates
+            return sampling.draws(counted.first, last if planned is None else min(last, planned))
+
+        return draws
+
+    def _install(self, builder: StepBuilder, split: PhysicalBatches, padded: int) -> None:
+        layer: Any = self.per_example
+        layer.rows = padded
+        if self._noise is None:
+            own = self.__dict__
+            deviation = self.privacy.gradient_noise_multiplier / self.privacy.settings.expected_batch_size
+            own["_noise"] = GaussianNoise(
+                self._noise_key,
+                self._updates,
+                lambda: deviation * layer.sensitivity,
+                self.trainable_weights,
+                secure=self.privacy.settings.secure_noise,
+                ended=layer.state.update if layer.state is not None else None,
+            )
+        if (builder.stages.split, builder.stages.transform) != (split, self._noise):
+            builder.fill(split=split, transform=self._noise, present=present)
+
+    def _secret(self) -> Any:
+        """The key of sampling and noise: four words of 64 bits, the same on every worker."""
+        if self._key is None:
+            words = _words(self._seed)
+            # With several workers, TensorFlow gives a new variable the chief's value everywhere.
+            inside = tf.distribute.has_strategy() or self.distribute_strategy is tf.distribute.get_strategy()
+            with tf.init_scope(), contextlib.nullcontext() if inside else self.distribute_strategy.scope():
+                self.__dict__["_key"] = tf.Variable(tf.constant(words), trainable=False)
+        return self._key
+
+    def _sampling_key(self) -> tuple[int, int]:
+        first, second, *_ = np.asarray(self._secret().numpy()).astype(np.uint64).tolist()
+        return first, second
+
+    def _noise_key(self) -> tf.Tensor:
+        return tf.identity(self._secret())[2:]
+
+    def _warn_once(self) -> None:
+        if not self.__dict__.get("_warned"):
+            self.__dict__["_warned"] = True
+            _log.warning(
+                "Epsilon is that of the weights. The losses and metrics of training, telemetry and norms of gradients "
+                "are computed from private rows without noise: don't publish them."
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments, serialized, with the size of the data if it is known."""
+        # The layer has the clip norm.
+        settings = {**vars(self.privacy.settings), "clip_norm": None, "examples": self.privacy.known_examples}
+        return {**super().get_config(), "settings": settings}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "PrivateModel":
+        config = dict(config)
+        layer = keras.saving.deserialize_keras_object(config.pop("per_example"), custom_objects)
+        settings = config.pop("settings")
+        return cls(layer, Settings(**{**settings, "clip_norm": layer.clip}), **config)
+
+
+def _words(seed: int | None) -> np.ndarray:
+    """Four words of 64 bits, of a seed or of the operating system's randomness."""
+    if seed is None:
+        return np.array([secrets.randbits(64) for _ in range(4)], np.uint64).astype(np.int64)
+    return np.random.SeedSequence(seed).generate_state(4, np.uint64).astype(np.int64)

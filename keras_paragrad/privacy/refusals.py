@@ -1,0 +1,139 @@
+"""What would break the promise of differential privacy, refused before any example is looked at."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from keras_paragrad._keras.objects.capabilities import accumulating, nested
+from keras_paragrad._keras.objects.model import added_losses, all_layers
+from keras_paragrad._keras.objects.own_methods import overrides
+from keras_paragrad._keras.step.builder import StepBuilder
+
+
+def check_model(model: keras.Model) -> None:
+    """Refuses a model whose examples have a part in each other, or whose own code decides on the loss.
+
+    Raises:
+        ValueError: It is refused. The message says what to write.
+    """
+    layers = all_layers(model)
+    statistics = [
+        layer.name for layer in layers if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+    ]
+    if statistics:
+        raise ValueError(
+            f"{', '.join(statistics)} normalize by statistics of the batch, so one example changes the gradients of "
+            "all others, and clipping bounds nothing. Write make_private(fix_batch_norm(model), ...), which puts "
+            "GroupNormalization in their place, or set trainable=False on these layers."
+        )
+    stateful = [layer.name for layer in layers if getattr(layer, "stateful", False)]
+    if stateful:
+        raise ValueError(
+            f"{', '.join(stateful)} keep their state from one batch to the next (stateful=True), without noise. Remove "
+            "that argument."
+        )
+    if overrides(model, "compute_loss"):
+        raise ValueError(
+            f"{type(model).__name__} has its own compute_loss, and whether what it computes is a sum over the examples "
+            "can't be known. Pass a loss to compile, which may be a subclass of keras.losses.Loss, and make the model "
+            "private without that method."
+        )
+
+
+def check_compiled(model: Any) -> None:
+    """Refuses what a private model was compiled with.
+
+    Raises:
+        ValueError: An optimizer or a loss is refused. The message says what to write.
+    """
+    optimizer = model.optimizer
+    if any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in nested(optimizer)):
+        raise ValueError(
+            "Loss scaling skips an update if a gradient overflows, so the number of updates depends on the data, "
+            "without noise. Use the policy 'mixed_bfloat16', which needs no loss scale, instead of 'mixed_float16'."
+        )
+    if accumulating(optimizer):
+        raise ValueError(
+            f"{optimizer.name} accumulates gradients, and an update of a private model is one step: noise comes once, "
+            "and no file can hold a sum without it. Compile with the inner optimizer, and write "
+            "make_private(..., physical_batch_size=...) for batches that fit the memory."
+        )
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps). Remove that argument, and "
+            "write make_private(..., physical_batch_size=...) for batches that fit the memory."
+        )
+    losses = [each for each in keras.tree.flatten(model.loss) if isinstance(each, keras.losses.Loss)]
+    weighted = [each.name for each in losses if each.reduction == "mean_with_sample_weight"]
+    if weighted:
+        raise ValueError(
+            f"{', '.join(weighted)} divides by the sample weights of the batch (reduction='mean_with_sample_weight'), "
+            "so an example changes the gradients of others. Write reduction='sum_over_batch_size'."
+        )
+    if any(getattr(each, "reduction", "") in (None, "none") for each in losses):
+        raise ValueError("A loss isn't reduced (reduction='none'). Write reduction='sum_over_batch_size'.")
+
+
+def check_added_losses(model: keras.Model) -> None:
+    """Refuses losses that layers add: whether they are sums over examples can't be known.
+
+    Raises:
+        ValueError: There are such losses.
+    """
+    if added_losses(model):
+        raise ValueError(
+            "A layer adds a loss with add_loss() or an activity regularizer. It is not clipped per example. Make it a "
+            "part of the loss that is passed to compile, or remove it; regularizers of weights are allowed."
+        )
+
+
+def check_fit(
+    model: Any,
+    callbacks: Sequence[Any],
+    batch_size: Any,
+    validation_split: Any,
+    shuffle: Any,
+    steps_per_epoch: Any,
+) -> None:
+    """Refuses arguments of `fit` that contradict Poisson sampling, or release more than is accounted for.
+
+    Raises:
+        ValueError: An argument is refused. The message says what to write.
+    """
+    settings = model.privacy.settings
+    if batch_size not in (None, settings.expected_batch_size):
+        raise ValueError(
+            f"`batch_size` is {batch_size}, and batches are drawn with expected_batch_size="
+            f"{settings.expected_batch_size}. Leave batch_size out, or write make_private(..., "
+            f"expected_batch_size={batch_size})."
+        )
+    if validation_split:
+        raise ValueError(
+            "`validation_split` would show losses of private rows at each epoch, outside of epsilon. Pass "
+            "validation_data=(x, y) of public rows, or of rows for which you account otherwise."
+        )
+    if not shuffle:
+        raise ValueError(
+            "`shuffle` is False, and examples are drawn at random for each update: epsilon holds for nothing else. "
+            "Leave it out."
+        )
+    if steps_per_epoch is not None:
+        raise ValueError(
+            "`steps_per_epoch` is stated, and an epoch has examples / expected_batch_size updates, for which epsilon "
+            "is computed. Leave it out, and state epochs."
+        )
+    for callback in callbacks:
+        monitored = getattr(callback, "monitor", None)
+        decides = isinstance(callback, (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau))
+        if decides and isinstance(monitored, str) and not monitored.startswith("val_") and monitored != "epsilon":
+            raise ValueError(
+                f"{type(callback).__name__} goes by {monitored!r}, which is computed from private rows without noise, "
+                "so what it decides isn't private. Write monitor='val_loss', with validation_data of public rows."
+            )
+    split = StepBuilder.of(model).stages.split
+    if split is not None and not getattr(split, "private", False):
+        raise ValueError(
+            "The batches of this model are cut by microbatch(...) or a Pipeline. Leave that out, and write "
+            "make_private(..., physical_batch_size=...)."
+        )

@@ -1,0 +1,164 @@
+"""Data whose examples can be read in any order, one by one: what Poisson sampling draws from."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad._keras.objects.data import ArrayRows, adapter_of, reads_arrays
+
+
+class Rows(Protocol):
+    """Examples by number.
+
+    Attributes:
+        count: How many there are.
+    """
+
+    count: int
+
+    def taken(self, draws: tf.data.Dataset) -> tf.data.Dataset:
+        """Replaces, in elements `(numbers, present)`, the numbers by the batch of these examples."""
+        ...
+
+
+def rows_from(x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None) -> Rows:
+    """The examples of what `fit` is given.
+
+    Args:
+        x: Arrays, a `keras.utils.PyDataset`, or a `tf.data.Dataset` of batches with random access.
+        y, sample_weight: Arrays, if `x` is arrays.
+        class_weight: As in `fit`.
+
+    Raises:
+        ValueError: The data can only be read in sequence, or their size is unknown. The message says what to do.
+    """
+    if isinstance(x, keras.utils.PyDataset):
+        return _Batches(len(x), lambda index: _by_class(tuple(x[index]), class_weight), type(x).__name__)
+    if isinstance(x, tf.data.Dataset):
+        return _from_dataset(x, class_weight)
+    if isinstance(x, Iterator) or callable(x):
+        raise ValueError(
+            "A generator gives examples in an order of its own, and each update needs a random sample of them all. "
+            "Pass arrays, a keras.utils.PyDataset, or a tf.data.Dataset.from_tensor_slices(...).batch(...)."
+        )
+    adapter = adapter_of(x, y, sample_weight, class_weight=class_weight)
+    if not reads_arrays(adapter):
+        raise ValueError(
+            f"Examples of {type(x).__name__} can't be read in random order. Pass arrays, a keras.utils.PyDataset, or a "
+            "tf.data.Dataset.from_tensor_slices(...).batch(...)."
+        )
+    return _Arrays(adapter)
+
+
+class _Arrays:
+    """Rows of arrays, read by TensorFlow."""
+
+    def __init__(self, adapter: Any):
+        self._rows = ArrayRows(adapter)
+        self.count = self._rows.count
+
+    def taken(self, draws: tf.data.Dataset) -> tf.data.Dataset:
+        return self._rows.beside(draws)
+
+
+class _Batches:
+    """Rows of batches that are read by number, all of the size of the first but for the last.
+
+    Args:
+        batches: How many.
+        read: Returns a batch.
+        name: What they are read from, for errors.
+    """
+
+    def __init__(self, batches: int, read: Callable[[int], Any], name: str):
+        if batches < 1:
+            raise ValueError(f"{name} is empty.")
+        self._read, self._name, self._batches = read, name, batches
+        first = self._batch(0)
+        self.size = _rows_in(first)
+        self._last = _rows_in(self._batch(batches - 1))
+        self.count = (batches - 1) * self.size + self._last
+        self._spec = keras.tree.map_structure(lambda each: tf.TensorSpec([None, *each.shape[1:]], each.dtype), first)
+
+    def _batch(self, index: int) -> Any:
+        return keras.tree.map_structure(
+            lambda each: each if each is None else keras.ops.convert_to_numpy(each), self._read(index)
+        )
+
+    def take(self, numbers: np.ndarray) -> Any:
+        """The batch of some examples."""
+        places = np.empty(len(numbers), np.int64)
+        found, start = [], 0
+        for index in np.unique(numbers // self.size):
+            batch = self._batch(int(index))
+            expected = self._last if index == self._batches - 1 else self.size
+            if _rows_in(batch) != expected:
+                raise ValueError(
+                    f"Batch {index} of {self._name} has {_rows_in(batch)} examples, and batches before the last must "
+                    f"have {self.size}, as the first one has: examples are drawn by their numbers."
+                )
+            (here,) = np.nonzero(numbers // self.size == index)
+            within = numbers[here] % self.size
+            found.append(keras.tree.map_structure(lambda each, within=within: each[within], batch))
+            places[here] = np.arange(start, start + len(here))
+            start += len(here)
+        return keras.tree.map_structure(lambda *parts: np.concatenate(parts)[places], *found)
+
+    def taken(self, draws: tf.data.Dataset) -> tf.data.Dataset:
+        specs = keras.tree.flatten(self._spec)
+
+        def take(numbers: tf.Tensor, present: tf.Tensor) -> Any:
+            def flat(numbers: Any) -> Any:
+                return tuple(keras.tree.flatten(self.take(numbers)))
+
+            parts = tf.numpy_function(flat, [numbers], [spec.dtype for spec in specs])
+            for part, spec in zip(parts, specs, strict=True):
+                part.set_shape([numbers.shape[0], *spec.shape[1:]])
+            return keras.tree.pack_sequence_as(self._spec, list(parts)), present
+
+        return draws.map(tf.autograph.experimental.do_not_convert(take))
+
+
+def _from_dataset(dataset: tf.data.Dataset, class_weight: Any) -> _Batches:
+    batches = int(dataset.cardinality())
+    if batches < 0:
+        raise ValueError(
+            "This tf.data.Dataset is of unknown or infinite size, and the probability of an example to be drawn "
+            "depends on how many there are. Pass arrays, or tf.data.Dataset.from_tensor_slices(...).batch(...)."
+        )
+
+    def read(index: int) -> Any:
+        try:
+            batch = tf.data.experimental.at(dataset, index)
+        except (
+            tf.errors.UnimplementedError,
+            tf.errors.FailedPreconditionError,
+            tf.errors.InvalidArgumentError,
+        ) as error:
+            raise ValueError(
+                "This tf.data.Dataset can't be read in random order, so no example can be drawn. Leave out what "
+                "filters examples or reads them from files or generators, or pass arrays. TensorFlow says: "
+                + error.message[:200]
+            ) from error
+        return _by_class(batch if isinstance(batch, tuple) else (batch,), class_weight)
+
+    return _Batches(batches, read, "the tf.data.Dataset")
+
+
+def _by_class(batch: tuple, class_weight: Any) -> tuple:
+    """A batch with the weights of its classes."""
+    if class_weight is None:
+        return batch
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    labels = np.asarray(y)
+    if labels.ndim > 1:
+        labels = labels.argmax(-1) if labels.shape[-1] > 1 else labels.reshape(len(labels), -1)[:, 0]
+    weights = np.array([class_weight.get(int(label), 1.0) for label in labels], np.float32)
+    return x, y, weights if sample_weight is None else weights * np.asarray(sample_weight)
+
+
+def _rows_in(batch: Any) -> int:
+    return int(next(each for each in keras.tree.flatten(batch) if each is not None).shape[0])

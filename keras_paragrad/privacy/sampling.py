@@ -1,0 +1,95 @@
+"""Poisson sampling: each example is in each update's batch with the same probability, independently."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.privacy.rows import Rows
+
+# The bits of a float32.
+_MINUS_ZERO = -(2**31)
+
+
+class Draw(NamedTuple):
+    """The rows of an update's padded batch.
+
+    Attributes:
+        numbers: The numbers of the examples, int64 `(rows,)`; where there are none, an example that is there again.
+        present: Which of them are of the draw, `(rows,)`.
+    """
+
+    numbers: np.ndarray
+    present: np.ndarray
+
+
+class PoissonSampling:
+    """The batch of each update, drawn by a key and the update's number alone.
+
+    Args:
+        key: Two unsigned integers of 64 bits.
+        examples: How many examples there are.
+        rate: The probability of each to be in a batch.
+        rows: Rows of the padded batch. Of a larger draw so many are kept, at random.
+    """
+
+    def __init__(self, key: tuple[int, int], examples: int, rate: float, rows: int):
+        self.key, self.examples, self.rate, self.rows = key, examples, rate, rows
+
+    def draw(self, update: int) -> Draw:
+        """The batch of an update."""
+        # Philox is a function of key and counter, so the draws of different updates are independent.
+        random = np.random.Generator(np.random.Philox(key=self.key, counter=(0, 0, 0, update)))
+        drawn = min(random.binomial(self.examples, self.rate), self.rows)
+        chosen = np.sort(random.choice(self.examples, drawn, replace=False, shuffle=False))
+        numbers = np.full(self.rows, chosen[0] if drawn else 0, np.int64)
+        numbers[:drawn] = chosen
+        return Draw(numbers, np.arange(self.rows) < drawn)
+
+    def draws(self, first: int, last: int) -> Iterator[Draw]:
+        """The batches of updates from the first to before the last."""
+        return map(self.draw, range(first, last))
+
+
+def private_batches(rows: Rows, draws: Any, size: int) -> tf.data.Dataset:
+    """The padded batches `(x, y, sample_weight)` of updates.
+
+    Args:
+        rows: The examples.
+        draws: A function that returns an iterator of `Draw`, called for each iterator of the dataset.
+        size: The rows of a batch.
+    """
+    signature = (tf.TensorSpec([size], tf.int64), tf.TensorSpec([size], tf.bool))
+    dataset = rows.taken(tf.data.Dataset.from_generator(draws, output_signature=signature))
+    return dataset.map(_weighed).prefetch(2)
+
+
+@tf.autograph.experimental.do_not_convert
+def _weighed(batch: Any, present: tf.Tensor) -> tuple[Any, Any, Any]:
+    """A batch in which rows beyond the draw weigh minus zero: nothing, and yet not the zero of a user's own weight."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    if y is None:
+        raise ValueError("There are no targets. Call fit(x, y), or pass data of (inputs, targets).")
+
+    def weigh(targets: Any, weights: Any = None) -> tf.Tensor:
+        weights = tf.ones_like(present, "float32") if weights is None else tf.convert_to_tensor(weights)
+        weights = weights if weights.dtype.is_floating else tf.cast(weights, "float32")
+        # Of the rank of the targets: one that is short of it, Keras would broadcast along other axes.
+        missing = len(targets.shape) - len(weights.shape)
+        weights = tf.reshape(weights, tf.concat([tf.shape(weights), [1] * max(0, missing)], 0))
+        beside = tf.reshape(present, [-1, *[1] * (len(weights.shape) - 1)])
+        return tf.where(beside, weights, tf.constant(-0.0, weights.dtype))
+
+    if keras.tree.is_nested(sample_weight):
+        return x, y, keras.tree.map_structure(weigh, y, sample_weight)
+    return x, y, keras.tree.map_structure(lambda targets: weigh(targets, sample_weight), y)
+
+
+def present(batch: Any) -> tf.Tensor:
+    """Fills the *present* stage: which rows of a padded batch are of the draw."""
+    *_, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    weights = tf.convert_to_tensor(keras.tree.flatten(sample_weight)[0])
+    weights = tf.cast(tf.reshape(weights, [tf.shape(weights)[0], -1])[:, 0], "float32")
+    return tf.bitcast(weights, tf.int32) != _MINUS_ZERO

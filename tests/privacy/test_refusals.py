@@ -1,0 +1,194 @@
+"""What would break the promise is refused, with the way out."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from privacy_oracle import CLASSES, FEATURES, cross_entropy, perceptron, some_data
+
+from keras_paragrad import AccumulatingOptimizer, microbatch
+from keras_paragrad.privacy import AdaptiveClip, make_private
+
+GIVEN = {"clip_norm": 1.0, "expected_batch_size": 15, "delta": 1e-3, "noise_multiplier": 1.0}
+
+
+def private_of(model=None, **options):
+    return make_private(model or perceptron(), **{**GIVEN, **options})
+
+
+def fitted(private, loss=None, optimizer="sgd", data=None, **fit):
+    private.compile(optimizer, loss or cross_entropy(), run_eagerly=True)
+    return private.fit(*(data or some_data()), verbose=0, **fit)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_norm": 0}, "`clip_norm` is 0, and must be a finite number above 0"),
+        ({"clip_norm": "per layer"}, "`clip_norm` is 'per layer', and must be a positive number"),
+        ({"delta": 0}, "`delta` is 0"),
+        ({"expected_batch_size": 1.5}, "`expected_batch_size` is 1.5"),
+        ({"noise_multiplier": None}, "Either `target_epsilon` has to be given"),
+        ({"target_epsilon": 3.0}, "Either `target_epsilon` has to be given"),
+        ({"target_epsilon": 3.0, "noise_multiplier": None}, "`target_epsilon` is given without `epochs`"),
+        ({"epochs": 3}, "`epochs` calibrates noise to a target_epsilon"),
+        ({"examples": 2000}, "allows to release whole examples of 2000. Write delta=5e-05"),
+        ({"accountant": "moments"}, "`accountant` is 'moments'"),
+        ({"seed": -1}, "`seed` is -1"),
+    ],
+)
+def test_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        private_of(**options)
+
+
+def test_adaptive_clip():
+    with pytest.raises(ValueError, match="`quantile` is 1"):
+        AdaptiveClip(quantile=1)
+    private = private_of(clip_norm=AdaptiveClip(count_noise=0.4))
+    with pytest.raises(ValueError, match="`count_noise` is 0.4, and must be above half"):
+        fitted(private)
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "message"),
+    [
+        ({"hidden": 1.0}, "clip_norm has no bound for the layer '.*out'"),
+        ({".*": 1.0, "hidden": 1.0}, r"The regular expressions \['hidden'\] in clip_norm match no layer"),
+    ],
+)
+def test_bounds_by_name(clip_norm, message):
+    with pytest.raises(ValueError, match=message):
+        fitted(private_of(clip_norm=clip_norm))
+
+
+class Mixing(layers.Layer):
+    def call(self, inputs):
+        return inputs - keras.ops.mean(inputs, 0, keepdims=True)
+
+
+class Adding(layers.Layer):
+    def call(self, inputs):
+        self.add_loss(keras.ops.mean(inputs))
+        return inputs
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(y_pred)
+
+
+def with_layer(*inserted, kind=keras.Sequential):
+    return kind([keras.Input((FEATURES,)), *inserted, layers.Dense(CLASSES)])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: with_layer(layers.BatchNormalization()), r"Write make_private\(fix_batch_norm\(model\)"),
+        (lambda: with_layer(kind=OwnLoss), "has its own compute_loss"),
+        (
+            lambda: keras.Sequential(
+                [keras.Input((4, 3), batch_size=2), layers.LSTM(2, stateful=True), layers.Dense(CLASSES)]
+            ),
+            "stateful=True",
+        ),
+        (lambda: "model", "`model` is 'model'"),
+    ],
+)
+def test_models(model, message):
+    with pytest.raises(ValueError, match=message):
+        private_of(model())
+
+
+@pytest.mark.parametrize(
+    ("inserted", "message"),
+    [
+        (Mixing, "depends on the others in the batch"),
+        (Adding, "A layer adds a loss with add_loss"),
+        (lambda: layers.ActivityRegularization(0.1), "activity regularizer"),
+    ],
+)
+def test_layers(inserted, message):
+    with pytest.raises(ValueError, match=message):
+        fitted(private_of(with_layer(inserted())))
+
+
+def test_masked_means():
+    model = keras.Sequential([keras.Input((6,)), layers.Embedding(5, 4, mask_zero=True), layers.Dense(CLASSES)])
+    tokens = np.random.default_rng(0).integers(5, size=(60, 6))
+    targets = tokens % CLASSES
+    with pytest.raises(ValueError, match="masks of the whole batch.*reduction='sum'"):
+        fitted(private_of(model), data=(tokens, targets))
+    fitted(private_of(model), cross_entropy(reduction="sum"), data=(tokens, targets))
+
+
+class Pairwise(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return keras.ops.mean((y_pred[:, None] - y_pred[None]) ** 2, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda: cross_entropy(reduction="mean_with_sample_weight"), "Write reduction='sum_over_batch_size'"),
+        (lambda: cross_entropy(reduction="none"), "A loss isn't reduced"),
+        (Pairwise, "depends on the others in the batch"),
+    ],
+)
+def test_losses(loss, message):
+    with pytest.raises(ValueError, match=message):
+        fitted(private_of(), loss())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "Use the policy 'mixed_bfloat16'"),
+        (lambda: AccumulatingOptimizer("sgd", 4), "an update of a private model is one step"),
+        (lambda: keras.optimizers.SGD(gradient_accumulation_steps=4), "Remove that argument"),
+    ],
+)
+def test_optimizers(optimizer, message):
+    with pytest.raises(ValueError, match=message):
+        fitted(private_of(), optimizer=optimizer())
+
+
+@pytest.mark.parametrize(
+    ("fit", "message"),
+    [
+        ({"batch_size": 32}, r"Leave batch_size out, or write make_private\(..., expected_batch_size=32\)"),
+        ({"validation_split": 0.1}, "`validation_split` would show losses of private rows"),
+        ({"shuffle": False}, "examples are drawn at random"),
+        ({"steps_per_epoch": 3}, "Leave it out, and state epochs"),
+        ({"callbacks": [keras.callbacks.EarlyStopping("loss")]}, "EarlyStopping goes by 'loss'.*monitor='val_loss'"),
+        ({"callbacks": keras.callbacks.ReduceLROnPlateau("accuracy")}, "ReduceLROnPlateau goes by 'accuracy'"),
+    ],
+)
+def test_arguments_of_fit(fit, message):
+    with pytest.raises(ValueError, match=message):
+        fitted(private_of(), **fit)
+
+
+def test_callbacks_that_go_by_public_rows_are_allowed():
+    stops = keras.callbacks.EarlyStopping("val_loss", patience=5)
+    fitted(private_of(), callbacks=[stops], validation_data=some_data(seed=1))
+
+
+def test_batches_are_cut_by_make_private_alone():
+    private = private_of()
+    with microbatch(private, 8), pytest.raises(ValueError, match=r"make_private\(..., physical_batch_size=...\)"):
+        fitted(private)
+
+
+def test_steps_outside_of_fit():
+    private = private_of()
+    private.compile("sgd", cross_entropy())
+    with pytest.raises(ValueError, match="random samples only"):
+        private.train_on_batch(*some_data())
+
+
+def test_targets_are_needed():
+    with pytest.raises(ValueError, match="There are no targets"):
+        fitted(private_of(), data=(tf.zeros((60, FEATURES)),))

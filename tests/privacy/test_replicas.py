@@ -1,0 +1,93 @@
+"""Private training on replicas: the updates of one device, with one draw of noise for all."""
+
+import keras
+import numpy as np
+import own_process
+import private_worker
+import pytest
+from privacy_oracle import cross_entropy, perceptron, some_data
+
+from keras_paragrad import DistributedFit
+from keras_paragrad.privacy import AdaptiveClip, make_private
+
+
+def trained(dist, clip_norm, jit, *, secure=False, epochs=2):
+    x, y = some_data()
+    with dist.scope():
+        model = perceptron("l2")
+        private = make_private(
+            *(model,),
+            clip_norm=clip_norm,
+            noise_multiplier=0.5,
+            expected_batch_size=10,
+            delta=1e-3,
+            seed=4,
+            physical_batch_size=8,
+            secure_noise=secure,
+        )
+        private.compile(keras.optimizers.SGD(0.2, momentum=0.9), cross_entropy(), metrics=["accuracy"], jit_compile=jit)
+    history = dist.fit(private, x, y, epochs=epochs, verbose=0)
+    return private, model.get_weights(), history.history
+
+
+@pytest.mark.own_process(seconds=200)
+@pytest.mark.covering
+@pytest.mark.parametrize("clip_norm", [0.3, {"hidden": 0.2, "out": 0.1}, AdaptiveClip(initial=0.3)])
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("shard", [None, "parameters", "optimizer"])
+def test_replicas_take_the_updates_of_one_device(shard, jit, clip_norm):
+    _, expected, shown = trained(DistributedFit("none"), clip_norm, jit)
+    two = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"], shard=shard, min_shard_bytes=1)
+    private, found, history = trained(two, clip_norm, jit)
+    assert private.privacy.updates == 12
+    largest = max(np.abs(each).max() for each in expected)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6 * largest, rtol=0)
+    for name in ("loss", "accuracy", "epsilon"):
+        np.testing.assert_allclose(history[name], shown[name], rtol=1e-5)
+
+
+@pytest.mark.own_process(seconds=120)
+def test_the_systems_noise_is_one_draw():
+    """Replicas that added noise of their own would drift apart, or add the wrong amount."""
+    x, y = some_data()
+    dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"])
+    with dist.scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1000, use_bias=False)])
+        private = make_private(
+            model, clip_norm=1e-6, noise_multiplier=2.0, expected_batch_size=10, delta=1e-3, secure_noise=True
+        )
+        private.compile(keras.optimizers.SGD(10 / 2e-6), "mse")
+        before = model.get_weights()[0]
+    # Weights of 0, so that nothing but noise moves the model.
+    dist.fit(private, x, np.zeros((len(x), 1000), "float32"), sample_weight=np.zeros(len(x)), verbose=0)
+    for copy in model.trainable_weights[0].value.values:
+        moved = copy.numpy() - before
+        # Six updates of standard normal noise.
+        assert abs(moved.std() / 6**0.5 - 1) < 0.05
+        np.testing.assert_array_equal(copy.numpy(), model.get_weights()[0])
+
+
+@pytest.fixture(scope="module")
+def workers():
+    return own_process.call(private_worker.work, None, own_process.environments_of_workers(2), 150)
+
+
+def test_workers_take_the_updates_of_one_device(workers):
+    expected = private_worker.trained(DistributedFit("none"), 4)
+    largest = max(np.abs(each).max() for each in expected["weights"])
+    for worker in workers:
+        found = worker["seeded"]
+        assert found["updates"] == expected["updates"] == 12
+        for one, other in zip(found["weights"], expected["weights"], strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-6 * largest, rtol=0)
+        for name in ("loss", "accuracy", "epsilon"):
+            np.testing.assert_allclose(found["history"][name], expected["history"][name], rtol=1e-5)
+
+
+@pytest.mark.parametrize("noise", ["unseeded", "secure"])
+def test_workers_agree_on_samples_and_noise(workers, noise):
+    first, second = (worker[noise]["weights"] for worker in workers)
+    for one, other, seeded in zip(first, second, workers[0]["seeded"]["weights"], strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert np.any(one != seeded)

@@ -1,0 +1,142 @@
+"""Which examples an update sees."""
+
+import keras
+import numpy as np
+import pytest
+import scipy.stats
+import tensorflow as tf
+from privacy_oracle import cross_entropy, perceptron, some_data
+
+from keras_paragrad.privacy import make_private
+from keras_paragrad.privacy.rows import rows_from
+from keras_paragrad.privacy.sampling import PoissonSampling, present, private_batches
+
+EXAMPLES, RATE, UPDATES = 40, 0.2, 500
+
+
+def included(sampling):
+    """Whether each example is in each update."""
+    found = np.zeros((UPDATES, EXAMPLES))
+    for update, draw in enumerate(sampling.draws(0, UPDATES)):
+        assert len(set(draw.numbers[draw.present])) == draw.present.sum()
+        found[update, draw.numbers[draw.present]] = 1
+    return found
+
+
+def test_examples_are_drawn_independently():
+    """As shuffled batches are not: their sizes are all the same, and each example is in one batch of an epoch."""
+    found = included(PoissonSampling((1, 2), EXAMPLES, RATE, EXAMPLES))
+    expected = scipy.stats.binom.pmf(np.arange(EXAMPLES + 1), EXAMPLES, RATE) * UPDATES
+    sizes = np.bincount(found.sum(1).astype(int), minlength=EXAMPLES + 1)
+    likely = expected > 5
+    assert (
+        scipy.stats.chisquare(
+            [*sizes[likely], sizes[~likely].sum()], [*expected[likely], expected[~likely].sum()]
+        ).pvalue
+        > 1e-6
+    )
+    counts = found.sum(0)
+    low, high = scipy.stats.binom.ppf([1e-8, 1 - 1e-8], UPDATES, RATE)
+    assert np.all((low <= counts) & (counts <= high))
+    for pairs in (found.T, found):
+        correlations = np.corrcoef(pairs)[np.triu_indices(len(pairs), 1)]
+        assert np.abs(correlations[~np.isnan(correlations)]).max() < 6.5 / np.sqrt(pairs.shape[1])
+
+
+def test_draws_follow_from_key_and_update():
+    sampling = PoissonSampling((1, 2), EXAMPLES, RATE, EXAMPLES)
+    whole = [draw.numbers for draw in sampling.draws(0, 8)]
+    for one, other in zip(whole[5:], sampling.draws(5, 8), strict=True):
+        np.testing.assert_array_equal(one, other.numbers)
+    other = next(PoissonSampling((1, 3), EXAMPLES, RATE, EXAMPLES).draws(0, 1))
+    assert not np.array_equal(other.numbers, whole[0])
+
+
+def test_larger_draws_are_cut_at_random():
+    sampling = PoissonSampling((1, 2), EXAMPLES, 0.9, 10)
+    found = included(sampling)
+    assert np.all(found.sum(1) == 10)
+    low, high = scipy.stats.binom.ppf([1e-8, 1 - 1e-8], UPDATES, 10 / EXAMPLES)
+    assert np.all((low <= found.sum(0)) & (found.sum(0) <= high))
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x, y, size, wrong=None):
+        super().__init__()
+        self.x, self.y, self.size, self.wrong = x, y, size, wrong
+
+    def __len__(self):
+        return -(-len(self.x) // self.size)
+
+    def __getitem__(self, index):
+        stop = (index + 1) * self.size - (index == self.wrong)
+        return self.x[index * self.size : stop], self.y[index * self.size : stop]
+
+
+def sources(x, y):
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(7)
+    return {"arrays": (x, y), "PyDataset": (Batches(x, y, 7),), "tf.data": (dataset,)}
+
+
+@pytest.mark.parametrize("source", ["arrays", "PyDataset", "tf.data"])
+def test_rows_are_those_of_the_draw(source):
+    x, y = some_data(EXAMPLES)
+    rows = rows_from(*sources(x, y)[source])
+    assert rows.count == EXAMPLES
+    sampling = PoissonSampling((1, 2), EXAMPLES, 0.05, 9)
+    batches = private_batches(rows, lambda: sampling.draws(0, 30), 9)
+    sizes = set()
+    for draw, (inputs, targets, weights) in zip(sampling.draws(0, 30), batches, strict=True):
+        np.testing.assert_array_equal(inputs, x[draw.numbers])
+        np.testing.assert_array_equal(targets, y[draw.numbers])
+        np.testing.assert_array_equal(weights, draw.present.astype("float32"))
+        np.testing.assert_array_equal(present((inputs, targets, weights)), draw.present)
+        sizes.add(int(draw.present.sum()))
+    assert 0 in sizes
+
+
+def test_weights_of_zero_are_still_examples():
+    x, y = some_data(EXAMPLES)
+    rows = rows_from(x, y, np.zeros(EXAMPLES))
+    sampling = PoissonSampling((1, 2), EXAMPLES, 0.05, 9)
+    for draw, batch in zip(sampling.draws(0, 5), private_batches(rows, lambda: sampling.draws(0, 5), 9), strict=True):
+        np.testing.assert_array_equal(present(batch), draw.present)
+
+
+@pytest.mark.parametrize("source", ["arrays", "PyDataset", "tf.data"])
+def test_class_weights(source):
+    x, y = some_data(EXAMPLES)
+    weights = {0: 0.5, 2: 3.0}
+    rows = rows_from(*sources(x, y)[source], class_weight=weights)
+    sampling = PoissonSampling((1, 2), EXAMPLES, 0.5, EXAMPLES)
+    (draw,) = sampling.draws(0, 1)
+    *_, found = next(iter(private_batches(rows, lambda: sampling.draws(0, 1), EXAMPLES)))
+    expected = [weights.get(label, 1.0) for label in y[draw.numbers]] * draw.present
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_training_is_the_same_from_any_source():
+    x, y = some_data()
+    results = []
+    for arguments in sources(x, y).values():
+        model = perceptron()
+        private = make_private(model, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=15, delta=1e-3, seed=1)
+        private.compile("sgd", cross_entropy(), run_eagerly=True)
+        private.fit(*arguments, verbose=0)
+        results.append(model.get_weights())
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+def test_data_without_random_access_are_refused():
+    x, y = some_data(EXAMPLES)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    with pytest.raises(ValueError, match="A generator gives examples in an order of its own"):
+        rows_from(iter([(x, y)]))
+    with pytest.raises(ValueError, match="unknown or infinite size"):
+        rows_from(dataset.repeat().batch(4))
+    with pytest.raises(ValueError, match="can't be read in random order"):
+        rows_from(dataset.filter(lambda x, y: True).apply(tf.data.experimental.assert_cardinality(EXAMPLES)).batch(4))
+    with pytest.raises(ValueError, match="Batch 2 of Batches has 6 examples"):
+        rows_from(Batches(x, y, 7, wrong=2)).take(np.arange(20))
