@@ -31,6 +31,11 @@ RULES = {
     "dense": (ROW, lambda: layers.Dense(3)),
     "dense at positions": (SEQUENCE, lambda: layers.Dense(3)),
     "einsum": (SEQUENCE, lambda: layers.EinsumDense("abc,cde->abde", (None, 2, 3), bias_axes="de")),
+    "dense with LoRA": (ROW, lambda: layers.Dense(3, lora_rank=2)),
+    "einsum with LoRA": (
+        SEQUENCE,
+        lambda: layers.EinsumDense("abc,cde->abde", (None, 2, 3), bias_axes="de", lora_rank=2),
+    ),
     "attention": (SEQUENCE, lambda: SelfAttention()),
     "convolution": (IMAGE, lambda: layers.Conv2D(3, 3)),
     "large windows": ((32, 32, 16), lambda: layers.Conv2D(2, 3)),

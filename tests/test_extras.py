@@ -51,6 +51,18 @@ def test_each_package_comes_with_its_extra():
         assert {_name(line) for line in distributions[package]} & named, f"{package} does not come with {extra}"
 
 
+def test_tests_run_with_every_extra():
+    """So that none is skipped for a missing package in `make test`."""
+    extras = tomllib.loads(PROJECT.read_text("utf-8"))["project"]["optional-dependencies"]
+    found, left = set(), ["dev"]
+    while left:
+        extra = left.pop()
+        found.add(extra)
+        own = [re.fullmatch(r"keras_paragrad\[(.*)\]", line) for line in extras[extra]]
+        left += [name for each in own if each for name in each[1].split(",")]
+    assert found == set(extras)
+
+
 def test_several_are_named_together():
     assert explain_missing("Profiler", ["xprof (to read a trace)", "ray"]) == (
         "Profiler needs xprof (to read a trace) and ray, which are not installed. Run pip install "
