@@ -40,6 +40,7 @@ HOOKS = (
         "keras",
         "Model._compute_loss",
         (
+            "mesh.comparing",
             "objects.own_methods",
             "probes.losses",
             "probes.states",
@@ -74,13 +75,13 @@ HOOKS = (
     Hook(
         "keras",
         "Model.make_predict_function",
-        ("objects.own_methods", "parameter_servers.model", "replicas.prepared", "step.whole_batches"),
+        ("mesh.running", "objects.own_methods", "parameter_servers.model", "replicas.prepared", "step.whole_batches"),
         ("force",),
     ),
     Hook(
         "keras",
         "Model.make_test_function",
-        ("objects.own_methods", "parameter_servers.model", "replicas.prepared"),
+        ("mesh.running", "objects.own_methods", "parameter_servers.model", "replicas.prepared"),
         ("force",),
     ),
     Hook(
@@ -117,14 +118,14 @@ HOOKS = (
     Hook(
         "keras",
         "Optimizer._var_key",
-        ("objects.optimizer", "pipeline.placement", "storage.resharding", "storage.updating"),
+        ("mesh.placing", "objects.optimizer", "pipeline.placement", "storage.resharding", "storage.updating"),
         ("variable",),
     ),
     Hook("keras", "Variable._direct_assign", ("objects.layers", "parameter_servers.metric_states"), ("value",)),
     Hook(
         "keras",
         "Variable._initialize",
-        ("objects.unallocated", "pipeline.placement", "storage.resharding"),
+        ("mesh.placing", "objects.unallocated", "pipeline.placement", "storage.resharding"),
         ("value",),
     ),
     Hook("keras", "Variable._initialize_with_initializer", ("objects.unallocated",), ("initializer",)),
@@ -139,7 +140,14 @@ HOOKS = (
     Hook(
         "keras.src.backend.common.symbolic_scope",
         "in_symbolic_scope",
-        ("objects.layers", "objects.own_methods", "storage.gathering", "storage.sharded"),
+        (
+            "mesh.dtensor",
+            "mesh.pinning",
+            "objects.layers",
+            "objects.own_methods",
+            "storage.gathering",
+            "storage.sharded",
+        ),
     ),
     Hook("keras.src.backend.common.variables", "AutocastScope", ("objects.layers",)),
     Hook("keras.src.backend.common.variables", "get_autocast_scope", ("objects.layers", "storage.sharded")),
@@ -149,6 +157,7 @@ HOOKS = (
         ("step.execution",),
         ("values", "strategy", "reduction"),
     ),
+    Hook("keras.src.backend.tensorflow", "distribution_lib", ("mesh.tracing",)),
     Hook("keras.src.layers.layer", "CallContext.get_value", ("objects.layers",), ("arg_name",)),
     Hook("keras.src.losses.loss", "apply_mask", ("losses.terms",), ("sample_weight", "mask", "dtype", "reduction")),
     Hook(
@@ -304,16 +313,24 @@ HOOKS = (
         ("telemetry.counts",),
     ),
     Hook("tensorflow.python.eager.record", "could_possibly_record", ("objects.layers",)),
+    Hook("tensorflow.experimental", "dtensor", ("mesh.dtensor",)),
     Hook("tensorflow", "Graph._get_function", ("step.operations", "step.stateful_ops"), ("name",)),
     Hook("tensorflow.python.framework.func_graph", "FuncGraph", ("objects.unallocated", "step.uncut"), ("name",)),
     Hook("tensorflow.python.framework.ops", "Operation._update_input", ("storage.regathering",), ("index", "tensor")),
     Hook("tensorflow.python.framework.ops", "gradient_registry._registry", ("step.gradient_functions",)),
+    Hook(
+        "tensorflow.python.ops.resource_variable_ops",
+        "ResourceVariable._read_variable_op",
+        ("mesh.dtensor",),
+        ("no_copy",),
+    ),
     Hook("tensorflow.python.ops.resource_variable_ops", "UninitializedVariable", ("objects.unallocated",)),
     Hook("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext", ("objects.layers",), ("graph",)),
 )
 # Attributes that the methods of a class assign. No instance is made to look for them: it would take devices, files,
 # collectives or time.
 ASSIGNED = (
+    Hook("keras.distribution", "ModelParallel._layout_map", ("mesh.tracing",)),
     Hook("keras.layers", "MultiHeadAttention._attention_axes", ("probes.built_in",)),
     Hook("keras.optimizers", "MultiOptimizer._inner_optimizers", ("objects.optimizer",)),
     Hook("keras.optimizers", "Optimizer._accumulated_gradients", ("objects.unallocated",)),
@@ -355,7 +372,11 @@ ASSIGNED = (
 )
 # Attributes of instances, looked for on a small compiled and built model and what goes with it.
 OF_OBJECTS = (
-    Hook("keras", "Layer._call_has_training_arg", ("probes.trial", "replicas.evaluation", "step.forward")),
+    Hook(
+        "keras",
+        "Layer._call_has_training_arg",
+        ("mesh.comparing", "probes.trial", "replicas.evaluation", "step.forward"),
+    ),
     Hook("keras", "Layer._losses_override", ("objects.own_methods",)),
     Hook("keras", "Layer._metrics", ("objects.model",)),
     Hook("keras", "Layer._non_trainable_variables", ("probes.states",)),
@@ -400,7 +421,7 @@ OF_OBJECTS = (
     Hook(
         "keras",
         "Variable._value",
-        ("objects.unallocated", "parameter_servers.metric_states", "step.tracing", "storage.sharded"),
+        ("mesh.placing", "objects.unallocated", "parameter_servers.metric_states", "step.tracing", "storage.sharded"),
     ),
     Hook("keras.metrics", "MeanMetricWrapper._fn", ("probes.built_in",)),
     Hook("keras.metrics", "MeanMetricWrapper._fn_kwargs", ("losses.terms",)),

@@ -111,12 +111,12 @@ def move_with_slots(variables: dict[str, list[keras.Variable]], optimizer: Any) 
     rename_storage(optimizer, dict(zip(before, after, strict=True)))
     for slot in [variable for part in with_inner(optimizer) for variable in variables_of(part)]:
         # Keras names a slot after its variable.
-        home = next((homes[stem] for stem in _stems(slot.name) if stem in homes), None)
+        home = next((homes[stem] for stem in name_stems(slot.name) if stem in homes), None)
         if home is not None:
             move(slot, home)
 
 
-def _stems(name: str) -> Iterator[str]:
+def name_stems(name: str) -> Iterator[str]:
     """What may be a variable's path in a slot's name, the longest first."""
     words = name.split("_")
     return ("_".join(words[:count]) for count in range(len(words) - 1, 0, -1))

@@ -44,6 +44,15 @@ def test_function(model: keras.Model, take: Take) -> Callable[[Any], dict]:
     return compile_steps(model, [step], take=take)
 
 
+def tested(model: keras.Model, data: Any) -> dict:
+    """What Keras's `test_step` does, where a batch's size is static: it counts losses by it, and else doesn't."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    y_pred, sums = _losses_of(model, data, Take(), divided=True)
+    TrackedLosses(model, sums).track()
+    update_metrics(model, {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight})
+    return model.get_metrics_result()
+
+
 def predict_function(model: keras.Model, take: Take) -> Callable[[list], Any]:
     """What to predict with, for `model.predict_function`."""
     strategy = model.distribute_strategy
@@ -109,14 +118,14 @@ def _evaluated(model: Any, data: Any, take: Take) -> tuple[Any, LossSums]:
     return y_pred, LossSums(vector, forms[-1])
 
 
-def _losses_of(model: Any, data: Any, take: Take) -> tuple[Any, LossSums]:
+def _losses_of(model: Any, data: Any, take: Take, *, divided: bool = False) -> tuple[Any, LossSums]:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred = _called(model, x)
     arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
     with recorded_terms(model, untracked=True) as terms, not_divided_by_replicas():
         loss = model._compute_loss(**arguments, training=False)
     weight = take.normalize.in_evaluation(model, arguments, terms) if take.normalize else None
-    return y_pred, loss_sums(model, loss, terms, rows_of(x), weight)
+    return y_pred, loss_sums(model, loss, terms, rows_of(x), weight, divided=divided)
 
 
 def _predicted(model: Any, data: Any) -> Any:

@@ -49,17 +49,17 @@ def spread_over_replicas(model: keras.Model, take: Take, cut: Cut | None = None)
         build_from(model, iterator, data_batch)
 
     own["_maybe_symbolic_build"] = build
-    own["make_test_function"] = _maker(model, "test_function", lambda: test_function(model, take))
+    own["make_test_function"] = maker(model, "test_function", lambda: test_function(model, take))
     own["predict_on_batch"] = functools.partial(predict_on_batch, model)
-    own["make_predict_function"] = _maker(model, "predict_function", lambda: predict_function(model, take))
-    _forget_functions(model)
+    own["make_predict_function"] = maker(model, "predict_function", lambda: predict_function(model, take))
+    forget_functions(model)
 
 
 def uninstall(model: keras.Model) -> None:
     """Uninstalls them: restores the methods of the model's class."""
     for method in _METHODS:
         model.__dict__.pop(method, None)
-    _forget_functions(model)
+    forget_functions(model)
     gather_on_read(model)
     StepBuilder.of(model).fill(take=None)
 
@@ -98,7 +98,7 @@ def _cut_up(iterator: Any, cut: Cut) -> None:
         iterator._distributed_dataset = adapter.get_tf_dataset()
 
 
-def _maker(model: keras.Model, attribute: str, make: Callable[[], Any]) -> Callable[..., None]:
+def maker(model: keras.Model, attribute: str, make: Callable[[], Any]) -> Callable[..., None]:
     def make_function(force: bool = False) -> None:
         if force or getattr(model, attribute) is None:
             setattr(model, attribute, make())
@@ -106,5 +106,5 @@ def _maker(model: keras.Model, attribute: str, make: Callable[[], Any]) -> Calla
     return make_function
 
 
-def _forget_functions(model: Any) -> None:
+def forget_functions(model: Any) -> None:
     model.test_function = model.predict_function = None

@@ -120,8 +120,8 @@ class StepBuilder:
         steps = self._steps(telemetry, limit)
         replicas = self.model.distribute_strategy.num_replicas_in_sync
         whole = not self.stages.by_xla_alone(self.model, replicas)
-        take = self.stages.take
-        return compile_steps(self.model, steps, apply, take, self._skipped, limit, self._goes_on, by_xla=whole)
+        taking = self.stages.take, self._skipped, limit, self._goes_on
+        return compile_steps(self.model, steps, apply, *taking, by_xla=whole, mesh=self.stages.mesh)
 
     def _picked(self, telemetry: Telemetry) -> Callable[[Any], dict]:
         ahead = LookAhead(self.stages.apply) if self.stages.apply else None

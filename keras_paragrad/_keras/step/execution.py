@@ -11,7 +11,7 @@ from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
 from keras_paragrad._keras.replicas.collectives import of_first_replica
 from keras_paragrad._keras.step.gradient_functions import releasing
-from keras_paragrad._keras.step.stages import Take
+from keras_paragrad._keras.step.stages import MeshRunner, Take
 from keras_paragrad._keras.step.uncut import Limit
 from keras_paragrad._keras.step.whole_batches import divided
 
@@ -30,6 +30,7 @@ def compile_steps(
     goes_on: Callable[[Any], None] = lambda batch: None,
     *,
     by_xla: bool = True,
+    mesh: MeshRunner | None = None,
 ) -> Callable[[Any], dict]:
     """Makes a train function in which each batch is run by one of several separately compiled steps.
 
@@ -46,13 +47,15 @@ def compile_steps(
         limit: How large batches may be, if there is a limit.
         goes_on: Called with the last batch that was passed over, before the first that is run.
         by_xla: Whether XLA may compile a whole step, if the model is compiled by it.
+        mesh: Runs the steps on a mesh of devices, one by one, or `None` to run them on one device.
 
     Returns:
         A function for `model.train_function`.
     """
-    compiled = [_compile_step(model, step, take, limit, by_xla) for step in steps]
-    by_host = _by_host(model, compiled, cuts=take is not None)
-    run = _in_graph(model, compiled) if model.distribute_strategy.num_replicas_in_sync == 1 else by_host
+    compiled = [_compile_step(model, step, take, limit, by_xla, mesh) for step in steps]
+    by_host = _by_host(model, compiled, cuts=take is not None, in_functions=mesh is None)
+    in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and mesh is None
+    run = _in_graph(model, compiled) if in_graph else by_host
 
     def train_function(iterator: Any) -> dict:
         batches = model.steps_per_execution
@@ -75,8 +78,8 @@ def compile_steps(
             return {}
         batches -= passed
         updates = schedule.plan(batches) if schedule else [False] * batches
-        in_graph = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not passed
-        execute = run if in_graph else by_host
+        of_tensors = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not passed
+        execute = run if of_tensors else by_host
         try:
             logs = execute(iterator, updates)
         except tf.errors.InvalidArgumentError as error:
@@ -96,7 +99,9 @@ def _next_batch(iterator: Any) -> Any:
     return iterator.get_next() if hasattr(iterator, "get_next") else next(iterator)
 
 
-def _compile_step(model: keras.Model, step: Step, take: Take | None, limit: Limit | None, by_xla: bool) -> Step:
+def _compile_step(
+    model: keras.Model, step: Step, take: Take | None, limit: Limit | None, by_xla: bool, mesh: MeshRunner | None
+) -> Step:
     strategy = model.distribute_strategy
 
     def one_step(data: Any) -> dict:
@@ -107,13 +112,15 @@ def _compile_step(model: keras.Model, step: Step, take: Take | None, limit: Limi
         # Not inlined, so that nothing in it, such as a counter, runs ahead of a batch that turns out not to exist.
         one_step = tf.function(
             releasing(one_step),
-            reduce_retracing=True,
+            # DTensor knows static shapes only.
+            reduce_retracing=mesh is None,
             # XLA can't compile collectives between these devices.
             jit_compile=by_xla and model.jit_compile and (take is None or strategy.num_replicas_in_sync == 1),
             autograph=False,
             experimental_attributes={NO_INLINE: True},
         )
-    return model._autoconvert_optionals(limit.watch(one_step) if limit else one_step)
+    compiled = model._autoconvert_optionals(limit.watch(one_step) if limit else one_step)
+    return mesh.running(compiled) if mesh else compiled
 
 
 def _in_graph(model: keras.Model, steps: Sequence[Step]) -> Execute:
@@ -153,7 +160,7 @@ def _in_graph(model: keras.Model, steps: Sequence[Step]) -> Execute:
     return execute
 
 
-def _by_host(model: keras.Model, steps: Sequence[Step], *, cuts: bool) -> Execute:
+def _by_host(model: keras.Model, steps: Sequence[Step], *, cuts: bool, in_functions: bool) -> Execute:
     """Takes batches one by one: TensorFlow can't run collectives inside `tf.cond`."""
     strategy = model.distribute_strategy
 
@@ -166,7 +173,9 @@ def _by_host(model: keras.Model, steps: Sequence[Step], *, cuts: bool) -> Execut
         def take(iterator: Any) -> dict:
             return step(iterator.get_next())
 
-        return take if model.run_eagerly else tf.function(take, reduce_retracing=True, autograph=False)
+        return (
+            take if model.run_eagerly or not in_functions else tf.function(take, reduce_retracing=True, autograph=False)
+        )
 
     takes = [take_one(step) for step in steps]
 

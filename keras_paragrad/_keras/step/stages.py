@@ -87,6 +87,14 @@ class Apply(Protocol):
         ...
 
 
+class MeshRunner(Protocol):
+    """Runs the steps of a model on a mesh of devices, and changes no number."""
+
+    def running(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A compiled step, run on the mesh with batches from outside of it."""
+        ...
+
+
 class Stages(NamedTuple):
     """What the stages of a model's step are filled with, in the order in which a step goes through them.
 
@@ -102,6 +110,7 @@ class Stages(NamedTuple):
             are. Losses and metrics are shown of these alone.
         place: Makes the context that puts a step's operations on devices, or `None` to leave that to TensorFlow. It
             changes nothing else.
+        mesh: Runs steps on a mesh of devices, or `None` to run them on one.
     """
 
     take: Take | None = None
@@ -113,6 +122,7 @@ class Stages(NamedTuple):
     telemetry: Telemetry | None = None
     present: Present | None = None
     place: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+    mesh: MeshRunner | None = None
 
     @property
     def filled(self) -> list[str]:

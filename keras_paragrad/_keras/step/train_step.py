@@ -143,6 +143,8 @@ class TrainStep(NamedTuple):
         normalize = self.stages.normalization(of_slices=split is not None)
         # Keras's trackers know nothing of a batch of which there are parts.
         parts = bool(split or self.stages.apply or self.stages.present or (self.stages.take and replica_count() > 1))
+        # On a mesh the number of rows is static, and Keras's trackers would count by it.
+        parts = parts or self.stages.mesh is not None
         foreseen = None if normalize else self.stages.foreseen
         return functools.partial(
             gradient_of,

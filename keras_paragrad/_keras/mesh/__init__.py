@@ -1,0 +1,1 @@
+"""Variables, batches and steps on a mesh of devices."""

@@ -1,0 +1,256 @@
+"""The one place that knows DTensor: tensors, variables and functions on a mesh of devices."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from tensorflow.experimental import dtensor  # pyright: ignore[reportMissingModuleSource]
+
+# With that pass, several all-reduces of a step on a mesh that divides the batch are added up wrong, without a word.
+COMBINE_PASS = "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"
+
+# What a dimension of a tensor is divided along: the name of a mesh's axis, or `None`.
+Axes = tuple[str | None, ...]
+
+
+class _Inside(threading.local):
+    """The mesh that this thread computes on, if any."""
+
+    mesh: Any = None
+
+
+_INSIDE = _Inside()
+
+
+def turn_combine_pass_off() -> None:
+    """Has TensorFlow leave the all-reduces of a step apart.
+
+    Raises:
+        ValueError: The environment says otherwise.
+    """
+    if os.environ.setdefault(COMBINE_PASS, "0") != "0":
+        raise ValueError(
+            f"{COMBINE_PASS}={os.environ[COMBINE_PASS]} is in the environment. With it TensorFlow adds up the "
+            f"gradients of a mesh wrong, without an error. Start Python with {COMBINE_PASS}=0."
+        )
+
+
+def make_mesh(shape: Mapping[str, int], devices: Sequence[str]) -> Any:
+    """A mesh of this process's devices.
+
+    Args:
+        shape: The size of each axis, by its name.
+        devices: The names of as many devices as it has places, in row-major order, such as `"CPU:0"`.
+    """
+    return dtensor.create_mesh(list(shape.items()), devices=list(devices))
+
+
+@contextlib.contextmanager
+def on_mesh(mesh: Any) -> Iterator[None]:
+    """Context in which functions run on a mesh, and variables on it are read and assigned as its tensors."""
+    before, error = _INSIDE.mesh, None
+    with dtensor.default_mesh(mesh):
+        _INSIDE.mesh = mesh
+        try:
+            yield
+        except BaseException as raised:
+            # It has to be kept back until the mesh is left: DTensor doesn't undo a scope that ends with an error.
+            error = raised
+        finally:
+            _INSIDE.mesh = before
+    if error is not None:
+        raise error
+
+
+def computing_on_mesh() -> bool:
+    """Whether this thread computes on a mesh."""
+    return _INSIDE.mesh is not None
+
+
+def layout_of(mesh: Any, axes: Axes) -> Any:
+    """DTensor's layout of a tensor that is divided along axes of a mesh."""
+    make: Any = dtensor.Layout
+    return make([axis or dtensor.UNSHARDED for axis in axes], mesh)
+
+
+def axes_of(tensor: Any) -> Axes:
+    """What each dimension of a tensor on a mesh is divided along."""
+    specs = dtensor.fetch_layout(tensor).sharding_specs
+    return tuple(None if spec == dtensor.UNSHARDED else spec for spec in specs)
+
+
+def divided(value: Any, mesh: Any, axes: Axes) -> Any:
+    """A tensor on a mesh, of which each device is sent its part alone.
+
+    Args:
+        value: The whole, an array or a tensor.
+        mesh: The mesh.
+        axes: What it is divided along. Divided dimensions are multiples of their axes' sizes.
+    """
+    layout = layout_of(mesh, axes)
+    whole: Any = tf.convert_to_tensor(value)
+    sizes = [size // mesh.dim_size(axis) if axis else size for size, axis in zip(whole.shape, axes, strict=True)]
+    parts = {place: _part(whole, place, sizes) for place in set(layout.offset_to_shard())}
+    return dtensor.pack([parts[place] for place in layout.offset_to_shard()], layout)
+
+
+def _part(whole: Any, place: Sequence[int], sizes: Sequence[int]) -> Any:
+    return tf.slice(whole, [index * size for index, size in zip(place, sizes, strict=True)], sizes) if sizes else whole
+
+
+def gathered(tensor: Any) -> tf.Tensor:
+    """The whole of a tensor on a mesh, in the host's memory; one that is on no mesh is returned as it is."""
+    if not dtensor.is_dtensor(tensor):
+        return tensor
+    layout = dtensor.fetch_layout(tensor)
+    # As pieces of one device each, they may no longer be on the mesh's device.
+    parts = dict(zip(layout.offset_to_shard(), dtensor.unpack(tensor), strict=True))
+    if len(parts) == 1:
+        with tf.device("CPU:0"):
+            return tf.identity(next(iter(parts.values())))
+    whole = np.empty(tensor.shape, tensor.dtype.as_numpy_dtype)
+    for place, part in parts.items():
+        whole[tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, part.shape, strict=True))] = part.numpy()
+    with tf.device("CPU:0"):
+        return tf.constant(whole)
+
+
+def relayout(tensor: Any, axes: Axes, gradient: Axes | None = None) -> Any:
+    """A tensor on the mesh of the step that is being traced, divided along other axes.
+
+    Args:
+        tensor: The tensor.
+        axes: What its dimensions are to be divided along.
+        gradient: The same of its gradient; as the tensor, if `None`.
+    """
+    layout = layout_of(_INSIDE.mesh, axes)
+    if not tensor.dtype.is_floating:
+        return dtensor.relayout(tensor, layout)
+
+    @tf.custom_gradient
+    def laid_out(tensor: Any) -> Any:
+        return dtensor.relayout(tensor, layout), back
+
+    def back(cotangent: Any) -> Any:
+        # DTensor's own gradient is divided as the tensor was, which it does not always know. Nor has it a rule for
+        # every operation that is to give a gradient in parts: it gives the whole, which is then divided.
+        cotangent = dtensor.relayout(cotangent, layout)
+        return cotangent if gradient is None else dtensor.relayout(cotangent, layout_of(_INSIDE.mesh, gradient))
+
+    return laid_out(tensor)
+
+
+def bytes_by_device(storage: Any) -> dict[str, int]:
+    """The bytes of a variable on a mesh that each device holds, counted in the devices' own buffers."""
+    held: dict[str, int] = {}
+    with on_mesh(storage.mesh):
+        parts = dtensor.unpack(storage.divided_value())
+    for part in parts:
+        spec: Any = tf.DeviceSpec.from_string(part.backing_device)
+        name = f"{spec.device_type}:{spec.device_index}"
+        held[name] = held.get(name, 0) + int(np.prod(part.shape)) * part.dtype.size
+    return held
+
+
+class MeshVariable(dtensor.DVariable):
+    """A variable that is divided over a mesh.
+
+    In a step on the mesh it is DTensor's. Anywhere else it is whole: gathered where it is read, and divided where it is
+    assigned.
+
+    Attributes:
+        mesh: The mesh.
+        axes: What each dimension is divided along.
+        whole_in_steps: Whether a step, too, reads it whole on each device. Its gradient is divided again.
+    """
+
+    mesh: Any = None
+    axes: Axes = ()
+    whole_in_steps = False
+
+    @classmethod
+    def of(cls, value: Any, mesh: Any, axes: Axes, *, name: str, trainable: bool) -> "MeshVariable":
+        """Divides a value over a mesh.
+
+        Args:
+            value: The whole.
+            mesh: The mesh.
+            axes: What each dimension is divided along.
+            name: As in `tf.Variable`.
+            trainable: As in `tf.Variable`.
+        """
+        made = cls(divided(value, mesh, axes), name=name, trainable=trainable)
+        made.mesh, made.axes = mesh, axes
+        return made
+
+    def divided_value(self) -> Any:
+        """Its value as DTensor has it."""
+        return super()._read_variable_op()
+
+    def _read_variable_op(self, no_copy: bool = False) -> Any:
+        # DTensor reads it while it makes it.
+        if self.mesh is None:
+            return super()._read_variable_op(no_copy)
+        if computing_on_mesh():
+            value = super()._read_variable_op(no_copy)
+            whole = (None,) * len(self.axes)
+            return relayout(value, whole, self.axes) if self.whole_in_steps and any(self.axes) else value
+        if in_symbolic_scope():
+            return tf.zeros(self.shape, self.dtype)
+        self._check_eager()
+        with on_mesh(self.mesh):
+            value = super()._read_variable_op(no_copy)
+        return gathered(value)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.numpy(), dtype)
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
+        """Rows of it."""
+        return tf.gather(self.value(), indices, name=name)
+
+    def assign(self, value: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
+        """Assigns the whole, or in a step what DTensor has of it."""
+        if computing_on_mesh():
+            return super().assign(value, use_locking, name, read_value)
+        self._check_eager()
+        parts = divided(tf.cast(tf.convert_to_tensor(value), self.dtype), self.mesh, self.axes)
+        with on_mesh(self.mesh):
+            super().assign(parts, read_value=False)
+        return self
+
+    def assign_add(self, delta: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
+        """Adds the whole, or in a step what DTensor has of it."""
+        if computing_on_mesh():
+            return super().assign_add(delta, use_locking, name, read_value)
+        return self.assign(self.read_value() + tf.cast(delta, self.dtype))
+
+    def assign_sub(self, delta: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
+        """Subtracts the whole, or in a step what DTensor has of it."""
+        if computing_on_mesh():
+            return super().assign_sub(delta, use_locking, name, read_value)
+        return self.assign(self.read_value() - tf.cast(delta, self.dtype))
+
+    def scatter_add(self, sparse_delta: Any, use_locking: bool = False, name: str | None = None) -> Any:
+        """Adds to rows of it."""
+        return self.assign_add(tf.convert_to_tensor(sparse_delta))
+
+    def scatter_sub(self, sparse_delta: Any, use_locking: bool = False, name: str | None = None) -> Any:
+        """Subtracts from rows of it."""
+        return self.assign_sub(tf.convert_to_tensor(sparse_delta))
+
+    def _check_eager(self) -> None:
+        if not tf.executing_eagerly():
+            raise ValueError(_IN_GRAPH)
+
+
+_IN_GRAPH = (
+    "The model's variables are on a mesh of devices, and a function of one device reads or assigns them. Call undo() "
+    "of the handle that dist.prepare(model) returned, which puts them back on one device. To export the model, load "
+    "its weights into one that was built without DistributedFit."
+)

@@ -1,0 +1,60 @@
+"""What DTensor can't do, named by layer and operation."""
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_paragrad._keras.objects.model import all_layers
+
+# It has no rule for them, whatever they are given; some of them end the process.
+UNSUPPORTED = re.compile(
+    r"While|StatelessWhile|TensorList\w*|TensorArray\w*|AvgPool3?D?Grad|DepthwiseConv2dNativeBackprop\w+|Reverse(V2)?|"
+    r"ReverseSequence|Roll|EagerPyFunc|PyFunc\w*"
+)
+_OPERATION = re.compile(r"\btf\.([A-Z]\w+)")
+
+
+def check_operations(model: Any, operations: Iterable[Any]) -> None:
+    """Refuses a traced step with operations that a mesh can't run.
+
+    Raises:
+        ValueError: There is one. The message names its layer.
+    """
+    for operation in operations:
+        if UNSUPPORTED.fullmatch(operation.type):
+            raise ValueError(_refusal(model, operation.type, _layer_of(model, operation.name)))
+
+
+@contextlib.contextmanager
+def explained(model: Any) -> Iterator[None]:
+    """Context in which what DTensor refuses is named.
+
+    Raises:
+        ValueError: DTensor has no rule for an operation, or not for how its inputs are divided.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if "dtensor" not in error.message.lower():
+            raise
+        found = _OPERATION.findall(error.message)
+        layer = _layer_of(model, error.message)
+        raise ValueError(_refusal(model, found[-1] if found else "an operation", layer)) from error
+
+
+def _refusal(model: Any, operation: str, layer: str | None) -> str:
+    where = f"The layer {layer!r}" if layer else f"The model {model.name!r}, outside of its layers,"
+    return (
+        f"{where} needs the operation {operation}, which can't be run on a mesh as its inputs are divided. Give the "
+        "variables of that layer no layout, so that each device has them whole; or train with "
+        'DistributedFit("mirrored", shard="parameters"), which divides weights and runs any operation.'
+    )
+
+
+def _layer_of(model: Any, text: str) -> str | None:
+    words = set(re.split(r"[^\w.-]+", text))
+    # The innermost comes last.
+    return next((layer.name for layer in reversed(all_layers(model)) if layer.name in words), None)
