@@ -10,4 +10,5 @@ WEIGHTINGS = ("auto", "examples", "sample_weight", "mask", "sum")
 LONGEST_WAIT = 365 * 24 * 3600
 # Of anything in a described machine or cluster: planning for more takes minutes and exhausts memory.
 MOST_DESCRIBED = 10_000
+LAYOUTS = (None, "auto")
 SHARDS = (None, "auto", "optimizer", "parameters")

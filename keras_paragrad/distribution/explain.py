@@ -11,6 +11,7 @@ from keras_paragrad.distribution.clusters.kind import ClusterKind, cluster_kinds
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.decisions.strategy import found_in_words
 from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.mesh.table import LayoutTable
 from keras_paragrad.distribution.pipeline.table import StageTable
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.plain_text import plain_text
@@ -31,7 +32,8 @@ class Explanation:
     Args:
         plan: The plan.
         hardware: The hardware it was made for.
-        estimate: The memory of a step, if a decision was made by it; or the stages of a pipeline.
+        estimate: The memory of a step, if a decision was made by it; or the stages of a pipeline, or
+            the layout on a mesh.
 
     Example:
 
@@ -44,7 +46,7 @@ class Explanation:
     Found: 1 CPU in this process; no cluster
     """
 
-    def __init__(self, plan: Plan, hardware: Hardware, estimate: Estimate | StageTable | None = None):
+    def __init__(self, plan: Plan, hardware: Hardware, estimate: Estimate | StageTable | LayoutTable | None = None):
         self.plan = plan
         self.hardware = hardware
         self.estimate = estimate
@@ -107,6 +109,8 @@ def _plan(plan: Plan) -> str:
     counted = "replicas" if replicas is None else f"{replicas} replica{'s' if replicas > 1 else ''}"
     if plan.strategy.value == "pipeline":
         counted = f"{len(devices)} stages"
+    if plan.strategy.value == "mesh":
+        counted = f"{len(devices)} devices"
     by = "" if plan.communication.value in ("none", "given") else f", all-reduce by {plan.communication.value}"
     strategy = plan.strategy.value if plan.strategy.value != "none" else "no strategy"
     return f"Plan: {strategy}, {counted}{where}{by}"

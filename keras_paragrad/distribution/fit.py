@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
@@ -23,8 +23,9 @@ from keras_paragrad.distribution.data import DistributedData, distributed_datase
 from keras_paragrad.distribution.explain import Explanation
 from keras_paragrad.distribution.fit_arguments import check_fit, check_own_fit
 from keras_paragrad.distribution.hardware import Hardware, detect
+from keras_paragrad.distribution.mesh.preparation import MeshPreparation
+from keras_paragrad.distribution.mesh.table import LayoutTable
 from keras_paragrad.distribution.options import Options
-from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.distribution.pipeline.preparation import PipelinePreparation
 from keras_paragrad.distribution.pipeline.table import StageTable
 from keras_paragrad.distribution.plan import Plan, make_plan
@@ -46,7 +47,8 @@ class DistributedFit:
 
     Args:
         strategy: `"auto"`; or `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`,
-            a `tf.distribute.Strategy`, or a `keras_paragrad.distribution.Pipeline`.
+            a `tf.distribute.Strategy`, a `keras_paragrad.distribution.Pipeline`, or Keras's own
+            `keras.distribution.DataParallel` or `ModelParallel`.
         devices: Names of this process's devices, such as `["GPU:0", "GPU:1"]`; by default, all available ones.
         communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
             `"one_device"`.
@@ -71,6 +73,10 @@ class DistributedFit:
             shows the estimate and the choice once `fit` or `prepare` was given the model.
         min_shard_bytes: The size of a trainable variable, in bytes, from which it is cut into shards.
         device_bytes: The memory of a device, in bytes, for `shard="auto"`; by default as detected.
+        mesh: Instead of a strategy, a mesh of devices: the sizes of its axes `"batch"`, which divides batches, and
+            `"model"`, which divides weights.
+        layout: `"auto"`, with `mesh`: how weights are divided is found from the model's structure, and `explain()`
+            shows it.
         startup_timeout: Seconds to wait for the other workers at startup.
         collective_timeout: Seconds after which a collective without the other workers fails.
 
@@ -93,7 +99,7 @@ class DistributedFit:
 
     def __init__(
         self,
-        strategy: str | tf.distribute.Strategy | Pipeline = "auto",
+        strategy: Any = "auto",
         devices: Sequence[str] | None = None,
         communication: str = "auto",
         jit: Any = "auto",
@@ -109,19 +115,21 @@ class DistributedFit:
         shard: str | None = None,
         min_shard_bytes: int = MIN_SHARD_BYTES,
         device_bytes: int | None = None,
+        mesh: Mapping[str, int] | None = None,
+        layout: str | None = None,
         startup_timeout: float = 60.0,
         collective_timeout: float | None = None,
     ):
         self.options = Options(
             *(strategy, devices, communication, jit, precision, batch, lr_scaling, warmup_steps, exact, weighting),
             *(shard_policy, pack_bytes, startup_timeout, collective_timeout, shard, min_shard_bytes),
-            device_bytes,
+            *(device_bytes, mesh, layout),
         )
         self.hardware: Hardware = detect()
         self.plan: Plan = make_plan(self.hardware, self.options)
         self.strategy: tf.distribute.Strategy = make_strategy(self.plan, self.hardware, self.options)
         self._estimate: Estimate | None = None
-        self._stages: StageTable | None = None
+        self._stages: StageTable | LayoutTable | None = None
         self._create_as_planned()
         # With parameter servers the chief reads all data and does not shard it.
         self._reader = tf.distribute.get_strategy() if self.plan.on_servers else self.strategy
@@ -152,13 +160,14 @@ class DistributedFit:
             keras.config.set_dtype_policy(policy)
 
     def _where_created(self) -> contextlib.AbstractContextManager[Any]:
-        # A model may be larger than any of a pipeline's devices.
-        return contextlib.nullcontext() if self.options.pipeline is None else tf.device("CPU:0")
+        # A model may be larger than any of the devices of a pipeline or mesh.
+        parted = self.options.pipeline is not None or self.options.on_mesh
+        return tf.device("CPU:0") if parted else contextlib.nullcontext()
 
     def explain(self) -> Explanation:
         """The plan as a table, for `print` and rich: each decision, its reason, and how to override it.
 
-        Of a pipeline also the stages, once `fit` or `prepare` was given the model.
+        Of a pipeline also the stages, and of a mesh the layout, once `fit` or `prepare` was given the model.
         """
         return Explanation(self.plan, self.hardware, self._estimate or self._stages)
 
@@ -208,7 +217,7 @@ class DistributedFit:
 
     def _prepared(self, model: keras.Model) -> AnyPreparation:
         prepared = prepare_as_planned(model, self.plan, self.options, self.strategy)
-        if isinstance(prepared, PipelinePreparation):
+        if isinstance(prepared, (PipelinePreparation, MeshPreparation)):
             self._stages = prepared.table
         return prepared
 

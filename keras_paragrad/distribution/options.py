@@ -1,7 +1,7 @@
 """`Options`: the validated arguments of `DistributedFit`."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from keras_paragrad.arguments import check_choice, check_integer, check_number, 
 from keras_paragrad.distribution.choices import (
     BATCHES,
     COMMUNICATIONS,
+    LAYOUTS,
     LONGEST_WAIT,
     LR_SCALINGS,
     SHARD_POLICIES,
@@ -20,6 +21,8 @@ from keras_paragrad.distribution.choices import (
     STRATEGIES,
     WEIGHTINGS,
 )
+from keras_paragrad.distribution.mesh.checks import check_mesh_options
+from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, check_mesh
 from keras_paragrad.distribution.names import canonical_devices, kind_of_strategy
 from keras_paragrad.distribution.pipeline.checks import check_one_device_a_stage, check_pipeline
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
@@ -33,6 +36,7 @@ CHOICES = {
     "weighting": WEIGHTINGS,
     "shard_policy": SHARD_POLICIES,
     "shard": SHARDS,
+    "layout": LAYOUTS,
 }
 
 
@@ -42,7 +46,8 @@ class Options:
 
     Args:
         strategy: `"auto"`, `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`, or
-            a `tf.distribute.Strategy` to use as is, or a `Pipeline`.
+            a `tf.distribute.Strategy` to use as is, a `Pipeline`, or a `keras.distribution.DataParallel` or
+            `ModelParallel`.
         devices: Names of this process's devices, such as `["CPU:0", "CPU:1"]`, all of one kind.
         communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
             `"one_device"`.
@@ -66,6 +71,8 @@ class Options:
             `"auto"`, the first of these that fits the devices.
         min_shard_bytes: The size of variables from which they are cut into shards.
         device_bytes: The memory of a device, for `shard="auto"`; by default as detected.
+        mesh: The sizes of the axes `"batch"` and `"model"` of a mesh of devices, or `None`.
+        layout: `"auto"`, with `mesh`: variables are divided by the model's structure.
 
     Raises:
         ValueError: An argument is invalid, or two arguments contradict each other.
@@ -77,7 +84,7 @@ class Options:
     ('CPU:0', 'CPU:1')
     """
 
-    strategy: str | tf.distribute.Strategy | Pipeline = "auto"
+    strategy: Any = "auto"
     devices: Sequence[str] | None = None
     communication: str = "auto"
     jit: bool | Literal["auto"] = "auto"
@@ -94,6 +101,8 @@ class Options:
     shard: str | None = None
     min_shard_bytes: int = MIN_SHARD_BYTES
     device_bytes: int | None = None
+    mesh: Mapping[str, int] | None = None
+    layout: str | None = None
 
     def __post_init__(self):
         checked = {name: check_choice(name, getattr(self, name), choices) for name, choices in CHOICES.items()}
@@ -108,6 +117,7 @@ class Options:
         checked["collective_timeout"] = seconds("collective_timeout", self.collective_timeout, optional=True)
         if isinstance(checked["strategy"], Pipeline):
             check_one_device_a_stage(self.devices)
+        checked["mesh"] = check_mesh(self.mesh)
         checked["devices"] = None if self.devices is None else canonical_devices(self.devices)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -122,6 +132,16 @@ class Options:
     def pipeline(self) -> Pipeline | None:
         """The pipeline that was passed, if any."""
         return self.strategy if isinstance(self.strategy, Pipeline) else None
+
+    @property
+    def distribution(self) -> Any:
+        """The `keras.distribution` that was passed, or `None`."""
+        return self.strategy if isinstance(self.strategy, DISTRIBUTIONS) else None
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether devices are arranged in a mesh."""
+        return self.mesh is not None or self.distribution is not None
 
     def _check_together(self) -> None:
         if self.lr_scaling and self.batch == "global":
@@ -148,6 +168,7 @@ class Options:
             )
         if self.pipeline is not None:
             check_pipeline(self, self.pipeline)
+        check_mesh_options(self)
         self._check_devices()
 
     def _check_devices(self) -> None:
@@ -165,8 +186,8 @@ class Options:
             )
 
 
-def _checked_strategy(found: Any) -> str | tf.distribute.Strategy | Pipeline:
-    if isinstance(found, Pipeline):
+def _checked_strategy(found: Any) -> Any:
+    if isinstance(found, (Pipeline, *DISTRIBUTIONS)):
         return found
     if isinstance(found, tf.distribute.Strategy):
         kind_of_strategy(found)
@@ -174,7 +195,10 @@ def _checked_strategy(found: Any) -> str | tf.distribute.Strategy | Pipeline:
     try:
         return check_choice("strategy", found, STRATEGIES)
     except ValueError as error:
-        raise ValueError(f"{error} Or pass a tf.distribute.Strategy or a Pipeline.") from None
+        raise ValueError(
+            f"{error} Or pass a tf.distribute.Strategy, a Pipeline, or a keras.distribution.DataParallel or "
+            "ModelParallel."
+        ) from None
 
 
 def _checked_precision(found: Any) -> str | None:

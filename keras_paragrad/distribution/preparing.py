@@ -1,9 +1,12 @@
-"""Prepares a model for what is planned: replicas, parameter servers, or a pipeline."""
+"""Prepares a model for what is planned: replicas, parameter servers, a pipeline, or a mesh."""
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.model import compile_arguments, leaves_xla_open
+from keras_paragrad.distribution.hardware import detect
+from keras_paragrad.distribution.mesh.mesh import planned_mesh
+from keras_paragrad.distribution.mesh.preparation import MeshPreparation, prepare_mesh
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.pipeline.preparation import PipelinePreparation, prepare_pipeline
 from keras_paragrad.distribution.plan import Plan
@@ -12,7 +15,7 @@ from keras_paragrad.distribution.servers import ServerPreparation, prepare_for_s
 from keras_paragrad.sharding.estimate import estimate_memory
 from keras_paragrad.sharding.estimated import Estimate
 
-AnyPreparation = Preparation | ServerPreparation | PipelinePreparation
+AnyPreparation = Preparation | ServerPreparation | PipelinePreparation | MeshPreparation
 
 
 def prepare_as_planned(
@@ -37,6 +40,9 @@ def prepare_as_planned(
     if options.pipeline is not None:
         by_xla = options.jit is True or (options.jit == "auto" and compile_arguments(model).get("jit_compile") is True)
         return prepare_pipeline(model, options.pipeline, plan.devices.value, options.weighting, by_xla)
+    if options.on_mesh:
+        mesh = planned_mesh(options, detect())
+        return prepare_mesh(model, mesh, None if options.jit == "auto" else options.jit)
     jit = options.jit
     if jit == "auto":
         # Keras disables XLA under every strategy, unless it is requested explicitly.
@@ -65,6 +71,12 @@ def estimate_as_planned(
             "The estimate knows no pipelines. Estimate the model on one device, with "
             "DistributedFit('none').estimate(model, batch_size), and print(dist.explain()) after "
             "dist.prepare(model): it shows the weights and optimizer state of each stage."
+        )
+    if options.on_mesh:
+        raise ValueError(
+            "The estimate knows no meshes. Estimate the model on one device, with "
+            "DistributedFit('none').estimate(model, batch_size), and print(dist.explain()) after "
+            "dist.prepare(model): it shows the weights and optimizer state of each device."
         )
     return estimate_memory(
         model,

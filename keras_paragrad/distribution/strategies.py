@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_paragrad._keras.mesh.dtensor import turn_combine_pass_off
 from keras_paragrad._keras.replicas.workers import NamedDevicesStrategy, has_joined_a_cluster
 from keras_paragrad.distribution.alike import versions
 from keras_paragrad.distribution.hardware import Hardware
@@ -94,6 +95,12 @@ def _tpu(plan: Plan, hardware: Hardware) -> tf.distribute.Strategy:
     return tf.distribute.TPUStrategy(resolver)
 
 
+def _mesh(plan: Plan, hardware: Hardware) -> tf.distribute.Strategy:
+    # Before TensorFlow compiles anything on it.
+    turn_combine_pass_off()
+    return tf.distribute.get_strategy()
+
+
 _MAKERS = {
     "none": lambda plan, hardware: tf.distribute.get_strategy(),
     "one_device": lambda plan, hardware: tf.distribute.OneDeviceStrategy(f"/{plan.devices.value[0]}"),
@@ -102,5 +109,7 @@ _MAKERS = {
     "tpu": _tpu,
     # One replica, whose stages are on several devices.
     "pipeline": lambda plan, hardware: tf.distribute.get_strategy(),
+    # One replica, whose variables and batches are on several devices.
+    "mesh": _mesh,
     "parameter_server": lambda plan, hardware: make_parameter_server_strategy(hardware.cluster),
 }

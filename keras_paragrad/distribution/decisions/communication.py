@@ -29,10 +29,14 @@ def decide_communication(hardware: Hardware, options: Options, strategy: str, de
         return Decision(NAME, "given", "the strategy was created with its own", _on(devices), 'strategy="auto"')
     asked = options.communication
     _check_asked(asked, hardware, strategy, devices)
-    if strategy in ("none", "one_device", "parameter_server", "pipeline", "tpu") or (
+    if strategy in ("mesh", "none", "one_device", "parameter_server", "pipeline", "tpu") or (
         strategy == "mirrored" and len(devices) == 1
     ):
-        reason = {"tpu": "a TPU brings its own", "parameter_server": "workers push gradients to the parameter servers"}
+        reason = {
+            "tpu": "a TPU brings its own",
+            "mesh": "DTensor brings its own",
+            "parameter_server": "workers push gradients to the parameter servers",
+        }
         return Decision(NAME, "none", reason.get(strategy, ONE_REPLICA), _on(devices), NO_CHOICE)
     if asked != "auto":
         return Decision(NAME, asked, "requested", _on(devices), 'communication="auto"')

@@ -28,7 +28,7 @@ def compiled_form(strategy: str, replicas: int | None) -> str:
         return "none"
     if strategy == "pipeline":
         return "per_stage"
-    return "whole_step" if strategy in ("none", "one_device", "tpu") or replicas == 1 else "per_replica"
+    return "whole_step" if strategy in ("mesh", "none", "one_device", "tpu") or replicas == 1 else "per_replica"
 
 
 @decides(70)

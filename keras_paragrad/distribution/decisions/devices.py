@@ -3,6 +3,7 @@
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, list_of
 from keras_paragrad.distribution.decisions.registry import decides
 from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.mesh.mesh import planned_mesh
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.pipeline.checks import devices_for
@@ -22,6 +23,10 @@ def decide_devices(hardware: Hardware, options: Options, strategy: str) -> Decis
     """
     if options.given is not None:
         return Decision(NAME, (), "the strategy that was passed has its own", _here(hardware), 'strategy="auto"')
+    if strategy == "mesh":
+        mesh = planned_mesh(options, hardware)
+        given = "devices=None" if options.distribution is None else "keras.distribution.DeviceMesh(..., devices=...)"
+        return Decision(NAME, mesh.devices, f"a mesh of {mesh.words}", _here(hardware), given)
     if options.devices is not None:
         named = tuple(options.devices)
         _check_here(named, hardware)
@@ -58,6 +63,9 @@ def decide_replicas(hardware: Hardware, options: Options, strategy: str, devices
     if strategy == "pipeline":
         evidence = f"{len(devices)} stages"
         return Decision("replicas", 1, "the stages are one model", evidence, 'strategy="mirrored"')
+    if strategy == "mesh":
+        evidence = f"{len(devices)} devices"
+        return Decision("replicas", 1, "the mesh is one model", evidence, 'strategy="mirrored"')
     if strategy == "parameter_server":
         reason = "workers take steps independently; none waits for another"
         return Decision("replicas", 1, reason, f"{hardware.worker_count - 1} workers", 'strategy="none"')

@@ -4,6 +4,7 @@ from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.decisions.registry import decides
 from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.mesh.mesh import planned_mesh
 from keras_paragrad.distribution.names import kind_of_strategy
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.pipeline.checks import check_place
@@ -19,7 +20,8 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
     """Takes the requested strategy, or the one that uses all devices.
 
     Returns:
-        `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"` or `"pipeline"`.
+        `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`, `"pipeline"` or
+        `"mesh"`.
 
     Raises:
         ValueError: The requested strategy can't work on this hardware, or the cluster is incomplete.
@@ -31,6 +33,11 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
         check_place(options.pipeline, hardware)
         reason = f"requested: {options.pipeline.count} stages, {options.pipeline.microbatches} micro-batches"
         return Decision(NAME, "pipeline", reason, found_in_words(hardware), 'strategy="auto"')
+    if options.on_mesh:
+        mesh = planned_mesh(options, hardware)
+        by = "by a layout from its structure" if options.distribution is None else "as its distribution says"
+        reason = f"requested: a mesh of {mesh.words}, the model divided {by}"
+        return Decision(NAME, "mesh", reason, found_in_words(hardware), 'strategy="auto"')
     if options.strategy != "auto":
         name = str(options.strategy)
         _check_named(name, hardware)

@@ -1,0 +1,1 @@
+"""A model on a mesh of devices: Keras's own distributions."""

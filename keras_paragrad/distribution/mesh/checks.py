@@ -1,0 +1,111 @@
+"""What can't be asked for together with a mesh."""
+
+from typing import TYPE_CHECKING, Any
+
+from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps
+from keras_paragrad._keras.objects.model import all_layers
+from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad.distribution.mesh.mesh import Mesh
+
+if TYPE_CHECKING:
+    from keras_paragrad.distribution.options import Options
+
+# Of a component that this one imports nothing from.
+_PER_EXAMPLE = "keras_paragrad.per_example"
+
+
+def check_mesh_options(options: "Options") -> None:
+    """Refuses options that contradict a mesh.
+
+    Raises:
+        ValueError: The message says what to write.
+    """
+    if options.mesh is None and options.layout is not None:
+        raise ValueError(
+            f"layout={options.layout!r} is how variables are divided over mesh={{...}}, which isn't given. Write "
+            'mesh={"batch": 2, "model": 2}, or leave layout out.'
+        )
+    if options.mesh is not None and options.layout is None:
+        raise ValueError(
+            'A mesh is given, and no layout. Write layout="auto" for one that is found from the model\'s structure, or '
+            "strategy=keras.distribution.ModelParallel(layout_map=..., batch_dim_name=...) for one of yours."
+        )
+    if options.mesh is not None and options.strategy != "auto":
+        raise ValueError(
+            f"mesh={options.mesh} arranges devices, and so does strategy={options.strategy!r}. Leave one of them out."
+        )
+    if not options.on_mesh:
+        return
+    if options.distribution is not None and options.devices is not None:
+        raise ValueError(
+            f"devices={list(options.devices)}, but a keras.distribution has devices of its own. Leave devices out, and "
+            "name them in keras.distribution.DeviceMesh(shape, axis_names, devices)."
+        )
+    if not options.exact:
+        raise ValueError("exact=False, but a mesh trains as one device does. Leave exact out.")
+    if options.shard is not None:
+        raise ValueError(
+            f"shard={options.shard!r} cuts variables among replicas, and a mesh has one replica, whose variables are "
+            'divided by their layout. Leave shard out, or write strategy="mirrored".'
+        )
+    given = {"communication": options.communication, "pack_bytes": options.pack_bytes}
+    given |= {"collective_timeout": options.collective_timeout, "weighting": options.weighting}
+    unused = [name for name, value in given.items() if value not in (None, "auto")]
+    unused += ["batch"] if options.batch == "per_replica" else []
+    if unused:
+        raise ValueError(f"{', '.join(unused)} has no effect on a mesh, which has one replica. Leave it out.")
+
+
+def check_model(model: Any) -> None:
+    """Refuses a model that can't be trained on a mesh.
+
+    Raises:
+        ValueError: The message says what to write.
+    """
+    if not model.built or not all(layer.built for layer in all_layers(model)):
+        raise ValueError(
+            f"{model.name!r} has no weights yet, which are to be divided. Call model.build(input_shape), or call it on "
+            "a batch, within `with dist.scope():`."
+        )
+    if model.run_eagerly:
+        raise ValueError(
+            "The model is compiled with run_eagerly=True, and a mesh runs compiled steps alone. Leave it out."
+        )
+    optimizer = model.optimizer
+    if accumulating(optimizer) is not None or accumulation_steps(optimizer) > 1:
+        raise ValueError(
+            f"{optimizer.name} accumulates gradients, in a branch that ends the process on a mesh. Pass fit a larger "
+            'batch_size, and compile without accumulation; or train with DistributedFit("mirrored", '
+            'shard="parameters"), which accumulates.'
+        )
+    if any(type(layer).__module__.startswith(_PER_EXAMPLE) for layer in [model, *all_layers(model)]):
+        raise ValueError(
+            f"{model.name!r} has PerExampleGradients, whose rules have not been compared with one device on a mesh. "
+            'Train it with DistributedFit("mirrored").'
+        )
+    stages = StepBuilder.of(model).stages
+    for stage, name in {"split": "microbatch", "take": "DistributedFit's replicas"}.items():
+        if getattr(stages, stage) is not None:
+            raise ValueError(
+                f"{model.name!r} is under {name}, which can't be combined with a mesh. Call undo() of the handle that "
+                "it returned."
+            )
+    if stages.place is not None and stages.mesh is None:
+        raise ValueError(
+            f"{model.name!r} is in the stages of a pipeline. Call undo() of the handle that dist.prepare returned."
+        )
+
+
+def check_batch(rows: int | None, mesh: Mesh) -> None:
+    """Refuses a batch size that can't be divided.
+
+    Raises:
+        ValueError: The message says what to write.
+    """
+    size = 1 if mesh.batch_axis is None else mesh.shape[mesh.batch_axis]
+    if rows is not None and rows % size:
+        fits = -(-rows // size) * size
+        raise ValueError(
+            f"Batches of {rows} rows can't be divided by the axis {mesh.batch_axis!r}, of {size}. Write "
+            f"batch_size={fits}. Only the last batch of an epoch may be smaller: each device computes all of it."
+        )

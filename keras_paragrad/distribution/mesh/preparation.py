@@ -1,0 +1,125 @@
+"""Puts a model on a mesh, and has `fit`, `evaluate` and `predict` run there."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from keras_paragrad._keras.mesh.comparing import gradient_differs
+from keras_paragrad._keras.mesh.dtensor import make_mesh
+from keras_paragrad._keras.mesh.placing import take_off_mesh
+from keras_paragrad._keras.mesh.running import OnMesh, rows_in
+from keras_paragrad._keras.mesh.tracing import Outputs, traced_for_mesh
+from keras_paragrad._keras.objects.checkpoint_state import build_optimizer
+from keras_paragrad._keras.objects.model import all_layers, has_own_train_step
+from keras_paragrad.distribution.mesh.auto import with_automatic_layout
+from keras_paragrad.distribution.mesh.checks import check_batch, check_model
+from keras_paragrad.distribution.mesh.layouts import check_patterns, computed_divided, layouts_of
+from keras_paragrad.distribution.mesh.mesh import Mesh
+from keras_paragrad.distribution.mesh.startup import check_steps
+from keras_paragrad.distribution.mesh.table import LayoutTable
+
+# Rounding is 1e-6 of a float32 gradient, and what a wrong rule mixes up is about as large as the gradient itself.
+_TOLERANCES = {"float64": 1e-2, "float32": 1e-2}
+_PREPARED = "_keras_paragrad_mesh"
+
+
+def prepare_mesh(model: Any, mesh: Mesh, jit: bool | None) -> "MeshPreparation":
+    """A model's preparation, which it may have already; see `MeshPreparation`."""
+    before = vars(model).get(_PREPARED)
+    if before is not None and before.settings == (mesh, jit):
+        before.renew()
+        return before
+    if before is not None:
+        before.undo()
+    return MeshPreparation(model, mesh, jit)
+
+
+class MeshPreparation:
+    """A model whose `fit`, `evaluate` and `predict` run on a mesh, with the results of one device.
+
+    Args:
+        model: A compiled and built model.
+        mesh: The mesh. Without a distribution, the layout is found from the model's structure.
+        jit: Whether XLA compiles the step; if `None`, as the model was compiled.
+
+    Raises:
+        ValueError: A layout doesn't fit, or the model can't be trained on a mesh. The message says what to write.
+        RuntimeError: This TensorFlow trains wrong on such a mesh.
+    """
+
+    def __init__(self, model: keras.Model, mesh: Mesh, jit: bool | None):
+        self.model: Any = model
+        self.settings = mesh, jit
+        check_model(model)
+        mesh = mesh if mesh.distribution is not None else with_automatic_layout(model, mesh)
+        self.mesh = mesh
+        check_patterns(model, mesh, None)
+        self._layouts = layouts_of(model, mesh)
+        self._divided = computed_divided(model, self._layouts)
+        check_steps(mesh)
+        self._outputs = Outputs(mesh.distribution)
+        self._on_mesh = OnMesh(
+            *(model, make_mesh(mesh.shape, mesh.devices), mesh.batch_axis, self._place, self._tracing),
+            self._check_first,
+        )
+        # The layouts with which the gradient of the first batch was that of one device.
+        self._compared: Any = None
+        self._jit_compile = self.model.jit_compile
+        self.renew()
+        # Bypass Keras's tracking.
+        vars(model)[_PREPARED] = self
+
+    def renew(self) -> None:
+        """Prepares what `compile` may have replaced."""
+        check_model(self.model)
+        jit = self.settings[1]
+        if jit is not None:
+            self.model.jit_compile = jit
+        build_optimizer(self.model)
+        self._on_mesh.install()
+
+    def undo(self) -> None:
+        """Puts the variables back into the host's memory, and restores the model's own methods and settings."""
+        self._on_mesh.uninstall()
+        take_off_mesh(self.model)
+        self.model.jit_compile = self._jit_compile
+        del vars(self.model)[_PREPARED]
+
+    @property
+    def table(self) -> LayoutTable:
+        """How each variable is divided, and what each device holds."""
+        return LayoutTable.of(self.model, self.mesh)
+
+    def _place(self, variable: keras.Variable) -> tuple[tuple[str | None, ...], bool]:
+        axes = self._layouts.get(id(variable), (None,) * len(variable.shape))
+        return axes, id(variable) not in self._divided
+
+    def _check_first(self, data: Any, on_mesh: OnMesh) -> None:
+        """Refuses what the first batch to be trained on shows to be wrong."""
+        check_batch(rows_in(data), self.mesh)
+        layouts = tuple(self._layouts.values())
+        if has_own_train_step(self.model) or not any(map(any, layouts)) or self._compared == layouts:
+            return
+        error, path = gradient_differs(self.model, data, on_mesh)
+        if error > tolerance(self.model):
+            raise RuntimeError(
+                f"The gradient of {path!r} on this mesh differs from that on one device, by {error:.1e} of its largest "
+                "entry: TensorFlow has a wrong rule for an operation on divided tensors. Give this variable and those "
+                "that are computed with it no layout, so that each device has them whole; or train with "
+                'DistributedFit("mirrored", shard="parameters").'
+            )
+        self._compared = layouts
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        with traced_for_mesh(self.model, self._outputs):
+            yield
+        check_patterns(self.model, self.mesh, self._outputs.asked)
+
+
+def tolerance(model: Any) -> float:
+    """How far a gradient may be from that of one device, in parts of its own largest entry."""
+    computed = {layer.compute_dtype for layer in all_layers(model)} - {None}
+    return max((_TOLERANCES.get(str(dtype), 0.5) for dtype in computed), default=1e-2)
