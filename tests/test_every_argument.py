@@ -186,6 +186,9 @@ OPTIONS = {
     "min_shard_bytes": COUNT | LARGE,
     # Only with shard="auto" is there anything to decide.
     "device_bytes": NONE,
+    # Its axes have names of their own, and a layout needs it.
+    "mesh": NONE,
+    "layout": NONE,
     "startup_timeout": COUNT | taken("1.5"),
     "collective_timeout": COUNT | taken("1.5") | NONE,
 }

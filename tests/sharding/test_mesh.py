@@ -1,0 +1,215 @@
+"""Models on a mesh of devices end where one device ends, or are refused."""
+
+import re
+
+import keras
+import meshed_training
+import own_process
+import pytest
+from meshed_training import MeshCase
+
+from keras_paragrad._keras.mesh.dtensor import COMBINE_PASS, turn_combine_pass_off
+from keras_paragrad.distribution import Options, describe
+from keras_paragrad.distribution.mesh.checks import check_batch
+from keras_paragrad.distribution.mesh.layouts import check_patterns, layouts_of
+from keras_paragrad.distribution.mesh.mesh import Mesh, planned_mesh
+from keras_paragrad.distribution.plan import make_plan
+
+# Of float32; of the adaptive optimizers too, whose epsilon is large.
+CLOSE = 1e-6
+FEW = [
+    MeshCase("mlp", (2, 2), "adamw", ("excluded", "global_clipnorm")),
+    MeshCase("tied", (1, 2), "sgd", ("auto",)),
+]
+MORE = [
+    *(MeshCase(name, mesh) for name in meshed_training.MODELS for mesh in ((4, 1), (2, 2), (1, 4))),
+    *(MeshCase(name, (2, 2), "adam", ("auto", "clipnorm")) for name in ("mlp", "transformer", "tied", "cnn")),
+    *(MeshCase("mlp", (2, 2), name) for name in meshed_training.sharded_training.OPTIMIZERS),
+    *(MeshCase(name, (2, 2), "sgd", ("jit",)) for name in ("mlp", "tied", "cnn", "recurrent")),
+    *(MeshCase(name, (4, 1), "sgd", ("data",)) for name in ("mlp", "transformer", "cnn", "several")),
+    MeshCase("mlp", (2, 2), "lamb", ("loss_scale",)),
+    MeshCase("mlp", (1, 4), "adam", ("ema_overwrite", "clipvalue")),
+    MeshCase("mlp", (2, 2), "sgd", ("several steps",)),
+]
+
+
+def check(cases):
+    (found,) = own_process.call(meshed_training.compared, [list(case) for case in cases], [{}], 60 + 60 * len(cases))
+    for case, each in zip(cases, found, strict=True):
+        for what in ("weights", "history", "evaluated", "predicted"):
+            assert each[what] <= CLOSE, (case, what, each[what])
+        assert each["names"], case
+    return found
+
+
+def divided(found, end):
+    return next(axes for path, axes in found["divided"].items() if path.endswith(end))
+
+
+def test_ends_where_one_device_ends():
+    by_hand, automatic = check(FEW)
+    assert divided(by_hand, "one/kernel") == (None, "model")
+    # The embedding that is tied to the outputs, and attention by its heads.
+    assert divided(automatic, "embeddings") == (None, "model")
+    assert divided(automatic, "query/kernel") == (None, "model", None)
+    assert "embeddings" in automatic["explained"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_more_of_them_end_where_one_device_ends(case):
+    check([case])
+
+
+@pytest.mark.long
+def test_half_precision_ends_near_one_device():
+    (found,) = own_process.call(meshed_training.compared, [list(MeshCase("mlp", (2, 2), "sgd", ("mixed",)))], [{}], 120)
+    # Eight bits of a bfloat16, and sums in another order.
+    assert found[0]["weights"] <= 1e-2
+
+
+def test_files_and_backups_hold_what_those_of_one_device_do(tmp_path):
+    (found,) = own_process.call(meshed_training.saved, str(tmp_path), [{}], 180)
+    assert max(found[what] for what in ("keras", "slots", "weights", "set")) == 0
+    assert max(found.values()) <= CLOSE
+
+
+@pytest.mark.long
+def test_a_device_holds_its_part():
+    (found,) = own_process.call(meshed_training.held, (1, 4), [{}], 120)
+    whole = found.pop("whole")
+    assert len(found) == 4
+    assert max(found.values()) <= 0.27 * whole
+
+
+def test_adapted_means_are_constants():
+    (found,) = own_process.call(meshed_training.normalized, None, [{}], 120)
+    assert found <= CLOSE
+
+
+@pytest.mark.parametrize(
+    ("which", "says"),
+    [
+        pytest.param("loop", "'looped' needs the operation TensorList", marks=pytest.mark.long),
+        ("wrong", "kernel' on this mesh differs from that on one device"),
+        ("accumulating", "Pass fit a larger batch_size"),
+        ("eager", "run_eagerly=True"),
+        ("pattern", "second/kernel' of the layout map matches no variable"),
+        pytest.param("output", "second/output' of the layout map matches no variable", marks=pytest.mark.long),
+        pytest.param("batch", "Batches of 7 rows can't be divided .* batch_size=8", marks=pytest.mark.long),
+    ],
+)
+def test_what_is_refused_before_training(which, says):
+    (found,) = own_process.call(meshed_training.refused, which, [{}], 120)
+    assert re.search(says, found), found
+
+
+def mesh(*shape, names=("batch", "model")):
+    count = 1
+    for size in shape:
+        count *= size
+    return keras.distribution.DeviceMesh(shape, list(names), [f"cpu:{index}" for index in range(count)])
+
+
+def parallel(*shape, **layouts):
+    layout = keras.distribution.LayoutMap(mesh(*shape))
+    for key, axes in layouts.items():
+        layout[".*" + key.replace("__", "/")] = axes
+    return Mesh.of(keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
+
+
+@pytest.mark.parametrize(
+    ("layouts", "says"),
+    [
+        ({"dense__kernel": (None, "model")}, "Give it a multiple of 2 units"),
+        ({"dense__kernel": ("model",)}, r"has 1 dimensions, and '.*/kernel' has the shape \(4, 3\)"),
+        ({"dense__kernel": ("model", "model")}, "names an axis twice"),
+    ],
+)
+def test_layouts_that_do_not_fit(layouts, says):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="dense")])
+    with pytest.raises(ValueError, match=says):
+        layouts_of(model, parallel(2, 2, **layouts))
+
+
+def test_an_axis_that_is_not_there():
+    with pytest.raises(ValueError, match="Invalid axis names for Layout"):
+        parallel(2, 2, dense__kernel=("heads", None))
+
+
+def test_a_pattern_has_to_match():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="dense")])
+    check_patterns(model, parallel(2, 2, dense__kernel=("model", None)), None)
+    with pytest.raises(ValueError, match="'.*kernels' of the layout map matches no variable"):
+        check_patterns(model, parallel(2, 2, kernels=("model", None)), None)
+
+
+def test_a_batch_has_to_divide():
+    check_batch(8, parallel(4, 2))
+    with pytest.raises(ValueError, match="batch_size=12"):
+        check_batch(10, parallel(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mesh": {"batch": 2, "model": 2}}, 'Write layout="auto"'),
+        ({"layout": "auto"}, "which isn't given"),
+        ({"mesh": {"batch": 0}, "layout": "auto"}, "the sizes of the axes"),
+        ({"mesh": [2, 2], "layout": "auto"}, "the sizes of the axes"),
+        ({"mesh": {"rows": 2}, "layout": "auto"}, "ModelParallel"),
+        ({"mesh": {"batch": 2}, "layout": "auto", "strategy": "mirrored"}, "Leave one of them out"),
+        ({"mesh": {"batch": 2}, "layout": "auto", "shard": "parameters"}, "Leave shard out"),
+        ({"mesh": {"batch": 2}, "layout": "auto", "exact": False}, "Leave exact out"),
+        ({"mesh": {"batch": 2}, "layout": "auto", "communication": "ring"}, "communication has no effect"),
+        ({"mesh": {"batch": 2}, "layout": "auto", "weighting": "sum"}, "weighting has no effect"),
+    ],
+)
+def test_options_that_contradict_a_mesh(options, says):
+    with pytest.raises(ValueError, match=says):
+        Options(**options)
+
+
+def test_devices_are_those_of_the_distribution():
+    distribution = keras.distribution.DataParallel(mesh(2, names=("batch",)))
+    with pytest.raises(ValueError, match="has devices of its own"):
+        Options(strategy=distribution, devices=["CPU:0", "CPU:1"])
+
+
+@pytest.mark.parametrize(
+    ("machine", "says"),
+    [
+        ({"gpus": 2}, "has 4 places, and there are 2 devices: GPU:0, GPU:1"),
+        ({"gpus": 4, "workers": 2}, "within one process"),
+    ],
+)
+def test_places_without_room_for_a_mesh(machine, says):
+    with pytest.raises(ValueError, match=says):
+        make_plan(describe(**machine), Options(mesh={"batch": 2, "model": 2}, layout="auto"))
+
+
+def test_devices_that_are_not_here():
+    options = Options(strategy=keras.distribution.DataParallel(mesh(8, names=("batch",))))
+    with pytest.raises(ValueError, match="but TensorFlow has CPU:0"):
+        planned_mesh(options, describe(cpus=1))
+
+
+def test_a_mesh_of_gpus_is_planned():
+    plan = make_plan(describe(gpus=4), Options(mesh={"batch": 2, "model": 2}, layout="auto"))
+    assert (plan.strategy.value, plan.replicas.value) == ("mesh", 1)
+    assert plan.devices.value == ("GPU:0", "GPU:1", "GPU:2", "GPU:3")
+
+
+def test_the_combine_pass_stays_off(monkeypatch):
+    monkeypatch.delenv(COMBINE_PASS, raising=False)
+    turn_combine_pass_off()
+    monkeypatch.setenv(COMBINE_PASS, "1")
+    with pytest.raises(ValueError, match=f"Start Python with {COMBINE_PASS}=0"):
+        turn_combine_pass_off()
+
+
+@pytest.mark.long
+def test_the_check_at_start_sees_the_combine_pass():
+    right, wrong = own_process.call(meshed_training.combined, None, [{COMBINE_PASS: "0"}, {COMBINE_PASS: "1"}], 120)
+    assert right <= CLOSE
+    assert wrong > 1e-5
