@@ -91,7 +91,7 @@ def test_adapted_means_are_constants():
     ("which", "says"),
     [
         pytest.param("loop", "'looped' needs the operation TensorList", marks=pytest.mark.long),
-        ("wrong", "kernel' on this mesh differs from that on one device"),
+        ("wrong", "on this mesh differs from that on one device"),
         ("accumulating", "Pass fit a larger batch_size"),
         ("eager", "run_eagerly=True"),
         ("pattern", "second/kernel' of the layout map matches no variable"),

@@ -29,7 +29,7 @@ _FREE = (
 _CLOSED = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention, keras.layers.RNN)
 
 
-class Rows(threading.local):
+class TracedRows(threading.local):
     """How the rows of the batch are divided for which a step is traced.
 
     Attributes:
@@ -41,7 +41,7 @@ class Rows(threading.local):
     axis: str | None = None
 
 
-ROWS = Rows()
+ROWS = TracedRows()
 
 
 @contextlib.contextmanager

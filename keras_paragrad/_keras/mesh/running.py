@@ -18,6 +18,7 @@ from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad._keras.step.execution import compile_steps
 from keras_paragrad._keras.step.symbolic import build_from
 
+_UNKNOWN = ("split", "combine", "transform", "apply", "observe", "present")
 _METHODS = ("make_test_function", "make_predict_function")
 
 
@@ -67,7 +68,19 @@ class OnMesh:
         put_on_mesh(self.model, self.mesh, self.place)
 
     def running(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A compiled step, run on the mesh with batches from outside of it."""
+        """A compiled step, run on the mesh with batches from outside of it.
+
+        Raises:
+            ValueError: A component fills a stage that has not been compared with one device on a mesh.
+        """
+        stages = StepBuilder.of(self.model).stages
+        found = [name for name in _UNKNOWN if getattr(stages, name) is not None]
+        if found:
+            raise ValueError(
+                f"{self.model.name!r} is trained on a mesh, where a component that fills the stage "
+                f"{found[0]} of a step ({type(getattr(stages, found[0])).__name__}) has not been compared with one device. Leave it out, or "
+                'train with DistributedFit("mirrored", shard="parameters").'
+            )
         return self._running(step, lambda data: self.check(data, self))
 
     def running_any(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
