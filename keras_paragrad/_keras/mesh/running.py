@@ -78,7 +78,8 @@ class OnMesh:
         if found:
             raise ValueError(
                 f"{self.model.name!r} is trained on a mesh, where a component that fills the stage "
-                f"{found[0]} of a step ({type(getattr(stages, found[0])).__name__}) has not been compared with one device. Leave it out, or "
+                f"{found[0]} of a step ({type(getattr(stages, found[0])).__name__}) has not been compared with one "
+                "device. Leave it out, or "
                 'train with DistributedFit("mirrored", shard="parameters").'
             )
         return self._running(step, lambda data: self.check(data, self))
