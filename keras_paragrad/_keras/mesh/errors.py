@@ -56,5 +56,7 @@ def _refusal(model: Any, operation: str, layer: str | None) -> str:
 
 def _layer_of(model: Any, text: str) -> str | None:
     words = set(re.split(r"[^\w.-]+", text))
+    # Scopes of the same name are numbered, in the order in which they are entered.
+    words |= {re.sub(r"_\d+$", "", word) for word in words}
     # The innermost comes last.
     return next((layer.name for layer in reversed(all_layers(model)) if layer.name in words), None)

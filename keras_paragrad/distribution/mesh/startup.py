@@ -52,8 +52,9 @@ def steps_differ(shape: tuple[tuple[str, int], ...], devices: tuple[str, ...], b
     # Every axis divides every size.
     unit = int(np.prod(list(sizes.values())))
     random = np.random.default_rng(0)
-    weights = [random.normal(size=(unit, unit)).astype("float32") for _ in range(3)]
-    weights += [random.normal(size=unit).astype("float32") for _ in range(3)]
+    # Of different sizes: where they are alike, TensorFlow's mistake does not show.
+    shapes = [(unit, 2 * unit), (2 * unit, 3 * unit), (3 * unit, unit), 2 * unit, 3 * unit, unit]
+    weights = [random.normal(size=shape).astype("float32") for shape in shapes]
     x, y = random.normal(size=(2, 4 * unit, unit)).astype("float32")
     model_axis = next((name for name in sizes if name != batch_axis), None)
     # The first two weights form a pair, column then row.
