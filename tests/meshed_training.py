@@ -15,7 +15,6 @@ from keras_paragrad import AccumulatingOptimizer, DistributedFit
 from keras_paragrad._keras.mesh.dtensor import bytes_by_device, computing_on_mesh, relayout
 from keras_paragrad._keras.mesh.placing import variables_on_mesh
 from keras_paragrad.distribution import Backup
-from keras_paragrad.distribution.mesh.startup import steps_differ
 
 SIDE = 8
 
@@ -298,9 +297,3 @@ def held(shape: tuple[int, int]) -> dict[str, int]:
         for name, size in bytes_by_device(storage).items():
             found[name] = found.get(name, 0) + size
     return found
-
-
-def combined(_: None) -> float:
-    """How far two steps are from those of one device, as the environment has it."""
-    configure()
-    return steps_differ((("batch", 4),), tuple(DEVICES), "batch")

@@ -206,10 +206,3 @@ def test_the_combine_pass_stays_off(monkeypatch):
     monkeypatch.setenv(COMBINE_PASS, "1")
     with pytest.raises(ValueError, match=f"Start Python with {COMBINE_PASS}=0"):
         turn_combine_pass_off()
-
-
-@pytest.mark.long
-def test_the_check_at_start_sees_the_combine_pass():
-    right, wrong = own_process.call(meshed_training.combined, None, [{COMBINE_PASS: "0"}, {COMBINE_PASS: "1"}], 120)
-    assert right <= CLOSE
-    assert wrong > 1e-5

@@ -313,6 +313,8 @@ HOOKS = (
         ("telemetry.counts",),
     ),
     Hook("tensorflow.python.eager.record", "could_possibly_record", ("objects.layers",)),
+    Hook("tensorflow.dtensor.python", "api", ("mesh.dtensor",)),
+    Hook("tensorflow.dtensor.python.api", "_dtensor_singleton", ("mesh.dtensor",)),
     Hook("tensorflow.experimental", "dtensor", ("mesh.dtensor",)),
     Hook("tensorflow", "Graph._get_function", ("step.operations", "step.stateful_ops"), ("name",)),
     Hook("tensorflow.python.framework.func_graph", "FuncGraph", ("objects.unallocated", "step.uncut"), ("name",)),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from tensorflow.dtensor.python import api
 from tensorflow.experimental import dtensor  # pyright: ignore[reportMissingModuleSource]
 
 # With that pass, several all-reduces of a step on a mesh that divides the batch are added up wrong, without a word.
@@ -31,8 +32,13 @@ def turn_combine_pass_off() -> None:
     """Has TensorFlow leave the all-reduces of a step apart.
 
     Raises:
-        ValueError: The environment says otherwise.
+        ValueError: The environment says otherwise, or TensorFlow may have read it.
     """
+    if COMBINE_PASS not in os.environ and api._dtensor_singleton is not None:
+        raise ValueError(
+            f"This process has computed on a mesh before, without {COMBINE_PASS}=0 in the environment. TensorFlow may "
+            "go on to add up gradients wrong, without an error. Start Python with it, or make DistributedFit first."
+        )
     if os.environ.setdefault(COMBINE_PASS, "0") != "0":
         raise ValueError(
             f"{COMBINE_PASS}={os.environ[COMBINE_PASS]} is in the environment. With it TensorFlow adds up the "

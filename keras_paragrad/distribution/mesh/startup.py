@@ -52,7 +52,6 @@ def steps_differ(shape: tuple[tuple[str, int], ...], devices: tuple[str, ...], b
     # Every axis divides every size.
     unit = int(np.prod(list(sizes.values())))
     random = np.random.default_rng(0)
-    # Of different sizes: where they are alike, TensorFlow's mistake does not show.
     shapes = [(unit, 2 * unit), (2 * unit, 3 * unit), (3 * unit, unit), 2 * unit, 3 * unit, unit]
     weights = [random.normal(size=shape).astype("float32") for shape in shapes]
     x, y = random.normal(size=(2, 4 * unit, unit)).astype("float32")
