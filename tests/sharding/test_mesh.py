@@ -37,7 +37,9 @@ def check(cases):
     (found,) = own_process.call(meshed_training.compared, [list(case) for case in cases], [{}], 60 + 60 * len(cases))
     for case, each in zip(cases, found, strict=True):
         for what in ("weights", "history", "evaluated", "predicted"):
-            assert each[what] <= CLOSE, (case, what, each[what])
+            # XLA sums in another order, and outputs are small differences: 1.3e-6 where weights are 2e-7 apart.
+            close = 3 * CLOSE if what == "predicted" else CLOSE
+            assert each[what] <= close, (case, what, each[what])
         assert each["names"], case
     return found
 
