@@ -129,3 +129,24 @@ def test_several_inputs_and_outputs():
     assert all(np.any(one != other) for one, other in zip(before, model.get_weights(), strict=True))
     total = history["a_loss"][0] + 0.5 * history["b_loss"][0]
     np.testing.assert_allclose(history["loss"][0], total, rtol=0.05)
+
+
+def test_low_rank_fine_tuning():
+    """Only the factors are clipped, noised and trained."""
+    x, y = some_data()
+    models = perceptron(), perceptron()
+    for model in models:
+        keras.utils.set_random_seed(1)
+        model.layers[0].enable_lora(2)
+        model.layers[1].trainable = False
+    model, reference = models
+    before = model.get_weights()
+    private = make_private(model, clip_norm=0.2, noise_multiplier=0.5, physical_batch_size=8, **ARGUMENTS)
+    private.compile(keras.optimizers.SGD(0.5), cross_entropy(), jit_compile=False)
+    private.fit(x, y, verbose=0)
+    loss = cross_entropy(reduction="sum")
+    by_hand(reference, private, keras.optimizers.SGD(0.5), UPDATES, x, y, clip=flat(0.2), loss=loss)
+    assert len(model.trainable_weights) == 3
+    for found, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+    assert sum(np.any(one != other) for one, other in zip(before, model.get_weights(), strict=True)) == 3
