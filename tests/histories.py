@@ -64,9 +64,20 @@ class MicroBatches(keras.utils.PyDataset):
         return keras.tree.map_structure(lambda column: column[rows], self.columns)
 
 
+def defined(logs: dict[str, Any]) -> dict[str, Any]:
+    """The logs whose values do not depend on how a step is traced.
+
+    In the loss of one of several outputs, Keras 3.16.dev counts a batch by its rows until its step is traced for any
+    number of them, and as one from then on.
+    """
+    if keras.version().split(".")[:2] < ["3", "16"]:
+        return logs
+    return {name: each for name, each in logs.items() if name in ("loss", "val_loss") or not name.endswith("_loss")}
+
+
 def assert_same(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
     assert set(found) == set(expected)
-    for name, values in expected.items():
+    for name, values in defined(expected).items():
         np.testing.assert_allclose(found[name], values, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
+from histories import defined
 from keras import layers, optimizers
 from sharded_training import OPTIMIZERS, SETTINGS
 
@@ -204,13 +205,18 @@ def _compared(case: PipelineCase) -> dict[str, Any]:
         recompute(model, ["norm_0", "narrow_1"])
     history = fitted(functools.partial(dist.fit, model), case, 5 if "accumulate" in case.settings else 10)
     x, y, weights = data_for(case.model)
-    evaluated, also = (each.evaluate(x, y, sample_weight=weights, verbose=0, batch_size=8) for each in (model, alone))
+    evaluated, also = (
+        defined(each.evaluate(x, y, sample_weight=weights, verbose=0, batch_size=8, return_dict=True))
+        for each in (model, alone)
+    )
     predicted, those = (keras.tree.flatten(each.predict(x, verbose=0)) for each in (model, alone))
     slots = dict(zip([each.path for each in model.optimizer.variables], homes(model.optimizer.variables), strict=True))
     return {
         "weights": apart(model.get_weights(), alone.get_weights()),
-        "history": apart(map(np.asarray, history.values()), [np.asarray(expected[name]) for name in history]),
-        "evaluated": apart([np.asarray(evaluated)], [np.asarray(also)]),
+        "history": apart(
+            map(np.asarray, defined(history).values()), [np.asarray(expected[name]) for name in defined(history)]
+        ),
+        "evaluated": apart([np.asarray(list(evaluated.values()))], [np.asarray(list(also.values()))]),
         "predicted": apart(predicted, those),
         "names": list(history) == list(expected),
         "homes": dict(zip([each.path for each in model.variables], homes(model.variables), strict=True)),

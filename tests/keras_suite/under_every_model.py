@@ -22,9 +22,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.testing import TestCase
-from keras.src.trainers.trainer import Trainer
+from keras.src.trainers import trainer as trainers
 from keras_suite.expected import expected
 from tensorflow.python.distribute.values import DistributedVariable
 
@@ -100,8 +100,13 @@ def around_every_test(context: Callable[[], contextlib.AbstractContextManager[An
     TestCase.setUp = set_up_within
 
 
+# The names of Keras 3.15, and of later releases.
+KerasTrainer = getattr(tensorflow_trainer, "TensorFlowTrainer", None) or tensorflow_trainer.Trainer
+Trainer = getattr(trainers, "Trainer", None) or trainers.BaseTrainer
+
+
 def with_callbacks() -> None:
-    fit = TensorFlowTrainer.fit
+    fit = KerasTrainer.fit
 
     @functools.wraps(fit)
     def fit_with_callbacks(self: Any, *arguments: Any, callbacks: Any = None, **keywords: Any) -> Any:
@@ -114,7 +119,7 @@ def with_callbacks() -> None:
             ours = [GradientTelemetry(folder), Throughput(folder), profiler]
             return fit(self, *arguments, callbacks=[*given, *ours], **keywords)
 
-    TensorFlowTrainer.fit = fit_with_callbacks
+    KerasTrainer.fit = fit_with_callbacks
 
 
 # It compiles a model, once in a process, which is to have no component under it.
