@@ -12,6 +12,7 @@ BENCHMARKS = (
     "recompute",
     "sharding",
     "per_example",
+    "privacy",
     "input_gradients",
     "distribution",
     "profiling",
