@@ -29,6 +29,8 @@ def test_nothing_has_to_be_said():
         "shard": None,
         "min_shard_bytes": 2**14,
         "device_bytes": None,
+        "mesh": None,
+        "layout": None,
     }
     assert options.given is None
 

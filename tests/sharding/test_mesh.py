@@ -1,5 +1,6 @@
 """Models on a mesh of devices end where one device ends, or are refused."""
 
+import os
 import re
 
 import keras
@@ -203,8 +204,16 @@ def test_a_mesh_of_gpus_is_planned():
 
 
 def test_the_combine_pass_stays_off(monkeypatch):
+    singleton = "tensorflow.dtensor.python.api._dtensor_singleton"
+    monkeypatch.setattr(singleton, None)
     monkeypatch.delenv(COMBINE_PASS, raising=False)
+    turn_combine_pass_off()
+    assert os.environ[COMBINE_PASS] == "0"
+    monkeypatch.setattr(singleton, "made")
     turn_combine_pass_off()
     monkeypatch.setenv(COMBINE_PASS, "1")
     with pytest.raises(ValueError, match=f"Start Python with {COMBINE_PASS}=0"):
+        turn_combine_pass_off()
+    monkeypatch.delenv(COMBINE_PASS)
+    with pytest.raises(ValueError, match="This process has computed on a mesh before"):
         turn_combine_pass_off()
