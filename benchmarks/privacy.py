@@ -15,7 +15,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 from harness import interleaved, report
 
 # An update's examples, and the updates of a timed epoch. A physical batch is a quarter of the padded batch.
-SIZE, UPDATES, ROUNDS = 1024, 8, 7
+SIZE, UPDATES, ROUNDS = 1024, 8, 5
 MODELS = ("mlp", "cnn", "transformer")
 WAYS = ("plain", "wrap(clip_norm=1.0)", "make_private, one batch", "make_private, four physical batches")
 

@@ -68,7 +68,8 @@ def by_hand(model, private, optimizer, updates, x, y, weights=None, *, clip, los
                 value = loss(y[number : number + 1], model(x[number : number + 1], training=True))
                 value = value if weights is None else value * weights[number]
             shown.append(float(value))
-            clipped, bound = clip(tape.gradient(value, [each.value for each in variables]))
+            found = tape.gradient(value, [each.value for each in variables])
+            clipped, bound = clip([tf.convert_to_tensor(each) for each in found])
             total = [one + other for one, other in zip(total, clipped, strict=True)]
         if bound is None:
             _, bound = clip(total)

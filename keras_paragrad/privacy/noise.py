@@ -51,7 +51,8 @@ class GaussianNoise:
         """The gradients with noise."""
         seed: Any = tf.random.fold_in(self.key(), tf.identity(self.updates.value), alg=_ALGORITHM)
         deviation = tf.cast(self.deviation(), "float32")
-        shapes = [gradient.shape for gradient in gradients]
+        # The gradient of an embedding doesn't know its shape.
+        shapes = [variable.shape for variable in variables]
         if self.secure:
             draws = _same_everywhere([_from_system(shape) for shape in [*shapes, ()]])
         else:

@@ -150,3 +150,26 @@ def test_low_rank_fine_tuning():
     for found, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-6)
     assert sum(np.any(one != other) for one, other in zip(before, model.get_weights(), strict=True)) == 3
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("physical", [None, 8])
+@pytest.mark.parametrize("jit", [False, True])
+def test_embeddings(jit, physical):
+    """Words that no example has get noise too; the gradient of a lookup is made of rows."""
+    tokens = np.random.default_rng(0).integers(7, size=(60, 4))
+
+    def build():
+        keras.utils.set_random_seed(0)
+        embedding = keras.layers.Embedding(9, 3)
+        return keras.Sequential([keras.Input((4,)), embedding, keras.layers.Flatten(), keras.layers.Dense(3)])
+
+    model, reference = build(), build()
+    private = make_private(model, clip_norm=0.2, noise_multiplier=0.5, physical_batch_size=physical, **ARGUMENTS)
+    private.compile(keras.optimizers.SGD(0.5), cross_entropy(), jit_compile=jit)
+    private.fit(tokens, tokens[:, 0] % 3, verbose=0)
+    loss = cross_entropy(reduction="sum")
+    labels = tokens[:, 0] % 3
+    by_hand(reference, private, keras.optimizers.SGD(0.5), UPDATES, tokens, labels, clip=flat(0.2), loss=loss)
+    for found, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-6)
