@@ -11,6 +11,8 @@ BENCHMARKS = (
     "estimate",
     "recompute",
     "sharding",
+    "mesh",
+    "pipeline",
     "per_example",
     "privacy",
     "input_gradients",

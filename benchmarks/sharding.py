@@ -58,10 +58,10 @@ def transformer(width):
     layers = keras.layers
     inputs = keras.Input((TOKENS,), dtype="int32")
     hidden = layers.Embedding(WORDS if width > TINY else TINY, width)(inputs)
-    for _ in range(BLOCKS):
+    for block in range(BLOCKS):
         hidden = layers.LayerNormalization()(hidden + layers.MultiHeadAttention(HEADS, width // HEADS)(hidden, hidden))
-        inner = layers.Dense(4 * width, activation="gelu")(hidden)
-        hidden = layers.LayerNormalization()(hidden + layers.Dense(width)(inner))
+        inner = layers.Dense(4 * width, activation="gelu", name=f"wide_{block}")(hidden)
+        hidden = layers.LayerNormalization()(hidden + layers.Dense(width, name=f"narrow_{block}")(inner))
     return keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(hidden)))
 
 
@@ -151,9 +151,9 @@ def print_times():
     print(json.dumps({case: list(times) for case, times in taken.items()}))
 
 
-def in_own_process(*arguments, **environment):
+def in_own_process(*arguments, script=__file__, **environment):
     # On Linux a process's peak begins with what its parent holds, so this one must not load TensorFlow.
-    command = [sys.executable, "-W", "ignore", __file__, *map(str, arguments)]
+    command = [sys.executable, "-W", "ignore", script, *map(str, arguments)]
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=900)
 
 
