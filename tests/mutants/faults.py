@@ -705,7 +705,7 @@ _PRIVACY = [
     ),
     _fault(
         "epsilon is converted without the logarithm of delta",
-        "privacy/accounting/conversion.py",
+        "privacy/accounting/renyi.py",
         "- (math.log(delta) + np.log(alphas)) / (alphas - 1)",
         "- np.log(alphas) / (alphas - 1)",
         "privacy/test_accounting.py::test_conversion",

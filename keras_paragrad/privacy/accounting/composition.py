@@ -9,8 +9,7 @@ import numpy as np
 
 from keras_paragrad.arguments import check_choice, check_integer, check_number
 from keras_paragrad.privacy.accounting import pld
-from keras_paragrad.privacy.accounting.conversion import epsilon_of
-from keras_paragrad.privacy.accounting.renyi import ORDERS, rdp_of_update
+from keras_paragrad.privacy.accounting.renyi import ORDERS, epsilon_of, rdp_of_update
 
 ACCOUNTANTS = ("rdp", "pld")
 
@@ -49,11 +48,11 @@ def epsilon(
         noise_multiplier: Standard deviation of the noise, in units of the clip norm.
         sampling_rate: Probability of each example to be drawn into an update: expected batch size / examples. An update
             is drawn once, also if it is computed in several physical batches.
-        updates: Number of updates, which are alike; see `composed_epsilon` for others. delta: Above 0 and below 1;
-        smaller than 1 / examples. accountant: `"rdp"` for Rényi divergences (Mironov et al., 2019,
-        https://arxiv.org/abs/1908.10530), or `"pld"` for
-            privacy loss distributions (Koskela et al., 2020, https://arxiv.org/abs/1906.03049), which gives less and
-            takes dp-accounting; below a noise multiplier of 0.01 it is `"rdp"`.
+        updates: Number of updates, which are alike; see `composed_epsilon` for others.
+        delta: Above 0 and below 1; smaller than 1 / examples.
+        accountant: `"rdp"` for Rényi divergences (Mironov et al., 2019, https://arxiv.org/abs/1908.10530), or
+            `"pld"` for privacy loss distributions (Koskela et al., 2020, https://arxiv.org/abs/1906.03049), which gives
+            less and takes dp-accounting; below a noise multiplier of 0.01 it is `"rdp"`.
         truncation: Of draws that are cut at a limit, `truncation_probability`.
 
     Returns:

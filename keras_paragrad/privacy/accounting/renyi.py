@@ -1,4 +1,4 @@
-"""Rényi differential privacy of one update: Gaussian noise on a Poisson sample."""
+"""Rényi differential privacy of one update, Gaussian noise on a Poisson sample, and its conversion to epsilon."""
 
 import functools
 import math
@@ -54,6 +54,31 @@ def rdp_of_update(noise_multiplier: float, sampling_rate: float) -> np.ndarray:
     found = rdp(noise_multiplier, sampling_rate)
     found.flags.writeable = False
     return found
+
+
+def epsilon_of(rdp: np.ndarray, orders: Sequence[float], delta: float) -> float:
+    """The smallest epsilon that divergences imply, over all orders.
+
+    By Proposition 12 of Canonne et al., 2020, https://arxiv.org/abs/2004.00010, which is Equation 20 of Asoodeh et al.,
+    2020, https://arxiv.org/abs/2001.05990. As in dp-accounting, epsilon is 0 where the total variation, which a
+    divergence bounds, is below delta already.
+
+    Args:
+        rdp: Divergences of all updates together.
+        orders: Their orders.
+        delta: Above 0 and below 1.
+
+    Returns:
+        Epsilon, at least 0; infinite if all divergences are.
+    """
+    if np.any(delta**2 + np.expm1(-rdp) > 0):
+        return 0.0
+    alphas = np.asarray(orders, float)
+    # Where the order is all but 1 the bound is not numerically stable.
+    stable = alphas > 1.01
+    alphas, divergences = alphas[stable], rdp[stable]
+    found = divergences + np.log1p(-1 / alphas) - (math.log(delta) + np.log(alphas)) / (alphas - 1)
+    return max(0.0, float(np.min(found)))
 
 
 def _log_moments(sigma: float, rate: float, alphas: np.ndarray) -> np.ndarray:
