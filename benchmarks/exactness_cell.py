@@ -14,9 +14,11 @@ import warnings
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+# The sizes of the axes that divide batches and weights; `None` for `keras.distribution.DataParallel`.
+MESHES = {"mesh (4, 1)": (4, 1), "mesh (2, 2)": (2, 2), "mesh (1, 4)": (1, 4), "DataParallel x4": None}
 AXES = {
-    "replicas": ["mirrored x2", "mirrored x3", "mirrored x4", "2 workers", "2 workers x 2 devices"],
-    "optimizer": ["SGD", "Adam", "AdamW", "Lion", "Lamb"],
+    "replicas": ["mirrored x2", "mirrored x3", "mirrored x4", "2 workers", "2 workers x 2 devices", *MESHES],
+    "optimizer": ["SGD", "Adam", "AdamW", "Lion", "Lamb", "Muon"],
     "clip": ["none", "clipnorm", "global_clipnorm", "clipvalue"],
     "batches": ["even", "uneven first", "uneven last"],
     "weights": ["none", "sample", "class"],
@@ -27,7 +29,8 @@ AXES = {
     "shard": ["none", "optimizer", "parameters"],
 }
 DEVICES = {"mirrored x2": 2, "mirrored x3": 3, "mirrored x4": 4, "2 workers": 1, "2 workers x 2 devices": 2}
-RATES = {"SGD": 0.1, "Adam": 1e-2, "AdamW": 1e-2, "Lion": 1e-3, "Lamb": 1e-2}
+DEVICES |= dict.fromkeys(MESHES, 4)
+RATES = {"SGD": 0.1, "Adam": 1e-2, "AdamW": 1e-2, "Lion": 1e-3, "Lamb": 1e-2, "Muon": 1e-2}
 CLIPS = {"none": {}, "clipnorm": {"clipnorm": 0.05}, "global_clipnorm": {"global_clipnorm": 0.1}}
 CLIPS["clipvalue"] = {"clipvalue": 0.005}
 # Rows of each batch. Four replicas can't share 3 rows without one going empty, nor 19 evenly.
@@ -51,7 +54,13 @@ def completed(cell):
 
 
 def refused(cell):
-    """Whether `DistributedFit` refuses a cell: collectives can't stand in the branch of a loss scale."""
+    """Whether `DistributedFit` refuses a cell.
+
+    Collectives can't stand in the branch of a loss scale, and a mesh has no shards, and only last batches that its
+    devices can't share evenly.
+    """
+    if cell["replicas"] in MESHES:
+        return cell["shard"] != "none" or cell["batches"] == "uneven first"
     whole_norms = cell["shard"] != "none" and cell["optimizer"] == "Lamb"
     return whole_norms and cell["precision"] == "mixed_float16" and "workers" in cell["replicas"]
 
@@ -147,15 +156,27 @@ def train(cell):
     # Several workers meet before anything else runs.
     devices = [f"CPU:{index}" for index in range(DEVICES[cell["replicas"]])]
     shard = None if cell["shard"] == "none" or cell["way"] == "stock" else cell["shard"]
-    strategy = "mirrored" if "mirrored" in cell["replicas"] else "multi_worker"
-    dist = DistributedFit(strategy, devices, shard=shard, min_shard_bytes=MIN_SHARD_BYTES)
-    replicas = len(devices) * (2 if "workers" in cell["replicas"] else 1)
-    assert dist.strategy.num_replicas_in_sync == replicas, "the cell is not what it says"
+    if cell["replicas"] in MESHES:
+        dist = on_mesh(training.keras, MESHES[cell["replicas"]], devices)
+    else:
+        strategy = "mirrored" if "mirrored" in cell["replicas"] else "multi_worker"
+        dist = DistributedFit(strategy, devices, shard=shard, min_shard_bytes=MIN_SHARD_BYTES)
+        replicas = len(devices) * (2 if "workers" in cell["replicas"] else 1)
+        assert dist.strategy.num_replicas_in_sync == replicas, "the cell is not what it says"
     expected = training.flat(training.one_device())
     found = training.flat(training.stock(dist.strategy) if cell["way"] == "stock" else training.ours(dist))
     norm, difference = training.np.linalg.norm, expected - found
     moved = norm(expected - training.flat(training.initial))
     return {"difference": float(abs(difference).max()), "relative": float(norm(difference) / moved)}
+
+
+def on_mesh(keras, shape, devices):
+    """What trains on a mesh."""
+    from keras_paragrad import DistributedFit
+
+    if shape is None:
+        return DistributedFit(keras.distribution.DataParallel(devices=[name.lower() for name in devices]))
+    return DistributedFit(mesh=dict(zip(("batch", "model"), shape, strict=True)), layout="auto", devices=devices)
 
 
 def holds(cell, result):
@@ -193,6 +214,8 @@ def run(cell, way="ours"):
     """
     if way == "stock" and completed(cell)["shard"] != "none":
         return {"error": "no shards"}
+    if way == "stock" and completed(cell)["replicas"] in MESHES:
+        return {"error": "no meshes"}
     command = [sys.executable, __file__, json.dumps({**completed(cell), "way": way})]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, env=environment, **pipes) for environment in environments(completed(cell))]
