@@ -66,15 +66,21 @@ def settle_shard(
     shard = next((each for each, total in totals.items() if total <= _SHARE * device_bytes), "parameters")
     reason = ", ".join(f"{_in_words(each)} {bytes_in_words(total)}" for each, total in totals.items())
     evidence = f"{bytes_in_words(device_bytes)} per device, of which a step may take {_SHARE:.0%}"
+    overrides = [f"shard={other!r}" for other in totals if other != shard]
     if totals[shard] > _SHARE * device_bytes:
+        mesh = _mesh_on(plan, hardware)
+        evidence += "; neither whole variables nor shards fit"
+        overrides += [mesh] if mesh else []
         _log.warning(
             "A step of %s is estimated to take %s per device with shard='parameters', of %s. It may run out of memory: "
-            "use a smaller batch, microbatch(model, ...), recompute(model), or more devices.",
+            "use a smaller batch, microbatch(model, ...), recompute(model)%s, or more devices.",
             *(model.name, bytes_in_words(totals[shard]), bytes_in_words(device_bytes)),
+            f", DistributedFit({mesh}), with which a device never holds a divided layer whole" if mesh else "",
         )
     _hold(model, strategy, shard, least)
-    override = " or ".join(f"shard={other!r}" for other in totals if other != shard)
-    return Decision("shard", shard or "none", f"estimated for a step: {reason}", evidence, override), estimate
+    return Decision(
+        "shard", shard or "none", f"estimated for a step: {reason}", evidence, " or ".join(overrides)
+    ), estimate
 
 
 def memory_of_devices(hardware: Hardware, plan: Plan, options: Options) -> int:
@@ -96,6 +102,12 @@ def memory_of_devices(hardware: Hardware, plan: Plan, options: Options) -> int:
         )
     sizes = [device.memory_bytes // (len(used) if device.kind == "CPU" else 1) for device in used]  # pyright: ignore
     return min(sizes)
+
+
+def _mesh_on(plan: Plan, hardware: Hardware) -> str:
+    """What to write for a mesh of the planned devices, or `""` where they are in several processes."""
+    count = len(plan.devices.value)
+    return f'mesh={{"batch": 1, "model": {count}}}, layout="auto"' if hardware.worker_count < 2 and count > 1 else ""
 
 
 def _hold(model: Any, strategy: tf.distribute.Strategy, shard: str | None, least: int) -> None:

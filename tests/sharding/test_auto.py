@@ -49,6 +49,10 @@ def test_the_cheapest_that_fits(caplog):
     warned = [record for record in caplog.records if "may run out of memory" in record.message]
     assert len(warned) == 1
     assert "1.91 MiB" in warned[0].message
+    mesh = 'mesh={"batch": 1, "model": 2}, layout="auto"'
+    assert mesh in warned[0].message
+    assert "neither whole variables nor shards fit" in explained
+    assert mesh in dist.plan.shard.override
 
 
 @pytest.mark.own_process
