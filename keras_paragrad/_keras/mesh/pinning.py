@@ -90,3 +90,8 @@ def pin(tensor: Any) -> Any:
     found = relayout(tensor, axes)
     copy_mask(tensor, found)
     return found
+
+
+def pinned_in_steps(tensor: Any) -> Any:
+    """A tensor as `pin` lays it out, if it is of a step on a mesh; or else as it is."""
+    return pin(tensor) if computing_on_mesh() else tensor

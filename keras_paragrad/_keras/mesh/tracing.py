@@ -8,7 +8,8 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import distribution_lib
 
-from keras_paragrad._keras.mesh.dtensor import relayout
+from keras_paragrad._keras.mesh.dtensor import computing_on_mesh, relayout
+from keras_paragrad._keras.mesh.equivalents import with_equivalents
 from keras_paragrad._keras.mesh.errors import check_operations
 from keras_paragrad._keras.mesh.pinning import pinned_between_layers
 from keras_paragrad._keras.objects.layers import attributes
@@ -47,7 +48,13 @@ def traced_for_mesh(model: Any, outputs: Outputs) -> Iterator[None]:
     Raises:
         ValueError: It has operations that DTensor can't run. The message names the layer.
     """
-    with _laid_out(outputs), _unrolled(model), _with_constants(model), pinned_between_layers(model):
+    with (
+        _laid_out(outputs),
+        _unrolled(model),
+        _with_constants(model),
+        pinned_between_layers(model),
+        with_equivalents(),
+    ):
         yield
     if not tf.executing_eagerly():
         check_operations(model, tf.compat.v1.get_default_graph().get_operations())
@@ -56,20 +63,22 @@ def traced_for_mesh(model: Any, outputs: Outputs) -> Iterator[None]:
 @contextlib.contextmanager
 def _laid_out(outputs: Outputs) -> Iterator[None]:
     before = keras.distribution.distribution()
-    # Keras's own for TensorFlow is missing.
-    missing = not hasattr(distribution_lib, "distribute_tensor")
-    if missing:
-        vars(distribution_lib)["distribute_tensor"] = _distribute_tensor
     keras.distribution.set_distribution(outputs)
     try:
         yield
     finally:
         keras.distribution.set_distribution(before)
-        if missing:
-            del vars(distribution_lib)["distribute_tensor"]
+
+
+def let_keras_lay_out() -> None:
+    """Gives Keras what it lacks on TensorFlow, and fails without in the scope of a distribution: layouts of outputs."""
+    vars(distribution_lib).setdefault("distribute_tensor", _distribute_tensor)
 
 
 def _distribute_tensor(tensors: Any, layout: Any) -> Any:
+    if not computing_on_mesh():
+        return tensors
+
     def distribute(tensor: Any) -> Any:
         if len(tensor.shape) != len(layout.axes):
             raise ValueError(
