@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.mesh.placing import computing_where, mesh_of
 from keras_paragrad._keras.objects.optimizer import WrappingOptimizer
 from keras_paragrad._keras.replicas.collectives import (
     cross_replica,
@@ -231,13 +232,15 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """
         if not self.built or int(self.window.position.numpy()) == 0:
             return False
-        self._compiled_update()
+        with computing_where(self.trainable_variables):
+            self._compiled_update()
         return True
 
     def discard(self) -> None:
         """Empties the window without an update."""
         if self.built:
-            self._compiled_clear()
+            with computing_where(self.trainable_variables):
+                self._compiled_clear()
             self.window.position.assign(0)
 
     def end_epoch(self) -> None:
@@ -254,19 +257,21 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     @property
     def _compiled_update(self) -> Callable[[], None]:
-        transform = installed(self.inner_optimizer)
-        traced_with, update = self.__dict__.get("_compiled_updates", (None, None))
-        if update is None or traced_with is not transform:
-            update = tf.function(
-                releasing(lambda: self._strategy.run(self.end_micro_batch, args=(True,))), autograph=False
-            )
-            # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
-            self.__dict__["_compiled_updates"] = transform, update
-        return update
+        return self._compiled("update", lambda: self._strategy.run(self.end_micro_batch, args=(True,)))
 
-    @functools.cached_property
-    def _compiled_clear(self):
-        return tf.function(lambda: self._strategy.run(self.window.clear), autograph=False)
+    @property
+    def _compiled_clear(self) -> Callable[[], None]:
+        return self._compiled("clear", lambda: self._strategy.run(self.window.clear))
+
+    def _compiled(self, name: str, run: Callable[[], None]) -> Callable[[], None]:
+        """A function of the optimizer's, traced again where it would compute something else."""
+        # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
+        known = self.__dict__.setdefault("_compiled_functions", {})
+        transform, mesh = installed(self.inner_optimizer), mesh_of(self.trainable_variables)
+        before = known.get(name)
+        if before is None or before[0] is not transform or before[1] is not mesh:
+            known[name] = transform, mesh, tf.function(releasing(run), autograph=False)
+        return known[name][2]
 
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
         """Closes the last window, then finalizes the inner optimizer's variables."""

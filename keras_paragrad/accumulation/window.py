@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.mesh.dtensor import computing_on_mesh
 from keras_paragrad._keras.objects.optimizer import WrappingOptimizer
 from keras_paragrad._keras.objects.saved import SavedVariables
 from keras_paragrad._keras.replicas.collectives import sum_over_replicas
@@ -70,12 +71,18 @@ class GradientWindow(SavedVariables):
 
     def _add(self, index: int, gradient, scale, finite) -> None:
         target = on_this_replica(self.accumulators[index])
+        on_mesh = computing_on_mesh()
+        if on_mesh:
+            gradient = tf.convert_to_tensor(gradient)
         values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
         values = tf.cast(values, target.dtype)
         if finite is not None:
             values = tf.where(finite, values, tf.zeros_like(values))
         if self.overwrites[index]:
             target.assign(tf.maximum(target, values))
+        elif on_mesh:
+            # The operations below end the process there.
+            target.assign_add(values if scale is None else values * tf.cast(scale, values.dtype))
         elif isinstance(gradient, tf.IndexedSlices):
             # Under a strategy the variable has no `scatter_add`.
             scaled = values if scale is None else values * tf.cast(scale, values.dtype)

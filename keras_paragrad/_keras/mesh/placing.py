@@ -1,14 +1,16 @@
 """Keras's variables, put on a mesh and taken off again."""
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.mesh.dtensor import Axes, MeshVariable
-from keras_paragrad._keras.objects.checkpoint_state import training_variables
+from keras_paragrad._keras.mesh.dtensor import Axes, MeshVariable, on_mesh
+from keras_paragrad._keras.objects.checkpoint_state import counterparts_in, training_variables
 from keras_paragrad._keras.pipeline.placement import name_stems
+from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad._keras.storage.resharding import rename_storage
 
 # What a variable's dimensions are divided along, and whether steps read it whole.
@@ -26,12 +28,14 @@ def put_on_mesh(model: Any, mesh: Any, place: Callable[[keras.Variable], Placed]
     """
     sections = training_variables(model)
     known = {variable.path.replace("/", "_"): variable for variable in sections["model"]}
+    accumulators = counterparts_in(model.optimizer)
     keys = []
     for section, variables in sections.items():
         for variable in variables:
             if storage_on_mesh(variable) is not None:
                 continue
-            own = variable if section == "model" else _belongs_to(variable, known)
+            own = variable if section == "model" else accumulators.get(id(variable))
+            own = _belongs_to(variable, known) if own is None else own
             axes, whole = place(own) if own is not None else ((None,) * len(variable.shape), False)
             keys.append((_key(model.optimizer, variable), variable))
             storage: Any = MeshVariable.of(
@@ -45,7 +49,9 @@ def put_on_mesh(model: Any, mesh: Any, place: Callable[[keras.Variable], Placed]
 def take_off_mesh(model: Any) -> None:
     """Keeps every variable of a model whole on the host again."""
     keys = []
-    for variable in [each for variables in training_variables(model).values() for each in variables]:
+    window = StepBuilder.of(model).loss_window
+    sections = [*training_variables(model).values(), window.variables.values() if window else ()]
+    for variable in [each for variables in sections for each in variables]:
         if storage_on_mesh(variable) is not None:
             keys.append((_key(model.optimizer, variable), variable))
             with tf.device("CPU:0"):
@@ -57,6 +63,19 @@ def storage_on_mesh(variable: keras.Variable) -> MeshVariable | None:
     """What holds a variable on a mesh, or `None` if it isn't on one."""
     storage = variable._value
     return storage if isinstance(storage, MeshVariable) else None
+
+
+def mesh_of(variables: Iterable[keras.Variable]) -> Any:
+    """The mesh that variables are on, or `None`."""
+    return next((storage.mesh for each in variables if (storage := storage_on_mesh(each)) is not None), None)
+
+
+@contextlib.contextmanager
+def computing_where(variables: Iterable[keras.Variable]) -> Iterator[None]:
+    """Context in which functions run on the mesh that variables are on, if they are on one."""
+    mesh = mesh_of(variables)
+    with on_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        yield
 
 
 def on_a_mesh(model: Any) -> bool:

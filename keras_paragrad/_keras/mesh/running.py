@@ -18,7 +18,7 @@ from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad._keras.step.execution import compile_steps
 from keras_paragrad._keras.step.symbolic import build_from
 
-_UNKNOWN = ("split", "combine", "transform", "apply", "observe", "present")
+_UNKNOWN = ("split", "transform", "observe", "present")
 _METHODS = ("make_test_function", "make_predict_function")
 
 
@@ -96,6 +96,7 @@ class OnMesh:
             if not ready:
                 # Metrics make their variables here, and not in a step, which can't make any on the mesh.
                 build_from(self.model, data_batch=data)
+                StepBuilder.of(self.model).make_loss_window()
                 self.put_variables()
                 check(data)
                 ready = True

@@ -79,6 +79,12 @@ def variables_of(optimizer: Any) -> list[keras.Variable]:
     return [*optimizer.variables, *(variable for part in saved for variable in part.variables.values())]
 
 
+def counterparts_in(optimizer: Any) -> dict[int, keras.Variable]:
+    """By the `id` of a variable that an optimizer accumulates gradients in, the variable whose gradients these are."""
+    saved = [part for each in with_inner(optimizer) for part in vars(each).values() if isinstance(part, SavedVariables)]
+    return {accumulator: variable for part in saved for accumulator, variable in part.counterparts.items()}
+
+
 def _loss_window(model: keras.Model) -> list[keras.Variable]:
     builder = StepBuilder.of(model)
     if not builder.stages.apply or builder.loss_window is None:

@@ -8,10 +8,19 @@ from keras.src.saving.keras_saveable import KerasSaveable
 
 
 class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
-    """Named variables that are saved with the object that holds them, in Keras's files and in TensorFlow's."""
+    """Named variables that are saved with the object that holds them, in Keras's files and in TensorFlow's.
+
+    Attributes:
+        variables: The variables, by their names.
+        counterparts: By the `id` of a variable, the variable of the model that it is for.
+    """
+
+    counterparts: dict[int, keras.Variable]
 
     def __init__(self):
         self.variables: dict[str, keras.Variable] = {}
+        # Bypass TensorFlow's tracking.
+        self.__dict__["counterparts"] = {}
 
     def _obj_type(self):
         return "Operation"
@@ -25,7 +34,7 @@ class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
             dtype: Its dtype.
             aggregation: How replicas' values become one: `"none"`, `"sum"` or `"mean"`.
             local: Whether every replica keeps a value of its own, combined when it is read from outside.
-            like: A variable of the model on whose device to place it.
+            like: The variable of the model that it is for, on whose device to place it.
 
         Returns:
             The `keras.Variable`.
@@ -43,6 +52,8 @@ class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
                 name=name,
             )
         self.variables[name] = variable
+        if like is not None:
+            vars(self)["counterparts"][id(variable)] = like
         return variable
 
     def save_own_variables(self, store):

@@ -97,8 +97,7 @@ class StepBuilder:
                 f"{type(stages.observe).__name__} looks at the gradients of each replica, and this model's weights and "
                 "gradients are in shards. Train with DistributedFit(..., shard=None), or without that callback."
             )
-        if stages.apply and losses_built(self.model):
-            self._make_loss_window()
+        self.make_loss_window()
         if stages not in self._built:
             telemetry = stages.telemetry
             self._built[stages] = self._picked(telemetry) if telemetry else self._compiled(stages.apply)
@@ -127,6 +126,11 @@ class StepBuilder:
         ahead = LookAhead(self.stages.apply) if self.stages.apply else None
         functions = self._compiled(ahead), self._compiled(ahead, telemetry)
         return pick_watched(*functions, telemetry, ahead, self._next_batches, updates_each_batch(self.model.optimizer))
+
+    def make_loss_window(self) -> None:
+        """Makes the `loss_window`, if there is to be one and the model's losses are built."""
+        if self.stages.apply and losses_built(self.model):
+            self._make_loss_window()
 
     def _make_loss_window(self) -> None:
         if self.loss_window is None:
@@ -165,8 +169,7 @@ class StepBuilder:
         then, self._then = self._then, None
         if not has_own_train_step(self.model):
             build_losses(self.model, batch, metrics=True)
-        if self.stages.apply and losses_built(self.model):
-            self._make_loss_window()
+        self.make_loss_window()
         then()
 
     def _skipped(self, batches: int) -> int:

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps
 from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad.distribution.mesh.mesh import Mesh
@@ -71,24 +70,18 @@ def check_model(model: Any) -> None:
         raise ValueError(
             "The model is compiled with run_eagerly=True, and a mesh runs compiled steps alone. Leave it out."
         )
-    optimizer = model.optimizer
-    if accumulating(optimizer) is not None or accumulation_steps(optimizer) > 1:
-        raise ValueError(
-            f"{optimizer.name} accumulates gradients, in a branch that ends the process on a mesh. Pass fit a larger "
-            'batch_size, and compile without accumulation; or train with DistributedFit("mirrored", '
-            'shard="parameters"), which accumulates.'
-        )
     if any(type(layer).__module__.startswith(_PER_EXAMPLE) for layer in [model, *all_layers(model)]):
         raise ValueError(
             f"{model.name!r} has PerExampleGradients, whose rules have not been compared with one device on a mesh. "
             'Train it with DistributedFit("mirrored").'
         )
     stages = StepBuilder.of(model).stages
-    for stage, name in {"split": "microbatch", "take": "DistributedFit's replicas"}.items():
+    accumulate = ", and compile with AccumulatingOptimizer, which accumulates there"
+    for stage, name, instead in (("split", "microbatch", accumulate), ("take", "DistributedFit's replicas", "")):
         if getattr(stages, stage) is not None:
             raise ValueError(
                 f"{model.name!r} is under {name}, which can't be combined with a mesh. Call undo() of the handle that "
-                "it returned."
+                f"it returned{instead}."
             )
     if stages.place is not None and stages.mesh is None:
         raise ValueError(
