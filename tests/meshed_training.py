@@ -1,6 +1,10 @@
 """Models trained on meshes, in processes that have the devices for it, and by Keras on one device."""
 
+import contextlib
+import json
+import os
 import re
+import shutil
 from typing import Any, NamedTuple
 
 import keras
@@ -11,7 +15,7 @@ import tensorflow as tf
 from keras import layers
 from pipelined_training import DEVICES, LENGTH, VOCABULARY, apart, configure
 
-from keras_paragrad import AccumulatingOptimizer, DistributedFit
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, recompute
 from keras_paragrad._keras.mesh.dtensor import bytes_by_device, computing_on_mesh, relayout
 from keras_paragrad._keras.mesh.placing import variables_on_mesh
 from keras_paragrad.distribution import Backup
@@ -53,6 +57,25 @@ def tied() -> keras.Model:
     return keras.Model(inputs, embedding(hidden, reverse=True))
 
 
+def images() -> keras.Model:
+    """With what DTensor has no rules for: gradients of these convolutions and pools, and other orders of places."""
+    inputs = keras.Input((SIDE, SIDE, 4))
+    hidden = layers.DepthwiseConv2D(2, 2, "same", depth_multiplier=2, activation="tanh", name="depthwise")(inputs)
+    hidden = layers.AveragePooling2D(2, 1, padding="same")(layers.SeparableConv2D(8, 2, padding="same")(hidden))
+    hidden = layers.Lambda(lambda each: keras.ops.roll(keras.ops.flip(each, (0, 2)), (1, 2), (1, 0)))(hidden)
+    return keras.Model(inputs, layers.Dense(4, name="head")(layers.Flatten()(hidden)))
+
+
+def both_ways() -> keras.Model:
+    """With layers that flip what they read: one in both directions, and what is averaged along."""
+    inputs = keras.Input((SIDE, SIDE, 4))
+    hidden = layers.AveragePooling3D((1, 2, 2))(layers.Reshape((2, SIDE // 2, SIDE, 4))(inputs))
+    hidden = layers.Bidirectional(layers.GRU(4, return_sequences=True))(layers.Reshape((4, 2 * SIDE))(hidden))
+    hidden = layers.AveragePooling1D(2, padding="same")(layers.SeparableConv1D(6, 3, padding="same")(hidden))
+    hidden = layers.DepthwiseConv1D(2, activation="tanh")(hidden)
+    return keras.Model(inputs, layers.Dense(4, name="head")(layers.LSTM(4, go_backwards=True)(hidden)))
+
+
 class Subclassed(keras.Model):
     """With a weight of its own, and what comes after a recurrent layer."""
 
@@ -66,11 +89,18 @@ class Subclassed(keras.Model):
         return keras.ops.matmul(self.last(self.embedding(inputs)), self.head)
 
 
-MODELS = {**pipelined_training.MODELS, "cnn": cnn, "tied": tied, "subclassed": Subclassed}
+MODELS = {
+    **pipelined_training.MODELS,
+    "cnn": cnn,
+    "images": images,
+    "both ways": both_ways,
+    "tied": tied,
+    "subclassed": Subclassed,
+}
 
 
 def data_for(name: str) -> tuple[Any, Any, Any]:
-    if name == "cnn":
+    if name in ("cnn", "images", "both ways"):
         generator = np.random.default_rng(0)
         images = generator.normal(size=(22, SIDE, SIDE, 4)).astype("float32")
         return images, generator.integers(0, 4, 22), np.linspace(0.5, 2.0, 22).astype("float32")
@@ -92,10 +122,12 @@ def made(case: MeshCase, *, alone: bool) -> keras.Model:
     if not model.built:
         model(x[:1])
     options = {key: value for name in case.settings for key, value in sharded_training.SETTINGS.get(name, {}).items()}
+    if "by Keras" in case.settings:
+        options["gradient_accumulation_steps"] = 2
     optimizer: Any = sharded_training.OPTIMIZERS[case.optimizer](**options)
     if "excluded" in case.settings:
         optimizer.exclude_from_weight_decay(var_list=model.trainable_variables[:2])
-    if "accumulate" in case.settings:
+    if "equal" in case.settings or ("accumulate" in case.settings and not alone):
         optimizer = AccumulatingOptimizer(optimizer, 2)
     if "loss_scale" in case.settings:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**10)
@@ -148,10 +180,12 @@ def compared(listed: list[list[Any]]) -> list[dict[str, Any]]:
 
 def _compared(case: MeshCase) -> dict[str, Any]:
     x, y, weights = data_for(case.model)
-    settings = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    settings = {"epochs": 2, "shuffle": False, "verbose": 0}
+    # Of one device, that of two that are accumulated.
+    sizes = [{"batch_size": 8}, {"batch_size": 16 if "accumulate" in case.settings else 8}]
     keras.backend.clear_session()
     alone = made(case, alone=True)
-    expected = alone.fit(x, y, sample_weight=weights, **settings).history
+    expected = alone.fit(x, y, sample_weight=weights, **sizes[1], **settings).history
     if "auto" in case.settings:
         dist = DistributedFit(mesh=dict(zip(("batch", "model"), case.mesh, strict=True)), layout="auto")
     else:
@@ -159,7 +193,16 @@ def _compared(case: MeshCase) -> dict[str, Any]:
     keras.backend.clear_session()
     with dist.scope():
         model = made(case, alone=False)
-    history = dist.fit(model, x, y, sample_weight=weights, **settings).history
+    if "recompute" in case.settings:
+        recompute(model, every=2)
+    if "recompute layers" in case.settings:
+        recompute(model, [layer.name for layer in model.layers if layer.weights])
+    if "equal" in case.settings:
+        # Without what weights micro-batches: as Keras trains on one device.
+        dist.prepare(model)
+        history = model.fit(x, y, sample_weight=weights, **sizes[0], **settings).history
+    else:
+        history = dist.fit(model, x, y, sample_weight=weights, **sizes[0], **settings).history
     # Batches that can't be divided.
     evaluated, also = (each.evaluate(x, y, sample_weight=weights, verbose=0, batch_size=11) for each in (model, alone))
     predicted, those = (keras.tree.flatten(each.predict(x, verbose=0, batch_size=11)) for each in (model, alone))
@@ -181,7 +224,6 @@ def refused(which: str) -> str:
     layers_of = {
         "loop": lambda: [layers.Lambda(lambda x: tf.map_fn(lambda row: 2.0 * row, x), name="looped")],
         "wrong": lambda: [layers.Lambda(_doubled, name="doubled")],
-        "accumulating": lambda: [],
         "eager": lambda: [],
         "pattern": lambda: [],
         "batch": lambda: [],
@@ -197,9 +239,7 @@ def refused(which: str) -> str:
     dist = DistributedFit(keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
     with dist.scope():
         model = keras.Sequential([keras.Input((8,)), layers.Dense(8, name="first"), *layers_of(), layers.Dense(2)])
-        optimizer: Any = keras.optimizers.SGD(0.1)
-        accumulating = AccumulatingOptimizer(optimizer, 2) if which == "accumulating" else optimizer
-        model.compile(accumulating, "mse", run_eagerly=which == "eager")
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=which == "eager")
     rows = 7 if which == "batch" else 8
     before = model.get_weights()
     try:
@@ -272,6 +312,114 @@ def saved(directory: str) -> dict[str, float]:
         "loaded": apart(loaded.get_weights(), expected),
         "resumed": apart(resumed.get_weights(), expected),
         "undone": apart(model.get_weights(), expected),
+    }
+
+
+class Interrupt(keras.callbacks.Callback):
+    def __init__(self, after: int):
+        super().__init__()
+        self.after = after
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.after:
+            raise InterruptedError
+
+
+def way_to_train(name: str) -> DistributedFit:
+    mirrored = {"strategy": "mirrored", "devices": DEVICES[:2]}
+    meshes = {str(shape): shape for shape in ((4, 1), (2, 2), (1, 4))}
+    if name in meshes:
+        return DistributedFit(mesh=dict(zip(("batch", "model"), meshes[name], strict=True)), layout="auto")
+    return {
+        "one device": lambda: DistributedFit("none"),
+        "replicas": lambda: DistributedFit(**mirrored),
+        "shards": lambda: DistributedFit(**mirrored, shard="parameters", min_shard_bytes=64),
+    }[name]()
+
+
+def reloaded(given: tuple[str, list[tuple[str, str]]]) -> list[float]:
+    """How far training ends from that of one device, if it was interrupted in the middle of a window.
+
+    Args:
+        given: A directory, and pairs of ways to train, before and after.
+    """
+    configure()
+    directory, pairs = given
+    case = MeshCase("mlp", (2, 2), "adam", ("accumulate",))
+    x, y, weights = data_for(case.model)
+    alone = made(case, alone=True)
+    alone.fit(x, y, sample_weight=weights, batch_size=8, epochs=2, shuffle=False, verbose=0)
+
+    def fit(way: str, *callbacks: Any) -> keras.Model:
+        keras.backend.clear_session()
+        dist = way_to_train(way)
+        with dist.scope():
+            model = made(case, alone=False)
+        settings = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": list(callbacks)}
+        dist.fit(model, x, y, sample_weight=weights, **settings)
+        return model
+
+    found = []
+    for first in dict(pairs):
+        with contextlib.suppress(InterruptedError):
+            fit(first, Interrupt(3), Backup(f"{directory}/{first}", every=3, delete_when_done=False))
+        for second in [after for before, after in pairs if before == first]:
+            copied = shutil.copytree(f"{directory}/{first}", f"{directory}/{first} {second}")
+            found.append(apart(fit(second, Backup(copied)).get_weights(), alone.get_weights()))
+    return found
+
+
+def on_a_worker(given: tuple[str, list[tuple[tuple[int, int] | None, str, str]]]) -> list[dict[str, float]]:
+    """How far training on a mesh of two workers with two devices each is from training by Keras alone.
+
+    Args:
+        given: A directory, and of each case the mesh, `None` for `DataParallel`, the model and the optimizer. A process
+            joins its cluster once, so the meshes have to be of the same shape.
+    """
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    directory, listed = given
+    shape = listed[0][0]
+    if shape is None:
+        dist = DistributedFit(keras.distribution.DataParallel(devices=[name.lower() for name in DEVICES]))
+    else:
+        dist = DistributedFit(mesh=dict(zip(("batch", "model"), shape, strict=True)), layout="auto")
+    return [_on_this_worker(f"{directory}/{index}", dist, MeshCase(*each[1:])) for index, each in enumerate(listed)]
+
+
+def _on_this_worker(directory: str, dist: DistributedFit, case: MeshCase) -> dict[str, float]:
+    x, y, weights = data_for(case.model)
+    # The last batch can't be divided among four devices.
+    settings = {"epochs": 2, "shuffle": False, "verbose": 0, "sample_weight": weights}
+    alone = made(case, alone=True)
+    expected = alone.fit(x, y, batch_size=16 if "accumulate" in case.settings else 8, **settings).history
+    mine = f"{directory}-{json.loads(os.environ['TF_CONFIG'])['task']['index']}"
+
+    def fit(*callbacks: Any) -> tuple[keras.Model, Any]:
+        keras.backend.clear_session()
+        with dist.scope():
+            model = made(case, alone=False)
+        return model, dist.fit(model, x, y, batch_size=8, callbacks=list(callbacks), **settings)
+
+    model, history = fit()
+    evaluated, predicted = model.evaluate(x, y, sample_weight=weights, verbose=0), model.predict(x, verbose=0)
+    model.save_weights(f"{mine}.weights.h5")
+    loaded = made(case, alone=True)
+    loaded.load_weights(f"{mine}.weights.h5")
+    # In the second epoch, the first worker's backup is what all of them go on from.
+    with contextlib.suppress(InterruptedError):
+        fit(Interrupt(1), Backup(directory, every=1, delete_when_done=False, on_sigterm=False))
+    resumed, _ = fit(Backup(directory))
+    return {
+        "weights": apart(model.get_weights(), alone.get_weights()),
+        "history": apart(map(np.asarray, history.history.values()), [np.asarray(each) for each in expected.values()]),
+        "evaluated": apart(
+            [np.asarray(evaluated)], [np.asarray(alone.evaluate(x, y, sample_weight=weights, verbose=0))]
+        ),
+        "predicted": apart([predicted], [alone.predict(x, verbose=0)]) / 3,
+        "loaded": apart(loaded.get_weights(), model.get_weights()),
+        "resumed": apart(resumed.get_weights(), alone.get_weights()),
+        "divided": float(not any(any(storage.axes) for _, storage in variables_on_mesh(model))),
     }
 
 

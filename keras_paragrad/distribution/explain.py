@@ -124,7 +124,8 @@ def _step(plan: Plan) -> str:
 
 def _command(plan: Plan, hardware: Hardware) -> str:
     cluster = hardware.cluster
-    if cluster is None or plan.strategy.value not in ("multi_worker", "parameter_server"):
+    together = plan.strategy.value == "mesh" and hardware.worker_count > 1
+    if cluster is None or not (together or plan.strategy.value in ("multi_worker", "parameter_server")):
         return "python train.py"
     if cluster.source == "a description":
         numbers = _processes(cluster)

@@ -19,7 +19,12 @@ from keras_paragrad.arguments import check_integer
 from keras_paragrad.distribution.alike import check_alike, check_same_weights, fingerprint, given_callbacks
 from keras_paragrad.distribution.auto_shard import settle_shard
 from keras_paragrad.distribution.checkpoint.backup import Backup
-from keras_paragrad.distribution.data import DistributedData, distributed_dataset, normalize_inputs
+from keras_paragrad.distribution.data import (
+    DistributedData,
+    distributed_dataset,
+    normalize_inputs,
+    whole_on_each_worker,
+)
 from keras_paragrad.distribution.explain import Explanation
 from keras_paragrad.distribution.fit_arguments import check_fit, check_own_fit
 from keras_paragrad.distribution.hardware import Hardware, detect
@@ -31,7 +36,7 @@ from keras_paragrad.distribution.pipeline.table import StageTable
 from keras_paragrad.distribution.plan import Plan, make_plan
 from keras_paragrad.distribution.preparing import AnyPreparation, estimate_as_planned, prepare_as_planned
 from keras_paragrad.distribution.replicas import building_together, check_scope
-from keras_paragrad.distribution.strategies import make_strategy
+from keras_paragrad.distribution.strategies import make_strategy, strategy_between
 from keras_paragrad.distribution.training import train
 from keras_paragrad.distribution.workers import all_or_none
 from keras_paragrad.sharding.estimated import Estimate
@@ -128,12 +133,14 @@ class DistributedFit:
         self.hardware: Hardware = detect()
         self.plan: Plan = make_plan(self.hardware, self.options)
         self.strategy: tf.distribute.Strategy = make_strategy(self.plan, self.hardware, self.options)
+        # By which workers talk to each other.
+        self._together = strategy_between(self.plan, self.hardware, self.options) or self.strategy
         self._estimate: Estimate | None = None
         self._stages: StageTable | LayoutTable | None = None
         self._create_as_planned()
         # With parameter servers the chief reads all data and does not shard it.
         self._reader = tf.distribute.get_strategy() if self.plan.on_servers else self.strategy
-        self._train = functools.partial(train, plan=self.plan, strategy=self.strategy, hardware=self.hardware)
+        self._train = functools.partial(train, plan=self.plan, strategy=self._together, hardware=self.hardware)
 
     def _create_as_planned(self) -> None:
         if self.plan.shard.value == "none":
@@ -216,19 +223,19 @@ class DistributedFit:
             self.plan = self.plan.with_decision(decision)
 
     def _prepared(self, model: keras.Model) -> AnyPreparation:
-        prepared = prepare_as_planned(model, self.plan, self.options, self.strategy)
+        prepared = prepare_as_planned(model, self.plan, self.options, self._together)
         if isinstance(prepared, (PipelinePreparation, MeshPreparation)):
             self._stages = prepared.table
         return prepared
 
     def _check_alike(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:
         """Raises on every worker if their training differs, before mismatched collectives can hang."""
-        if self.plan.on_servers or place_of(self.strategy).workers == 1:
+        if self.plan.on_servers or place_of(self._together).workers == 1:
             return
         decided = {decision.name: decision.value for decision in self.plan if decision.name in self.plan.alike}
         options = {"weighting": self.options.weighting, **decided}
-        check_alike(self.strategy, all_or_none(self.strategy, lambda: fingerprint(model, options, arguments)))
-        check_same_weights(self.strategy, model)
+        check_alike(self._together, all_or_none(self._together, lambda: fingerprint(model, options, arguments)))
+        check_same_weights(self._together, model)
 
     def dataset(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> DistributedData:
         """Data for `fit`, `evaluate` or `predict` of a prepared model, each batch sharded over the replicas.
@@ -239,8 +246,10 @@ class DistributedFit:
             **options: `batch_size`, `shuffle`, `class_weight`, `steps_per_epoch`, `cache`, `prefetch` and `seed`; see
                 `keras_paragrad.distribution.distributed_dataset`.
         """
-        policy = {"batch": self.plan.batch.value, "shard_policy": self.options.shard_policy}
-        return distributed_dataset(self._reader, x, y, sample_weight, **{**policy, **options})
+        options = {"batch": self.plan.batch.value, "shard_policy": self.options.shard_policy, **options}
+        if self._together is not self.strategy:
+            return whole_on_each_worker(self._together, x, y, sample_weight, **options)
+        return distributed_dataset(self._reader, x, y, sample_weight, **options)
 
     def callbacks(
         self,

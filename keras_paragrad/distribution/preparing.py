@@ -19,7 +19,7 @@ AnyPreparation = Preparation | ServerPreparation | PipelinePreparation | MeshPre
 
 
 def prepare_as_planned(
-    model: keras.Model, plan: Plan, options: Options, strategy: tf.distribute.Strategy
+    model: keras.Model, plan: Plan, options: Options, together: tf.distribute.Strategy
 ) -> AnyPreparation:
     """Makes the model's own `fit`, `evaluate` and `predict` exact.
 
@@ -27,7 +27,7 @@ def prepare_as_planned(
         model: A compiled model.
         plan: The plan.
         options: The options that it was made for.
-        strategy: The strategy that the model was built under.
+        together: The strategy that the model was built under, or on a mesh, by which its workers talk to each other.
 
     Returns:
         A handle; `undo()` restores the methods of the model's class.
@@ -42,11 +42,12 @@ def prepare_as_planned(
         return prepare_pipeline(model, options.pipeline, plan.devices.value, options.weighting, by_xla)
     if options.on_mesh:
         mesh = planned_mesh(options, detect())
-        return prepare_mesh(model, mesh, None if options.jit == "auto" else options.jit)
+        jit = None if options.jit == "auto" else options.jit
+        return prepare_mesh(model, mesh, jit, together if mesh.workers > 1 else None)
     jit = options.jit
     if jit == "auto":
         # Keras disables XLA under every strategy, unless it is requested explicitly.
-        planned = strategy.num_replicas_in_sync > 1 and leaves_xla_open(model)
+        planned = together.num_replicas_in_sync > 1 and leaves_xla_open(model)
         jit = plan.jit.value != "none" if planned else None
     return Preparation(
         model, exact=options.exact, weighting=options.weighting, jit=jit, shard_policy=options.shard_policy

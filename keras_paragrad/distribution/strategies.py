@@ -1,13 +1,16 @@
 """Creates the `tf.distribute.Strategy` for a plan."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad._keras.mesh.dtensor import turn_combine_pass_off
-from keras_paragrad._keras.replicas.workers import NamedDevicesStrategy, has_joined_a_cluster
+from keras_paragrad._keras.mesh.dtensor import join, turn_combine_pass_off
+from keras_paragrad._keras.mesh.tracing import let_keras_lay_out
+from keras_paragrad._keras.replicas.workers import BesideMesh, NamedDevicesStrategy, has_joined_a_cluster
 from keras_paragrad.distribution.alike import versions
+from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import Plan
@@ -18,6 +21,12 @@ _IMPLEMENTATIONS = {
     "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
     "ring": tf.distribute.experimental.CommunicationImplementation.RING,
 }
+
+
+_JOINED = (
+    "This process has already joined its cluster, in an earlier DistributedFit(...) or MultiWorkerMirroredStrategy(), "
+    "and can't join it twice. Reuse that one"
+)
 
 
 def make_strategy(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute.Strategy:
@@ -42,11 +51,7 @@ def make_strategy(plan: Plan, hardware: Hardware, options: Options) -> tf.distri
     if plan.strategy.value == "multi_worker" and hardware.cluster:
         if has_joined_a_cluster():
             # TensorFlow already listens on this worker's address, so a second rendezvous there is impossible.
-            raise RuntimeError(
-                "This process has already joined its cluster, in an earlier DistributedFit(...) or "
-                "MultiWorkerMirroredStrategy(), and can't join it twice. Reuse that one, or pass its strategy on: "
-                "DistributedFit(strategy=first.strategy)."
-            )
+            raise RuntimeError(f"{_JOINED}, or pass its strategy on: DistributedFit(strategy=first.strategy).")
         rendezvous(hardware.cluster, options.startup_timeout, _facts(plan))
     return _MAKERS[plan.strategy.value](plan, hardware)
 
@@ -77,10 +82,16 @@ def _multi_worker(plan: Plan, hardware: Hardware) -> tf.distribute.Strategy:
         timeout_seconds=None if timeout is None else float(timeout),
         implementation=_IMPLEMENTATIONS[plan.communication.value],
     )
+    return _joined(NamedDevicesStrategy, cluster, plan.devices.value, communication)
+
+
+def _joined(
+    kind: type[NamedDevicesStrategy], cluster: Cluster, devices: Sequence[str], communication: Any
+) -> tf.distribute.Strategy:
     # TensorFlow configures collectives from this variable, however the cluster was described.
     os.environ["TF_CONFIG"] = cluster.to_tf_config()
     try:
-        return NamedDevicesStrategy(plan.devices.value, communication)
+        return kind(devices, communication)
     except RuntimeError as error:
         if "program startup" not in str(error):
             raise
@@ -98,7 +109,29 @@ def _tpu(plan: Plan, hardware: Hardware) -> tf.distribute.Strategy:
 def _mesh(plan: Plan, hardware: Hardware) -> tf.distribute.Strategy:
     # Before TensorFlow compiles anything on it.
     turn_combine_pass_off()
+    let_keras_lay_out()
     return tf.distribute.get_strategy()
+
+
+def strategy_between(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute.Strategy | None:
+    """The strategy by which workers that hold a mesh together talk to each other; `None` if there is no such mesh.
+
+    They meet here. The model's own strategy is TensorFlow's default.
+
+    Raises:
+        RuntimeError: TensorFlow was already set up in this process.
+    """
+    cluster = hardware.cluster
+    if plan.strategy.value != "mesh" or cluster is None or hardware.worker_count == 1:
+        return None
+    if has_joined_a_cluster():
+        raise RuntimeError(f"{_JOINED}.")
+    rendezvous(
+        cluster, options.startup_timeout, {**versions(), "mesh": str(options.mesh), "devices": len(plan.devices.value)}
+    )
+    join(cluster.jobs["worker"], cluster.index)
+    communication = tf.distribute.experimental.CommunicationOptions(implementation=_IMPLEMENTATIONS["ring"])
+    return _joined(BesideMesh, cluster, plan.devices.value[:1], communication)
 
 
 _MAKERS = {

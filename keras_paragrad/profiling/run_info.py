@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad._keras.replicas.local import place_of, together_of
 from keras_paragrad.distribution.hardware import logical_devices
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.plain_json import read_json
@@ -51,7 +51,7 @@ def run_info(model: keras.Model) -> RunInfo:
         # The default strategy is a private class of TensorFlow.
         strategy="" if kind.startswith("_") else kind,
         replicas=strategy.num_replicas_in_sync,
-        worker=place_of(strategy).worker,
+        worker=place_of(together_of(model)).worker,
         jit=bool(getattr(model, "jit_compile", False)),
         steps_per_execution=model.steps_per_execution,
         precision=model.dtype_policy.name,

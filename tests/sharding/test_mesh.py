@@ -19,10 +19,11 @@ from keras_paragrad.distribution.plan import make_plan
 # Of float32; of the adaptive optimizers too, whose epsilon is large.
 CLOSE = 1e-6
 FEW = [
-    MeshCase("mlp", (2, 2), "adamw", ("excluded", "global_clipnorm")),
-    MeshCase("tied", (1, 2), "sgd", ("auto",)),
+    MeshCase("images", (2, 2), "adamw", ("excluded", "global_clipnorm")),
+    MeshCase("tied", (1, 2), "sgd", ("auto", "recompute", "accumulate")),
 ]
 MORE = [
+    MeshCase("mlp", (2, 2), "adamw", ("excluded", "global_clipnorm")),
     *(MeshCase(name, mesh) for name in meshed_training.MODELS for mesh in ((4, 1), (2, 2), (1, 4))),
     *(MeshCase(name, (2, 2), "adam", ("auto", "clipnorm")) for name in ("mlp", "transformer", "tied", "cnn")),
     *(MeshCase("mlp", (2, 2), name) for name in meshed_training.sharded_training.OPTIMIZERS),
@@ -31,6 +32,25 @@ MORE = [
     MeshCase("mlp", (2, 2), "lamb", ("loss_scale",)),
     MeshCase("mlp", (1, 4), "adam", ("ema_overwrite", "clipvalue")),
     MeshCase("mlp", (2, 2), "sgd", ("several steps",)),
+    # Where a layer adds a loss, accumulation is refused.
+    *(MeshCase(name, (2, 2), "adam", ("accumulate",)) for name in meshed_training.MODELS if name != "several"),
+    MeshCase("transformer", (4, 1), "adam", ("accumulate", "auto")),
+    *(
+        MeshCase("mlp", (2, 2), "adam", ("accumulate", each))
+        for each in ("jit", "ema_overwrite", "loss_scale", "several steps", "global_clipnorm")
+    ),
+    MeshCase("mlp", (1, 4), "sgd", ("equal",)),
+    MeshCase("mlp", (2, 2), "adam", ("equal", "several steps")),
+    MeshCase("mlp", (2, 2), "adam", ("equal", "jit")),
+    MeshCase("tied", (2, 2), "adam", ("by Keras",)),
+    *(
+        MeshCase(name, mesh, "sgd", ("recompute layers", *more))
+        for name in ("mlp", "transformer", "cnn", "recurrent", "images")
+        for mesh in ((4, 1), (2, 2), (1, 4))
+        for more in ((), ("jit",))
+    ),
+    *(MeshCase(name, (2, 2), "sgd", ("recompute", "auto")) for name in ("mlp", "transformer", "tied", "cnn")),
+    *(MeshCase("images", (2, 2), "sgd", (each,)) for each in ("jit", "auto")),
 ]
 
 
@@ -51,11 +71,13 @@ def divided(found, end):
 
 def test_ends_where_one_device_ends():
     by_hand, automatic = check(FEW)
-    assert divided(by_hand, "one/kernel") == (None, "model")
+    assert divided(by_hand, "depthwise/kernel") == (None, None, None, "model")
     # The embedding that is tied to the outputs, and attention by its heads.
     assert divided(automatic, "embeddings") == (None, "model")
     assert divided(automatic, "query/kernel") == (None, "model", None)
     assert "embeddings" in automatic["explained"]
+    # Gradients are accumulated as the weights are divided.
+    assert any("accumulator" in path for path in automatic["divided"])
 
 
 @pytest.mark.long
@@ -77,6 +99,38 @@ def test_files_and_backups_hold_what_those_of_one_device_do(tmp_path):
     assert max(found.values()) <= CLOSE
 
 
+WAYS = ["(4, 1)", "(2, 2)", "(1, 4)", "one device", "replicas", "shards"]
+PAIRS = [(before, after) for before in WAYS for after in WAYS if before != after]
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [("(2, 2)", "one device"), ("(2, 2)", "(1, 4)")],
+        pytest.param([pair for pair in PAIRS if "(" in "".join(pair)], marks=pytest.mark.long),
+    ],
+    ids=["sample", "all"],
+)
+def test_training_goes_on_elsewhere_in_the_middle_of_a_window(tmp_path, pairs):
+    (found,) = own_process.call(meshed_training.reloaded, (str(tmp_path), pairs), [{}], 60 + 15 * len(pairs))
+    assert max(found) <= CLOSE, dict(zip(pairs, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [((2, 2), "mlp", (2, 2), "adam", ("accumulate",))],
+        pytest.param([((2, 2), name, (2, 2), "sgd") for name in meshed_training.MODELS], marks=pytest.mark.long),
+        *(pytest.param([(shape, "mlp", (2, 2), "sgd")], marks=pytest.mark.long) for shape in ((4, 1), (1, 4), None)),
+    ],
+    ids=["sample", "models", "(4, 1)", "(1, 4)", "data"],
+)
+def test_two_workers_end_where_one_device_ends(tmp_path, cases):
+    seconds = 60 + 60 * len(cases)
+    for found in own_process.on_workers(meshed_training.on_a_worker, (str(tmp_path), cases), seconds):
+        assert max(max(each.values()) for each in found) <= CLOSE, found
+
+
 @pytest.mark.long
 def test_a_device_holds_its_part():
     (found,) = own_process.call(meshed_training.held, (1, 4), [{}], 120)
@@ -95,7 +149,6 @@ def test_adapted_means_are_constants():
     [
         pytest.param("loop", "'looped' needs the operation TensorList", marks=pytest.mark.long),
         ("wrong", "on this mesh differs from that on one device"),
-        ("accumulating", "Pass fit a larger batch_size"),
         ("eager", "run_eagerly=True"),
         ("pattern", "second/kernel' of the layout map matches no variable"),
         pytest.param("output", "second/output' of the layout map matches no variable", marks=pytest.mark.long),
@@ -183,12 +236,25 @@ def test_devices_are_those_of_the_distribution():
     ("machine", "says"),
     [
         ({"gpus": 2}, "has 4 places, and there are 2 devices: GPU:0, GPU:1"),
-        ({"gpus": 4, "workers": 2}, "within one process"),
+        ({"workers": 2}, "has 4 places, and there are 1 devices on each of 2 workers: CPU:0"),
+        ({"logical_cpus": 2, "workers": 3}, "has 4 places, and there are 2 devices on each of 3 workers"),
+        ({"gpus": 4, "workers": 2}, "On several workers a mesh is of CPU devices"),
     ],
 )
 def test_places_without_room_for_a_mesh(machine, says):
     with pytest.raises(ValueError, match=says):
         make_plan(describe(**machine), Options(mesh={"batch": 2, "model": 2}, layout="auto"))
+
+
+def test_workers_count_their_devices_together():
+    def options(*devices):
+        layout = keras.distribution.DeviceMesh((len(devices),), ["batch"], list(devices))
+        return Options(strategy=keras.distribution.DataParallel(layout))
+
+    found = planned_mesh(options("cpu:0", "cpu:1", "cpu:2", "cpu:3"), describe(logical_cpus=2, workers=2))
+    assert (found.devices, found.workers, found.worker) == (("CPU:0", "CPU:1"), 2, 0)
+    with pytest.raises(ValueError, match="they are counted over all of them: CPU:0 to CPU:3"):
+        planned_mesh(options("cpu:0", "cpu:1", "cpu:2", "cpu:4"), describe(logical_cpus=2, workers=2))
 
 
 def test_devices_that_are_not_here():

@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -46,14 +46,32 @@ def turn_combine_pass_off() -> None:
         )
 
 
-def make_mesh(shape: Mapping[str, int], devices: Sequence[str]) -> Any:
-    """A mesh of this process's devices.
+def join(workers: Sequence[str], worker: int) -> None:
+    """Has meshes of this process span several, which have joined a cluster.
+
+    Args:
+        workers: Their addresses.
+        worker: The number of this one.
+    """
+    os.environ |= {"DTENSOR_JOB_NAME": "worker", "DTENSOR_JOBS": ",".join(workers)}
+    os.environ |= {"DTENSOR_CLIENT_ID": str(worker), "DTENSOR_NUM_CLIENTS": str(len(workers))}
+
+
+def make_mesh(shape: Mapping[str, int], devices: Sequence[str], workers: int = 1, worker: int = 0) -> Any:
+    """A mesh of this process's devices, or of those of several workers.
 
     Args:
         shape: The size of each axis, by its name.
-        devices: The names of as many devices as it has places, in row-major order, such as `"CPU:0"`.
+        devices: The names of this process's devices, in row-major order, such as `"CPU:0"`; each worker has as many.
+        workers: How many workers there are.
+        worker: The number of this one.
     """
-    return dtensor.create_mesh(list(shape.items()), devices=list(devices))
+    if workers == 1:
+        return dtensor.create_mesh(list(shape.items()), devices=list(devices))
+    names = [f"/job:worker/replica:0/task:{task}/device:{name}" for task in range(workers) for name in devices]
+    here = range(worker * len(devices), (worker + 1) * len(devices))
+    places, make = np.arange(len(names)).reshape(list(shape.values())), cast("Any", dtensor.Mesh)
+    return make(list(shape), places, list(here), [names[place] for place in here], global_devices=names)
 
 
 @contextlib.contextmanager
@@ -101,8 +119,20 @@ def divided(value: Any, mesh: Any, axes: Axes) -> Any:
     layout = layout_of(mesh, axes)
     whole: Any = tf.convert_to_tensor(value)
     sizes = [size // mesh.dim_size(axis) if axis else size for size, axis in zip(whole.shape, axes, strict=True)]
-    parts = {place: _part(whole, place, sizes) for place in set(layout.offset_to_shard())}
-    return dtensor.pack([parts[place] for place in layout.offset_to_shard()], layout)
+    places = _places_here(layout)
+    parts = {place: _part(whole, place, sizes) for place in set(places)}
+    return dtensor.pack([parts[place] for place in places], layout)
+
+
+def _places_here(layout: Any) -> list[tuple[int, ...]]:
+    """For each of this process's devices, which part of a tensor it has."""
+    places = [tuple(place) for place in layout.offset_to_shard()]
+    return [places[index] for index in layout.mesh.local_device_ids()]
+
+
+def _is_whole_on_each_worker(layout: Any) -> bool:
+    places, local = [tuple(place) for place in layout.offset_to_shard()], len(layout.mesh.local_device_ids())
+    return all(set(places[first : first + local]) == set(places) for first in range(0, len(places), local))
 
 
 def _part(whole: Any, place: Sequence[int], sizes: Sequence[int]) -> Any:
@@ -110,12 +140,19 @@ def _part(whole: Any, place: Sequence[int], sizes: Sequence[int]) -> Any:
 
 
 def gathered(tensor: Any) -> tf.Tensor:
-    """The whole of a tensor on a mesh, in the host's memory; one that is on no mesh is returned as it is."""
+    """The whole of a tensor on a mesh, in the host's memory; one that is on no mesh is returned as it is.
+
+    Every worker of the mesh calls this.
+    """
     if not dtensor.is_dtensor(tensor):
         return tensor
     layout = dtensor.fetch_layout(tensor)
+    if not _is_whole_on_each_worker(layout):
+        with on_mesh(layout.mesh):
+            tensor = dtensor.relayout(tensor, layout_of(layout.mesh, (None,) * len(tensor.shape)))
+        layout = dtensor.fetch_layout(tensor)
     # As pieces of one device each, they may no longer be on the mesh's device.
-    parts = dict(zip(layout.offset_to_shard(), dtensor.unpack(tensor), strict=True))
+    parts = dict(zip(_places_here(layout), dtensor.unpack(tensor), strict=True))
     if len(parts) == 1:
         with tf.device("CPU:0"):
             return tf.identity(next(iter(parts.values())))

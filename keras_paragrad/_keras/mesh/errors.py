@@ -38,7 +38,9 @@ def explained(model: Any) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        if "dtensor" not in error.message.lower():
+        said = error.message.lower()
+        if "dtensor" not in said or "collective ops is aborted" in said:
+            # Of something else, such as a worker that is lost.
             raise
         found = _OPERATION.findall(error.message)
         layer = _layer_of(model, error.message)

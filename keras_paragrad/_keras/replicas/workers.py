@@ -44,6 +44,12 @@ class NamedDevicesStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         tf.distribute.Strategy.__init__(self, extended)
 
 
+class BesideMesh(NamedDevicesStrategy):
+    """One by which workers talk to each other that hold a mesh together, whose own collectives are numbered from 1."""
+
+    _collective_key_base = 2**20
+
+
 class _NamedDevices(CollectiveAllReduceExtended):
     def __init__(self, strategy: Any, resolver: Any, communication_options: Any, devices: Sequence[str]):
         self._named = tuple(devices)

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_paragrad._keras.objects import checkpoint_state as seam
-from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad._keras.replicas.local import place_of, together_of
 from keras_paragrad.arguments import check_each, check_flag, check_integer
 from keras_paragrad.distribution.checkpoint.agreement import common_backup
 from keras_paragrad.distribution.checkpoint.callback_state import HISTORY, check_storable, state_of, with_epoch
@@ -102,7 +102,7 @@ class Backup(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restores the newest backup, if there is one."""
         model: Any = self.model
-        self._strategy = model.distribute_strategy
+        self._strategy = together_of(model)
         place = place_of(self._strategy)
         self._workers, self._is_chief = place.workers, place.worker == 0
         self._checks = StopChecks(self._strategy, place.workers, self.check_every)

@@ -108,6 +108,30 @@ def distributed_dataset(
     return DistributedData(source, feed, place, policy, steps, steps_per_epoch is not None, tally)
 
 
+def whole_on_each_worker(strategy: tf.distribute.Strategy, x: Any, *arrays: Any, **options: Any) -> DistributedData:
+    """Data of which every worker reads whole batches, the same ones in the same order.
+
+    Args:
+        strategy: By which the workers, which all call this, talk to each other.
+        x: As in `distributed_dataset`.
+        *arrays: Targets and sample weights.
+        **options: As in `distributed_dataset`.
+
+    Raises:
+        ValueError: On every worker: their data differ, or `shard_policy` says that each has a part of it.
+    """
+    policy = options.get("shard_policy", "auto")
+    if policy not in ("auto", "data"):
+        raise ValueError(
+            f"shard_policy={policy!r}, but on a mesh of several workers each of them reads every batch. Give all of "
+            "them the whole data, and leave shard_policy out."
+        )
+    alone, seed = tf.distribute.get_strategy(), common_seed(strategy, options.get("seed"))
+    data = all_or_none(strategy, lambda: distributed_dataset(alone, x, *arrays, **{**options, "seed": seed}))
+    data.check_alike(strategy)
+    return data
+
+
 def open_source(data: tuple[Any, Any, Any], request: Request, policy: str, place: Place, seed: int) -> Source:
     """Opens data for reading.
 

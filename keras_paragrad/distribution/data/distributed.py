@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.objects.data import OwnAdapter
 from keras_paragrad._keras.replicas.local import Place
+from keras_paragrad.distribution.data.agreement import common_steps
 from keras_paragrad.distribution.data.feed import Feed
 from keras_paragrad.distribution.data.sources import Source
 from keras_paragrad.distribution.data.tally import Tally
@@ -71,6 +72,10 @@ class DistributedData(OwnAdapter):
         """
         self.next_epoch, self._skip = epoch, skip
         self._feed.begin(epoch, skip)
+
+    def check_alike(self, strategy: tf.distribute.Strategy) -> None:
+        """Raises on every worker if their data differ, where each of them reads all of it."""
+        common_steps(strategy, self._source, "data")
 
     def first_batch(self) -> Any:
         """A global batch to build a model with; it is not consumed."""

@@ -79,6 +79,9 @@ def decide_shard_policy(hardware: Hardware, options: Options, strategy: str) -> 
     if strategy == "parameter_server":
         reason = "the chief reads the data, and sends each batch to a free worker"
         return Decision(name, "data", reason, "no worker waits for another", NO_CHOICE)
+    if strategy == "mesh" and hardware.worker_count > 1:
+        reason = "each worker reads every batch, and its devices take their parts"
+        return Decision(name, "data", reason, f"{hardware.worker_count} workers", NO_CHOICE)
     if strategy != "multi_worker":
         return Decision(name, "data", "one process reads all the data", f"strategy is {strategy}", NO_CHOICE)
     evidence = f"{hardware.worker_count} workers"

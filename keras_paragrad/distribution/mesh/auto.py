@@ -39,7 +39,7 @@ def with_automatic_layout(model: keras.Model, mesh: Mesh) -> Mesh:
             layout[re.escape(path)] = axes
     batch = mesh.batch_axis or next(iter(mesh.shape))
     distribution = keras.distribution.ModelParallel(layout_map=layout, batch_dim_name=batch)
-    return Mesh(mesh.shape, mesh.devices, mesh.batch_axis, distribution)
+    return Mesh(mesh.shape, mesh.devices, mesh.batch_axis, distribution, mesh.workers, mesh.worker)
 
 
 def _divisions(model: keras.Model, size: int) -> Iterator[tuple[keras.Variable, int]]:

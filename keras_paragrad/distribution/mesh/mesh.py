@@ -1,7 +1,7 @@
 """`Mesh`: how devices are arranged, and what divides batches and variables among them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -19,15 +19,19 @@ class Mesh(NamedTuple):
 
     Attributes:
         shape: The size of each axis, by its name.
-        devices: The devices' names, in row-major order.
+        devices: The names of this process's devices, in row-major order.
         batch_axis: The axis along which rows of a batch are divided, or `None` if every device computes all of them.
         distribution: Keras's distribution that says how variables are divided, or `None` if that is to be found.
+        workers: How many processes have as many devices each.
+        worker: The number of this one.
     """
 
     shape: dict[str, int]
     devices: tuple[str, ...]
     batch_axis: str | None
     distribution: Any
+    workers: int = 1
+    worker: int = 0
 
     @classmethod
     def of(cls, distribution: Any) -> "Mesh":
@@ -53,9 +57,11 @@ class Mesh(NamedTuple):
 
     def device_mesh(self) -> Any:
         """Keras's `DeviceMesh` of it."""
-        return keras.distribution.DeviceMesh(
-            tuple(self.shape.values()), list(self.shape), [name.lower() for name in self.devices]
-        )
+        names = [name.lower() for name in self.devices]
+        if self.workers > 1:
+            kind = names[0].partition(":")[0]
+            names = [f"{kind}:{index}" for index in range(self.workers * len(names))]
+        return keras.distribution.DeviceMesh(tuple(self.shape.values()), list(self.shape), names)
 
 
 def check_mesh(found: Any) -> dict[str, int] | None:
@@ -77,43 +83,65 @@ def check_mesh(found: Any) -> dict[str, int] | None:
     return pairs
 
 
-def mesh_on(shape: dict[str, int], devices: Sequence[str] | None, hardware: Hardware) -> Mesh:
-    """A mesh on named devices, or on the GPUs, or else on logical devices of the CPU.
-
-    Raises:
-        ValueError: There are more or fewer devices than places.
-    """
-    found = list(devices) if devices else [each.name for each in hardware.of_kind("GPU") or hardware.of_kind("CPU")]
-    places = math.prod(shape.values())
-    # Of the devices that are there by themselves, some may be left over.
-    if len(found) < places or (devices and len(found) != places):
-        raise ValueError(_mismatch(shape, found, places))
-    return Mesh(shape, tuple(found[:places]), BATCH_AXIS if BATCH_AXIS in shape else None, None)
-
-
 def planned_mesh(options: Any, hardware: Hardware) -> Mesh:
-    """The mesh that options ask for.
+    """The mesh that options ask for: on the devices of its distribution, or on named devices, the GPUs, or CPU devices.
 
     Raises:
         ValueError: The hardware doesn't have it.
     """
-    given = options.distribution
-    mesh = Mesh.of(given) if given is not None else mesh_on(options.mesh, options.devices, hardware)
+    workers, cluster = hardware.worker_count, hardware.cluster
+    place = workers, cluster.rank if cluster is not None and workers > 1 else 0
+    if options.distribution is None:
+        axis = BATCH_AXIS if BATCH_AXIS in options.mesh else None
+        mesh = Mesh(options.mesh, _places(options, hardware), axis, None, *place)
+    else:
+        whole = Mesh.of(options.distribution)
+        devices = _of_each_worker(whole, workers) if workers > 1 else whole.devices
+        mesh = Mesh(whole.shape, devices, whole.batch_axis, whole.distribution, *place)
     check_here(mesh, hardware)
     return mesh
 
 
+def _places(options: Any, hardware: Hardware) -> tuple[str, ...]:
+    shape, named, workers = options.mesh, options.devices, hardware.worker_count
+    found = list(named) if named else [each.name for each in hardware.of_kind("GPU") or hardware.of_kind("CPU")]
+    count, rest = divmod(math.prod(shape.values()), workers)
+    # Of the devices that are there by themselves, some may be left over.
+    if rest or len(found) < count or (named and len(found) != count):
+        raise ValueError(_mismatch(shape, found, workers))
+    return tuple(found[:count])
+
+
+def _of_each_worker(mesh: Mesh, workers: int) -> tuple[str, ...]:
+    """A worker's devices, where a distribution counts those of all workers, as Keras does."""
+    kind, count = mesh.devices[0].partition(":")[0], len(mesh.devices)
+    fits = max(count // workers, 1) * workers
+    if count % workers or mesh.devices != tuple(f"{kind}:{index}" for index in range(count)):
+        raise ValueError(
+            f"The mesh {mesh.words} has the devices {', '.join(mesh.devices)}. On {workers} workers, with equally many "
+            f"devices each, they are counted over all of them: {kind}:0 to {kind}:{fits - 1}, say."
+        )
+    return mesh.devices[: count // workers]
+
+
 def check_here(mesh: Mesh, hardware: Hardware) -> None:
-    """Refuses a mesh of devices that this process doesn't have, or that is to span several processes.
+    """Refuses a mesh of devices that this process doesn't have, or that workers can't share.
 
     Raises:
         ValueError: The message says what to write.
     """
-    if hardware.worker_count > 1:
-        raise ValueError(
-            f"A mesh works within one process, and this one is of a cluster of {hardware.worker_count} workers. "
-            'Start it alone, or write strategy="multi_worker" with shard="parameters".'
-        )
+    cluster, instead = hardware.cluster, 'strategy="multi_worker" with shard="parameters"'
+    if cluster is not None and hardware.worker_count > 1:
+        if set(cluster.jobs) != {"worker"}:
+            raise ValueError(
+                f"A mesh of several processes consists of workers, and the cluster has the jobs {shown(cluster.jobs)}. "
+                f"Start it with `keras-paragrad launch --workers {hardware.worker_count}`, or write {instead}."
+            )
+        if not all(name.startswith("CPU") for name in mesh.devices):
+            raise ValueError(
+                f"On several workers a mesh is of CPU devices, and this one has {', '.join(mesh.devices)} on each: on "
+                f"GPUs TensorFlow needs what only a process that is alone can set up. Write {instead}."
+            )
     here = [device.name for device in hardware.devices]
     missing = [name for name in mesh.devices if name not in here]
     if missing:
@@ -123,10 +151,12 @@ def check_here(mesh: Mesh, hardware: Hardware) -> None:
         )
 
 
-def _mismatch(shape: dict[str, int], found: list[str], places: int) -> str:
+def _mismatch(shape: dict[str, int], found: list[str], workers: int) -> str:
+    places, each = math.prod(shape.values()), f" on each of {workers} workers" if workers > 1 else ""
+    fits = places // workers or 1
     return (
-        f"mesh={shape} has {places} places, and there are {len(found)} devices: {', '.join(found)}. Write a mesh of "
-        f"{len(found)}, or name {places} devices. {_split(places)}"
+        f"mesh={shape} has {places} places, and there are {len(found)} devices{each}: {', '.join(found)}. Write a mesh "
+        f"of {len(found) * workers}, or name {fits} devices{each}. {_split(fits)}"
     )
 
 

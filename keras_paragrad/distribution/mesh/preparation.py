@@ -1,10 +1,12 @@
 """Puts a model on a mesh, and has `fit`, `evaluate` and `predict` run there."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_paragrad._keras.mesh.comparing import gradient_differs
 from keras_paragrad._keras.mesh.dtensor import make_mesh
@@ -13,6 +15,9 @@ from keras_paragrad._keras.mesh.running import OnMesh, rows_in
 from keras_paragrad._keras.mesh.tracing import Outputs, traced_for_mesh
 from keras_paragrad._keras.objects.checkpoint_state import build_optimizer
 from keras_paragrad._keras.objects.model import all_layers, has_own_train_step
+from keras_paragrad._keras.replicas.local import train_together
+from keras_paragrad._keras.replicas.workers import barrier
+from keras_paragrad.distribution.data import DistributedData
 from keras_paragrad.distribution.mesh.auto import with_automatic_layout
 from keras_paragrad.distribution.mesh.checks import check_batch, check_model
 from keras_paragrad.distribution.mesh.layouts import check_patterns, computed_divided, layouts_of
@@ -23,9 +28,12 @@ from keras_paragrad.distribution.mesh.table import LayoutTable
 # Rounding is 1e-6 of a float32 gradient, and what a wrong rule mixes up is about as large as the gradient itself.
 _TOLERANCES = {"float64": 1e-2, "float32": 1e-2}
 _PREPARED = "_keras_paragrad_mesh"
+_METHODS = ("fit", "evaluate", "predict")
 
 
-def prepare_mesh(model: Any, mesh: Mesh, jit: bool | None) -> "MeshPreparation":
+def prepare_mesh(
+    model: Any, mesh: Mesh, jit: bool | None, together: tf.distribute.Strategy | None
+) -> "MeshPreparation":
     """A model's preparation, which it may have already; see `MeshPreparation`."""
     before = vars(model).get(_PREPARED)
     if before is not None and before.settings == (mesh, jit):
@@ -33,7 +41,7 @@ def prepare_mesh(model: Any, mesh: Mesh, jit: bool | None) -> "MeshPreparation":
         return before
     if before is not None:
         before.undo()
-    return MeshPreparation(model, mesh, jit)
+    return MeshPreparation(model, mesh, jit, together)
 
 
 class MeshPreparation:
@@ -43,14 +51,16 @@ class MeshPreparation:
         model: A compiled and built model.
         mesh: The mesh. Without a distribution, the layout is found from the model's structure.
         jit: Whether XLA compiles the step; if `None`, as the model was compiled.
+        together: By which the mesh's workers talk to each other, or `None` if there is one.
 
     Raises:
         ValueError: A layout doesn't fit, or the model can't be trained on a mesh. The message says what to write.
         RuntimeError: This TensorFlow trains wrong on such a mesh.
     """
 
-    def __init__(self, model: keras.Model, mesh: Mesh, jit: bool | None):
+    def __init__(self, model: keras.Model, mesh: Mesh, jit: bool | None, together: tf.distribute.Strategy | None):
         self.model: Any = model
+        self._together = together
         self.settings = mesh, jit
         check_model(model)
         mesh = mesh if mesh.distribution is not None else with_automatic_layout(model, mesh)
@@ -61,8 +71,9 @@ class MeshPreparation:
         check_steps(mesh)
         self._outputs = Outputs(mesh.distribution)
         self._on_mesh = OnMesh(
-            *(model, make_mesh(mesh.shape, mesh.devices), mesh.batch_axis, self._place, self._tracing),
-            self._check_first,
+            model,
+            make_mesh(mesh.shape, mesh.devices, mesh.workers, mesh.worker),
+            *(mesh.batch_axis, self._place, self._tracing, self._check_first),
         )
         # The layouts with which the gradient of the first batch was that of one device.
         self._compared: Any = None
@@ -78,11 +89,18 @@ class MeshPreparation:
         if jit is not None:
             self.model.jit_compile = jit
         build_optimizer(self.model)
+        if self._together is not None:
+            train_together(self.model, self._together)
+            for method in _METHODS:
+                vars(self.model)[method] = functools.partial(_on_workers, method, self.model)
         self._on_mesh.install()
 
     def undo(self) -> None:
         """Puts the variables back into the host's memory, and restores the model's own methods and settings."""
         self._on_mesh.uninstall()
+        train_together(self.model, None)
+        for method in _METHODS:
+            vars(self.model).pop(method, None)
         take_off_mesh(self.model)
         self.model.jit_compile = self._jit_compile
         del vars(self.model)[_PREPARED]
@@ -117,6 +135,18 @@ class MeshPreparation:
         with traced_for_mesh(self.model, self._outputs):
             yield
         check_patterns(self.model, self.mesh, self._outputs.asked)
+
+
+def _on_workers(method: str, model: Any, x: Any = None, *arguments: Any, **keywords: Any) -> Any:
+    """A method of a model's class, that all workers call with the same data."""
+    if method == "fit" and not isinstance(x, DistributedData):
+        raise ValueError(
+            "On a mesh of several workers each of them reads every batch, and fit alone would shuffle them in other "
+            "orders. Write dist.fit(model, x, y), or model.fit(dist.dataset(x, y, batch_size=...))."
+        )
+    found = getattr(type(model), method)(model, x, *arguments, **keywords)
+    barrier()
+    return found
 
 
 def tolerance(model: Any) -> float:

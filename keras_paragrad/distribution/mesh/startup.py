@@ -28,7 +28,7 @@ def check_steps(mesh: Mesh) -> None:
         RuntimeError: The steps differ.
     """
     turn_combine_pass_off()
-    error = steps_differ(tuple(mesh.shape.items()), mesh.devices, mesh.batch_axis)
+    error = steps_differ(tuple(mesh.shape.items()), mesh.devices, mesh.batch_axis, mesh.workers, mesh.worker)
     if error > 1e-5:
         raise RuntimeError(
             f"On a mesh of {mesh.words} this process trains a small model wrong, by {error:.1e} of its largest weight. "
@@ -39,16 +39,20 @@ def check_steps(mesh: Mesh) -> None:
 
 
 @functools.cache
-def steps_differ(shape: tuple[tuple[str, int], ...], devices: tuple[str, ...], batch_axis: str | None) -> float:
+def steps_differ(
+    shape: tuple[tuple[str, int], ...], devices: tuple[str, ...], batch_axis: str | None, workers: int, worker: int
+) -> float:
     """How far two steps of a perceptron with several all-reduces are from those of one device, of its largest weight.
 
     Args:
         shape: The mesh's axes and their sizes.
-        devices: Its devices.
+        devices: Its devices in this process.
         batch_axis: The axis along which rows are divided.
+        workers: How many processes it is of.
+        worker: The number of this one.
     """
     sizes = dict(shape)
-    mesh = make_mesh(sizes, devices)
+    mesh = make_mesh(sizes, devices, workers, worker)
     # Every axis divides every size.
     unit = int(np.prod(list(sizes.values())))
     random = np.random.default_rng(0)

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_paragrad._keras.objects.capabilities import clips
-from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad._keras.replicas.local import place_of, together_of
 from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad.arguments import check_integer, check_number, check_path
 from keras_paragrad.profiling.telemetry.alarms import Alarms
@@ -111,7 +111,7 @@ class GradientTelemetry(keras.callbacks.Callback):
             raise ValueError("There are two GradientTelemetry callbacks. Remove one: each reports all layers.")
         resumes = self._start() or self._updates() > 0
         self._sinks = None
-        if self.log_dir is not None and place_of(model.distribute_strategy).worker == 0:
+        if self.log_dir is not None and place_of(together_of(model)).worker == 0:
             self._sinks = Sinks(self.log_dir, self.file_format, resumes)
             self._sinks.name(self._reader.weights, self.layers)
         self._vectors: list[np.ndarray] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad._keras.replicas.local import place_of, together_of
 from keras_paragrad._keras.telemetry.counts import batch_spec, gradient_graph
 from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
 from keras_paragrad.flops import flops_of
@@ -103,7 +103,7 @@ class Throughput(keras.callbacks.Callback):
         resumes = self._known is model or int(model.optimizer.iterations.numpy()) > 0
         self._known, self._first, self._fixed = model, True, {}
         self._times, self._retraces, self._pace = StepTimes(), Retraces(), Pace(model, self.batch_size)
-        if self.log_dir is not None and place_of(model.distribute_strategy).worker == 0:
+        if self.log_dir is not None and place_of(together_of(model)).worker == 0:
             self._files = Files(self.log_dir, resumes)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
