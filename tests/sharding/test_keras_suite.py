@@ -6,12 +6,20 @@ import keras
 import pytest
 from own_process import run_pytest
 
-TESTS = Path(keras.__file__).parent / "src" / "distribution" / "distribution_lib_test.py"
+SOURCES = Path(keras.__file__).parent / "src"
+TESTS = SOURCES / "distribution" / "distribution_lib_test.py"
+OF_JAX = SOURCES / "backend" / "jax" / "distribution_lib_test.py::JaxDistributionLibTest"
+OPTIONS = ["-q", "--tb=short", "-W", "ignore", "-c", "/dev/null", "--rootdir", str(SOURCES.parents[1])]
 
 
 @pytest.mark.parametrize(
     "suite", ["DataParallelDistributionTest", "ModelParallelDistributionTest", "DataShardingIntegrationTest"]
 )
 def test_of_keras(suite):
-    options = ["-q", "--tb=short", "-W", "ignore", "-c", "/dev/null", "--rootdir", str(TESTS.parents[3])]
-    run_pytest([*options, "-p", "keras_on_meshes", "-p", "no:cacheprovider", f"{TESTS}::{suite}"], 120)
+    run_pytest([*OPTIONS, "-p", "keras_on_meshes", "-p", "no:cacheprovider", f"{TESTS}::{suite}"], 120)
+
+
+def test_models_from_end_to_end():
+    tests = [f"{OF_JAX}::test_e2e_{name}" for name in ("data_parallel_model", "model_parallel_model")]
+    tests.append(f"{OF_JAX}::test_e2e_model_parallel_with_output_sharding")
+    run_pytest([*OPTIONS, "-p", "keras_e2e_on_meshes", "-p", "no:cacheprovider", *tests], 120)
