@@ -51,7 +51,7 @@ def test_the_cheapest_that_fits(caplog):
     assert "1.91 MiB" in warned[0].message
     mesh = 'mesh={"batch": 1, "model": 2}, layout="auto"'
     assert mesh in warned[0].message
-    assert "neither whole variables nor shards fit" in explained
+    assert "neither whole variables nor shards fit" in dist.plan.shard.evidence
     assert mesh in dist.plan.shard.override
 
 
