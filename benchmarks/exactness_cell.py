@@ -61,8 +61,9 @@ def refused(cell):
     """
     if cell["replicas"] in MESHES:
         return cell["shard"] != "none" or cell["batches"] == "uneven first"
-    whole_norms = cell["shard"] != "none" and cell["optimizer"] == "Lamb"
-    return whole_norms and cell["precision"] == "mixed_float16" and "workers" in cell["replicas"]
+    # Norms of whole variables, or whole matrices.
+    whole = cell["shard"] != "none" and cell["optimizer"] in ("Lamb", "Muon")
+    return whole and cell["precision"] == "mixed_float16" and "workers" in cell["replicas"]
 
 
 class Training:

@@ -369,12 +369,12 @@ def reloaded(given: tuple[str, list[tuple[str, str]]]) -> list[float]:
     return found
 
 
-def on_a_worker(given: tuple[str, list[tuple[tuple[int, int] | None, str, str]]]) -> list[dict[str, float]]:
+def on_a_worker(given: tuple[str, list[Any]]) -> list[dict[str, float]]:
     """How far training on a mesh of two workers with two devices each is from training by Keras alone.
 
     Args:
-        given: A directory, and of each case the mesh, `None` for `DataParallel`, the model and the optimizer. A process
-            joins its cluster once, so the meshes have to be of the same shape.
+        given: A directory, and for each case the mesh, `None` for `DataParallel`, before what a `MeshCase` has. A
+            process joins its cluster once, so the meshes are of the same shape.
     """
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -384,7 +384,9 @@ def on_a_worker(given: tuple[str, list[tuple[tuple[int, int] | None, str, str]]]
         dist = DistributedFit(keras.distribution.DataParallel(devices=[name.lower() for name in DEVICES]))
     else:
         dist = DistributedFit(mesh=dict(zip(("batch", "model"), shape, strict=True)), layout="auto")
-    return [_on_this_worker(f"{directory}/{index}", dist, MeshCase(*each[1:])) for index, each in enumerate(listed)]
+    found = [_on_this_worker(f"{directory}/{index}", dist, MeshCase(*each[1:])) for index, each in enumerate(listed)]
+    divides = shape is not None and shape[1] > 1
+    return [{**each, "divided": float(each["divided"] != divides)} for each in found]
 
 
 def _on_this_worker(directory: str, dist: DistributedFit, case: MeshCase) -> dict[str, float]:
@@ -419,7 +421,7 @@ def _on_this_worker(directory: str, dist: DistributedFit, case: MeshCase) -> dic
         "predicted": apart([predicted], [alone.predict(x, verbose=0)]) / 3,
         "loaded": apart(loaded.get_weights(), model.get_weights()),
         "resumed": apart(resumed.get_weights(), alone.get_weights()),
-        "divided": float(not any(any(storage.axes) for _, storage in variables_on_mesh(model))),
+        "divided": any(any(storage.axes) for _, storage in variables_on_mesh(model)),
     }
 
 
