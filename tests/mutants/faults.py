@@ -161,6 +161,13 @@ _STEP = [
         "distribution/test_fit.py::test_the_loss_scale_falls_for_what_only_the_last_replica_sees",
     ),
     _fault(
+        "a replica clears the losses that another's layers have added",
+        "_keras/replicas/prepared.py",
+        "    keep_apart(model)\n",
+        "",
+        "distribution/test_added_losses.py",
+    ),
+    _fault(
         "replicas count the same, whatever their shards hold",
         "_keras/step/gradient.py",
         "return tf.where(total > 0, value * replica_count() / total, one)",

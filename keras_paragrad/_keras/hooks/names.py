@@ -24,7 +24,7 @@ HOOKS = (
     Hook(
         "keras",
         "Layer._flatten_layers",
-        ("objects.layers", "objects.model", "step.symbolic", "storage.gathering"),
+        ("objects.layers", "objects.model", "replicas.added_losses", "step.symbolic", "storage.gathering"),
         ("include_self",),
     ),
     Hook("keras", "Layer._get_own_losses", ("objects.model",)),
@@ -434,6 +434,7 @@ OF_OBJECTS = (
         "Layer._call_has_training_arg",
         ("mesh.comparing", "probes.trial", "replicas.evaluation", "step.forward"),
     ),
+    Hook("keras", "Layer._losses", ("replicas.added_losses",)),
     Hook("keras", "Layer._losses_override", ("objects.own_methods",)),
     Hook("keras", "Layer._metrics", ("objects.model",)),
     Hook("keras", "Layer._non_trainable_variables", ("probes.states",)),

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.replicas.added_losses import keep_apart, keep_together
 from keras_paragrad._keras.replicas.evaluation import predict_function, test_function
 from keras_paragrad._keras.replicas.parallel_reading import read_by_own_workers
 from keras_paragrad._keras.step.builder import StepBuilder
@@ -37,6 +38,7 @@ def spread_over_replicas(model: keras.Model, take: Take, cut: Cut | None = None)
     builder.fill(take=take)
     if model.distribute_strategy.num_replicas_in_sync == 1:
         return
+    keep_apart(model)
     gather_at_calls(model)
     own = model.__dict__
 
@@ -61,6 +63,7 @@ def uninstall(model: keras.Model) -> None:
         model.__dict__.pop(method, None)
     forget_functions(model)
     gather_on_read(model)
+    keep_together(model)
     StepBuilder.of(model).fill(take=None)
 
 
