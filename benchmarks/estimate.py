@@ -1,6 +1,7 @@
 """What `DistributedFit.estimate` says that training takes, and what it was seen to take.
 
-`python benchmarks/estimate.py` prints the table and saves it in `results/estimate.json`.
+`python benchmarks/estimate.py` prints the tables and saves them in `results/estimate.json`; `python
+benchmarks/estimate.py shards` does one of the sections `alone` and `shards`.
 """
 
 import json
@@ -10,6 +11,7 @@ import resource
 import subprocess
 import sys
 
+import sharding
 from harness import report
 
 # Rows of a batch, by model.
@@ -95,6 +97,17 @@ def estimate(name):
     print(DistributedFit("none").estimate(model, BATCHES[name])[None, "recomputed" in name].total)
 
 
+def estimate_shards(case):
+    """Prints the estimate of a case of `sharding.py` for all its devices, in bytes; with its layers that run again."""
+    from keras_paragrad.sharding import estimate_memory
+
+    sharding.make_devices()
+    model = sharding.prepared(case, sharding.WIDTH)
+    found = estimate_memory(model, sharding.BATCH, sharding.DEVICES)
+    # What is recomputed in the model, is so in the column without.
+    print(sharding.DEVICES * found[sharding.CASES[case].shard].total)
+
+
 def in_own_process(arguments, onednn="0"):
     # On Linux a process's peak begins with what its parent holds, so this one must not load TensorFlow.
     command = [sys.executable, "-W", "ignore", __file__, json.dumps(arguments)]
@@ -103,11 +116,8 @@ def in_own_process(arguments, onednn="0"):
     return float(done.stdout.split()[-1]) / 1e6
 
 
-def main():
-    if sys.argv[1:]:
-        arguments = json.loads(sys.argv[1])
-        estimate(*arguments) if len(arguments) == 1 else train(*arguments)
-        return
+def alone():
+    """Models on one device."""
     rows = []
     for name in BATCHES:
         row = [name, round(in_own_process([name]))]
@@ -121,6 +131,40 @@ def main():
         rows.append([*row, f"{row[1] / row[2] - 1:+.0%}", f"{row[1] / row[3] - 1:+.0%}"])
     columns = ["", "estimated", *RUNS, "estimated against seen", "against seen with oneDNN"]
     report("estimate", "Memory of training with Adam on a CPU, MB", columns, rows)
+
+
+def shards():
+    """The Transformer of `sharding.py` on four devices, whose peak is that of the process without the graph."""
+    rows = []
+    for case, how in sharding.CASES.items():
+        if not how.replicated or how.jit:
+            continue
+        estimated = in_own_process(["shards", case])
+        peaks = [
+            sharding.result(sharding.in_own_process("print_memory", case, width, **sharding.SETTINGS))["peak"] / 1e6
+            for width in (sharding.WIDTH, sharding.TINY)
+        ]
+        seen = peaks[0] - peaks[1]
+        rows.append([case, round(estimated), round(seen), f"{estimated / seen - 1:+.0%}"])
+    title = f"Memory of training a Transformer on {sharding.DEVICES} devices with Adam, MB of all of them"
+    report("estimate", title, ["", "estimated", "seen", "estimated against seen"], rows)
+
+
+SECTIONS = {"alone": alone, "shards": shards}
+
+
+def main():
+    if sys.argv[1:] and sys.argv[1] not in SECTIONS:
+        arguments = json.loads(sys.argv[1])
+        if arguments[0] == "shards":
+            estimate_shards(arguments[1])
+        elif len(arguments) == 1:
+            estimate(*arguments)
+        else:
+            train(*arguments)
+        return
+    for section in sys.argv[1:] or SECTIONS:
+        SECTIONS[section]()
 
 
 if __name__ == "__main__":

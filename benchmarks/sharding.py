@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -27,13 +28,26 @@ DEVICES = 4
 BLOCKS, WIDTH, HEADS, TOKENS, WORDS, BATCH = 3, 720, 8, 32, 2000, 16
 # The same graph, next to no weights.
 TINY = 8
-# By name: whether it runs on all devices, `shard` of `DistributedFit`, and whether layers are recomputed.
+
+
+class Case(NamedTuple):
+    """How to train: `shard` of `DistributedFit`, and whether on all devices, recomputed, and by XLA."""
+
+    replicated: bool = True
+    shard: str | None = None
+    recomputed: bool = False
+    jit: bool = False
+
+
 CASES = {
-    "one device": (False, None, False),
-    "mirrored": (True, None, False),
-    'shard="optimizer"': (True, "optimizer", False),
-    'shard="parameters"': (True, "parameters", False),
-    'shard="parameters", recomputed': (True, "parameters", True),
+    "one device": Case(replicated=False),
+    "mirrored": Case(),
+    'shard="optimizer"': Case(shard="optimizer"),
+    'shard="parameters"': Case(shard="parameters"),
+    'shard="parameters", recomputed': Case(shard="parameters", recomputed=True),
+    "mirrored, XLA": Case(jit=True),
+    'shard="parameters", XLA': Case(shard="parameters", jit=True),
+    'shard="parameters", recomputed, XLA': Case(shard="parameters", recomputed=True, jit=True),
 }
 # How often it is each case's turn, and how many steps that is.
 TURNS, BLOCK = 7, 2
@@ -80,12 +94,12 @@ def prepared(case, width):
 
     from keras_paragrad import DistributedFit, recompute
 
-    replicated, shard, recomputed = CASES[case]
+    replicated, shard, recomputed, jit = CASES[case]
     devices = [f"CPU:{index}" for index in range(DEVICES)]
-    dist = DistributedFit("mirrored", devices, shard=shard, jit=False) if replicated else None
+    dist = DistributedFit("mirrored", devices, shard=shard, jit=jit) if replicated else None
     with dist.scope() if dist else contextlib.nullcontext():
         model = transformer(width)
-        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=jit)
     if recomputed:
         recompute(model, every=1)
     if dist:

@@ -74,6 +74,22 @@ class Recurrent(keras.Model):
 
 
 MODELS = {"mlp": mlp, "cnn": cnn, "transformer": transformer, "recurrent": Recurrent}
+
+
+class TrustRatio(keras.optimizers.Optimizer):
+    """An optimizer of one's own, whose step looks at the shape, the norm and the rows of a whole variable."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.momenta = self.add_optimizer_variables(variables, "momentum")
+
+    def update_step(self, gradient, variable, learning_rate):
+        momentum = self.momenta[self._get_variable_index(variable)]
+        self.assign(momentum, 0.9 * momentum + gradient / variable.shape[0])
+        ratio = keras.ops.norm(keras.ops.reshape(variable, [-1])) / (1 + keras.ops.max(momentum, axis=0, keepdims=True))
+        self.assign_sub(variable, learning_rate * ratio * momentum)
+
+
 # A large epsilon, for a gradient near zero must not decide by its last digit between one step and its opposite.
 OPTIMIZERS = {
     "sgd": lambda **options: optimizers.SGD(RATE, momentum=0.9, **options),
@@ -89,6 +105,7 @@ OPTIMIZERS = {
     "lamb": lambda **options: optimizers.Lamb(0.01, epsilon=1e-2, **options),
     "adafactor": lambda **options: optimizers.Adafactor(0.01, **options),
     "muon": lambda **options: optimizers.Muon(0.01, **options),
+    "trust_ratio": lambda **options: TrustRatio(RATE, **options),
 }
 SETTINGS = {
     "clipnorm": {"clipnorm": 0.05},
@@ -226,6 +243,28 @@ def held_after_updates(optimizer: str) -> float:
     step()
     gc.collect()
     return (_resident() - before) / (4 * side**2)
+
+
+def most_while_building(_: Any) -> float:
+    """The most memory taken while a model and its optimizer are made in shards, in what they have in the end.
+
+    Called in a process of its own.
+    """
+    make_devices(4)
+    dist = DistributedFit("mirrored", [f"CPU:{index}" for index in range(4)], shard="parameters")
+    side, matrices = 2048, 6
+    with dist.scope():
+        # TensorFlow and Keras make what they need for this later.
+        small = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+        small.compile("adam", "mse")
+        small.optimizer.build(small.trainable_variables)
+        before = _resident()
+        Path("/proc/self/clear_refs").write_text("5")
+        model = keras.Sequential([keras.Input((side,)), *[keras.layers.Dense(side) for _ in range(matrices)]])
+        model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+    (peak,) = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line]
+    return (int(peak) * 1024 - before) / (3 * matrices * 4 * side**2)
 
 
 def _resident() -> int:

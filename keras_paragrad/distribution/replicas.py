@@ -20,7 +20,7 @@ from keras_paragrad._keras.replicas.workers import barrier
 from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad._keras.storage.creation import may_be_in_shards
-from keras_paragrad._keras.storage.updating import is_elementwise
+from keras_paragrad._keras.storage.updating import is_elementwise, own_update
 from keras_paragrad.distribution.alike import SAME_CODE, ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 
@@ -190,6 +190,12 @@ def check_shards(model: Any) -> None:
             f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps), in a branch in which "
             "TensorFlow can't scatter them. Remove that argument, and compile with AccumulatingOptimizer(optimizer, "
             f"steps={accumulation_steps(optimizer)})."
+        )
+    if own := own_update(optimizer):
+        raise ValueError(
+            f"{own} is an optimizer's own, and would be given shards in place of whole gradients and weights. Move "
+            "what it does into update_step, as keras.optimizers.Optimizer documents it, which is given whole ones; or "
+            "write DistributedFit(..., shard=None)."
         )
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if scaled and place_of(model.distribute_strategy).workers > 1 and not all(map(is_elementwise, parts(optimizer))):

@@ -88,6 +88,9 @@ class PerExampleGradients(keras.layers.Wrapper):
         Bu et al., Differentially private optimization on large models, https://arxiv.org/abs/2210.00038 (one pass).
     """
 
+    # Records cotangents from the forward pass on: see `keras_paragrad._keras.step.compiled_call`.
+    needs_whole_pass = True
+
     def __init__(
         self,
         layer: keras.layers.Layer,

@@ -126,6 +126,20 @@ _STEP = [
         "sharding/test_storage.py::test_the_backward_pass_gathers_weights_again",
     ),
     _fault(
+        "weights that a compiled layer returns are kept for the backward pass",
+        "_keras/storage/regathering.py",
+        "            if use.type in _CALLS:\n",
+        "            if False:\n",
+        "sharding/test_compiled_by_layer.py::test_gathered_weights_are_not_kept",
+    ),
+    _fault(
+        "masks and losses of layers that are compiled by themselves stay inside",
+        "_keras/step/compiled_call.py",
+        "    losses.replace(added)\n",
+        "    losses.replace([])\n",
+        "sharding/test_compiled_by_layer.py::test_losses_leave_what_is_compiled",
+    ),
+    _fault(
         "a shard is a slice, which keeps the whole variable in memory",
         "_keras/storage/partition.py",
         "return tf.raw_ops.DeepCopy(x=self.shard(whole, index))",
@@ -528,8 +542,8 @@ _SHARDING = [
     _fault(
         "a layer that runs again draws other random numbers",
         "_keras/step/recompute.py",
-        "self._weights(watched), later(self.known.before))",
-        "self._weights(watched), later([each + 1 for each in self.known.before]))",
+        "weights, later(self.known.before), list(cotangents))",
+        "weights, later([each + 1 for each in self.known.before]), list(cotangents))",
         "sharding/test_recompute.py::test_with_slices_and_accumulation",
     ),
     _fault(
@@ -556,8 +570,8 @@ _SHARDING = [
     _fault(
         "weights without a gradient get one of zeros from a recomputed layer",
         "_keras/step/recompute.py",
-        "tape.gradient(results, watched, list(cotangents))",
-        'tape.gradient(results, watched, list(cotangents), unconnected_gradients="zero")',
+        "tape.gradient(results, watched, cotangents)",
+        'tape.gradient(results, watched, cotangents, unconnected_gradients="zero")',
         "sharding/test_recompute.py::test_trains_as_without",
     ),
     _fault(

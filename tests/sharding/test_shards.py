@@ -99,6 +99,14 @@ def test_shards_are_in_memory_of_their_own(optimizer):
     assert held < 3 + 0.55
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_models_are_made_in_shards():
+    """Four devices in one process take what one takes, and one variable at a time whole."""
+    (most,) = own_process.call(sharded_training.most_while_building, None, [{}], seconds=120)
+    # Of eighteen matrices in shards, three whole ones: the drawn one, and what its initializer computes with.
+    assert most < 1 + 3 / 18
+
+
 @pytest.mark.long
 def test_every_optimizer_in_every_way():
     check_updates(APPLIED)

@@ -233,6 +233,13 @@ def test_a_model_that_fit_builds():
     assert_same(found[1].get_weights(), found[0].get_weights(), 1e-6)
 
 
+class Centralized(keras.optimizers.SGD):
+    """Looks at whole gradients where all optimizers are given them."""
+
+    def apply(self, grads, trainable_variables=None):
+        return super().apply([each - keras.ops.mean(each) for each in grads], trainable_variables)
+
+
 class OwnStep(keras.Sequential):
     def train_step(self, data):
         return super().train_step(data)
@@ -252,10 +259,13 @@ def test_refusals():
         own.compile("sgd", "mse")
         accumulating = made(keras.optimizers.SGD(gradient_accumulation_steps=2))
         observed = made("sgd")
+        centralized = made(keras.optimizers.LossScaleOptimizer(Centralized(0.1)))
     with pytest.raises(ValueError, match="defines its own train_step"):
         dist.prepare(own)
     with pytest.raises(ValueError, match="compile with AccumulatingOptimizer"):
         dist.prepare(accumulating)
+    with pytest.raises(ValueError, match="Centralized.apply is an optimizer's own, and would be given shards"):
+        dist.prepare(centralized)
     with pytest.raises(ValueError, match="looks at the gradients of each replica"):
         dist.fit(observed, X, Y, batch_size=8, verbose=0, callbacks=[GradientNoiseScale()])
     whole = DistributedFit(dist.strategy, exact=False)

@@ -24,7 +24,14 @@ HOOKS = (
     Hook(
         "keras",
         "Layer._flatten_layers",
-        ("objects.layers", "objects.model", "replicas.added_losses", "step.symbolic", "storage.gathering"),
+        (
+            "objects.layers",
+            "objects.model",
+            "replicas.added_losses",
+            "step.compiled_call",
+            "step.symbolic",
+            "storage.gathering",
+        ),
         ("include_self",),
     ),
     Hook("keras", "Layer._get_own_losses", ("objects.model",)),
@@ -96,6 +103,7 @@ HOOKS = (
         ("step.apply", "telemetry.observe", "telemetry.watch"),
         ("grads_and_vars",),
     ),
+    Hook("keras", "Optimizer._backend_apply_gradients", ("storage.updating",), ("grads", "trainable_variables")),
     Hook(
         "keras",
         "Optimizer._backend_update_step",
@@ -103,6 +111,7 @@ HOOKS = (
         ("grads", "trainable_variables", "learning_rate"),
     ),
     Hook("keras", "Optimizer._check_variables_are_known", ("objects.optimizer",), ("variables",)),
+    Hook("keras", "Optimizer._clip_by_norm", ("storage.updating",), ("values", "axes")),
     Hook("keras", "Optimizer._clip_gradients", ("storage.updating", "telemetry.watch"), ("grads",)),
     Hook("keras", "Optimizer._get_variable_index", ("objects.optimizer",), ("variable",)),
     Hook("keras", "Optimizer._overwrite_model_variables_with_average_value", ("step.apply",), ("trainable_variables",)),
@@ -321,7 +330,9 @@ HOOKS = (
     Hook("tensorflow.dtensor.python", "api", ("mesh.dtensor",)),
     Hook("tensorflow.dtensor.python.api", "_dtensor_singleton", ("mesh.dtensor",)),
     Hook("tensorflow.experimental", "dtensor", ("mesh.dtensor",)),
-    Hook("tensorflow", "Graph._get_function", ("step.operations", "step.stateful_ops"), ("name",)),
+    Hook(
+        "tensorflow", "Graph._get_function", ("step.operations", "step.stateful_ops", "storage.regathering"), ("name",)
+    ),
     Hook("tensorflow.python.framework.func_graph", "FuncGraph", ("objects.unallocated", "step.uncut"), ("name",)),
     Hook("tensorflow.python.framework.ops", "Operation._update_input", ("storage.regathering",), ("index", "tensor")),
     Hook("tensorflow.python.framework.ops", "gradient_registry._registry", ("step.gradient_functions",)),
@@ -434,7 +445,7 @@ OF_OBJECTS = (
         "Layer._call_has_training_arg",
         ("mesh.comparing", "probes.trial", "replicas.evaluation", "step.forward"),
     ),
-    Hook("keras", "Layer._losses", ("replicas.added_losses",)),
+    Hook("keras", "Layer._losses", ("replicas.added_losses", "step.compiled_call")),
     Hook("keras", "Layer._losses_override", ("objects.own_methods",)),
     Hook("keras", "Layer._metrics", ("objects.model",)),
     Hook("keras", "Layer._non_trainable_variables", ("probes.states",)),

@@ -17,12 +17,13 @@ from keras_paragrad._keras.objects.model import has_own_predict_step, has_own_te
 from keras_paragrad._keras.probes.independence import check_metrics
 from keras_paragrad._keras.replicas.collectives import replica_count
 from keras_paragrad._keras.replicas.shard import Shard, rows_of
+from keras_paragrad._keras.step.compiled_call import compiled_by_layer
 from keras_paragrad._keras.step.execution import compile_steps
 from keras_paragrad._keras.step.forward import compiled_apart
 from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.symbolic import build_from_inputs
-from keras_paragrad._keras.storage.gathering import gathered_first
+from keras_paragrad._keras.storage.gathering import compiled_in_pieces, gathered_first
 
 
 def test_function(model: keras.Model, take: Take) -> Callable[[Any], dict]:
@@ -100,6 +101,9 @@ def _apart(function: Callable[[Any, Any], Any], take: Take) -> Callable[[Any, An
         return function
 
     def compiled(model: Any, data: Any) -> Any:
+        if compiled_in_pieces(model):
+            with compiled_by_layer():
+                return function(model, data)
         with gathered_first(model):
             return compiled_apart(functools.partial(function, model), data)
 

@@ -19,22 +19,11 @@ from keras_paragrad._keras.objects.layers import (
     mask_of,
     may_be_differentiated,
 )
+from keras_paragrad._keras.step.compiled_call import apart
 from keras_paragrad._keras.step.gradient_functions import keep_with_graphs
 from keras_paragrad._keras.step.leaves import dense_parts, has_gradient, rebuilt
 from keras_paragrad._keras.step.stateful_ops import check_operations
 from keras_paragrad._keras.storage.sharded import to_gather
-
-
-def stored(variable: keras.Variable) -> tf.Tensor:
-    """A weight as the step keeps it from the first run to the second; gradients are taken of it."""
-    storage = to_gather(variable)
-    return tf.identity(storage.shard.read_value() if storage else tf.convert_to_tensor(variable.value))
-
-
-def as_read(variable: keras.Variable, kept: tf.Tensor) -> tf.Tensor:
-    """A weight as layers read it, made in each of the two runs from what is kept."""
-    storage = to_gather(variable)
-    return storage.whole(kept) if storage else kept
 
 
 class _Known(NamedTuple):
@@ -42,12 +31,14 @@ class _Known(NamedTuple):
 
     Attributes:
         weights: Trainable variables.
-        kept: How they are kept, one for each.
+        storages: Those that are gathered for each of the two runs, or `None` for a weight that is whole already.
+        kept: How they are kept from the first run to the second; gradients are taken of these.
         state: Other variables.
         before: Their values before the call.
     """
 
     weights: list[keras.Variable]
+    storages: list[Any]
     kept: list[tf.Tensor]
     state: list[keras.Variable]
     before: list[tf.Tensor]
@@ -59,7 +50,16 @@ class _Known(NamedTuple):
         state = [variable for variable in each if not variable.trainable]
         with full_precision():
             before = [tf.identity(tf.convert_to_tensor(variable.value)) for variable in state]
-            return cls(weights, [stored(variable) for variable in weights], state, before)
+            storages = [to_gather(variable) for variable in weights]
+            kept = [
+                tf.identity(storage.shard.read_value() if storage else tf.convert_to_tensor(variable.value))
+                for variable, storage in zip(weights, storages, strict=True)
+            ]
+            return cls(weights, storages, kept, state, before)
+
+    def read(self, kept: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The weights as layers read them, made in each of the two runs from what is kept."""
+        return [storage.whole(each) if storage else each for storage, each in zip(self.storages, kept, strict=True)]
 
 
 class _Reads(keras.StatelessScope):
@@ -125,8 +125,10 @@ class _Run:
         self.masks = [mask_of(leaf) for leaf in self.leaves]
         self.tensors = [each for leaf in self.leaves for each in dense_parts(leaf)]
         self.places = [place for place, tensor in enumerate(self.tensors) if has_gradient(tensor)]
+        self.result: Any = None
         self.missing: list[keras.Variable] = []
         self.losses: list[tf.Tensor] = []
+        self.updated: list[keras.Variable] = []
         self.updates: list[tuple[keras.Variable, tf.Tensor]] = []
 
     @property
@@ -136,41 +138,57 @@ class _Run:
 
     def __call__(self) -> Any:
         """Runs it, and returns its outputs."""
-        outputs: list[Any] = []
+        made: list[Any] = []
 
         @tf.custom_gradient
         def recomputed(*tensors):
-            with _made_operations() as made:
+            with _made_operations() as operations:
                 with tf.control_dependencies(tensors[: len(self.places)]):
                     # Weights in shards are gathered where they are needed, and not all before the step.
-                    weights = self._weights(tensors)
-                result, reads = self._call(self._filled(tensors), weights, self.known.before)
-            if not reads.missing:
-                check_operations(self.function.name, made)
-            outputs[:], self.missing, self.updates = [result], list(reads.missing.values()), reads.updates
-            return _differentiable(result, reads.losses), self._gradient(tensors)
+                    weights = self.known.read(tensors[len(self.places) :])
+                parts, masks, losses, values = apart(self._first, self._filled(tensors), weights, self.known.before)
+            if not self.missing:
+                check_operations(self.function.name, operations)
+            made[:] = [parts, masks, values]
+            return [part for each in parts for part in each if has_gradient(part)] + losses, self._gradient(tensors)
 
         found: Any = recomputed(*self.differentiable)
-        flat = keras.tree.flatten(outputs[0])
-        parts = [dense_parts(leaf) for leaf in flat]
+        parts, masks, values = made
         again = iter(found)
         passed = [[next(again) if has_gradient(part) else part for part in each] for each in parts]
         self.losses = list(again)
-        return keras.tree.pack_sequence_as(outputs[0], rebuilt(flat, passed))
+        self.updates = list(zip(self.updated, values, strict=True))
+        return keras.tree.pack_sequence_as(self.result, rebuilt(keras.tree.flatten(self.result), passed, masks))
+
+    def _first(self, tensors: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], state: Sequence[tf.Tensor]) -> Any:
+        """The first run; what it leaves are tensors alone, as it may be compiled."""
+        self.result, reads = self._call(tensors, weights, state)
+        self.missing = list(reads.missing.values())
+        self.updated = [variable for variable, _ in reads.updates]
+        flat = keras.tree.flatten(self.result)
+        values = [value for _, value in reads.updates]
+        return [dense_parts(leaf) for leaf in flat], [mask_of(leaf) for leaf in flat], reads.losses, values
 
     def _gradient(self, tensors: Sequence[tf.Tensor]) -> Callable[..., Any]:
+        def second(tensors: Any, weights: Any, state: Any, cotangents: Any) -> Any:
+            watched = [*(tensors[place] for place in self.places), *weights]
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(watched)
+                result, reads = self._call(tensors, weights, state)
+                results = _differentiable(result, reads.losses)
+            # `None` where there is none: an optimizer leaves alone a weight that has no gradient.
+            return tape.gradient(results, watched, cotangents)
+
         def gradient(*cotangents: Any, variables: Any = None) -> list[Any]:
             assert not variables, "operations that read variables are refused"
             with self.called.entered(), _after(cotangents) as later:
-                kept = [tf.identity(weight) for weight in tensors[len(self.places) :]]
-                whole = later(self._filled(tensors))
-                watched = [whole[place] for place in self.places] + kept
-                with tf.GradientTape(watch_accessed_variables=False) as tape:
-                    tape.watch(watched)
-                    result, reads = self._call(whole, self._weights(watched), later(self.known.before))
-                    results = _differentiable(result, reads.losses)
-            # `None` where there is none: an optimizer leaves alone a weight that has no gradient.
-            return tape.gradient(results, watched, list(cotangents))
+                weights = [tf.identity(each) for each in self.known.read(tensors[len(self.places) :])]
+                found = apart(second, later(self._filled(tensors)), weights, later(self.known.before), list(cotangents))
+            # A gathered weight may have another dtype than its shards.
+            return [
+                each if each is None else tf.cast(each, tensor.dtype)
+                for each, tensor in zip(found, tensors, strict=True)
+            ]
 
         return gradient
 
@@ -180,10 +198,6 @@ class _Run:
         for place, tensor in zip(self.places, tensors, strict=False):
             filled[place] = tensor
         return filled
-
-    def _weights(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        kept = tensors[len(self.places) :]
-        return [as_read(*pair) for pair in zip(self.known.weights, kept, strict=True)]
 
     def _call(
         self, tensors: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], state: Sequence[tf.Tensor]

@@ -15,6 +15,7 @@ from keras_paragrad._keras.objects.capabilities import Accumulating, accumulatin
 from keras_paragrad._keras.replicas.collectives import replica_count, sum_over_replicas
 from keras_paragrad._keras.replicas.shard import Shard
 from keras_paragrad._keras.step.apply import apply_gradient
+from keras_paragrad._keras.step.compiled_call import compiled_by_layer
 from keras_paragrad._keras.step.forward import Normalizer, ReplicaScale
 from keras_paragrad._keras.step.gradient import (
     Gradient,
@@ -25,7 +26,7 @@ from keras_paragrad._keras.step.gradient import (
 )
 from keras_paragrad._keras.step.stages import Split, Stages
 from keras_paragrad._keras.step.uncut import Limit
-from keras_paragrad._keras.storage.gathering import gathered_first
+from keras_paragrad._keras.storage.gathering import compiled_in_pieces, gathered_first
 from keras_paragrad._keras.telemetry.observe import show_before_sum
 
 
@@ -110,6 +111,11 @@ class TrainStep(NamedTuple):
         return Normalizer(sharing(weight) / replica_count())
 
     @property
+    def _by_layer(self) -> bool:
+        """Whether XLA compiles layers one by one, as collectives stand between them."""
+        return self._by_xla and not self.stages.split and compiled_in_pieces(self.model)
+
+    @property
     def _by_xla(self) -> bool:
         return self.stages.by_xla_alone(self.model, replica_count())
 
@@ -118,8 +124,8 @@ class TrainStep(NamedTuple):
 
     def _gradient(self, data: Any, shard: Shard, replica_scale: ReplicaScale | None) -> Gradient:
         # TensorFlow can't gather weights inside of what XLA compiles, or in a loop over slices.
-        apart = self._by_xla or self.stages.split
-        with gathered_first(self.model) if apart else contextlib.nullcontext():
+        apart = (self._by_xla and not self._by_layer) or self.stages.split
+        with gathered_first(self.model) if apart else compiled_by_layer(self._by_layer):
             return self._of_batch(data, shard, replica_scale)
 
     def _of_batch(self, data: Any, shard: Shard, replica_scale: ReplicaScale | None) -> Gradient:
@@ -151,7 +157,7 @@ class TrainStep(NamedTuple):
             self.model,
             normalize=normalize,
             shard=shard,
-            by_xla=self._by_xla,
+            by_xla=self._by_xla and not self._by_layer,
             sums=parts,
             foreseen=foreseen,
             present=self.stages.present,

@@ -12,6 +12,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_paragrad._keras.objects.model import all_layers
+from keras_paragrad._keras.step.compiled_call import compiled_call, compiles, may_be_parted
 from keras_paragrad._keras.storage.creation import may_be_in_shards
 from keras_paragrad._keras.storage.exchange import looked_up
 from keras_paragrad._keras.storage.sharded import ShardedVariable, known, known_cast, read_as, storage_of
@@ -50,6 +51,12 @@ def gather_on_read(model: keras.Model) -> None:
         call = vars(layer).get(_CALL)
         if isinstance(call, functools.partial) and call.func is _call:
             del vars(layer)[_CALL]
+
+
+def compiled_in_pieces(model: keras.Model) -> bool:
+    """Whether XLA has to compile a model's layers one by one, as each gathers its weights when it is called."""
+    gathers = any((storage := storage_of(variable)) and storage.copies is None for variable in model.variables)
+    return gathers and may_be_parted(model)
 
 
 @contextlib.contextmanager
@@ -93,6 +100,11 @@ def _call(layer: Any, *arguments: Any, **keywords: Any) -> Any:
     for storage in missing:
         dtype = dtypes.get(id(storage))
         (cast if dtype else whole)[id(storage)] = storage.gathered(dtype, after)
+    if missing and compiles(layer):
+        began = _ORDER.inputs
+        result = compiled_call(layer, call, arguments, keywords, (whole, cast), read_as)
+        _ORDER.inputs = began
+        return result
     with read_as(whole, cast):
         return call(*arguments, **keywords)
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 # What keeps a weight's buffer, or is as large as the weight, and is computed from it alone.
 _VIEWS = ("Cast", "ExpandDims", "Identity", "IdentityN", "Reshape", "Squeeze", "Transpose")
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 # These run at once, and keep nothing.
 _OF_SHAPE = ("Rank", "Shape", "ShapeN", "Size")
 
@@ -93,21 +94,38 @@ class _Weight:
         return after
 
     def _is_backward(self, operation: Any) -> bool:
-        return self._places[operation.name] >= self._before
+        # What was gathered again for another weight has no place.
+        return self._places.get(operation.name, -1) >= self._before
 
     def _views_of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         found = [tensor]
         for use in tensor.consumers():
-            alone = use.type in _VIEWS and all(each is tensor or each.op.type == "Const" for each in use.inputs)
-            if alone and not self._is_backward(use):
+            if self._is_backward(use):
+                continue
+            if use.type in _CALLS:
+                found += [view for output in _returned(use, tensor) for view in self._views_of(output)]
+            elif use.type in _VIEWS and all(each is tensor or each.op.type == "Const" for each in use.inputs):
                 found += [view for output in use.outputs for view in self._views_of(output)]
         return found
 
     def _made_again(self, view: Any) -> tf.Tensor:
         if id(view) not in self._again:
-            made = view.op
-            inputs = [each if each.op.type == "Const" else self._made_again(each) for each in made.inputs]
-            copy = view.graph.create_op(
+            made, graph = view.op, self._tensor.graph
+            if made.type in _CALLS:
+                body = _body(made)
+                kept = body.outputs[view.value_index]
+                given = next(
+                    outer for outer, inner in zip(made.inputs, body.inputs, strict=True) if _origin(kept) is inner
+                )
+                self._again[id(_origin(kept))] = self._made_again(given)
+                self._again[id(view)] = self._made_again(kept)
+                return self._again[id(view)]
+            # A constant of a function's is made once more, outside of it.
+            inputs = [
+                each if each.op.type == "Const" and each.graph is graph else self._made_again(each)
+                for each in made.inputs
+            ]
+            copy = graph.create_op(
                 made.type,
                 inputs,
                 [each.dtype for each in made.outputs],
@@ -116,3 +134,23 @@ class _Weight:
             )
             self._again.update((id(old), new) for old, new in zip(made.outputs, copy.outputs, strict=True))
         return self._again[id(view)]
+
+
+def _body(call: Any) -> Any:
+    """The graph of the function that an operation calls."""
+    return call.graph._get_function(call.get_attr("f").name).graph
+
+
+def _returned(call: Any, tensor: Any) -> list[Any]:
+    """The outputs of a call that are a view of one of its inputs: what is kept for its backward pass."""
+    body = _body(call)
+    inside = {id(inner) for outer, inner in zip(call.inputs, body.inputs, strict=True) if outer is tensor}
+    pairs = zip(call.outputs, body.outputs, strict=True)
+    return [outer for outer, inner in pairs if id(_origin(inner)) in inside]
+
+
+def _origin(tensor: Any) -> Any:
+    """What a tensor is a view of."""
+    made = tensor.op
+    others = [each for each in made.inputs if each.op.type != "Const"]
+    return _origin(others[0]) if made.type in _VIEWS and len(others) == 1 else tensor

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.capabilities import parts
+from keras_paragrad._keras.objects.capabilities import nested, parts
 from keras_paragrad._keras.replicas.collectives import replica_index, sum_over_replicas
 from keras_paragrad._keras.storage.layout import whole_gradients
 from keras_paragrad._keras.storage.sharded import storage_of, updated_whole
@@ -29,6 +29,21 @@ _ELEMENTWISE = {
         keras.optimizers.Lion,
     )
 }
+
+
+# What is given gradients or weights, and can't be told from the outside to look at single elements only.
+_BESIDE = ("apply", "apply_gradients", "_backend_apply_gradients", "_backend_update_step")
+_BESIDE += ("_clip_gradients", "_clip_by_norm", "_update_model_variables_moving_average")
+
+
+def own_update(optimizer: Any) -> str | None:
+    """The method of an optimizer's own, beside `update_step`, that would be given shards as if they were whole."""
+    for part in (*nested(optimizer), *parts(optimizer)):
+        for name in _BESIDE:
+            found = getattr(type(part), name)
+            if found.__module__.partition(".")[0] not in ("keras", "keras_paragrad"):
+                return f"{type(part).__name__}.{name}"
+    return None
 
 
 def is_elementwise(optimizer: Any) -> bool:
@@ -164,11 +179,6 @@ def _blend(average: Any, value: Any, momentum: Any) -> Any:
 
 def _step(part: Any) -> Callable[[Any, Any, Any], None]:
     """A step of an optimizer that needs whole variables: each is gathered, updated, and let go of before the next."""
-    if "_backend_update_step" in vars(type(part)):
-        raise ValueError(
-            f"{type(part).__name__} has a _backend_update_step of its own, which can't be given shards. Implement "
-            "update_step, as keras.optimizers.Optimizer documents it, or train with shard=None."
-        )
 
     def step(grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any) -> None:
         done: list[tf.Tensor] = []
