@@ -48,13 +48,13 @@ def timed_fit(model, dataset, steps: int, micro_batches: int, callbacks: Sequenc
     return run
 
 
-def fashion_mnist(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first images of Fashion-MNIST's training set, scaled to [0, 1], and their classes."""
+def fashion_mnist(rows: int, part: str = "train") -> tuple[np.ndarray, np.ndarray]:
+    """The first images of a part of Fashion-MNIST, `"train"` or `"t10k"`, scaled to [0, 1], and their classes."""
     if not FASHION_MNIST.exists():
         raise SystemExit("The benchmarks train on Fashion-MNIST. Install it: apt-get install dataset-fashion-mnist")
-    with gzip.open(FASHION_MNIST / "train-images-idx3-ubyte.gz") as images:
+    with gzip.open(FASHION_MNIST / f"{part}-images-idx3-ubyte.gz") as images:
         pixels = np.frombuffer(images.read(16 + rows * 784), np.uint8, offset=16).reshape(rows, 28, 28, 1)
-    with gzip.open(FASHION_MNIST / "train-labels-idx1-ubyte.gz") as labels:
+    with gzip.open(FASHION_MNIST / f"{part}-labels-idx1-ubyte.gz") as labels:
         classes = np.frombuffer(labels.read(8 + rows), np.uint8, offset=8)
     return pixels.astype("float32") / 255, classes.astype("int64")
 

@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import tensorflow as tf
 from harness import fashion_mnist
 from sizes import ROWS, TOKENS, WIDTH, WORDS
 
@@ -12,16 +11,16 @@ def mlp():
     return keras.Sequential([keras.Input((784,)), *hidden, keras.layers.Dense(10)])
 
 
-def cnn():
+def cnn(activation="relu"):
     return keras.Sequential(
         [
             keras.Input((28, 28, 1)),
-            keras.layers.Conv2D(16, 8, strides=2, padding="same", activation="relu"),
+            keras.layers.Conv2D(16, 8, strides=2, padding="same", activation=activation),
             keras.layers.MaxPooling2D(2, 1),
-            keras.layers.Conv2D(32, 4, strides=2, activation="relu"),
+            keras.layers.Conv2D(32, 4, strides=2, activation=activation),
             keras.layers.MaxPooling2D(2, 1),
             keras.layers.Flatten(),
-            keras.layers.Dense(32, activation="relu"),
+            keras.layers.Dense(32, activation=activation),
             keras.layers.Dense(10),
         ]
     )
@@ -37,15 +36,28 @@ def transformer():
     return keras.Model(tokens, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling1D()(hidden)))
 
 
+def low_rank():
+    """The transformer, of which adapters of rank 4 and the biases beside them are trained."""
+    from keras_paragrad._keras.objects.model import all_layers
+
+    model = transformer()
+    for layer in all_layers(model):
+        if hasattr(layer, "enable_lora"):
+            layer.enable_lora(4)
+        elif isinstance(layer, keras.layers.LayerNormalization):
+            layer.trainable = False
+    return model
+
+
 def model_of(name):
     keras.utils.set_random_seed(0)
-    return {"mlp": mlp, "cnn": cnn, "transformer": transformer}[name]()
+    return {"mlp": mlp, "cnn": cnn, "transformer": transformer, "low_rank": low_rank}[name]()
 
 
 def batch_of(name, rows=None):
     """A batch of the size that the model is compared with, or of so many rows."""
     rows = rows or ROWS[name]
-    if name == "transformer":
+    if name in ("transformer", "low_rank"):
         generator = np.random.default_rng(0)
         return generator.integers(0, WORDS, (rows, TOKENS)).astype("int32"), generator.integers(0, 10, rows)
     images, classes = fashion_mnist(rows)
@@ -58,6 +70,9 @@ def loss_of(reduction="sum_over_batch_size"):
 
 def endless(*batch):
     """A batch for ever. Without autotuning, whose thread sleeps ever longer, and is waited for when `fit` ends."""
+    # Not every framework's process has it.
+    import tensorflow as tf
+
     options = tf.data.Options()
     options.autotune.enabled = False
     return tf.data.Dataset.from_tensors(batch).cache().repeat().with_options(options)

@@ -1,23 +1,39 @@
-"""What differential privacy costs: steps of private training to plain ones, and peak memory.
+"""What differential privacy costs: steps of private training to plain ones, memory, and accuracy.
 
-`python benchmarks/privacy.py` prints the tables and saves them in `results/privacy.json`.
+`python benchmarks/privacy.py` prints the tables and saves them in `results/privacy.json`; `python benchmarks/privacy.py
+times memory` those parts alone, of `times`, `low_rank`, `memory`, `peers` and `accuracy`. Peers are measured where
+`make bench-peers` has installed them. `accuracy` trains for some minutes for each epsilon, or for those given, as in
+`python benchmarks/privacy.py accuracy 1 3`.
 """
 
+import json
 import os
 import platform
 import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from harness import interleaved, report
+from harness import RESULTS, fashion_mnist, report
+from peers.ratios import in_plain
 
-# An update's examples, and the updates of a timed epoch. A physical batch is a quarter of the padded batch.
-SIZE, UPDATES, ROUNDS = 1024, 8, 5
+PEERS = Path(__file__).parents[1] / ".venv-peers"
+# An update's examples, the updates of an epoch, and the epochs of a timed fit. A physical batch is a quarter of what
+# an update usually draws.
+SIZE, UPDATES, EPOCHS, ROUNDS = 1024, 16, 3, 7
 MODELS = ("mlp", "cnn", "transformer")
-WAYS = ("plain", "wrap(clip_norm=1.0)", "make_private, one batch", "make_private, four physical batches")
+# How many times a plain step one with four physical batches may take.
+TARGETS = {"mlp": 1.35, "cnn": 1.6, "transformer": 1.35, "low_rank": 1.35}
+ONE, FOUR = "make_private, one batch", "make_private, four physical batches"
+NORMS, CLIPPED = "wrap(quantity='norms')", "wrap(clip_norm=1.0)"
+WAYS = ("plain", CLIPPED, ONE, FOUR)
+# As Papernot et al. (2021), https://arxiv.org/abs/2007.14191, report it, at epsilon 2.7.
+PUBLISHED, EPSILONS = 0.861, (0.5, 1.0, 2.0, 3.0, 5.0, 8.0)
+RECIPE = {"epochs": 40, "expected_batch_size": 2048, "clip_norm": 0.1, "delta": 1e-5}
+LEARNING_RATE, MOMENTUM = 4.0, 0.9
 
 
 def prepared(name, way, jit_compile):
@@ -30,14 +46,14 @@ def prepared(name, way, jit_compile):
 
     model, data = model_of(name), batch_of(name, SIZE * UPDATES)
     options = {"batch_size": SIZE}
-    if way.startswith("wrap"):
-        model = wrap(model, clip_norm=1.0)
+    if way in (NORMS, CLIPPED):
+        model = wrap(model, **({"quantity": "norms"} if way == NORMS else {"clip_norm": 1.0}))
     elif way != "plain":
         settings = {"clip_norm": 1.0, "expected_batch_size": SIZE, "delta": 1e-6, "noise_multiplier": 1.0}
         private = make_private(model, **settings, examples=len(data[0]))
-        if way.endswith("physical batches"):
-            rows, _ = private.privacy.rows()
-            private = make_private(model, **settings, physical_batch_size=-(-rows // 4))
+        if way == FOUR:
+            _, rows = private.privacy.rows()
+            private = make_private(model, **settings, examples=len(data[0]), physical_batch_size=-(-rows // 4))
         model, options = private, {}
     model.compile(keras.optimizers.SGD(0.01), loss_of(), jit_compile=jit_compile)
     return model, data, options
@@ -48,47 +64,113 @@ def timed(name, way, jit_compile):
 
     def run():
         start = time.perf_counter()
-        model.fit(*data, verbose=0, **options)
-        return (time.perf_counter() - start) / UPDATES * 1e3
+        model.fit(*data, epochs=EPOCHS, verbose=0, **options)
+        return (time.perf_counter() - start) / (UPDATES * EPOCHS) * 1e3
 
     return run
 
 
-def steps():
+def report_ratios(title, names, ways):
     rows = []
-    for name in MODELS:
+    for name in names:
         for jit_compile in (False, True):
-            taken = interleaved({way: timed(name, way, jit_compile) for way in WAYS}, ROUNDS)
-            ratios = [taken[way] / taken["plain"] for way in WAYS[1:]]
-            rows.append([f"{name}, jit {'on' if jit_compile else 'off'}", taken["plain"], *ratios])
-    columns = ["", "plain, ms", *(f"{way}, to plain" for way in WAYS[1:])]
-    report("privacy", f"A step of {SIZE} examples in fit", columns, rows)
+            plain, ratios = in_plain({way: timed(name, way, jit_compile) for way in ways}, ROUNDS)
+            case = f"{name}, jit {'on' if jit_compile else 'off'}"
+            rows.append([case, plain, *(ratios[way] for way in ways[1:]), TARGETS[name]])
+    columns = ["", "plain, ms", *(f"{way}, to plain" for way in ways[1:]), "four, at most"]
+    report("privacy", title, columns, rows)
+
+
+def times():
+    report_ratios(f"A step of {SIZE} examples in fit", MODELS, WAYS)
+
+
+def low_rank():
+    ways = ("plain", NORMS, *WAYS[1:])
+    report_ratios(f"A step of {SIZE} examples with LoRA of rank 4 in the transformer", ["low_rank"], ways)
 
 
 def print_peak(name, way):
     """Runs in a process of its own: the most memory it has held, in MB."""
-    model, data, options = prepared(name, way, True)
+    model, data, options = prepared(name, way, jit_compile=False)
     model.fit(*data, verbose=0, **options)
     unit = 1 if platform.system() == "Darwin" else 1024
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6)
 
 
+def printed(*command):
+    """The lines that a process prints."""
+    command = [str(word) for word in command]
+    finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent, check=True)
+    return finished.stdout.splitlines()
+
+
 def peak(name, way):
     # On Linux a process's peak begins with what its parent holds, so this one must not load TensorFlow before.
-    command = [sys.executable, "-W", "ignore", __file__, "peak", name, way]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    return float(finished.stdout.split()[-1])
+    return float(printed(sys.executable, "-W", "ignore", __file__, "peak", name, way)[-1])
 
 
 def memory():
     rows = [[name, *(round(peak(name, way)) for way in WAYS)] for name in MODELS]
-    report("privacy", f"Peak memory of the process, MB, in steps of {SIZE} examples with XLA", ["", *WAYS], rows)
+    report("privacy", f"Peak memory of the process, MB, in steps of {SIZE} examples", ["", *WAYS], rows)
 
+
+def peers():
+    """A private step of other libraries, to a plain one of the same framework."""
+    rows = []
+    for framework, library in (("torch", "Opacus, ghost clipping"), ("jax", "JAX-Privacy")):
+        python = PEERS / framework / "bin" / "python"
+        if not python.exists():
+            print(f"Without {library}, which is not installed: make bench-peers")
+            continue
+        found = [json.loads(line) for line in printed(python, "-m", f"peers.privacy_{framework}") if line[:1] == "{"]
+        rows += [[library, each["model"], each["plain"], each["ratio"]] for each in found]
+    if rows:
+        columns = ["", "model", "plain, ms", "private, four physical batches, to plain"]
+        report("privacy", f"A step of {SIZE} examples in other libraries", columns, rows)
+
+
+def trained(epsilon, learning_rate=LEARNING_RATE):
+    """Accuracy on the test images of Fashion-MNIST after private training, the noise multiplier, and seconds."""
+    import keras
+    import numpy as np
+    from models import cnn, loss_of
+
+    from keras_paragrad.privacy import make_private
+
+    keras.utils.set_random_seed(0)
+    images, classes = fashion_mnist(60_000)
+    settings = {**RECIPE, "target_epsilon": epsilon, "physical_batch_size": 256}
+    private = make_private(cnn("tanh"), **settings, seed=0)
+    private.compile(keras.optimizers.SGD(learning_rate, momentum=MOMENTUM), loss_of(), metrics=["accuracy"])
+    start = time.perf_counter()
+    # Scaled by constants, not by statistics of the images.
+    private.fit(2 * images - 1, classes, epochs=RECIPE["epochs"], verbose=0)
+    seconds = time.perf_counter() - start
+    images, classes = fashion_mnist(10_000, "t10k")
+    predicted = private.predict(2 * images - 1, batch_size=500, verbose=0).argmax(-1)
+    return float(np.mean(predicted == classes)), private.privacy.noise_multiplier, round(seconds)
+
+
+def accuracy(*epsilons):
+    title = "Accuracy on Fashion-MNIST, a CNN with tanh"
+    columns = ["epsilon", "accuracy", "noise multiplier", "seconds"]
+    path = RESULTS / "privacy.json"
+    known = json.loads(path.read_text()).get(title, []) if path.exists() else []
+    rows = {each["epsilon"]: list(each.values()) for each in known}
+    for epsilon in epsilons or EPSILONS:
+        rows[epsilon] = [epsilon, *trained(epsilon)]
+        report("privacy", title, columns, [rows[each] for each in sorted(rows)])
+
+
+PARTS = {"memory": memory, "times": times, "low_rank": low_rank, "peers": peers, "accuracy": accuracy}
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["peak"]:
-        print_peak(*sys.argv[2:])
+    first, *rest = sys.argv[1:] or [None]
+    if first == "peak":
+        print_peak(*rest)
+    elif first == "accuracy":
+        accuracy(*map(float, rest))
     else:
-        for measure in (memory, steps):
-            if not sys.argv[1:] or measure.__name__ in sys.argv[1:]:
-                measure()
+        for part in sys.argv[1:] or PARTS:
+            PARTS[part]()

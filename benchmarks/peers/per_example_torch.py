@@ -42,18 +42,24 @@ class Block(nn.Module):
         return self.last(x.mean(1))
 
 
+def mlp_layers():
+    return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
 def mlp():
     images, classes = fashion_mnist(128)
-    layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
-    return nn.Sequential(*layers), torch.tensor(images.reshape(128, 784)), torch.tensor(classes)
+    return mlp_layers(), torch.tensor(images.reshape(128, 784)), torch.tensor(classes)
+
+
+def cnn_layers():
+    convolutions = [nn.Conv2d(1, 16, 8, 2, padding=3), nn.ReLU(), nn.MaxPool2d(2, 1)]
+    convolutions += [nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.MaxPool2d(2, 1)]
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
 def cnn():
     images, classes = fashion_mnist(128)
-    convolutions = [nn.Conv2d(1, 16, 8, 2, padding=3), nn.ReLU(), nn.MaxPool2d(2, 1)]
-    convolutions += [nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.MaxPool2d(2, 1)]
-    head = [nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10)]
-    return nn.Sequential(*convolutions, *head), torch.tensor(images.reshape(128, 1, 28, 28)), torch.tensor(classes)
+    return cnn_layers(), torch.tensor(images.reshape(128, 1, 28, 28)), torch.tensor(classes)
 
 
 def transformer():

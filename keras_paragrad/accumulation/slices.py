@@ -13,7 +13,7 @@ from keras_paragrad._keras.step.gradient import Gradient
 from keras_paragrad._keras.step.symbolic import build_losses
 from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad.accumulation.arguments import SLICE_WEIGHTINGS
-from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
+from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_at
 from keras_paragrad.arguments import check_choice, check_instance, check_integer
 
 
@@ -105,13 +105,7 @@ class Slices(NamedTuple):
         """The gradient of a batch, from those of its slices."""
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         known = tensors[0].shape[0]
-        if not model.built:
-            model(rows_at(data, tf.range(1))[0])
-        build_losses(model, rows_at(data, tf.range(1)))
-        sums = SliceSums(model, gradient_of_slice)
-
-        def add_slice(index, total):
-            return index + 1, sums.add(total, rows_at(data, index * self.size + tf.range(self.size)))
+        sums = self.begun(model, gradient_of_slice, data)
 
         def add_rest(total):
             # Computed inside the branch: XLA can't treat a captured value as a compile-time constant.
@@ -121,11 +115,25 @@ class Slices(NamedTuple):
         rows = rows_of(tensors) if known is None else known
         whole = rows // self.size
         rest = rows - whole * self.size
-        _, total = tf.while_loop(
-            lambda index, _: index < whole, add_slice, (tf.constant(0), sums.zero()), parallel_iterations=1
-        )
+        total = self.added_up(sums, data, whole)
         if known is None:
             total = tf.cond(rest > 0, lambda: add_rest(total), lambda: total)
         elif rest:
             total = add_rest(total)
         return sums.gradient(total, rows)
+
+    def begun(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient], data: Any) -> SliceSums:
+        """What sums the slices of a batch, of a model whose weights and losses are built."""
+        if not model.built:
+            model(rows_at(data, tf.range(1))[0])
+        build_losses(model, rows_at(data, tf.range(1)))
+        return SliceSums(model, gradient_of_slice)
+
+    def added_up(self, sums: SliceSums, data: Any, slices: Any) -> RunningSums:
+        """The sums over the first slices of `size` rows."""
+
+        def add_slice(index, total):
+            return index + 1, sums.add(total, rows_at(data, index * self.size + tf.range(self.size)))
+
+        start = tf.constant(0), sums.zero()
+        return tf.while_loop(lambda index, _: index < slices, add_slice, start, parallel_iterations=1)[1]

@@ -146,6 +146,9 @@ class PerExampleGradients(keras.layers.Wrapper):
         self._allocate(self.capacity)
 
     def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if "mask" in kwargs and all(each is None for each in keras.tree.flatten(kwargs["mask"])):
+            # Keras passes one for nested inputs even if there is none, and not every layer takes it.
+            del kwargs["mask"]
         if may_be_differentiated():
             build_by_calling(self.layer, inputs)
         self._allocate(self.capacity or capacity_for(self.kept))

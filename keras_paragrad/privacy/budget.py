@@ -1,6 +1,7 @@
 """`Privacy`: what a private model's training has spent, and what it may spend."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +11,12 @@ from keras_paragrad.privacy.accounting.calibration import noise_multiplier
 from keras_paragrad.privacy.accounting.composition import epsilon
 from keras_paragrad.privacy.accounting.truncation import truncation_probability
 from keras_paragrad.privacy.adaptive import AdaptiveClip
+from keras_paragrad.privacy.physical import rows_of_update
 
 # Of delta, what draws that are cut off may take at most.
 _TRUNCATION = 1e-3
 # Where neither the updates nor epsilon are known beforehand.
 _MANY_UPDATES, _LARGE_EPSILON = 10**6, 10.0
-# Rows of a padded batch are a multiple, which kernels like.
-_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,23 @@ class Settings:
     physical_batch_size: int | None
     accountant: str
     secure_noise: bool
+
+    def check_examples(self, examples: int) -> None:
+        """Refuses settings that make no sense for so many examples.
+
+        Raises:
+            ValueError: The message says what to write.
+        """
+        if self.delta * examples >= 1:
+            raise ValueError(
+                f"`delta` is {self.delta:g}, which allows to release whole examples of {examples}. Write "
+                f"make_private(..., delta={0.1 / examples:.1g}), for instance."
+            )
+        if examples < self.expected_batch_size:
+            raise ValueError(
+                f"`expected_batch_size` is {self.expected_batch_size}, and the data have {examples} examples, of which "
+                f"each is in a batch at most once. Write make_private(..., expected_batch_size={examples}), or less."
+            )
 
 
 class Privacy:
@@ -88,11 +105,7 @@ class Privacy:
                 "fit() was given before. Pass the same data, or make_private(model, ...) anew: it counts from 0, so "
                 "what was spent before has to be added."
             )
-        if examples < self.settings.expected_batch_size:
-            raise ValueError(
-                f"`expected_batch_size` is {self.settings.expected_batch_size}, and the data have {examples} examples, "
-                "of which each is in a batch at most once."
-            )
+        self.settings.check_examples(examples)
         self._examples = examples
 
     @property
@@ -116,13 +129,7 @@ class Privacy:
         updates = self.planned_updates or _MANY_UPDATES
         room = _TRUNCATION * self.settings.delta / updates
         room *= math.exp(-(self.settings.target_epsilon or _LARGE_EPSILON))
-        # With as many rows as examples, and one more, none is cut off.
-        least, most = self.settings.expected_batch_size, self.examples + 1
-        while least < most:
-            middle = (least + most) // 2
-            enough = truncation_probability(self.examples, self.sampling_rate, middle) <= room
-            least, most = (least, middle) if enough else (middle + 1, most)
-        return least
+        return _rows_with_room(self.examples, self.settings.expected_batch_size, room)
 
     def rows(self, replicas: int = 1) -> tuple[int, int]:
         """Rows of an update's padded batch, and of each physical batch that it is computed in.
@@ -130,21 +137,17 @@ class Privacy:
         Raises:
             ValueError: The physical batch can't be divided among the replicas.
         """
-        needed, physical = self.rows_needed, self.settings.physical_batch_size
-        if physical is None:
-            physical = _multiple(needed, _ROWS * replicas)
-        if physical % replicas:
-            raise ValueError(
-                f"`physical_batch_size` is {physical}, and can't be divided among {replicas} replicas. Write "
-                f"physical_batch_size={_multiple(physical, replicas)}."
-            )
-        return _multiple(needed, physical), physical
+        settings = self.settings
+        return rows_of_update(
+            *(self.rows_needed, settings.expected_batch_size, self.sampling_rate),
+            *(settings.physical_batch_size, replicas),
+        )
 
     @property
     def truncation(self) -> float:
         """What `epsilon` is told of draws that are larger than the padded batch."""
         # Batches are padded further, to whole physical ones, so this is an upper bound.
-        return truncation_probability(self.examples, self.sampling_rate, self.rows_needed)
+        return _truncation(self.examples, self.sampling_rate, self.rows_needed)
 
     @property
     def noise_multiplier(self) -> float:
@@ -216,8 +219,20 @@ class Privacy:
         )
 
 
-def _multiple(number: int, of: int) -> int:
-    return -(-number // of) * of
+# Kept for the next call: an epsilon is asked for after every update.
+_truncation = functools.lru_cache(maxsize=64)(truncation_probability)
+
+
+@functools.lru_cache(maxsize=64)
+def _rows_with_room(examples: int, expected: int, probability: float) -> int:
+    """The least rows that an update's draw exceeds, from the sight of one example, with so small a probability."""
+    # With as many rows as examples, and one more, none is cut off.
+    least, most = expected, examples + 1
+    while least < most:
+        middle = (least + most) // 2
+        enough = truncation_probability(examples, expected / examples, middle) <= probability
+        least, most = (least, middle) if enough else (middle + 1, most)
+    return least
 
 
 def _in_words(clip: Any) -> str:

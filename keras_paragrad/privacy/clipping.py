@@ -1,19 +1,21 @@
 """Clipping: bounds what one example adds to an update, over the whole gradient or layer by layer."""
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.objects.layers import may_be_differentiated
 from keras_paragrad.arguments import check_number, refusal
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.step import Step
 from keras_paragrad.per_example.units import units_of
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 from keras_paragrad.privacy.adaptive import AdaptiveClip, ClipState
-from keras_paragrad.privacy.refusals import check_added_losses
+from keras_paragrad.privacy.refusals import check_added_losses, check_states
 
 PER_LAYER = "per_layer"
 # A number for all weights, one for the layers that match a regular expression, equal ones that make up 1, or one that
@@ -32,7 +34,7 @@ class PrivateGradients(PerExampleGradients):
         **kwargs: Arguments of `PerExampleGradients`.
 
     Attributes:
-        rows: Rows in the padded batch of an update, which Keras's mean divides by.
+        rows: What Keras's mean divides by: the rows that an update computes, a number or a float32 scalar.
         state: The clip norm that follows a quantile, or `None` if it is fixed.
     """
 
@@ -40,9 +42,15 @@ class PrivateGradients(PerExampleGradients):
         super().__init__(layer, **{**kwargs, "transform": tf.ones_like})
         self.clip = clip
         self.expected_batch_size = expected_batch_size
-        self.rows: int | None = None
+        self.rows: Any = None
         # Bypasses Keras's tracking: the model owns its variables.
         self.__dict__["state"] = None
+
+    def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().call(inputs, *args, **kwargs)
+        if may_be_differentiated():
+            check_states(self.layer, inputs)
+        return outputs
 
     def bounds(self) -> list[tuple[keras.layers.Layer, float]]:
         """The layers with trainable weights and the bound on each; empty if one number bounds all weights together.
@@ -51,6 +59,17 @@ class PrivateGradients(PerExampleGradients):
             ValueError: A regular expression matches no layer, or a layer no regular expression.
         """
         return _bounds(self.layer, self.clip) if isinstance(self.clip, str | Mapping) else []
+
+    @contextlib.contextmanager
+    def averaging(self, rows: tf.Tensor) -> Iterator[None]:
+        """Within, steps are traced of which Keras's mean divides by so many rows of all replicas together."""
+        before = self.rows
+        # Bypasses Keras's tracking.
+        self.__dict__["rows"] = tf.cast(rows, "float32")
+        try:
+            yield
+        finally:
+            self.__dict__["rows"] = before
 
     @property
     def sensitivity(self) -> Any:
@@ -79,7 +98,7 @@ class PrivateGradients(PerExampleGradients):
                 sums[place] = sums[place] if total is None else total
         return sums
 
-    def _scale(self, step: Step) -> float:
+    def _scale(self, step: Step) -> Any:
         """The factor with which the step's sum over examples is divided by the expected batch size."""
         terms = step.divisor.terms
         if self.rows is None or not terms:
@@ -113,7 +132,8 @@ def check_clip(clip: Any) -> ClipNorm:
         return clip
     if isinstance(clip, Mapping) and clip:
         return {
-            str(pattern): float(check_number("clip_norm", each, above=0, example=1.0)) for pattern, each in clip.items()
+            _compiling(pattern): float(check_number("clip_norm", each, above=0, example=1.0))
+            for pattern, each in clip.items()
         }
     if isinstance(clip, str | Mapping):
         expected = (
@@ -121,6 +141,15 @@ def check_clip(clip: Any) -> ClipNorm:
         )
         raise refusal("clip_norm", clip, expected, "1.0")
     return float(check_number("clip_norm", clip, above=0, example=1.0))
+
+
+def _compiling(pattern: Any) -> str:
+    try:
+        return re.compile(pattern).pattern
+    except (re.error, TypeError) as error:
+        raise refusal(
+            "clip_norm", {pattern: "..."}, f"regular expressions ({error})", '{"embedding": 0.1, ".*": 1.0}'
+        ) from error
 
 
 def _check_losses(step: Step) -> None:

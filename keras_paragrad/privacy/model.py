@@ -12,24 +12,18 @@ import tensorflow as tf
 
 from keras_paragrad._keras.losses.normalization import LossNormalization
 from keras_paragrad._keras.step.builder import StepBuilder
-from keras_paragrad.accumulation.slices import Slices
 from keras_paragrad.per_example.model import PerExampleModel
 from keras_paragrad.privacy.adaptive import AdaptiveClip, ClipState
 from keras_paragrad.privacy.budget import Privacy, Settings
 from keras_paragrad.privacy.callback import Epochs, PrivacyLogs
 from keras_paragrad.privacy.clipping import PrivateGradients
 from keras_paragrad.privacy.noise import GaussianNoise
+from keras_paragrad.privacy.physical import PhysicalBatches
 from keras_paragrad.privacy.refusals import check_compiled, check_fit
 from keras_paragrad.privacy.rows import rows_from
 from keras_paragrad.privacy.sampling import Draw, PoissonSampling, present, private_batches
 
 _log = logging.getLogger("keras_paragrad")
-
-
-class PhysicalBatches(Slices):
-    """Fills the *split* stage with the physical batches of an update."""
-
-    private = True
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
@@ -153,25 +147,30 @@ class PrivateModel(PerExampleModel):
         steps = self.privacy.updates_per_epoch
         ends = self.privacy.updates + (epochs - initial_epoch) * steps
         counted = Epochs(self.privacy, lambda: builder.batches_to_skip)
-        data = private_batches(rows, self._draws(counted, padded), padded)
+        data = private_batches(rows, self._draws(counted, padded, replicas), padded)
         if left is None or left % steps == 0:
             # Else the budget ends within an epoch, and the epoch with it.
             data = data.apply(tf.data.experimental.assert_cardinality(steps))
-        return super().fit(
-            data,
-            epochs=epochs,
-            verbose=verbose,
-            shuffle=False,
-            callbacks=[PrivacyLogs(self.privacy, counted, ends), *listed, counted],
-            validation_data=validation_data,
-            initial_epoch=initial_epoch,
-            validation_steps=validation_steps,
-            validation_batch_size=validation_batch_size or physical,
-            validation_freq=validation_freq,
-        )
+        try:
+            return super().fit(
+                data,
+                epochs=epochs,
+                verbose=verbose,
+                shuffle=False,
+                callbacks=[PrivacyLogs(self.privacy, counted, ends), *listed, counted],
+                validation_data=validation_data,
+                initial_epoch=initial_epoch,
+                validation_steps=validation_steps,
+                validation_batch_size=validation_batch_size or physical,
+                validation_freq=validation_freq,
+            )
+        finally:
+            # Steps that are traced elsewhere are none of an update, and refused.
+            self.per_example.rows = None
 
-    def _draws(self, counted: Epochs, padded: int) -> Callable[[], Iterator[Draw]]:
-        sampling = PoissonSampling(self._sampling_key(), self.privacy.examples, self.privacy.sampling_rate, padded)
+    def _draws(self, counted: Epochs, padded: int, replicas: int) -> Callable[[], Iterator[Draw]]:
+        size = self.privacy.examples, self.privacy.sampling_rate, padded
+        sampling = PoissonSampling(self._sampling_key(), *size, replicas)
 
         def draws() -> Iterator[Draw]:
             last = counted.first + self.privacy.updates_per_epoch
@@ -190,7 +189,7 @@ class PrivateModel(PerExampleModel):
                 self._noise_key,
                 self._updates,
                 lambda: deviation * layer.sensitivity,
-                self.trainable_weights,
+                lambda: self.trainable_weights,
                 secure=self.privacy.settings.secure_noise,
                 ended=layer.state.update if layer.state is not None else None,
             )

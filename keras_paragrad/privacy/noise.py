@@ -26,7 +26,7 @@ class GaussianNoise:
         key: Returns an int64 tensor `(2,)`.
         updates: The number of updates made, which this counts.
         deviation: Returns the standard deviation, a number or a scalar.
-        variables: The model's trainable variables.
+        variables: Returns the model's trainable variables, which there are once it is built.
         secure: Whether to draw from the operating system instead.
         ended: Called after the draws of an update, with a draw of the standard normal distribution.
     """
@@ -39,13 +39,13 @@ class GaussianNoise:
         key: Callable[[], tf.Tensor],
         updates: keras.Variable,
         deviation: Callable[[], Any],
-        variables: list[keras.Variable],
+        variables: Callable[[], list[keras.Variable]],
         *,
         secure: bool = False,
         ended: Callable[[tf.Tensor], None] | None = None,
     ):
         self.key, self.updates, self.deviation, self.secure, self.ended = key, updates, deviation, secure, ended
-        self._places = {id(variable): place for place, variable in enumerate(variables)}
+        self.variables = variables
 
     def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> list[tf.Tensor]:
         """The gradients with noise."""
@@ -56,9 +56,9 @@ class GaussianNoise:
         if self.secure:
             draws = _same_everywhere([_from_system(shape) for shape in [*shapes, ()]])
         else:
-            places = [self._places[id(variable)] for variable in variables]
-            draws = [_keyed(seed, place, shape) for place, shape in zip(places, shapes, strict=True)]
-            draws.append(_keyed(seed, len(self._places), ()))
+            places = {id(variable): place for place, variable in enumerate(self.variables())}
+            draws = [_keyed(seed, places[id(each)], shape) for each, shape in zip(variables, shapes, strict=True)]
+            draws.append(_keyed(seed, len(places), ()))
         *draws, last = draws
         noisy = [
             gradient + tf.cast(deviation * draw, gradient.dtype)

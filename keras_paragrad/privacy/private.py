@@ -105,10 +105,7 @@ def make_private(
             "`epochs` calibrates noise to a target_epsilon, and `noise_multiplier` is given instead. Leave epochs out "
             "here, and pass it to fit."
         )
-    if examples is not None and settings.delta * examples >= 1:
-        raise ValueError(
-            f"`delta` is {delta:g}, which allows to release whole examples of {examples}. Write delta="
-            f"{0.1 / examples:.1g}, for instance."
-        )
+    if examples is not None:
+        settings.check_examples(examples)
     check_model(model)
     return PrivateModel.around(model, settings, seed)

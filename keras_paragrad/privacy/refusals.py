@@ -1,5 +1,6 @@
 """What would break the promise of differential privacy, refused before any example is looked at."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,11 @@ import keras
 from keras_paragrad._keras.objects.capabilities import accumulating, nested
 from keras_paragrad._keras.objects.model import added_losses, all_layers
 from keras_paragrad._keras.objects.own_methods import overrides
+from keras_paragrad._keras.probes.states import layers_that_keep_examples
 from keras_paragrad._keras.step.builder import StepBuilder
+
+# The names of the layers of a model that keep something of examples, once it was tried.
+_KEEP: "weakref.WeakKeyDictionary[keras.layers.Layer, list[str]]" = weakref.WeakKeyDictionary()
 
 
 def check_model(model: keras.Model) -> None:
@@ -64,6 +69,17 @@ def check_compiled(model: Any) -> None:
             f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps). Remove that argument, and "
             "write make_private(..., physical_batch_size=...) for batches that fit the memory."
         )
+    before = [
+        type(each).__name__
+        for each in nested(optimizer)
+        if type(each).apply_gradients is not keras.optimizers.Optimizer.apply_gradients
+    ]
+    if before:
+        raise ValueError(
+            f"{', '.join(before)} has its own apply_gradients, which changes or clips gradients before noise is added, "
+            "so the noise need not be enough. Write clipnorm=... or the like, which comes after the noise, or do in "
+            "update_step what it does."
+        )
     losses = [each for each in keras.tree.flatten(model.loss) if isinstance(each, keras.losses.Loss)]
     weighted = [each.name for each in losses if each.reduction == "mean_with_sample_weight"]
     if weighted:
@@ -85,6 +101,26 @@ def check_added_losses(model: keras.Model) -> None:
         raise ValueError(
             "A layer adds a loss with add_loss() or an activity regularizer. It is not clipped per example. Make it a "
             "part of the loss that is passed to compile, or remove it; regularizers of weights are allowed."
+        )
+
+
+def check_states(layer: keras.layers.Layer, *arguments: Any) -> None:
+    """Refuses a model with layers that keep something of the examples, which no noise is added to.
+
+    Args:
+        layer: What is trained, built.
+        *arguments: What it is called with, of which only shapes and dtypes count.
+
+    Raises:
+        ValueError: There are such layers.
+    """
+    if layer not in _KEEP:
+        _KEEP[layer] = layers_that_keep_examples(layer, *arguments)
+    if _KEEP[layer]:
+        raise ValueError(
+            f"Training changes a state of {', '.join(_KEEP[layer])} by what the examples are, and a state gets no "
+            "noise: it would be saved with the weights. Leave out what assigns to it in training, or compute it "
+            "beforehand from public rows."
         )
 
 
@@ -124,16 +160,27 @@ def check_fit(
             "is computed. Leave it out, and state epochs."
         )
     for callback in callbacks:
-        monitored = getattr(callback, "monitor", None)
-        decides = isinstance(callback, (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau))
-        if decides and isinstance(monitored, str) and not monitored.startswith("val_") and monitored != "epsilon":
-            raise ValueError(
-                f"{type(callback).__name__} goes by {monitored!r}, which is computed from private rows without noise, "
-                "so what it decides isn't private. Write monitor='val_loss', with validation_data of public rows."
-            )
+        _check_callback(callback)
     split = StepBuilder.of(model).stages.split
     if split is not None and not getattr(split, "private", False):
         raise ValueError(
             "The batches of this model are cut by microbatch(...) or a Pipeline. Leave that out, and write "
             "make_private(..., physical_batch_size=...)."
+        )
+
+
+def _check_callback(callback: Any) -> None:
+    """Refuses a callback that decides by what is computed from private rows without noise."""
+    if isinstance(callback, keras.callbacks.TerminateOnNaN):
+        raise ValueError(
+            "TerminateOnNaN ends training by the loss of private rows, so where it ends isn't private. Leave it out: "
+            "an example whose gradient isn't finite counts for nothing."
+        )
+    monitored = getattr(callback, "monitor", None)
+    decides = isinstance(callback, (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau))
+    decides = decides or getattr(callback, "save_best_only", False)
+    if decides and isinstance(monitored, str) and not monitored.startswith("val_") and monitored != "epsilon":
+        raise ValueError(
+            f"{type(callback).__name__} goes by {monitored!r}, which is computed from private rows without noise, "
+            "so what it decides isn't private. Write monitor='val_loss', with validation_data of public rows."
         )

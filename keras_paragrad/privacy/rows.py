@@ -35,6 +35,11 @@ def rows_from(x: Any, y: Any = None, sample_weight: Any = None, class_weight: An
     Raises:
         ValueError: The data can only be read in sequence, or their size is unknown. The message says what to do.
     """
+    if isinstance(x, keras.utils.PyDataset | tf.data.Dataset) and (y is not None or sample_weight is not None):
+        raise ValueError(
+            f"{type(x).__name__} has the targets and sample weights in its batches, and y or sample_weight is given "
+            "besides. Leave them out, and let batches be (x, y, sample_weight)."
+        )
     if isinstance(x, keras.utils.PyDataset):
         return _Batches(len(x), lambda index: _by_class(tuple(x[index]), class_weight), type(x).__name__)
     if isinstance(x, tf.data.Dataset):
@@ -78,8 +83,8 @@ class _Batches:
             raise ValueError(f"{name} is empty.")
         self._read, self._name, self._batches = read, name, batches
         first = self._batch(0)
-        self.size = _rows_in(first)
-        self._last = _rows_in(self._batch(batches - 1))
+        self.size = _rows_in(first, name)
+        self._last = _rows_in(self._batch(batches - 1), name)
         self.count = (batches - 1) * self.size + self._last
         self._spec = keras.tree.map_structure(lambda each: tf.TensorSpec([None, *each.shape[1:]], each.dtype), first)
 
@@ -95,9 +100,9 @@ class _Batches:
         for index in np.unique(numbers // self.size):
             batch = self._batch(int(index))
             expected = self._last if index == self._batches - 1 else self.size
-            if _rows_in(batch) != expected:
+            if (rows := _rows_in(batch, self._name)) != expected:
                 raise ValueError(
-                    f"Batch {index} of {self._name} has {_rows_in(batch)} examples, and batches before the last must "
+                    f"Batch {index} of {self._name} has {rows} examples, and batches before the last must "
                     f"have {self.size}, as the first one has: examples are drawn by their numbers."
                 )
             (here,) = np.nonzero(numbers // self.size == index)
@@ -160,5 +165,12 @@ def _by_class(batch: tuple, class_weight: Any) -> tuple:
     return x, y, weights if sample_weight is None else weights * np.asarray(sample_weight)
 
 
-def _rows_in(batch: Any) -> int:
-    return int(next(each for each in keras.tree.flatten(batch) if each is not None).shape[0])
+def _rows_in(batch: Any, name: str) -> int:
+    shapes = [tuple(each.shape) for each in keras.tree.flatten(batch) if each is not None]
+    sizes = {shape[0] if shape else None for shape in shapes}
+    if len(sizes) != 1 or None in sizes:
+        raise ValueError(
+            f"The elements of {name} have the shapes {', '.join(map(str, shapes))}, which aren't those of a batch: "
+            "rows along the first axis, as many in each. Batch the data first, as in dataset.batch(64)."
+        )
+    return int(sizes.pop())

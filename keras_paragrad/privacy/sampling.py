@@ -18,7 +18,7 @@ class Draw(NamedTuple):
 
     Attributes:
         numbers: The numbers of the examples, int64 `(rows,)`; where there are none, an example that is there again.
-        present: Which of them are of the draw, `(rows,)`.
+        present: Which of them are of the draw, `(rows,)`: the first ones of each replica's rows.
     """
 
     numbers: np.ndarray
@@ -33,10 +33,13 @@ class PoissonSampling:
         examples: How many examples there are.
         rate: The probability of each to be in a batch.
         rows: Rows of the padded batch. Of a larger draw so many are kept, at random.
+        replicas: Each has an equal share of the rows, of one draw for all; it divides them.
     """
 
-    def __init__(self, key: tuple[int, int], examples: int, rate: float, rows: int):
+    def __init__(self, key: tuple[int, int], examples: int, rate: float, rows: int, replicas: int = 1):
         self.key, self.examples, self.rate, self.rows = key, examples, rate, rows
+        # As many of a draw for each replica, but for one: its place in the batch by its place in the draw.
+        self._places = np.arange(rows).reshape(replicas, -1).T.ravel()
 
     def draw(self, update: int) -> Draw:
         """The batch of an update."""
@@ -45,8 +48,10 @@ class PoissonSampling:
         drawn = min(random.binomial(self.examples, self.rate), self.rows)
         chosen = np.sort(random.choice(self.examples, drawn, replace=False, shuffle=False))
         numbers = np.full(self.rows, chosen[0] if drawn else 0, np.int64)
-        numbers[:drawn] = chosen
-        return Draw(numbers, np.arange(self.rows) < drawn)
+        there = np.zeros(self.rows, bool)
+        places = self._places[:drawn]
+        numbers[places], there[places] = chosen, True
+        return Draw(numbers, there)
 
     def draws(self, first: int, last: int) -> Iterator[Draw]:
         """The batches of updates from the first to before the last."""

@@ -27,13 +27,14 @@ def fitted(private, loss=None, optimizer="sgd", data=None, **fit):
     [
         ({"clip_norm": 0}, "`clip_norm` is 0, and must be a finite number above 0"),
         ({"clip_norm": "per layer"}, "`clip_norm` is 'per layer', and must be a positive number"),
+        ({"clip_norm": {"(": 1.0}}, "regular expressions .*unterminated subpattern"),
         ({"delta": 0}, "`delta` is 0"),
         ({"expected_batch_size": 1.5}, "`expected_batch_size` is 1.5"),
         ({"noise_multiplier": None}, "Either `target_epsilon` has to be given"),
         ({"target_epsilon": 3.0}, "Either `target_epsilon` has to be given"),
         ({"target_epsilon": 3.0, "noise_multiplier": None}, "`target_epsilon` is given without `epochs`"),
         ({"epochs": 3}, "`epochs` calibrates noise to a target_epsilon"),
-        ({"examples": 2000}, "allows to release whole examples of 2000. Write delta=5e-05"),
+        ({"examples": 2000}, "allows to release whole examples of 2000. Write make_private\\(..., delta=5e-05"),
         ({"accountant": "moments"}, "`accountant` is 'moments'"),
         ({"seed": -1}, "`seed` is -1"),
     ],
@@ -74,6 +75,18 @@ class Adding(layers.Layer):
         return inputs
 
 
+class Keeping(layers.Layer):
+    """Remembers the largest input."""
+
+    def build(self, shape):
+        self.largest = self.add_weight(name="largest", shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs, training=False):
+        if training:
+            self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(inputs)))
+        return inputs
+
+
 class OwnLoss(keras.Sequential):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return keras.ops.mean(y_pred)
@@ -107,6 +120,7 @@ def test_models(model, message):
     [
         (Mixing, "depends on the others in the batch"),
         (Adding, "A layer adds a loss with add_loss"),
+        (Keeping, "Training changes a state of keeping"),
         (lambda: layers.ActivityRegularization(0.1), "activity regularizer"),
     ],
 )
@@ -164,11 +178,62 @@ def test_optimizers(optimizer, message):
         ({"steps_per_epoch": 3}, "Leave it out, and state epochs"),
         ({"callbacks": [keras.callbacks.EarlyStopping("loss")]}, "EarlyStopping goes by 'loss'.*monitor='val_loss'"),
         ({"callbacks": keras.callbacks.ReduceLROnPlateau("accuracy")}, "ReduceLROnPlateau goes by 'accuracy'"),
+        (
+            {"callbacks": keras.callbacks.ModelCheckpoint("best.keras", monitor="loss", save_best_only=True)},
+            "ModelCheckpoint goes by 'loss'",
+        ),
+        ({"callbacks": [keras.callbacks.TerminateOnNaN()]}, "TerminateOnNaN ends training by the loss of private rows"),
     ],
 )
 def test_arguments_of_fit(fit, message):
     with pytest.raises(ValueError, match=message):
         fitted(private_of(), **fit)
+
+
+class ClippingFirst(keras.optimizers.SGD):
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients([(10 * gradient, variable) for gradient, variable in grads_and_vars])
+
+
+class AfterNoise(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(keras.ops.sign(gradient), variable, learning_rate)
+
+
+def test_optimizers_that_change_gradients_before_the_noise():
+    with pytest.raises(ValueError, match="ClippingFirst has its own apply_gradients"):
+        fitted(private_of(), optimizer=ClippingFirst(0.1))
+    fitted(private_of(), optimizer=AfterNoise(0.1))
+    fitted(private_of(), optimizer=keras.optimizers.SGD(0.1, clipnorm=1.0))
+
+
+def whole_mean(y_true, y_pred):
+    return keras.ops.mean((keras.ops.cast(y_true, "float32") - y_pred[:, 0]) ** 2)
+
+
+def test_a_loss_of_the_whole_batch_is_refused_with_a_way_out():
+    with pytest.raises(ValueError, match="let each loss return one value per example") as raised:
+        fitted(private_of(), whole_mean)
+    assert "weighting" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda x, y: (tf.data.Dataset.from_tensor_slices((x, y)).batch(8), y), "targets and sample weights in its"),
+        (lambda x, y: (tf.data.Dataset.from_tensor_slices((x, y)),), r"shapes \(5,\), \(\), which aren't those of a"),
+    ],
+)
+def test_data(data, message):
+    with pytest.raises(ValueError, match=message):
+        fitted(private_of(), data=data(*some_data()))
+
+
+def test_delta_is_compared_with_the_size_of_the_data():
+    with pytest.raises(
+        ValueError, match=r"allows to release whole examples of 60. Write make_private\(..., delta=0.002"
+    ):
+        fitted(private_of(delta=0.5))
 
 
 def test_callbacks_that_go_by_public_rows_are_allowed():
@@ -187,6 +252,10 @@ def test_steps_outside_of_fit():
     private.compile("sgd", cross_entropy())
     with pytest.raises(ValueError, match="random samples only"):
         private.train_on_batch(*some_data())
+    fitted(private)
+    with pytest.raises(ValueError, match="belongs to a private model, whose steps have to be those of its fit"):
+        private.train_step(some_data())
+    assert private.privacy.updates == 4
 
 
 def test_targets_are_needed():

@@ -173,3 +173,38 @@ def test_embeddings(jit, physical):
     by_hand(reference, private, keras.optimizers.SGD(0.5), UPDATES, tokens, labels, clip=flat(0.2), loss=loss)
     for found, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+class Subclassed(keras.Model):
+    """Has no weights before it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(6, activation="tanh")
+        self.out = keras.layers.Dense(3)
+
+    def call(self, inputs):
+        return self.out(self.hidden(inputs["x"]))
+
+
+def test_a_subclassed_model_with_inputs_by_name():
+    x, y = some_data()
+    keras.utils.set_random_seed(0)
+    model, reference = Subclassed(), perceptron()
+    private = make_private(model, clip_norm=0.2, noise_multiplier=0.5, physical_batch_size=8, **ARGUMENTS)
+    private.compile(keras.optimizers.SGD(0.5), cross_entropy(), run_eagerly=True)
+    private.build({"x": (None, x.shape[1])})
+    reference.set_weights(model.get_weights())
+    private.fit({"x": x}, y, verbose=0)
+    loss = cross_entropy(reduction="sum")
+    by_hand(reference, private, keras.optimizers.SGD(0.5), UPDATES, x, y, clip=flat(0.2), loss=loss)
+    for found, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_a_model_that_is_not_built():
+    x, y = some_data()
+    private = make_private(Subclassed(), clip_norm=0.2, noise_multiplier=0.5, **ARGUMENTS)
+    private.compile("sgd", cross_entropy(), jit_compile=False)
+    private.fit({"x": x}, y, epochs=2, verbose=0)
+    assert private.privacy.updates == 2 * UPDATES

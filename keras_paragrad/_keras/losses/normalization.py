@@ -25,7 +25,7 @@ _ALIKE = {
     "DistributedFit": "write DistributedFit(..., exact=False)",
     "Pipeline": "write Pipeline(..., microbatches=1)",
     "microbatch": "write AccumulatingOptimizer(..., weighting='uniform'), and give fit() the micro-batches",
-    "make_private": "write make_private(...) without physical_batch_size",
+    "make_private": "let the loss be a sum or a mean of one value per example",
 }
 # Who is given a `weighting`, where it isn't who asks.
 _TAKES_WEIGHTING = {"Pipeline": "DistributedFit"}
@@ -93,7 +93,8 @@ class LossNormalization:
             model, arguments, terms, asked_by=self.asked_by, training=training, normalize=normalize
         )
         if refusal:
-            raise IndivisibleError(f"{refusal} To train anyway, {_ALL_THE_SAME[self.asked_by]}.")
+            anyway = f" To train anyway, {_ALL_THE_SAME[self.asked_by]}." if self._takes_weighting else ""
+            raise IndivisibleError(f"{refusal}{anyway}")
 
     def in_evaluation(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer | None:
         """The weight of a part of a batch that is evaluated, whose outputs may have losses that divide differently.
@@ -173,7 +174,14 @@ class LossNormalization:
         return _TAKES_WEIGHTING.get(self.asked_by, self.asked_by)
 
     @property
+    def _takes_weighting(self) -> bool:
+        # A weight that is stated, and isn't the loss's, would be no bound on what an example counts for.
+        return self.asked_by != "make_private"
+
+    @property
     def _say(self) -> str:
+        if not self._takes_weighting:
+            return "For training with differential privacy, let each loss return one value per example."
         return (
             f"If you know the normalizer, state it: {self._stated_to}(..., weighting=...) takes 'examples', "
             f"'sample_weight', 'mask' or 'sum'. If all parts of a batch have the same size and weights, "

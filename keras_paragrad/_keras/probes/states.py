@@ -18,6 +18,7 @@ from keras_paragrad._keras.probes.trial import (
     called,
     made_up,
     some_rows,
+    with_changed_rows,
     with_other_seeds,
 )
 
@@ -101,6 +102,41 @@ def layers_apart(model: Any, x: Any, *, beside: bool) -> list[str]:
                 if id(variable) in owners and _is_otherwise(*values)
             )
         )
+
+    return attempt(find, *SIZES, otherwise=[])
+
+
+def layers_that_keep_examples(model: Any, *arguments: Any) -> list[str]:
+    """The layers of which training changes a state that is no trainable weight, in a way that depends on the examples.
+
+    Batch normalization is not among them, nor is a state that changes by itself, such as a seed or a count of calls.
+
+    Args:
+        model: A built layer or model.
+        *arguments: What it is called with, of which only shapes and dtypes count.
+    """
+
+    def train(batch):
+        called(model, batch, training=True)
+
+    def find(size):
+        layers = [each for each in (model, *all_layers(model)) if not isinstance(each, keras.layers.BatchNormalization)]
+        owners = {id(variable): layer.name for layer in layers for variable in layer._non_trainable_variables}
+        if not owners or computes_rows_apart(model):
+            return []
+        compute = Pure(model, train)
+        # Of numbers that are larger, and of other tokens.
+        batches = with_changed_rows(
+            *(made_up(arguments, ROWS, seed=seed, size=size, high=high) for seed, high in ((0, 0.9), (1, 3.0))),
+            places=list(range(ROWS)),
+        )
+        (_, one), (_, other) = map(compute, batches)
+        found = [
+            owners[id(variable)]
+            for variable, *values in zip(compute.variables, one, other, strict=True)
+            if id(variable) in owners and not _close(*values)
+        ]
+        return list(dict.fromkeys(found))
 
     return attempt(find, *SIZES, otherwise=[])
 

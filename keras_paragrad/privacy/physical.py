@@ -1,0 +1,81 @@
+"""Physical batches: the equal slices that an update is computed in, of which those without a drawn row are left out."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_paragrad._keras.replicas.collectives import replica_count
+from keras_paragrad._keras.step.gradient import Gradient
+from keras_paragrad.accumulation.slices import Slices
+from keras_paragrad.privacy.sampling import present
+
+# Rows of a physical batch are a multiple, which kernels like.
+_ROWS = 8
+# Standard deviations above the expected batch size that the usual number of physical batches has room for: one update
+# in 160 takes another one.
+_USUAL = 2.5
+
+
+def rows_of_update(
+    needed: int, expected: int, rate: float, most: int | None = None, replicas: int = 1
+) -> tuple[int, int]:
+    """Rows of an update's padded batch, and of each physical batch.
+
+    Physical batches that no drawn row falls into are not computed. So they are as large as the drawn rows, most of the
+    time, fill some of them with little room left.
+
+    Args:
+        needed: The least rows of a padded batch.
+        expected: The expected batch size.
+        rate: The probability of each example to be drawn.
+        most: The most rows of a physical batch, or `None` for any number.
+        replicas: What each physical batch is divided among.
+
+    Raises:
+        ValueError: `most` can't be divided among the replicas.
+    """
+    if most is not None and most % replicas:
+        raise ValueError(
+            f"`physical_batch_size` is {most}, and can't be divided among {replicas} replicas. Write "
+            f"physical_batch_size={_multiple(most, replicas)}."
+        )
+    usual = min(needed, math.ceil(expected + _USUAL * (expected * (1 - rate)) ** 0.5))
+    parts = 1 if most is None else -(-usual // most)
+    physical = _multiple(-(-usual // parts), _ROWS * replicas)
+    physical = physical if most is None else min(physical, most)
+    return _multiple(needed, physical), physical
+
+
+class PhysicalBatches(Slices):
+    """Fills the *split* stage with the physical batches of an update.
+
+    How many there are is seen in how long an update takes, and in nothing that is kept.
+    """
+
+    private = True
+
+    @property
+    def undivided(self) -> str:
+        """What can't be cut, for the error of a model that allows no physical batches."""
+        return "An update can't be computed in physical batches."
+
+    def __call__(self, model: Any, gradient_of_slice: Callable[[Any], Gradient], data: Any) -> Gradient:
+        """The gradient of an update, from those of the physical batches that have drawn rows."""
+        drawn = tf.math.count_nonzero(present(data), dtype=tf.int32)
+        # At least one: the gradient of weights' regularizers is in each, and so in that of an empty draw.
+        taken = tf.maximum(1, -(-drawn // self.size))
+        rows = taken * self.size
+        sums = self.begun(model, gradient_of_slice, data)
+        with model.per_example.averaging(rows * replica_count()):
+            total = self.added_up(sums, data, taken)
+        gradient = sums.gradient(total, rows)
+        weight = gradient.weight
+        assert weight is not None, "slices are weighed"
+        # Each replica divides by what it has computed. What it multiplies with makes up for that, so they count alike.
+        return gradient._replace(weight=weight._replace(value=tf.ones_like(weight.value)))
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
