@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.layers import may_be_differentiated
+from keras_paragrad._keras.step.symbolic import build_by_calling
 from keras_paragrad.arguments import check_number, refusal
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.step import Step
@@ -47,10 +48,11 @@ class PrivateGradients(PerExampleGradients):
         self.__dict__["state"] = None
 
     def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = super().call(inputs, *args, **kwargs)
         if may_be_differentiated():
+            # Before an example has left anything behind.
+            build_by_calling(self.layer, inputs)
             check_states(self.layer, inputs)
-        return outputs
+        return super().call(inputs, *args, **kwargs)
 
     def bounds(self) -> list[tuple[keras.layers.Layer, float]]:
         """The layers with trainable weights and the bound on each; empty if one number bounds all weights together.
