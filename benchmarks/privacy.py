@@ -3,7 +3,7 @@
 `python benchmarks/privacy.py` prints the tables and saves them in `results/privacy.json`; `python benchmarks/privacy.py
 times memory` those parts alone, of `times`, `low_rank`, `memory`, `peers` and `accuracy`. Peers are measured where
 `make bench-peers` has installed them. `accuracy` trains for some minutes for each epsilon, or for those given, as in
-`python benchmarks/privacy.py accuracy 1 3`.
+`python benchmarks/privacy.py accuracy 1 3 none`; `none` is without privacy.
 """
 
 import json
@@ -131,7 +131,7 @@ def peers():
 
 
 def trained(epsilon, learning_rate=LEARNING_RATE):
-    """Accuracy on the test images of Fashion-MNIST after private training, the noise multiplier, and seconds."""
+    """Accuracy on the test images of Fashion-MNIST, the noise multiplier, and seconds; `None` is without privacy."""
     import keras
     import numpy as np
     from models import cnn, loss_of
@@ -140,16 +140,19 @@ def trained(epsilon, learning_rate=LEARNING_RATE):
 
     keras.utils.set_random_seed(0)
     images, classes = fashion_mnist(60_000)
-    settings = {**RECIPE, "target_epsilon": epsilon, "physical_batch_size": 256}
-    private = make_private(cnn("tanh"), **settings, seed=0)
-    private.compile(keras.optimizers.SGD(learning_rate, momentum=MOMENTUM), loss_of(), metrics=["accuracy"])
+    model, optimizer, options = cnn("tanh"), keras.optimizers.Adam(1e-3), {"batch_size": 256, "epochs": 20}
+    if epsilon is not None:
+        model = make_private(model, **RECIPE, target_epsilon=epsilon, physical_batch_size=256, seed=0)
+        optimizer, options = keras.optimizers.SGD(learning_rate, momentum=MOMENTUM), {"epochs": RECIPE["epochs"]}
+    model.compile(optimizer, loss_of())
     start = time.perf_counter()
     # Scaled by constants, not by statistics of the images.
-    private.fit(2 * images - 1, classes, epochs=RECIPE["epochs"], verbose=0)
+    model.fit(2 * images - 1, classes, verbose=0, **options)
     seconds = time.perf_counter() - start
     images, classes = fashion_mnist(10_000, "t10k")
-    predicted = private.predict(2 * images - 1, batch_size=500, verbose=0).argmax(-1)
-    return float(np.mean(predicted == classes)), private.privacy.noise_multiplier, round(seconds)
+    predicted = model.predict(2 * images - 1, batch_size=500, verbose=0).argmax(-1)
+    noise = None if epsilon is None else model.privacy.noise_multiplier
+    return float(np.mean(predicted == classes)), noise, round(seconds)
 
 
 def accuracy(*epsilons):
@@ -158,9 +161,11 @@ def accuracy(*epsilons):
     path = RESULTS / "privacy.json"
     known = json.loads(path.read_text()).get(title, []) if path.exists() else []
     rows = {each["epsilon"]: list(each.values()) for each in known}
-    for epsilon in epsilons or EPSILONS:
+    for epsilon in epsilons or (*EPSILONS, None):
         rows[epsilon] = [epsilon, *trained(epsilon)]
-        report("privacy", title, columns, [rows[each] for each in sorted(rows)])
+        # Without privacy comes last.
+        ordered = sorted(rows, key=lambda each: (each is None, each or 0))
+        report("privacy", title, columns, [rows[each] for each in ordered])
 
 
 PARTS = {"memory": memory, "times": times, "low_rank": low_rank, "peers": peers, "accuracy": accuracy}
@@ -170,7 +175,7 @@ if __name__ == "__main__":
     if first == "peak":
         print_peak(*rest)
     elif first == "accuracy":
-        accuracy(*map(float, rest))
+        accuracy(*(None if each == "none" else float(each) for each in rest))
     else:
         for part in sys.argv[1:] or PARTS:
             PARTS[part]()

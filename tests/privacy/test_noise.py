@@ -50,8 +50,12 @@ def moves(seed=None, physical=None, jit=False, secure=False):
 
 @pytest.mark.parametrize(
     ("physical", "jit", "secure"),
-    [(None, False, False), (4, True, False), (1, False, True)],
-    ids=["one batch", "four to an update, XLA", "the system's, many to an update"],
+    [
+        (None, False, False),
+        (4, True, False),
+        (1, False, True),
+        *(pytest.param(size, size % 2 == 0, size == 5, marks=pytest.mark.long) for size in (2, 3, 5, 6, 8, 12)),
+    ],
 )
 def test_noise_is_normal_and_independent(physical, jit, secure):
     kernels, biases = moves(physical=physical, jit=jit, secure=secure)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import tensorflow as tf
-from privacy_oracle import cross_entropy, perceptron, some_data
+from privacy_oracle import cross_entropy, draws_of, perceptron, some_data
 
 from keras_paragrad.privacy import make_private
 from keras_paragrad.privacy.rows import rows_from
@@ -41,6 +41,51 @@ def test_examples_are_drawn_independently():
     for pairs in (found.T, found):
         correlations = np.corrcoef(pairs)[np.triu_indices(len(pairs), 1)]
         assert np.abs(correlations[~np.isnan(correlations)]).max() < 6.5 / np.sqrt(pairs.shape[1])
+
+
+class Included(keras.callbacks.Callback):
+    """Which examples an update saw: each, a one-hot row, moves the weight that is its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.before = [], np.zeros(EXAMPLES)
+
+    def on_train_batch_end(self, batch, logs=None):
+        weights = self.model.per_example.layer.get_weights()[0].ravel()
+        self.found.append(np.abs(weights - self.before) > 1e-4)
+        self.before = weights
+
+
+def test_updates_see_poisson_samples():
+    """In training itself, and not the batches of shuffled data, which have one size."""
+    zeros = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((EXAMPLES,)), zeros])
+    private = make_private(
+        *(model,),
+        clip_norm=1.0,
+        noise_multiplier=1e-6,
+        expected_batch_size=int(RATE * EXAMPLES),
+        delta=1e-3,
+        physical_batch_size=4,
+        seed=3,
+    )
+    # Far from the targets, so that all gradients are clipped.
+    private.compile("sgd", "mse", jit_compile=False)
+    included = Included()
+    data = np.eye(EXAMPLES, dtype="float32"), np.full((EXAMPLES, 1), 1e3, "float32")
+    private.fit(*data, epochs=16, callbacks=[included], verbose=0)
+    found = np.array(included.found)
+    assert len(found) == private.privacy.updates == 80
+    for seen, drawn in zip(found, draws_of(private, 80), strict=True):
+        np.testing.assert_array_equal(np.flatnonzero(seen), np.sort(drawn))
+    sizes = found.sum(1)
+    variance = EXAMPLES * RATE * (1 - RATE)
+    low, high = scipy.stats.chi2.ppf([1e-6, 1 - 1e-6], 79)
+    assert low < np.sum((sizes - sizes.mean()) ** 2) / variance < high
+    # In each epoch some examples are seen twice, and some not at all.
+    times = found.reshape(16, 5, EXAMPLES).sum(1)
+    assert (times == 0).any(1).all()
+    assert (times > 1).any(1).all()
 
 
 def test_draws_follow_from_key_and_update():

@@ -193,7 +193,7 @@ def test_a_subclassed_model_with_inputs_by_name():
     model, reference = Subclassed(), perceptron()
     private = make_private(model, clip_norm=0.2, noise_multiplier=0.5, physical_batch_size=8, **ARGUMENTS)
     private.compile(keras.optimizers.SGD(0.5), cross_entropy(), run_eagerly=True)
-    private(dict(x=x[:1]))
+    private({"x": x[:1]})
     reference.set_weights(model.get_weights())
     private.fit({"x": x}, y, verbose=0)
     loss = cross_entropy(reduction="sum")
