@@ -14,7 +14,8 @@ from jax_privacy import keras_api
 from models import batch_of, loss_of, model_of
 from peers.ratios import in_plain
 
-SIZE, UPDATES, EPOCHS, ROUNDS = 1024, 16, 3, 7
+# Few, as a private step of the perceptron takes seconds.
+SIZE, UPDATES, EPOCHS, ROUNDS = 1024, 8, 1, 3
 
 
 def timed(model, data, **options):

@@ -16,7 +16,7 @@ from peers.per_example_torch import Block, cnn_layers, mlp_layers
 from peers.ratios import in_plain
 from torch.utils.data import DataLoader, TensorDataset
 
-SIZE, UPDATES, ROUNDS, WORDS, TOKENS = 1024, 16, 15, 1000, 32
+SIZE, UPDATES, ROUNDS, WORDS, TOKENS = 1024, 16, 7, 1000, 32
 warnings.filterwarnings("ignore")
 
 
