@@ -49,7 +49,9 @@ def drawn(points, without):
     for tick in range(round(20 * least), round(20 * most) + 1):
         y = y_of(tick / 20)
         parts.append(f"<line x1='{LEFT}' x2='{RIGHT}' y1='{y:.1f}' y2='{y:.1f}' stroke='#ddd'/>")
-        parts.append(f"<text x='{LEFT - 8}' y='{y + 4:.1f}' font-size='13' text-anchor='end' {STYLE}>{5 * tick}%</text>")
+        parts.append(
+            f"<text x='{LEFT - 8}' y='{y + 4:.1f}' font-size='13' text-anchor='end' {STYLE}>{5 * tick}%</text>"
+        )
     for epsilon, _ in points:
         x = x_of(epsilon)
         parts.append(f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{BOTTOM}' y2='{BOTTOM + 5}' stroke='#222'/>")

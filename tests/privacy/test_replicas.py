@@ -8,6 +8,7 @@ import pytest
 from privacy_oracle import cross_entropy, perceptron, some_data
 
 from keras_paragrad import DistributedFit
+from keras_paragrad.distribution import Pipeline
 from keras_paragrad.privacy import AdaptiveClip, make_private
 
 
@@ -91,3 +92,16 @@ def test_workers_agree_on_samples_and_noise(workers, noise):
     for one, other, seeded in zip(first, second, workers[0]["seeded"]["weights"], strict=True):
         np.testing.assert_array_equal(one, other)
         assert np.any(one != seeded)
+
+
+@pytest.mark.own_process(seconds=120)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mesh": {"batch": 2}, "layout": "auto"}, "is trained on a mesh, .*PhysicalBatches"),
+        ({"strategy": Pipeline(2, microbatches=2)}, "is a PrivateModel with a call of its own"),
+    ],
+)
+def test_meshes_and_pipelines_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        trained(DistributedFit(**arguments), 0.3, jit=False)
