@@ -70,11 +70,8 @@ class PhysicalBatches(Slices):
         sums = self.begun(model, gradient_of_slice, data)
         with model.per_example.averaging(rows * replica_count()):
             total = self.added_up(sums, data, taken)
-        gradient = sums.gradient(total, rows)
-        weight = gradient.weight
-        assert weight is not None, "slices are weighed"
         # Each replica divides by what it has computed. What it multiplies with makes up for that, so they count alike.
-        return gradient._replace(weight=weight._replace(value=tf.ones_like(weight.value)))
+        return sums.gradient(total, rows).counting_as_one()
 
 
 def _multiple(number: int, of: int) -> int:

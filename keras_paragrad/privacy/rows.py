@@ -167,8 +167,8 @@ def _by_class(batch: tuple, class_weight: Any) -> tuple:
 
 def _rows_in(batch: Any, name: str) -> int:
     shapes = [tuple(each.shape) for each in keras.tree.flatten(batch) if each is not None]
-    sizes = {shape[0] if shape else None for shape in shapes}
-    if len(sizes) != 1 or None in sizes:
+    sizes = {shape[0] if shape else -1 for shape in shapes}
+    if len(sizes) != 1 or -1 in sizes:
         raise ValueError(
             f"The elements of {name} have the shapes {', '.join(map(str, shapes))}, which aren't those of a batch: "
             "rows along the first axis, as many in each. Batch the data first, as in dataset.batch(64)."

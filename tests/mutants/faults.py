@@ -748,9 +748,9 @@ _PRIVACY = [
     ),
     _fault(
         "replicas count by the rows that they compute, which are made up for already",
-        "privacy/physical.py",
-        "value=tf.ones_like(weight.value)",
-        "value=weight.value",
+        "_keras/step/gradient.py",
+        "value=tf.ones_like(self.weight.value)",
+        "value=self.weight.value",
         "privacy/test_replicas.py::test_replicas_take_the_updates_of_one_device",
     ),
     _fault(

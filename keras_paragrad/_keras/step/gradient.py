@@ -51,6 +51,11 @@ class Gradient(NamedTuple):
         weight = self.weight and self.weight._replace(value=divisor)
         return Gradient(gradients, None, rows, weight, self.sums and self.sums._replace(vector=losses))
 
+    def counting_as_one(self) -> "Gradient":
+        """This, weighing as much on each replica, whatever it was computed on."""
+        weight = self.weight and self.weight._replace(value=tf.ones_like(self.weight.value))
+        return self._replace(weight=weight)
+
 
 class ReplicaLossScale:
     """How much of a batch's gradient one replica's is: its weight in that of all.
