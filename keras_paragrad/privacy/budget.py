@@ -67,6 +67,8 @@ class Privacy:
         self._noise: float | None = settings.noise_multiplier
 
     def __repr__(self) -> str:
+        if self._examples is None:
+            return "<Privacy: before fit(), how many examples there are is unknown>"
         return f"<Privacy: {self.statement()}>"
 
     @property

@@ -127,6 +127,8 @@ class PrivateModel(PerExampleModel):
         Raises:
             ValueError: The data have no random access, the budget is spent, or an argument is refused.
         """
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = callbacks.callbacks
         listed = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
         check_fit(self, listed, batch_size, validation_split, shuffle, steps_per_epoch)
         check_compiled(self)

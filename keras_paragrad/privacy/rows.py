@@ -158,6 +158,11 @@ def _by_class(batch: tuple, class_weight: Any) -> tuple:
     if class_weight is None:
         return batch
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    if keras.tree.is_nested(y):
+        raise ValueError(
+            "`class_weight` is for models with one output. Give each output its sample_weight, in the batches of the "
+            "data."
+        )
     labels = np.asarray(y)
     if labels.ndim > 1:
         labels = labels.argmax(-1) if labels.shape[-1] > 1 else labels.reshape(len(labels), -1)[:, 0]

@@ -6,6 +6,7 @@ import logging
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from privacy_oracle import cross_entropy, perceptron, some_data
 
 from keras_paragrad import privacy
@@ -30,6 +31,7 @@ def test_epsilon_is_shown_everywhere(tmp_path, capsys):
         keras.callbacks.CSVLogger(tmp_path / "log.csv"),
         keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["epsilon"])),
         keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", monitor="epsilon", mode="min"),
+        keras.callbacks.TensorBoard(tmp_path / "board", update_freq=1, write_graph=False),
     ]
     history = private.fit(x, y, epochs=2, validation_data=(x, y), callbacks=callbacks, verbose=2).history
     rate = SIZE / len(x)
@@ -41,6 +43,11 @@ def test_epsilon_is_shown_everywhere(tmp_path, capsys):
     assert "epsilon: " in capsys.readouterr().out
     with (tmp_path / "log.csv").open() as file:
         assert [float(row["epsilon"]) for row in csv.DictReader(file)] == history["epsilon"]
+    (events,) = (tmp_path / "board" / "train").iterdir()
+    values = [value for event in tf.compat.v1.train.summary_iterator(str(events)) for value in event.summary.value]
+    for tag, wanted in (("batch_epsilon", expected), ("epoch_epsilon", history["epsilon"])):
+        found = [tf.make_ndarray(value.tensor) for value in values if value.tag == tag]
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
     assert private.privacy.epsilon == expected[-1]
     assert private.privacy.updates == 8
     assert private.privacy.sampling_rate == rate
@@ -122,6 +129,7 @@ def test_another_size_of_data_is_refused():
     private = build(noise_multiplier=1.0)
     with pytest.raises(ValueError, match="known once fit\\(\\) was given data"):
         _ = private.privacy.sampling_rate
+    assert "unknown" in repr(private.privacy)
     private.fit(x, y, verbose=0)
     with pytest.raises(ValueError, match="The data have 59 examples, and epsilon is computed for 60"):
         private.fit(x[1:], y[1:], verbose=0)

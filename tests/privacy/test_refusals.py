@@ -182,6 +182,7 @@ def test_optimizers(optimizer, message):
             {"callbacks": keras.callbacks.ModelCheckpoint("best.keras", monitor="loss", save_best_only=True)},
             "ModelCheckpoint goes by 'loss'",
         ),
+        ({"callbacks": keras.callbacks.CallbackList([keras.callbacks.EarlyStopping("loss")])}, "EarlyStopping goes by"),
         ({"callbacks": [keras.callbacks.TerminateOnNaN()]}, "TerminateOnNaN ends training by the loss of private rows"),
     ],
 )

@@ -5,6 +5,7 @@ import zipfile
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from privacy_oracle import cross_entropy, perceptron, some_data
 from saving import FORMATS, saved_and_loaded
 
@@ -114,6 +115,23 @@ def test_files_hold_no_gradient_without_noise(tmp_path):
     assert all(
         any(part in name for part in ("hidden", "out", "updates", "iteration", "learning_rate")) for name in names
     )
+
+
+def test_no_file_has_a_count_without_noise(tmp_path):
+    """An adaptive norm counts examples on the way through an update."""
+    private = build(AdaptiveClip(initial=0.5))
+    private.fit(*some_data(), epochs=1, verbose=0)
+    marked, visible = (np.float32(each) for each in (12345.678, 8765.4321))
+    private.per_example.state._within.assign(marked)
+    private._log_clip_norm.assign(visible)
+    private.save(tmp_path / "model.keras")
+    private.save_weights(tmp_path / "model.weights.h5")
+    tf.train.Checkpoint(model=private, optimizer=private.optimizer).save(str(tmp_path / "checkpoint"))
+    with zipfile.ZipFile(tmp_path / "model.keras") as archive:
+        archive.extractall(tmp_path / "unpacked")
+    read = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".keras"]
+    assert sum(visible.tobytes() in content for content in read) >= 3
+    assert not [content for content in read if marked.tobytes() in content]
 
 
 def test_a_loaded_model_has_another_key(tmp_path):
