@@ -1,6 +1,7 @@
 """Models trained in the stages of a pipeline, in processes that have the devices for it, and by Keras on one device."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -90,6 +91,14 @@ def masked() -> keras.Model:
     return keras.Model(inputs, layers.Dense(4, name="head")(layers.Concatenate(name="both")(pooled)))
 
 
+def stateful() -> keras.Model:
+    """State that each micro-batch finds as the one before it left it."""
+    inputs = keras.Input((8,))
+    hidden = layers.Dropout(0.3, name="dropout", seed=3)(layers.Dense(8, "tanh", name="one")(inputs))
+    hidden = layers.BatchNormalization(name="statistics")(layers.Dense(8, "tanh", name="two")(hidden))
+    return keras.Model(inputs, layers.Dense(4, name="head")(layers.Dropout(0.3, name="again", seed=4)(hidden)))
+
+
 MODELS: dict[str, Callable[[], keras.Model]] = {
     "mlp": mlp,
     "skips": skips,
@@ -97,11 +106,12 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
     "recurrent": recurrent,
     "several": several,
     "masked": masked,
+    "stateful": stateful,
 }
 
 
 class PipelineCase(NamedTuple):
-    """How to train."""
+    """How to train: `columns` are two devices for each stage, `uneven` one for the first and three for the second."""
 
     model: str
     cuts: tuple[str, ...] | int
@@ -168,7 +178,12 @@ def distribution(case: PipelineCase) -> DistributedFit:
     by = {"stages": case.cuts} if isinstance(case.cuts, int) else {"cuts": case.cuts}
     pipeline = Pipeline(**by, microbatches=case.microbatches)  # pyright: ignore
     weighting = "examples" if case.model == "several" else "auto"
-    return DistributedFit(pipeline, devices=DEVICES[: pipeline.count], weighting=weighting, jit="jit" in case.settings)
+    devices: Any = DEVICES[: pipeline.count]
+    if "columns" in case.settings:
+        devices = [[f"CPU:{2 * index}", f"CPU:{2 * index + 1}"] for index in range(pipeline.count)]
+    if "uneven" in case.settings:
+        devices = ["CPU:0", ["CPU:1", "CPU:2", "CPU:3"]]
+    return DistributedFit(pipeline, devices=devices, weighting=weighting, jit="jit" in case.settings)
 
 
 def homes(variables: Any) -> list[str]:
@@ -222,6 +237,28 @@ def _compared(case: PipelineCase) -> dict[str, Any]:
         "homes": dict(zip([each.path for each in model.variables], homes(model.variables), strict=True)),
         "slots": slots,
         "explained": str(dist.explain()),
+    }
+
+
+def stateful_in_columns(settings: list[str]) -> dict[str, float]:
+    """How far a stateful model's weights and state end from those of a pipeline with one device for each stage."""
+    configure()
+    warnings.simplefilter("ignore")
+    ended = []
+    for more in ((), ("columns",)):
+        case = PipelineCase("stateful", 2, "sgd", (*settings, *more), 4)
+        dist = distribution(case)
+        with dist.scope():
+            model = made(case, alone=False)
+        fitted(functools.partial(dist.fit, model), case, 8)
+        ended.append(model)
+    alone, columns = ended
+    start = made(case, alone=True).get_weights()
+    state = [[each.numpy() for each in model.variables if not each.trainable] for model in ended]
+    return {
+        "weights": apart(columns.get_weights(), alone.get_weights()),
+        "state": apart(*state[::-1]),
+        "moved": apart(alone.get_weights(), start),
     }
 
 

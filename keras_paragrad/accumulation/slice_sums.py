@@ -69,6 +69,14 @@ class SliceSums:
                 gradients[index] = self._added(index, gradients[index], gradient, value)
         return RunningSums(gradients, total.divisor + value, total.losses + part.sums.vector)
 
+    def joined(self, total: RunningSums, other: RunningSums) -> RunningSums:
+        """The sums over the slices of both."""
+        gradients = list(total.gradients)
+        for index, gradient in enumerate(other.gradients):
+            if gradient is not None:
+                gradients[index] = self._added(index, gradients[index], gradient, tf.constant(1.0))
+        return RunningSums(gradients, total.divisor + other.divisor, total.losses + other.losses)
+
     def _added(self, index: int, total: Any, gradient: Any, value: tf.Tensor) -> tf.Tensor:
         variable = self.variables[index]
         dtype = _dtype(variable)

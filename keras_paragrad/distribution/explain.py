@@ -108,7 +108,7 @@ def _plan(plan: Plan) -> str:
         where += f" of each of {replicas // len(devices)} workers"
     counted = "replicas" if replicas is None else f"{replicas} replica{'s' if replicas > 1 else ''}"
     if plan.strategy.value == "pipeline":
-        counted = f"{len(devices)} stages"
+        counted = plan.replicas.evidence
     if plan.strategy.value == "mesh":
         counted = f"{len(devices)} devices"
     by = "" if plan.communication.value in ("none", "given") else f", all-reduce by {plan.communication.value}"

@@ -54,7 +54,8 @@ class DistributedFit:
         strategy: `"auto"`; or `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`,
             a `tf.distribute.Strategy`, a `keras_paragrad.distribution.Pipeline`, or Keras's own
             `keras.distribution.DataParallel` or `ModelParallel`.
-        devices: Names of this process's devices, such as `["GPU:0", "GPU:1"]`; by default, all available ones.
+        devices: Names of this process's devices, such as `["GPU:0", "GPU:1"]`; by default, all available ones. For a
+            pipeline, those of its stages, in order; with data parallelism a list of devices for each stage.
         communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
             `"one_device"`.
         jit: Whether to compile with XLA; on several replicas, each one's forward and backward pass, and of a
@@ -105,7 +106,7 @@ class DistributedFit:
     def __init__(
         self,
         strategy: Any = "auto",
-        devices: Sequence[str] | None = None,
+        devices: Sequence[Any] | None = None,
         communication: str = "auto",
         jit: Any = "auto",
         precision: str | None = "auto",

@@ -24,7 +24,7 @@ from keras_paragrad.distribution.choices import (
 from keras_paragrad.distribution.mesh.checks import check_mesh_options
 from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, check_mesh
 from keras_paragrad.distribution.names import canonical_devices, kind_of_strategy
-from keras_paragrad.distribution.pipeline.checks import check_one_device_a_stage, check_pipeline
+from keras_paragrad.distribution.pipeline.checks import check_pipeline, devices_of_stages
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 
 CHOICES = {
@@ -48,7 +48,8 @@ class Options:
         strategy: `"auto"`, `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`, or
             a `tf.distribute.Strategy` to use as is, a `Pipeline`, or a `keras.distribution.DataParallel` or
             `ModelParallel`.
-        devices: Names of this process's devices, such as `["CPU:0", "CPU:1"]`, all of one kind.
+        devices: Names of this process's devices, such as `["CPU:0", "CPU:1"]`, all of one kind. For a pipeline with
+            data parallelism, a list of names for each stage.
         communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
             `"one_device"`.
         jit: `"auto"`, or whether to compile with XLA.
@@ -85,7 +86,7 @@ class Options:
     """
 
     strategy: Any = "auto"
-    devices: Sequence[str] | None = None
+    devices: Sequence[Any] | None = None
     communication: str = "auto"
     jit: bool | Literal["auto"] = "auto"
     precision: str | None = "auto"
@@ -115,10 +116,9 @@ class Options:
         seconds = functools.partial(check_number, least=1, most=LONGEST_WAIT)
         checked["startup_timeout"] = seconds("startup_timeout", self.startup_timeout)
         checked["collective_timeout"] = seconds("collective_timeout", self.collective_timeout, optional=True)
-        if isinstance(checked["strategy"], Pipeline):
-            check_one_device_a_stage(self.devices)
         checked["mesh"] = check_mesh(self.mesh)
-        checked["devices"] = None if self.devices is None else canonical_devices(self.devices)
+        canonical = devices_of_stages if isinstance(checked["strategy"], Pipeline) else canonical_devices
+        checked["devices"] = None if self.devices is None else canonical(self.devices)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         self._check_together()
@@ -132,6 +132,11 @@ class Options:
     def pipeline(self) -> Pipeline | None:
         """The pipeline that was passed, if any."""
         return self.strategy if isinstance(self.strategy, Pipeline) else None
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The names in `devices`, of all stages of a pipeline."""
+        return tuple(name for each in self.devices or () for name in ([each] if isinstance(each, str) else each))
 
     @property
     def distribution(self) -> Any:

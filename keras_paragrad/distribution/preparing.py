@@ -39,7 +39,9 @@ def prepare_as_planned(
         return prepare_for_servers(model)
     if options.pipeline is not None:
         by_xla = options.jit is True or (options.jit == "auto" and compile_arguments(model).get("jit_compile") is True)
-        return prepare_pipeline(model, options.pipeline, plan.devices.value, options.weighting, by_xla)
+        named = options.devices or plan.devices.value
+        devices = tuple((each,) if isinstance(each, str) else each for each in named)
+        return prepare_pipeline(model, options.pipeline, devices, options.weighting, by_xla)
     if options.on_mesh:
         mesh = planned_mesh(options, detect())
         jit = None if options.jit == "auto" else options.jit

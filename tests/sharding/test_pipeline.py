@@ -24,13 +24,29 @@ FEW = [
     PipelineCase("mlp", ("two",), "adam", ("eager", "ema", "clipvalue")),
     PipelineCase("masked", ("embedding", "attention"), "sgd", ("jit",), 2),
 ]
+# The last batch has one or two rows, for as many of the columns.
+HYBRIDS = [
+    PipelineCase("skips", 2, "adamw", ("columns", "global_clipnorm", "excluded"), 4),
+    PipelineCase("masked", ("embedding",), "sgd", ("columns", "jit"), 3),
+    PipelineCase("several", ("pool",), "sgd", ("columns",)),
+    PipelineCase("mlp", ("two",), "adam", ("uneven", "eager", "ema", "clipvalue")),
+]
+MORE_HYBRIDS = [
+    *(PipelineCase(name, 2, "sgd", ("columns",), 5) for name in pipelined_training.MODELS if name != "stateful"),
+    PipelineCase("transformer", 2, "sgd", ("columns", "recompute", "accumulate"), 4),
+    PipelineCase("transformer", ("block_0",), "sgd", ("columns", "recompute", "jit"), 2),
+    PipelineCase("skips", 2, "adam", ("columns", "jit", "loss_scale", "clipnorm"), 4),
+    PipelineCase("recurrent", 2, "sgd", ("columns", "loss_scale", "accumulate"), 2),
+    PipelineCase("transformer", 2, "sgd", ("uneven", "jit"), 6),
+    PipelineCase("mlp", 2, "lamb", ("columns", "built", "ema_overwrite")),
+]
 MORE = [
     PipelineCase("masked", ("embedding", "attention")),
     PipelineCase("transformer", ("attention_1",), "sgd", ("jit",)),
     PipelineCase("recurrent", 2, "sgd", ("loss_scale", "accumulate"), 2),
     PipelineCase("skips", 3, "adam", ("jit", "loss_scale"), 2),
     PipelineCase("skips", ("norm_2",), "adam", ("ema_overwrite", "clipnorm"), 1),
-    *(PipelineCase(name, cuts, "sgd", (), 8) for name in pipelined_training.MODELS for cuts in (2, 3)),
+    *(PipelineCase(name, cuts, "sgd", (), 8) for name in pipelined_training.MODELS for cuts in (2, 3) if name != "stateful"),
     *(PipelineCase("mlp", 3, name, ("weight_decay",)) for name in pipelined_training.OPTIMIZERS if name != "adamw"),
     PipelineCase("transformer", 4, "sgd", ("accumulate",)),
     PipelineCase("skips", 4, "adam", ("loss_scale", "clipnorm")),
@@ -57,6 +73,27 @@ def test_ends_where_one_device_ends():
         "none": "",
     }
     assert {home for name, home in slots.items() if "two" in name or "three" in name} == {"CPU:1"}
+
+
+def test_columns_of_devices_end_where_one_device_ends():
+    for case, each in zip(HYBRIDS, check(HYBRIDS), strict=True):
+        # The first device of a stage has its variables.
+        second = "CPU:1" if "uneven" in case.settings else "CPU:2"
+        assert set(each["homes"].values()) == {"CPU:0", second}, case
+
+
+@pytest.mark.long
+def test_more_columns_end_where_one_device_ends():
+    check(MORE_HYBRIDS)
+
+
+@pytest.mark.parametrize("settings", [["jit"], pytest.param([], marks=pytest.mark.long)])
+def test_micro_batches_of_all_columns_find_the_state_that_those_before_left(settings):
+    (found,) = own_process.call(pipelined_training.stateful_in_columns, settings, [{}], 120)
+    assert found["moved"] > 0.01
+    assert found["state"] <= CLOSE
+    # Normalizing by the batch magnifies the rounding of gradients that are summed in another order.
+    assert found["weights"] <= 1e-5
 
 
 @pytest.mark.long
@@ -115,8 +152,12 @@ def test_arguments(arguments, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"devices": ["CPU:0"]}, "names 1, and the pipeline has 2 stages"),
-        ({"devices": [["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"]]}, "not combined with data parallelism"),
+        ({"devices": ["CPU:0"]}, "has 1 devices, and the pipeline has 2 stages"),
+        ({"devices": [["CPU:0", "CPU:1"]] * 3}, "names 'CPU:0' more than once"),
+        ({"devices": [["CPU:0", "CPU:1"], []]}, "a stage without a device"),
+        ({"devices": [["CPU:0", "CPU:1"], ["CPU:2", 3]]}, "the name of a device"),
+        ({"devices": [["GPU:0", "GPU:1"], ["GPU:2", "GPU:3"], ["GPU:4", "GPU:5"]]}, "has 3 lists.*one replica: dev"),
+        ({"devices": [[f"GPU:{index}" for index in range(9)], ["GPU:9"]]}, "9 devices.*microbatches=36"),
         ({"shard": "parameters"}, "Leave shard out"),
         ({"exact": False}, "microbatches=1"),
         ({"communication": "ring"}, "communication has no effect"),

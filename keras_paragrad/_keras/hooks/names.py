@@ -145,7 +145,8 @@ HOOKS = (
     Hook("keras.src.backend.common.masking", "get_keras_mask", ("losses.terms", "objects.layers"), ("x",)),
     Hook("keras.src.backend.common.masking", "set_keras_mask", ("objects.layers",), ("x", "mask")),
     Hook("keras.src.backend.common.global_state", "set_global_attribute", ("objects.layers",), ("name", "value")),
-    Hook("keras.src.backend.common.stateless_scope", "in_stateless_scope", ("step.recompute", "storage.gathering")),
+    Hook("keras.src.backend.common.stateless_scope", "get_stateless_scope", ("step.reads",)),
+    Hook("keras.src.backend.common.stateless_scope", "in_stateless_scope", ("step.reads", "storage.gathering")),
     Hook(
         "keras.src.backend.common.symbolic_scope",
         "in_symbolic_scope",
@@ -327,6 +328,13 @@ HOOKS = (
         ("telemetry.counts",),
     ),
     Hook("tensorflow.python.eager.record", "could_possibly_record", ("objects.layers",)),
+    Hook(
+        "tensorflow.python.eager.record",
+        "record_operation_backprop_only",
+        ("pipeline.columns",),
+        ("op_type", "output_tensors", "input_tensors", "backward_function"),
+    ),
+    Hook("tensorflow.python.eager.record", "stop_recording", ("pipeline.columns",)),
     Hook("tensorflow.dtensor.python", "api", ("mesh.dtensor",)),
     Hook("tensorflow.dtensor.python.api", "_dtensor_singleton", ("mesh.dtensor",)),
     Hook("tensorflow.experimental", "dtensor", ("mesh.dtensor",)),

@@ -1,30 +1,42 @@
 """A part of a model that runs on one device, forward and backward."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.layers import copy_mask, may_be_differentiated
+from keras_paragrad._keras.objects.layers import copy_mask, full_precision, may_be_differentiated
+from keras_paragrad._keras.pipeline.columns import Columns
 from keras_paragrad._keras.step.leaves import dense_parts, has_gradient, rebuilt
+from keras_paragrad._keras.step.reads import Reads
+from keras_paragrad._keras.step.segments import Part
 
 # From the values of a part's inputs, by their places among them, to those of its outputs.
 Run = Callable[..., dict[int, Any]]
+_WHY = (
+    "its device is not the one that this micro-batch is computed on. Name one device for each stage, as in "
+    'devices=["GPU:0", "GPU:1"].'
+)
 
 
 class OnDevice:
-    """Runs a part of a Functional model on a device, and its backward pass too.
+    """Runs a part of a Functional model on one of its devices, and its backward pass too.
 
     TensorFlow puts what a layer computes where `tf.device` says, but what a tape adds to a graph for the backward pass
     goes to the default device. So a part is differentiated by itself, on its device.
 
     Args:
-        run: Runs the part.
-        device: The device's name.
+        part: The part.
+        runs: For each of its devices, by name, what runs the part. Variables are on the first.
+        columns: Says which micro-batch is computed: they take turns on the devices.
+        owner: The model, to which losses are added that layers add on other devices than the first.
     """
 
-    def __init__(self, run: Run, device: str):
-        self.run, self.device = run, device
+    def __init__(self, part: Part, runs: dict[str, Run], columns: Columns, owner: keras.Model):
+        self.part, self.runs, self.columns, self.owner = part, runs, columns, owner
+        self.devices = list(runs)
 
     def __call__(self, known: dict[int, Any], operation_fn: Callable[..., Any]) -> dict[int, Any]:
         """Runs it.
@@ -36,31 +48,51 @@ class OnDevice:
         Returns:
             The values of its outputs, by their places.
         """
-        with tf.device(self.device):
-            if may_be_differentiated():
-                return self._differentiated(known, operation_fn)
-            return self.run(known, operation_fn=operation_fn)
+        column = self.columns.micro_batch % len(self.devices) if may_be_differentiated() else 0
+        device = self.devices[column]
+        with tf.device(device):
+            if not may_be_differentiated():
+                return self.runs[device](known, operation_fn=operation_fn)
+            return _Differentiated(self, known, device, away=column > 0)(operation_fn)
 
-    def _differentiated(self, known: dict[int, Any], operation_fn: Callable[..., Any]) -> dict[int, Any]:
-        leaves = list(known.values())
-        tensors = [part for leaf in leaves for part in dense_parts(leaf)]
-        places = [place for place, tensor in enumerate(tensors) if has_gradient(tensor)]
+
+class _Differentiated:
+    """One call of a part, differentiated by itself.
+
+    Args:
+        stage: The part, with its devices.
+        known: The values of its inputs.
+        device: The device that it is run on.
+        away: Whether the part's variables are on another device.
+    """
+
+    def __init__(self, stage: OnDevice, known: dict[int, Any], device: str, *, away: bool):
+        self.stage, self.known, self.device, self.away = stage, known, device, away
+        self.leaves = list(known.values())
+        self.tensors = [part for leaf in self.leaves for part in dense_parts(leaf)]
+        self.places = [place for place, tensor in enumerate(self.tensors) if has_gradient(tensor)]
+        variables = {id(each): each for layer in stage.part.layers for each in layer.variables} if away else {}
+        self.weights = [variable for variable in variables.values() if variable.trainable]
+        self.state = [variable for variable in variables.values() if not variable.trainable]
+
+    def __call__(self, operation_fn: Callable[..., Any]) -> dict[int, Any]:
         found: dict[int, Any] = {}
+        reads: Reads | None = None
 
         @tf.custom_gradient
         def placed(*arguments):
+            nonlocal reads
             with tf.GradientTape(persistent=True) as tape:
                 # Two inputs may be the same tensor, and an output may be an input: each has a gradient of its own.
                 watched = [tf.identity(each) for each in arguments]
                 tape.watch(watched)
-                remaining = iter(_replaced(tensors, places, watched))
-                parts = [[next(remaining) for _ in dense_parts(leaf)] for leaf in leaves]
-                inputs = dict(zip(known, rebuilt(leaves, parts), strict=True))
-                found.update(self.run(inputs, operation_fn=operation_fn))
-                for place, leaf in known.items():
+                inputs = self._inputs(watched)
+                with self._reading(watched[len(self.places) :]) as reads:
+                    found.update(self.stage.runs[self.device](inputs, operation_fn=operation_fn))
+                for place, leaf in self.known.items():
                     # Attention takes masks off its inputs: other stages find these as they would without stages.
                     copy_mask(inputs[place], leaf)
-                outputs = _differentiable(found)
+                outputs = _differentiable(found, reads)
 
             def gradient(*cotangents: Any, variables: Any = ()) -> Any:
                 with tf.device(self.device):
@@ -70,19 +102,36 @@ class OnDevice:
 
             return outputs, gradient
 
-        returned: Any = placed(*(tensors[place] for place in places))
+        copies = [self.stage.columns.copy(variable, self.device) for variable in self.weights]
+        returned: Any = placed(*(self.tensors[place] for place in self.places), *copies)
         passed = iter(returned)
         results = list(found.values())
         parts = [[next(passed) if has_gradient(part) else part for part in dense_parts(each)] for each in results]
+        for loss in passed:
+            # Not `owner.add_loss`: a Functional model refuses it.
+            keras.layers.Layer.add_loss(self.stage.owner, loss)
+        for variable, value in reads.updates if reads else ():
+            variable.assign(value)
         return dict(zip(found, rebuilt(results, parts), strict=True))
 
+    def _inputs(self, watched: Sequence[tf.Tensor]) -> dict[int, Any]:
+        replaced = list(self.tensors)
+        for place, tensor in zip(self.places, watched, strict=False):
+            replaced[place] = tensor
+        remaining = iter(replaced)
+        parts = [[next(remaining) for _ in dense_parts(leaf)] for leaf in self.leaves]
+        return dict(zip(self.known, rebuilt(self.leaves, parts), strict=True))
 
-def _replaced(tensors: list[tf.Tensor], places: list[int], others: list[tf.Tensor]) -> list[tf.Tensor]:
-    replaced = list(tensors)
-    for place, other in zip(places, others, strict=True):
-        replaced[place] = other
-    return replaced
+    def _reading(self, weights: Sequence[tf.Tensor]) -> contextlib.AbstractContextManager[Reads | None]:
+        """Where variables are on another device, the context in which layers read their copies."""
+        if not self.away:
+            return contextlib.nullcontext()
+        with full_precision():
+            state = [tf.identity(tf.convert_to_tensor(variable.value)) for variable in self.state]
+        values = [*zip(self.weights, weights, strict=True), *zip(self.state, state, strict=True)]
+        return Reads(self.stage.part.name, values, _WHY, once=True)
 
 
-def _differentiable(found: dict[int, Any]) -> list[tf.Tensor]:
-    return [part for leaf in found.values() for part in dense_parts(leaf) if has_gradient(part)]
+def _differentiable(found: dict[int, Any], reads: Reads | None) -> list[tf.Tensor]:
+    parts = [part for leaf in found.values() for part in dense_parts(leaf)]
+    return [part for part in parts if has_gradient(part)] + (reads.losses if reads else [])

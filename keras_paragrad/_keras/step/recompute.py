@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Self
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from keras_paragrad._keras.objects.layers import (
     CallState,
@@ -22,6 +21,7 @@ from keras_paragrad._keras.objects.layers import (
 from keras_paragrad._keras.step.compiled_call import apart
 from keras_paragrad._keras.step.gradient_functions import keep_with_graphs
 from keras_paragrad._keras.step.leaves import dense_parts, has_gradient, rebuilt
+from keras_paragrad._keras.step.reads import Reads, in_scope_of_others
 from keras_paragrad._keras.step.stateful_ops import check_operations
 from keras_paragrad._keras.storage.sharded import to_gather
 
@@ -60,46 +60,6 @@ class _Known(NamedTuple):
     def read(self, kept: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The weights as layers read them, made in each of the two runs from what is kept."""
         return [storage.whole(each) if storage else each for storage, each in zip(self.storages, kept, strict=True)]
-
-
-class _Reads(keras.StatelessScope):
-    """Context in which layers read variables from tensors, and which keeps what they assign.
-
-    Attributes:
-        missing: Variables that were used without a tensor to read from, by their ids.
-    """
-
-    def __init__(self, name: str, values: Sequence[tuple[keras.Variable, tf.Tensor]]):
-        super().__init__(state_mapping=values, collect_losses=True, initialize_variables=False)
-        self.name = name
-        self.missing: dict[int, keras.Variable] = {}
-        self._known = {id(variable) for variable, _ in values}
-        self._assigned: dict[int, keras.Variable] = {}
-
-    @property
-    def updates(self) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """The variables that were assigned, in the order of the first assignment, with their last values."""
-        return [(variable, self.get_current_value(variable)) for variable in self._assigned.values()]
-
-    def get_current_value(self, variable: keras.Variable) -> Any:
-        self._look(variable)
-        return super().get_current_value(variable)
-
-    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        variable, value = update
-        self._look(variable)
-        if variable.trainable:
-            raise ValueError(
-                f"{self.name!r} assigns to its weight {variable.path!r} when it is called, and the gradient of that "
-                "can't be had from a second run. Leave it out of `layers`."
-            )
-        self._assigned.setdefault(id(variable), variable)
-        # As if it were read from a variable.
-        super().add_update((variable, tf.stop_gradient(value)))
-
-    def _look(self, variable: keras.Variable) -> None:
-        if id(variable) not in self._known:
-            self.missing[id(variable)] = variable
 
 
 class _Function(NamedTuple):
@@ -201,13 +161,14 @@ class _Run:
 
     def _call(
         self, tensors: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], state: Sequence[tf.Tensor]
-    ) -> tuple[Any, _Reads]:
+    ) -> tuple[Any, Reads]:
         remaining = iter(tensors)
         parts = [[next(remaining) for _ in dense_parts(leaf)] for leaf in self.leaves]
         arguments, keywords = keras.tree.pack_sequence_as(self.structure, rebuilt(self.leaves, parts, self.masks))
         built = len(self.function.variables)
         values = [*zip(self.known.weights, weights, strict=True), *zip(self.known.state, state, strict=True)]
-        with _Reads(self.function.name, values) as reads:
+        why = "the gradient of that can't be had from a second run. Leave it out of `layers`."
+        with Reads(self.function.name, values, why) as reads:
             result = self.function.call(*arguments, **keywords)
         if len(self.function.variables) != built:
             raise ValueError(
@@ -239,7 +200,7 @@ class Recomputed:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((arguments, keywords)))
-        if symbolic or tf.executing_eagerly() or in_stateless_scope() or not may_be_differentiated():
+        if symbolic or tf.executing_eagerly() or in_scope_of_others() or not may_be_differentiated():
             return self.function.call(*arguments, **keywords)
         run = _Run(self.function, arguments, keywords, self.function.variables)
         if not run.differentiable:

@@ -28,7 +28,7 @@ def decide_devices(hardware: Hardware, options: Options, strategy: str) -> Decis
         given = "devices=None" if options.distribution is None else "keras.distribution.DeviceMesh(..., devices=...)"
         return Decision(NAME, mesh.devices, f"a mesh of {mesh.words}", _here(hardware), given)
     if options.devices is not None:
-        named = tuple(options.devices)
+        named = options.device_names
         _check_here(named, hardware)
         return Decision(NAME, named, "requested", _here(hardware), "devices=None")
     if options.pipeline is not None:
@@ -61,7 +61,10 @@ def decide_replicas(hardware: Hardware, options: Options, strategy: str, devices
         evidence = f"a {type(options.given).__name__}"
         return Decision("replicas", count, "as many as the strategy has", evidence, 'strategy="auto"')
     if strategy == "pipeline":
-        evidence = f"{len(devices)} stages"
+        stages = options.pipeline.count if options.pipeline else len(devices)
+        widths = {len(each) for each in options.devices or () if isinstance(each, tuple)} or {1}
+        of = f" on {min(widths)} to {max(widths)} devices each" if len(widths) > 1 else f" on {max(widths)} devices each"
+        evidence = f"{stages} stages{of if max(widths) > 1 else ''}"
         return Decision("replicas", 1, "the stages are one model", evidence, 'strategy="mirrored"')
     if strategy == "mesh":
         evidence = f"{len(devices)} devices"

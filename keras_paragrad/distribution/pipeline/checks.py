@@ -1,26 +1,32 @@
 """What can't be asked for together with a pipeline."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.names import canonical_devices
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from keras_paragrad.distribution.options import Options
 
 
-def check_one_device_a_stage(devices: Any) -> None:
-    """Refuses several devices for a stage.
+def devices_of_stages(devices: Any) -> Any:
+    """What is passed as `devices` for a pipeline, in canonical form: a list for each stage where one has several.
 
     Raises:
-        ValueError: The message says what to write.
+        ValueError: A name is malformed, or named twice, or a stage has no device.
     """
-    if isinstance(devices, (list, tuple)) and any(isinstance(each, (list, tuple)) for each in devices):
+    if not isinstance(devices, (list, tuple)) or not any(isinstance(each, (list, tuple)) for each in devices):
+        return canonical_devices(devices)
+    stages = [list(each) if isinstance(each, (list, tuple)) else [each] for each in devices]
+    if not all(stages):
         raise ValueError(
-            f"devices={list(devices)} has several devices for a stage, and a pipeline is not combined with data "
-            'parallelism. Name one for each stage, as in devices=["GPU:0", "GPU:1"]. For replicas of a model that is '
-            'larger than a device, write DistributedFit("mirrored", shard="parameters").'
+            f"devices={list(devices)} has a stage without a device. Write a list of devices for each stage, as in "
+            'devices=[["GPU:0", "GPU:1"], ["GPU:2", "GPU:3"]].'
         )
+    names = iter(canonical_devices([name for stage in stages for name in stage]))
+    return tuple(tuple(next(names) for _ in stage) for stage in stages)
 
 
 def check_pipeline(options: "Options", pipeline: Pipeline) -> None:
@@ -29,11 +35,8 @@ def check_pipeline(options: "Options", pipeline: Pipeline) -> None:
     Raises:
         ValueError: The message says what to write.
     """
-    if options.devices is not None and len(options.devices) != pipeline.count:
-        raise ValueError(
-            f"devices={list(options.devices)} names {len(options.devices)}, and the pipeline has {pipeline.count} "
-            "stages. Name one device for each stage, in order."
-        )
+    if options.devices is not None:
+        _check_devices(options.devices, pipeline)
     if not options.exact:
         raise ValueError(
             "exact=False, but a pipeline trains as one device does, or not at all. Leave exact out; for a model whose "
@@ -50,6 +53,27 @@ def check_pipeline(options: "Options", pipeline: Pipeline) -> None:
     if unused or options.batch == "per_replica":
         listed = ", ".join([*unused, *(["batch"] if options.batch == "per_replica" else [])])
         raise ValueError(f"{listed} has no effect in a pipeline, which has one replica. Leave it out.")
+
+
+def _check_devices(devices: Sequence[Any], pipeline: Pipeline) -> None:
+    if len(devices) != pipeline.count:
+        named = [list(each) if isinstance(each, tuple) else each for each in devices]
+        what, instead = "devices", "Name one device for each stage, in order."
+        if isinstance(devices[0], tuple):
+            what, instead = "lists", "Write a list of devices for each stage, in order."
+            if all(len(each) == pipeline.count for each in devices):
+                turned = [list(each) for each in zip(*devices, strict=True)]
+                instead = f"Each list holds the devices of one stage, not those of one replica: devices={turned}."
+        raise ValueError(
+            f"devices={named} has {len(devices)} {what}, and the pipeline has {pipeline.count} stages. {instead}"
+        )
+    widest = max((each for each in devices if isinstance(each, tuple)), key=len, default=())
+    if len(widest) > pipeline.microbatches:
+        raise ValueError(
+            f"A stage has {len(widest)} devices, {list(widest)}, which take turns at micro-batches, and there are "
+            f"{pipeline.microbatches} of them: some would have nothing to do. Write Pipeline(..., "
+            f"microbatches={4 * len(widest)}), or name fewer devices."
+        )
 
 
 def check_place(pipeline: Pipeline, hardware: Hardware) -> None:

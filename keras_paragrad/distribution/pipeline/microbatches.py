@@ -1,5 +1,6 @@
 """A batch in micro-batches, all of them in one graph, so that TensorFlow runs several stages at once."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.losses.normalization import LossNormalization
+from keras_paragrad._keras.pipeline.columns import Columns
 from keras_paragrad._keras.replicas.shard import Shard, rows_of
 from keras_paragrad._keras.step.gradient import Gradient
 from keras_paragrad._keras.step.symbolic import build_losses
@@ -31,10 +33,14 @@ class MicroBatches(NamedTuple):
     Attributes:
         parts: How many micro-batches a batch is cut into, or as many as it has rows.
         normalize: Measures the weight of a micro-batch.
+        columns: Is told which micro-batch is computed: they take turns on a stage's devices.
+        width: The most devices that a stage has.
     """
 
     parts: int
     normalize: LossNormalization
+    columns: Columns
+    width: int
 
     @property
     def size(self) -> int:
@@ -63,17 +69,23 @@ class MicroBatches(NamedTuple):
         # Metrics are updated in a branch, in which they can't make their variables.
         build_losses(model, rows_at(data, tf.range(1)), metrics=True)
         sums = SliceSums(model, gradient_of_slice)
-        total, known = sums.empty(), _static_rows(data)
+        known = _static_rows(data)
         rows: Any = rows_of(data) if known is None else known
         count = self.parts if known is None else min(self.parts, known)
-        for index in range(count):
-            first, last = index * rows // count, (index + 1) * rows // count
-            if known is not None:
-                total = sums.add(total, rows_at(data, tf.range(first, last)))
-                continue
-            own = _MaybeRepeated(last - first, last > first)
-            total = sums.add(total, rows_at(data, tf.range(first, tf.maximum(last, first + 1))), shard=own)
-        return sums.gradient(total, rows)
+        # Gradients are summed on the devices that have computed them, and once go to those of the variables.
+        totals = [sums.empty() for _ in range(min(self.width, count))]
+        with self.columns.batch():
+            for index in range(count):
+                self.columns.micro_batch = index
+                first, last = index * rows // count, (index + 1) * rows // count
+                if known is not None:
+                    part, how = rows_at(data, tf.range(first, last)), {}
+                else:
+                    part = rows_at(data, tf.range(first, tf.maximum(last, first + 1)))
+                    how = {"shard": _MaybeRepeated(last - first, last > first)}
+                column = index % len(totals)
+                totals[column] = sums.add(totals[column], part, **how)
+        return sums.gradient(functools.reduce(sums.joined, totals), rows)
 
 
 def _static_rows(data: Any) -> int | None:

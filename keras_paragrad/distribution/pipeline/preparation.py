@@ -10,6 +10,7 @@ from keras_paragrad._keras.losses.normalization import LossNormalization, warn_o
 from keras_paragrad._keras.objects.capabilities import accumulating
 from keras_paragrad._keras.objects.checkpoint_state import build_optimizer
 from keras_paragrad._keras.objects.unallocated import bytes_of
+from keras_paragrad._keras.pipeline.columns import Columns
 from keras_paragrad._keras.pipeline.compiled import CompiledPart
 from keras_paragrad._keras.pipeline.on_device import OnDevice
 from keras_paragrad._keras.pipeline.placement import home_of, move_with_slots, placed_by_inputs, slots_by_home
@@ -25,7 +26,7 @@ _PREPARED = "_keras_paragrad_pipeline"
 
 
 def prepare_pipeline(
-    model: Any, pipeline: Pipeline, devices: tuple[str, ...], weighting: str, jit: bool
+    model: Any, pipeline: Pipeline, devices: tuple[tuple[str, ...], ...], weighting: str, jit: bool
 ) -> "PipelinePreparation":
     """A model's preparation, which it may have already; see `PipelinePreparation`."""
     before = vars(model).get(_PREPARED)
@@ -43,7 +44,7 @@ class PipelinePreparation:
     Args:
         model: A compiled and built model.
         pipeline: How it is cut.
-        devices: A device for each stage.
+        devices: The devices of each stage, of which the first holds its variables.
         weighting: The weight of a micro-batch, as in `DistributedFit`.
         jit: Whether XLA compiles each stage.
 
@@ -52,18 +53,20 @@ class PipelinePreparation:
             write.
     """
 
-    def __init__(self, model: keras.Model, pipeline: Pipeline, devices: tuple[str, ...], weighting: str, jit: bool):
+    def __init__(self, model: keras.Model, pipeline: Pipeline, devices: tuple[tuple[str, ...], ...], weighting: str, jit: bool):
         self.model: Any = model
         self.settings = pipeline, devices, weighting, jit
-        split = self._split(pipeline, weighting)
+        columns = Columns()
+        split = self._split(pipeline, weighting, columns, max(map(len, devices)))
         parts = cut(model, pipeline)
         self._refuse(functional_of(model))
-        self._stages: list[tuple[str, Part]] = list(zip(devices, parts, strict=True))
+        self._stages: list[tuple[tuple[str, ...], Part]] = list(zip(devices, parts, strict=True))
         self._homes: dict[str, list[keras.Variable]] = {}
         for variable in [each for part in parts for each in _variables(part)]:
             self._homes.setdefault(home_of(variable), []).append(variable)
-        move_with_slots({device: _variables(part) for device, part in self._stages}, self.model.optimizer)
-        wraps = [(part, functools.partial(_placed, part, device, jit)) for device, part in self._stages]
+        move_with_slots({named[0]: _variables(part) for named, part in self._stages}, self.model.optimizer)
+        placed = functools.partial(_placed, columns, model, jit)
+        wraps = [(part, functools.partial(placed, part, named)) for named, part in self._stages]
         self._undo = run_in_parts(functional_of(model), wraps)
         StepBuilder.of(model).fill(split=split, place=placed_by_inputs)
         self._jit_compile = self.model.jit_compile
@@ -91,9 +94,9 @@ class PipelinePreparation:
     def table(self) -> StageTable:
         """What each device holds."""
         slots = slots_by_home(self.model.optimizer)
-        return StageTable(self.model.name, [_stage(device, part, slots) for device, part in self._stages])
+        return StageTable(self.model.name, [_stage(named, part, slots) for named, part in self._stages])
 
-    def _split(self, pipeline: Pipeline, weighting: str) -> MicroBatches:
+    def _split(self, pipeline: Pipeline, weighting: str, columns: Columns, width: int) -> MicroBatches:
         accumulator = accumulating(self.model.optimizer)
         stated = accumulator.weighting if accumulator else "auto"
         # Even if accumulated batches are weighted uniformly, micro-batches of one may be uneven.
@@ -101,7 +104,7 @@ class PipelinePreparation:
         if pipeline.microbatches > 1:
             normalize.check(self.model)
             warn_of_batch_statistics(self.model)
-        return MicroBatches(pipeline.microbatches, normalize)
+        return MicroBatches(pipeline.microbatches, normalize, columns, width)
 
     def _refuse(self, functional: Any) -> None:
         if runs_in_parts(functional):
@@ -120,16 +123,19 @@ class PipelinePreparation:
         self.model.test_function = self.model.predict_function = None
 
 
-def _placed(part: Part, device: str, jit: bool, run: Callable[..., Any]) -> OnDevice:
-    return OnDevice(CompiledPart(part, run) if jit else run, device)
+def _placed(
+    columns: Columns, model: keras.Model, jit: bool, part: Part, devices: tuple[str, ...], run: Callable[..., Any]
+) -> OnDevice:
+    runs = {device: CompiledPart(part, run) if jit else run for device in devices}
+    return OnDevice(part, runs, columns, model)
 
 
 def _variables(part: Part) -> list[keras.Variable]:
     return list({id(each): each for layer in part.layers for each in variables_of(layer)}.values())
 
 
-def _stage(device: str, part: Part, slots: dict[str, int]) -> Stage:
+def _stage(devices: tuple[str, ...], part: Part, slots: dict[str, int]) -> Stage:
     variables = _variables(part)
     elements = sum(int(variable.shape.num_elements()) for variable in variables)
     names = tuple(layer.name for layer in part.layers)
-    return Stage(device, names, elements, sum(map(bytes_of, variables)), slots.get(device, 0))
+    return Stage(devices, names, elements, sum(map(bytes_of, variables)), slots.get(devices[0], 0))

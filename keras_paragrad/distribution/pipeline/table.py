@@ -15,14 +15,14 @@ class Stage(NamedTuple):
     """A stage of a pipeline.
 
     Attributes:
-        device: The device that it runs on.
+        devices: The devices that it runs on, of which the first holds its weights and optimizer state.
         layers: The names of its layers, in order.
         parameters: The number of its weights' elements.
         weight_bytes: The bytes of its variables.
         slot_bytes: The bytes of what the optimizer has for them.
     """
 
-    device: str
+    devices: tuple[str, ...]
     layers: tuple[str, ...]
     parameters: int
     weight_bytes: int
@@ -48,7 +48,7 @@ class StageTable:
         for index, stage in enumerate(self.stages):
             names = stage.layers if len(stage.layers) <= 3 else (stage.layers[0], "...", stage.layers[-1])
             size, slots = bytes_in_words(stage.weight_bytes), bytes_in_words(stage.slot_bytes)
-            table.add_row(str(index), stage.device, Text(" ".join(names)), f"{stage.parameters:,}", size, slots)
+            table.add_row(str(index), " ".join(stage.devices), Text(" ".join(names)), f"{stage.parameters:,}", size, slots)
         yield table
 
     def __str__(self) -> str:
