@@ -16,8 +16,15 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 # The sizes of the axes that divide batches and weights; `None` for `keras.distribution.DataParallel`.
 MESHES = {"mesh (4, 1)": (4, 1), "mesh (2, 2)": (2, 2), "mesh (1, 4)": (1, 4), "DataParallel x4": None}
+# The devices of each stage. With skips, one tensor is used in all of them.
+PIPELINES = {
+    "pipeline x2": [["CPU:0"], ["CPU:1"]],
+    "pipeline x4": [["CPU:0"], ["CPU:1"], ["CPU:2"], ["CPU:3"]],
+    "pipeline x4, skips": [["CPU:0"], ["CPU:1"], ["CPU:2"], ["CPU:3"]],
+    "pipeline 2 x 2, skips": [["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"]],
+}
 AXES = {
-    "replicas": ["mirrored x2", "mirrored x3", "mirrored x4", "2 workers", "2 workers x 2 devices", *MESHES],
+    "replicas": ["mirrored x2", "mirrored x3", "mirrored x4", "2 workers", "2 workers x 2 devices", *MESHES, *PIPELINES],
     "optimizer": ["SGD", "Adam", "AdamW", "Lion", "Lamb", "Muon"],
     "clip": ["none", "clipnorm", "global_clipnorm", "clipvalue"],
     "batches": ["even", "uneven first", "uneven last"],
@@ -30,7 +37,9 @@ AXES = {
 }
 DEVICES = {"mirrored x2": 2, "mirrored x3": 3, "mirrored x4": 4, "2 workers": 1, "2 workers x 2 devices": 2}
 DEVICES |= dict.fromkeys(MESHES, 4)
+DEVICES |= {name: sum(map(len, stages)) for name, stages in PIPELINES.items()}
 RATES = {"SGD": 0.1, "Adam": 1e-2, "AdamW": 1e-2, "Lion": 1e-3, "Lamb": 1e-2, "Muon": 1e-2}
+MICRO_BATCHES = 4
 CLIPS = {"none": {}, "clipnorm": {"clipnorm": 0.05}, "global_clipnorm": {"global_clipnorm": 0.1}}
 CLIPS["clipvalue"] = {"clipvalue": 0.005}
 # Rows of each batch. Four replicas can't share 3 rows without one going empty, nor 19 evenly.
@@ -56,9 +65,11 @@ def completed(cell):
 def refused(cell):
     """Whether `DistributedFit` refuses a cell.
 
-    Collectives can't stand in the branch of a loss scale, and a mesh has no shards, and only last batches that its
-    devices can't share evenly.
+    Collectives can't stand in the branch of a loss scale, a pipeline has no shards, and a mesh neither, and only last
+    batches that its devices can't share evenly.
     """
+    if cell["replicas"] in PIPELINES:
+        return cell["shard"] != "none"
     if cell["replicas"] in MESHES:
         return cell["shard"] != "none" or cell["batches"] == "uneven first"
     # Norms of whole variables, or whole matrices.
@@ -104,8 +115,13 @@ class Training:
     def model(self, wrap=lambda optimizer: optimizer, jit=False, per_call=1, **more):
         keras, cell = self.keras, self.cell
         keras.utils.set_random_seed(1)
-        hidden = keras.layers.Dense(16, activation="tanh", kernel_regularizer="l2")
-        model = keras.Sequential([keras.Input((FEATURES,)), hidden, keras.layers.Dense(CLASSES, dtype="float32")])
+        inputs = keras.Input((FEATURES,))
+        first = hidden = keras.layers.Dense(16, activation="tanh", kernel_regularizer="l2")(inputs)
+        # A stage for each of up to four devices.
+        for _ in range(2 if cell["replicas"] in PIPELINES else 0):
+            hidden = keras.layers.Dense(16, activation="tanh")(hidden)
+            hidden = keras.layers.Add()([hidden, first]) if "skips" in cell["replicas"] else hidden
+        model = keras.Model(inputs, keras.layers.Dense(CLASSES, dtype="float32")(hidden))
         self.initial = model.get_weights()
         inner = getattr(keras.optimizers, cell["optimizer"])(RATES[cell["optimizer"]], **CLIPS[cell["clip"]], **more)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -159,6 +175,11 @@ def train(cell):
     shard = None if cell["shard"] == "none" or cell["way"] == "stock" else cell["shard"]
     if cell["replicas"] in MESHES:
         dist = on_mesh(training.keras, MESHES[cell["replicas"]], devices)
+    elif cell["replicas"] in PIPELINES:
+        from keras_paragrad.distribution import Pipeline
+
+        stages = PIPELINES[cell["replicas"]]
+        dist = DistributedFit(Pipeline(stages=len(stages), microbatches=MICRO_BATCHES), stages)
     else:
         strategy = "mirrored" if "mirrored" in cell["replicas"] else "multi_worker"
         dist = DistributedFit(strategy, devices, shard=shard, min_shard_bytes=MIN_SHARD_BYTES)
@@ -217,6 +238,8 @@ def run(cell, way="ours"):
         return {"error": "no shards"}
     if way == "stock" and completed(cell)["replicas"] in MESHES:
         return {"error": "no meshes"}
+    if way == "stock" and completed(cell)["replicas"] in PIPELINES:
+        return {"error": "no pipelines"}
     command = [sys.executable, __file__, json.dumps({**completed(cell), "way": way})]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, env=environment, **pipes) for environment in environments(completed(cell))]
