@@ -7,7 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from keras_paragrad.profiling.summary import Advice, OperationTime, ProfileSummary, RunInfo, StepTime
+from keras_paragrad.profiling.summary import (
+    Advice,
+    OperationTime,
+    PipelineTime,
+    ProfileSummary,
+    RunInfo,
+    StageWork,
+    StepTime,
+)
 
 WINDOW = "plugins/profile/2026_01_02_03_04_05"
 TELEMETRY = ("step", "epoch", "layer", "variable", "quantity", "value")
@@ -30,6 +38,16 @@ ADVICE = "Write dataset.map(f, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.
 OPERATIONS = (
     OperationTime("digits/dense/MatMul", "MatMul", "dense", 40, 30.0, 0.6),
     OperationTime("<b>loss</b> & more", "Sum", "", 20, 2.5, 0.05),
+)
+# Two stages with two devices each, and four micro-batches, each of which takes 1 ms forward and 2 ms backward.
+PIPELINE = PipelineTime(
+    *(2, 2, 4),
+    *(0.4, 1 / 3, 104, 9.0),
+    tuple(
+        StageWork(stage, part % 2, part, backward, begins + (1 + backward) * (part // 2), 1.0 + backward)
+        for stage, backward, begins in ((0, False, 0.0), (1, False, 1.0), (1, True, 3.0), (0, True, 5.0))
+        for part in range(4)
+    ),
 )
 
 
@@ -54,6 +72,7 @@ def summary(steps: int = 20, scale: float = 1.0, operations: Sequence[OperationT
         ),
         WINDOW,
         ("Layer names are those of the graph.",),
+        PIPELINE,
     )
 
 

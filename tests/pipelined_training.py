@@ -1,8 +1,11 @@
 """Models trained in the stages of a pipeline, in processes that have the devices for it, and by Keras on one device."""
 
+import csv
 import functools
+import json
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -12,7 +15,15 @@ from histories import defined
 from keras import layers, optimizers
 from sharded_training import OPTIMIZERS, SETTINGS
 
-from keras_paragrad import AccumulatingOptimizer, DistributedFit, recompute
+from keras_paragrad import (
+    AccumulatingOptimizer,
+    DistributedFit,
+    GradientTelemetry,
+    Profiler,
+    ProfileSchedule,
+    Throughput,
+    recompute,
+)
 from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad.distribution import Backup, Pipeline
 
@@ -139,8 +150,7 @@ def data_for(name: str) -> tuple[Any, Any, Any]:
 
 def made(case: PipelineCase, *, alone: bool) -> keras.Model:
     keras.utils.set_random_seed(1)
-    if "mixed" in case.settings:
-        keras.config.set_dtype_policy("mixed_float16")
+    keras.config.set_dtype_policy(next((name for name in case.settings if name.startswith("mixed")), "float32"))
     try:
         model = MODELS[case.model]()
     finally:
@@ -218,6 +228,9 @@ def _compared(case: PipelineCase) -> dict[str, Any]:
         model = made(case, alone=False)
     if "recompute" in case.settings:
         recompute(model, ["norm_0", "narrow_1"])
+    if "segments" in case.settings:
+        # A cut goes through one of them.
+        recompute(model, every=1 if case.model == "skips" else 3)
     history = fitted(functools.partial(dist.fit, model), case, 5 if "accumulate" in case.settings else 10)
     x, y, weights = data_for(case.model)
     evaluated, also = (
@@ -246,11 +259,12 @@ def stateful_in_columns(settings: list[str]) -> dict[str, float]:
     warnings.simplefilter("ignore")
     ended = []
     for more in ((), ("columns",)):
-        case = PipelineCase("stateful", 2, "sgd", (*settings, *more), 4)
+        case = PipelineCase("stateful", 2, "sgd", (*settings, *more), 2)
         dist = distribution(case)
         with dist.scope():
             model = made(case, alone=False)
-        fitted(functools.partial(dist.fit, model), case, 8)
+        x, y, _ = data_for(case.model)
+        dist.fit(model, x[:16], y[:16], batch_size=8, epochs=2, shuffle=False, verbose=0)
         ended.append(model)
     alone, columns = ended
     start = made(case, alone=True).get_weights()
@@ -260,6 +274,46 @@ def stateful_in_columns(settings: list[str]) -> dict[str, float]:
         "state": apart(*state[::-1]),
         "moved": apart(alone.get_weights(), start),
     }
+
+
+def watched(directory: str) -> dict[str, Any]:
+    """Of models in mixed precision, under telemetry and the profiler: how far from one device's, and what was seen."""
+    configure()
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        # Gradients of small micro-batches are larger than that of the batch, and overflow float16 earlier.
+        case = PipelineCase("skips", 2, "sgd", ("columns", policy, "loss_scale"), 4)
+        dist = distribution(case)
+        with dist.scope():
+            model = made(case, alone=False)
+        alone = made(case, alone=True)
+        start = alone.get_weights()
+        watching, watching_alone = (
+            GradientTelemetry(f"{directory}/{policy}/{name}", every=1) for name in ("ours", "alone")
+        )
+        expected = fitted(functools.partial(alone.fit, callbacks=[watching_alone]), case)
+        schedule = ProfileSchedule(skip_first=1, warmup=0, active=3)
+        profiler = Profiler(f"{directory}/{policy}/ours", schedule, summary=False, report=None)
+        callbacks = [watching, Throughput(f"{directory}/{policy}/ours"), profiler]
+        history = fitted(functools.partial(dist.fit, model, callbacks=callbacks), case)
+        norms = [_norms(f"{directory}/{policy}/{name}") for name in ("ours", "alone")]
+        moved = apart(start, alone.get_weights())
+        found[policy] = {
+            "weights": apart(model.get_weights(), alone.get_weights()) / moved,
+            "loss": apart([np.asarray(history["loss"])], [np.asarray(expected["loss"])]),
+            "norms": apart([np.asarray(norms[0])], [np.asarray(norms[1])]),
+            "updates": len(norms[0]),
+            "paces": len(list(Path(directory, policy, "ours").glob("throughput*"))),
+            "pipeline": json.loads(next(Path(directory, policy).rglob("keras_paragrad.json")).read_text())["pipeline"],
+        }
+    return found
+
+
+def _norms(directory: str) -> list[float]:
+    with next(Path(directory).glob("telemetry*.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    return [float(row["value"]) for row in rows if row["quantity"] == "gradient_norm" and not row["layer"]]
 
 
 def held(count: int) -> dict[str, Any]:
@@ -280,6 +334,27 @@ def held(count: int) -> dict[str, Any]:
     for variable in [*model.variables, *model.optimizer.variables]:
         home = variable.value.device[-5:]
         found[home] = found.get(home, 0) + variable.numpy().nbytes
+    return found
+
+
+def recomputed(optional: None) -> dict[str, Any]:
+    """Of the traced step of a perceptron whose segments are recomputed: products, and how many are in a second run."""
+    configure()
+    found = {}
+    for again in (False, True):
+        dist = DistributedFit(Pipeline(cuts=["dense_2"], microbatches=2), devices=DEVICES[:2])
+        with dist.scope():
+            dense = [layers.Dense(8, "tanh", name=f"dense_{index}") for index in range(6)]
+            model = keras.Sequential([keras.Input((8,)), *dense])
+            model.compile("sgd", "mse")
+        dist.prepare(model)
+        if again:
+            recompute(model, every=2)
+        rows = tf.zeros((4, 8))
+        step = tf.function(StepBuilder.of(model).one_step, autograph=False)
+        operations = step.get_concrete_function((rows, rows)).graph.get_operations()
+        products = [each.device[-5:] for each in operations if each.type == "MatMul"]
+        found[str(again)] = {name: products.count(name) for name in sorted(set(products))}
     return found
 
 

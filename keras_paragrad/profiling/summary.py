@@ -125,6 +125,59 @@ class OperationTime:
 
 
 @dataclass(frozen=True)
+class StageWork:
+    """A stretch of time in which a device of a pipeline computes one micro-batch, forward or backward.
+
+    Attributes:
+        stage: Which stage, counted from 0.
+        column: On which of the stage's devices.
+        micro_batch: Which micro-batch.
+        backward: Whether it is its backward pass.
+        begins: Milliseconds after the first operation of all stages.
+        duration: Milliseconds.
+    """
+
+    stage: int
+    column: int
+    micro_batch: int
+    backward: bool
+    begins: float
+    duration: float
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """How the stages of a pipeline overlap.
+
+    Attributes:
+        stages: How many stages there are.
+        columns: How many devices the widest of them has.
+        microbatches: How many micro-batches.
+        bubble: The share of the time in which the devices wait, from the first stage's first operation to the last
+            operation of all, over all steps.
+        ideal: What it would be with stages of equal time: (stages - 1) / (microbatches + stages - 1), where
+            micro-batches are those of one column.
+        step: Of which step `work` is: one of median length.
+        duration: How long the stages took in it, in milliseconds.
+        work: What the devices did in it.
+    """
+
+    stages: int
+    columns: int
+    microbatches: int
+    bubble: float
+    ideal: float
+    step: int
+    duration: float
+    work: tuple[StageWork, ...]
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> "PipelineTime":
+        """That of JSON data."""
+        return cls(**{**found, "work": tuple(StageWork(**each) for each in found["work"])})
+
+
+@dataclass(frozen=True)
 class Advice:
     """One recommendation, and why.
 
@@ -152,6 +205,7 @@ class ProfileSummary:
         advice: What to do first, or `None` if there were no steps.
         trace: The trace's folder, relative to the log directory.
         notes: Caveats: what is missing, and why.
+        pipeline: How its stages overlap, if the model ran in a pipeline, or `None`.
     """
 
     run: RunInfo = RunInfo()
@@ -161,6 +215,7 @@ class ProfileSummary:
     advice: Advice | None = None
     trace: str = ""
     notes: tuple[str, ...] = ()
+    pipeline: PipelineTime | None = None
 
     def per_step(self, operation: OperationTime) -> float:
         """An operation's mean milliseconds per step; its total if the window has no steps."""
@@ -188,4 +243,6 @@ class ProfileSummary:
             advice=Advice(**found["advice"]) if found["advice"] else None,
             trace=found["trace"],
             notes=tuple(found["notes"]),
+            # Summaries of earlier versions know nothing of it.
+            pipeline=PipelineTime.from_dict(found["pipeline"]) if found.get("pipeline") else None,
         )

@@ -53,6 +53,11 @@ class WindowFigures:
             yield _parts(summary.steps)
         if summary.operations:
             yield _operations(summary, self.most)
+        if summary.pipeline:
+            found = summary.pipeline
+            yield Text(
+                f"Stages wait {found.bubble:.0%} of the time; {found.stages} of equal time would wait {found.ideal:.0%}"
+            )
         yield Text(f"Peak memory: {_memory(summary)}")
         if summary.advice:
             yield Text(f"{summary.advice.evidence}: {summary.advice.text}", "bold")

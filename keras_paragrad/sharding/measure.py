@@ -64,7 +64,7 @@ def measure(model: keras.Model, functional: Any, parts: Sequence[Part]) -> Measu
     """
     ranges: list[tuple[int, int, set[str]]] = []
 
-    def noting(run: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(part: Part, run: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*arguments: Any, **keywords: Any) -> Any:
             graph = tf.compat.v1.get_default_graph()
             start = len(graph.get_operations())

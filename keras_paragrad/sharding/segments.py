@@ -12,8 +12,7 @@ from keras_paragrad._keras.step.segments import (
     joined,
     nested_in,
     parts_of,
-    recomputes_parts,
-    runs_in_parts,
+    runs_in_segments,
 )
 from keras_paragrad.sharding.choice import Span, best_segments, every_few, kept_bytes
 from keras_paragrad.sharding.layer_names import check_within
@@ -92,9 +91,7 @@ def _parts(model: keras.Model) -> tuple[Any, list[Part]]:
         what = "is not built" if isinstance(model, keras.Sequential) else "is not a Functional or Sequential model"
         advice = "Begin it with keras.Input(shape)" if isinstance(model, keras.Sequential) else _INSTEAD.rstrip(".")
         raise ValueError(f"{model.name!r} {what}, and the order of its layers is not known. {advice}.")
-    if runs_in_parts(functional) and not recomputes_parts(functional):
-        raise ValueError(f"{model.name!r} is in the stages of a pipeline, which has parts of its own. {_INSTEAD}")
-    if runs_in_parts(functional):
+    if runs_in_segments(functional):
         raise ValueError(f"{model.name!r} is recomputed already. Call undo() of the handle that recompute returned.")
     for layer in all_layers(model):
         check_within(model, layer)

@@ -26,8 +26,8 @@ FEW = [
 ]
 # The last batch has one or two rows, for as many of the columns.
 HYBRIDS = [
-    PipelineCase("skips", 2, "adamw", ("columns", "global_clipnorm", "excluded"), 4),
-    PipelineCase("masked", ("embedding",), "sgd", ("columns", "jit"), 3),
+    PipelineCase("skips", 2, "adamw", ("columns", "global_clipnorm", "excluded", "segments"), 4),
+    PipelineCase("masked", ("embedding",), "sgd", ("columns", "jit"), 2),
     PipelineCase("several", ("pool",), "sgd", ("columns",)),
     PipelineCase("mlp", ("two",), "adam", ("uneven", "eager", "ema", "clipvalue")),
 ]
@@ -42,11 +42,17 @@ MORE_HYBRIDS = [
 ]
 MORE = [
     PipelineCase("masked", ("embedding", "attention")),
-    PipelineCase("transformer", ("attention_1",), "sgd", ("jit",)),
+    PipelineCase("transformer", ("attention_1",), "sgd", ("jit", "segments")),
+    PipelineCase("skips", 4, "sgd", ("segments",)),
     PipelineCase("recurrent", 2, "sgd", ("loss_scale", "accumulate"), 2),
     PipelineCase("skips", 3, "adam", ("jit", "loss_scale"), 2),
     PipelineCase("skips", ("norm_2",), "adam", ("ema_overwrite", "clipnorm"), 1),
-    *(PipelineCase(name, cuts, "sgd", (), 8) for name in pipelined_training.MODELS for cuts in (2, 3) if name != "stateful"),
+    *(
+        PipelineCase(name, cuts, "sgd", (), 8)
+        for name in pipelined_training.MODELS
+        for cuts in (2, 3)
+        if name != "stateful"
+    ),
     *(PipelineCase("mlp", 3, name, ("weight_decay",)) for name in pipelined_training.OPTIMIZERS if name != "adamw"),
     PipelineCase("transformer", 4, "sgd", ("accumulate",)),
     PipelineCase("skips", 4, "adam", ("loss_scale", "clipnorm")),
@@ -116,6 +122,30 @@ def test_stages_run_on_their_devices_and_wait_for_nothing_else():
     assert all(found["updates"][f"CPU:{index}"] >= 2 for index in range(3))
 
 
+def test_segments_run_again_on_the_device_of_their_stage():
+    (found,) = own_process.call(pipelined_training.recomputed, None, [{}], 120)
+    # The losses are built on a row. Of each of two micro-batches, forward, and backward for inputs and weights.
+    assert found["False"] == {"CPU:0": 3 + 2 * 9, "CPU:1": 3 + 2 * 9}
+    # Of the segments of two layers the last is kept; the cut goes through the one before.
+    assert found["True"] == {"CPU:0": 3 + 2 * (9 + 3), "CPU:1": 3 + 2 * (9 + 1)}
+
+
+def test_a_pipeline_in_mixed_precision_is_watched(tmp_path):
+    (found,) = own_process.call(pipelined_training.watched, str(tmp_path), [{}], 240)
+    for policy, most in (("mixed_float16", 4e-3), ("mixed_bfloat16", 3e-2)):
+        each = found[policy]
+        # In half precision, sums of parts are rounded otherwise than those of the whole.
+        assert max(each["weights"], each["loss"], each["norms"]) <= most, (policy, each)
+        assert (each["updates"], each["paces"]) == (6, 1)
+        seen = each["pipeline"]
+        assert (seen["stages"], seen["columns"], seen["microbatches"]) == (2, 2, 4)
+        assert seen["ideal"] == pytest.approx(1 / 3)
+        assert 0 < seen["bubble"] < 1
+        lanes = {(work["stage"], work["column"], work["backward"]) for work in seen["work"]}
+        assert lanes == {(stage, column, backward) for stage in (0, 1) for column in (0, 1) for backward in (0, 1)}
+        assert all(work["micro_batch"] % 2 == work["column"] for work in seen["work"])
+
+
 def model_of(*names, shared=False):
     inputs = keras.Input((4,))
     dense = {name: keras.layers.Dense(4, name=name) for name in names}
@@ -128,7 +158,7 @@ def model_of(*names, shared=False):
 
 
 def names_of(model, pipeline):
-    return [[layer.name for layer in part.layers] for part in cut(model, pipeline)]
+    return [[layer.name for layer in part.layers] for part in cut(model, pipeline, "CPU:0")]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +172,8 @@ def names_of(model, pipeline):
         ({"stages": 2, "microbatches": 0}, "microbatches"),
         ({"stages": 2, "schedule": "1f1b"}, 'Write schedule="gpipe"'),
         ({"stages": 2, "schedule": "zigzag"}, "'gpipe'"),
+        ({"stages": 2, "balance": "memory"}, "'parameters' or 'time'"),
+        ({"cuts": ["a"], "balance": "time"}, r"Pipeline\(stages=2, balance='time'\)"),
     ],
 )
 def test_arguments(arguments, says):
@@ -153,7 +185,7 @@ def test_arguments(arguments, says):
     ("options", "says"),
     [
         ({"devices": ["CPU:0"]}, "has 1 devices, and the pipeline has 2 stages"),
-        ({"devices": [["CPU:0", "CPU:1"]] * 3}, "names 'CPU:0' more than once"),
+        ({"devices": [["CPU:0", "CPU:1"]] * 3}, "'CPU:0'.* more than once"),
         ({"devices": [["CPU:0", "CPU:1"], []]}, "a stage without a device"),
         ({"devices": [["CPU:0", "CPU:1"], ["CPU:2", 3]]}, "the name of a device"),
         ({"devices": [["GPU:0", "GPU:1"], ["GPU:2", "GPU:3"], ["GPU:4", "GPU:5"]]}, "has 3 lists.*one replica: dev"),
@@ -201,7 +233,7 @@ def test_the_plan():
 )
 def test_cuts_that_a_model_does_not_allow(pipeline, says):
     with pytest.raises(ValueError, match=says):
-        cut(model_of("a", "b", "c"), pipeline)
+        cut(model_of("a", "b", "c"), pipeline, "CPU:0")
 
 
 def test_layers_within_others_and_shared_ones():
@@ -209,13 +241,13 @@ def test_layers_within_others_and_shared_ones():
     inputs = keras.Input((4,))
     model = keras.Model(inputs, keras.layers.Dense(1, name="head")(inner(inputs)))
     with pytest.raises(ValueError, match="'deep', which is a part of 'inner'.*Cut after 'inner'"):
-        cut(model, Pipeline(cuts=["deep"]))
+        cut(model, Pipeline(cuts=["deep"]), "CPU:0")
     assert names_of(model, Pipeline(cuts=["inner"])) == [["inner"], ["head"]]
     shared = model_of("a", "b", "c", shared=True)
     with pytest.raises(ValueError, match="cuts the shared layer 'a'"):
-        cut(shared, Pipeline(cuts=["b"]))
+        cut(shared, Pipeline(cuts=["b"]), "CPU:0")
     with pytest.raises(ValueError, match="can be cut into 1 at most"):
-        cut(shared, Pipeline(stages=2))
+        cut(shared, Pipeline(stages=2), "CPU:0")
 
 
 def test_stages_are_balanced_by_bytes_and_few_tensors_cross():
@@ -227,6 +259,25 @@ def test_stages_are_balanced_by_bytes_and_few_tensors_cross():
     # 200, 1681 and 1640 weights: behind `narrow` two tensors would cross, behind `both` one does.
     assert names_of(model, Pipeline(stages=2)) == [["wide", "narrow", "both"], ["head"]]
     assert names_of(model, Pipeline(stages=3)) == [["wide"], ["narrow", "both"], ["head"]]
+
+
+def test_stages_are_balanced_by_time():
+    inputs = keras.Input((None,), dtype="int32")
+    # Nearly all bytes, and little to compute.
+    hidden = keras.layers.Embedding(200_000, 64, mask_zero=True, name="embedding")(inputs)
+    hidden = keras.layers.Dropout(0.5, seed=1, name="dropout")(hidden)
+    for index in range(4):
+        hidden = keras.layers.Dense(1024, name=f"wide_{index}")(hidden)
+        hidden = keras.layers.Dense(64, name=f"narrow_{index}")(hidden)
+    model = keras.Model(inputs, hidden)
+    before = model.get_weights()
+    assert names_of(model, Pipeline(stages=2))[0] == ["embedding"]
+    first, _ = names_of(model, Pipeline(stages=2, balance="time"))
+    assert first[-1] in ("wide_1", "narrow_1", "wide_2"), first
+    assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
+    one, two = model_of("a", "b", "c", shared=True), Pipeline(stages=2, balance="time")
+    with pytest.raises(ValueError, match="can be cut into 1 at most"):
+        cut(one, two, "CPU:0")
 
 
 class OwnCall(keras.Model):
@@ -269,8 +320,6 @@ def test_models_that_are_refused():
     with pytest.raises(ValueError, match="is under microbatch"):
         prepared(plain)
     sliced.undo()
-    with recompute(plain, every=1), pytest.raises(ValueError, match="recomputed in segments"):
-        prepared(plain)
     prepared(plain)
     with pytest.raises(ValueError, match="by the pipeline"):
         microbatch(plain, 2)
@@ -282,7 +331,7 @@ def test_a_model_is_restored():
     handle = prepared(model)
     assert [each[-5:] for each in (model.weights[0].value.device, model.weights[-1].value.device)] == ["CPU:0", "CPU:1"]
     assert prepared(model) is handle
-    with pytest.raises(ValueError, match="in the stages of a pipeline.*Name the layers"):
+    with recompute(model, every=1), pytest.raises(ValueError, match="recomputed already"):
         recompute(model, every=1)
     recompute(model, ["b"]).undo()
     handle.undo()

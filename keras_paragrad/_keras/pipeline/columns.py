@@ -1,4 +1,4 @@
-"""The columns of a pipeline: devices that compute the same stages on other micro-batches, and their copies of weights."""
+"""The columns of a pipeline: devices that compute the same stages on other micro-batches."""
 
 import contextlib
 from collections.abc import Iterator

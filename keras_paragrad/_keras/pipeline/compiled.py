@@ -15,6 +15,20 @@ from keras_paragrad._keras.step.segments import Part
 _COMPILED = "_keras_paragrad_compiled_parts"
 
 
+class _Made(NamedTuple):
+    """What was found out while a part was traced.
+
+    Attributes:
+        places: Which of the part's outputs it gives.
+        unmasked: The places of the inputs that have no mask after the call.
+        assigned: The variables that it assigns to, where they are on another device.
+    """
+
+    places: list[int]
+    unmasked: list[int]
+    assigned: list[keras.Variable]
+
+
 class CompiledPart:
     """Runs a part of a Functional model as a function that XLA compiles, once for all calls in a graph.
 
@@ -53,7 +67,7 @@ class CompiledPart:
 
     def _function(
         self, inputs: tuple[int, ...], variables: list[keras.Variable], operation_fn: Callable[..., Any]
-    ) -> tuple[Any, "_Made"]:
+    ) -> tuple[Any, _Made]:
         made = _Made([], [], [])
 
         @tf.function(jit_compile=True, autograph=False)
@@ -93,17 +107,3 @@ class CompiledPart:
                 "keep what a loop's backward pass needs of it. Write DistributedFit(Pipeline(...), jit=False), or "
                 "give a recurrent layer unroll=True."
             )
-
-
-class _Made(NamedTuple):
-    """What was found out while a part was traced.
-
-    Attributes:
-        places: Which of the part's outputs it gives.
-        unmasked: The places of the inputs that have no mask after the call.
-        assigned: The variables that it assigns to, where they are on another device.
-    """
-
-    places: list[int]
-    unmasked: list[int]
-    assigned: list[keras.Variable]

@@ -13,6 +13,7 @@ from keras_paragrad._keras.step.leaves import dense_parts, has_gradient, rebuilt
 from keras_paragrad._keras.step.reads import Reads
 from keras_paragrad._keras.step.segments import Part
 
+SCOPE = "pipeline_stage_{stage}_column_{column}_micro_batch_{micro_batch}"
 # From the values of a part's inputs, by their places among them, to those of its outputs.
 Run = Callable[..., dict[int, Any]]
 _WHY = (
@@ -29,13 +30,14 @@ class OnDevice:
 
     Args:
         part: The part.
+        index: Which stage of the model it is, counted from 0.
         runs: For each of its devices, by name, what runs the part. Variables are on the first.
         columns: Says which micro-batch is computed: they take turns on the devices.
         owner: The model, to which losses are added that layers add on other devices than the first.
     """
 
-    def __init__(self, part: Part, runs: dict[str, Run], columns: Columns, owner: keras.Model):
-        self.part, self.runs, self.columns, self.owner = part, runs, columns, owner
+    def __init__(self, part: Part, index: int, runs: dict[str, Run], columns: Columns, owner: keras.Model):
+        self.part, self.index, self.runs, self.columns, self.owner = part, index, runs, columns, owner
         self.devices = list(runs)
 
     def __call__(self, known: dict[int, Any], operation_fn: Callable[..., Any]) -> dict[int, Any]:
@@ -50,7 +52,9 @@ class OnDevice:
         """
         column = self.columns.micro_batch % len(self.devices) if may_be_differentiated() else 0
         device = self.devices[column]
-        with tf.device(device):
+        # By its name a profile tells which stage an operation belongs to.
+        scope = SCOPE.format(stage=self.index, column=column, micro_batch=self.columns.micro_batch)
+        with tf.device(device), tf.name_scope(scope):
             if not may_be_differentiated():
                 return self.runs[device](known, operation_fn=operation_fn)
             return _Differentiated(self, known, device, away=column > 0)(operation_fn)
@@ -77,17 +81,17 @@ class _Differentiated:
 
     def __call__(self, operation_fn: Callable[..., Any]) -> dict[int, Any]:
         found: dict[int, Any] = {}
-        reads: Reads | None = None
+        opened: list[Reads] = []
 
         @tf.custom_gradient
         def placed(*arguments):
-            nonlocal reads
             with tf.GradientTape(persistent=True) as tape:
                 # Two inputs may be the same tensor, and an output may be an input: each has a gradient of its own.
                 watched = [tf.identity(each) for each in arguments]
                 tape.watch(watched)
                 inputs = self._inputs(watched)
                 with self._reading(watched[len(self.places) :]) as reads:
+                    opened[:] = [reads] if reads else []
                     found.update(self.stage.runs[self.device](inputs, operation_fn=operation_fn))
                 for place, leaf in self.known.items():
                     # Attention takes masks off its inputs: other stages find these as they would without stages.
@@ -110,7 +114,7 @@ class _Differentiated:
         for loss in passed:
             # Not `owner.add_loss`: a Functional model refuses it.
             keras.layers.Layer.add_loss(self.stage.owner, loss)
-        for variable, value in reads.updates if reads else ():
+        for variable, value in [update for reads in opened for update in reads.updates]:
             variable.assign(value)
         return dict(zip(found, rebuilt(results, parts), strict=True))
 

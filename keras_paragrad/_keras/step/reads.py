@@ -21,9 +21,7 @@ class Reads(keras.StatelessScope):
         missing: Variables that were used without a tensor to read from, by their ids.
     """
 
-    def __init__(
-        self, name: str, values: Sequence[tuple[keras.Variable, tf.Tensor]], why: str, *, once: bool = False
-    ):
+    def __init__(self, name: str, values: Sequence[tuple[keras.Variable, tf.Tensor]], why: str, *, once: bool = False):
         super().__init__(state_mapping=values, collect_losses=True, initialize_variables=False)
         self.name, self.values, self.why, self.once = name, list(values), why, once
         self.missing: dict[int, keras.Variable] = {}

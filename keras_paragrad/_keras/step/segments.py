@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import keras
 from keras.src.models.functional import Functional
@@ -11,6 +11,8 @@ from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad._keras.step.recompute import Recomputed, is_recomputed
 
 _RUN = "_run_through_graph"
+# From a part and what just runs it to what runs it otherwise.
+Wrap = Callable[["Part", Callable[..., Any]], Callable[..., Any]]
 
 
 class Part(NamedTuple):
@@ -102,48 +104,135 @@ def recompute_parts(owner: keras.Model, functional: Any, parts: Sequence[tuple[P
     def recomputed(part: Part, run: Callable[..., Any], again: bool) -> Callable[..., Any]:
         return Recomputed(run, part.name, part.layers, owner) if again else run
 
-    return run_in_parts(functional, [(part, functools.partial(recomputed, part, again=again)) for part, again in parts])
+    wrapped = [(part, functools.partial(recomputed, again=again)) for part, again in parts]
+    return _Running.of(functional).settle("segments", wrapped)
 
 
-def run_in_parts(
-    functional: Any, parts: Sequence[tuple[Part, Callable[[Callable[..., Any]], Callable[..., Any]]]]
-) -> Callable[[], None]:
-    """Has a Functional model call a function for each of its parts.
+def run_in_stages(functional: Any, stages: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
+    """Has a Functional model call a function for each of its stages, and in these for each segment that is recomputed.
 
     Args:
         functional: The model.
-        parts: All its parts, in order, and what makes the function from that which just runs the part.
+        stages: All its stages, in order, and what makes the function.
 
     Returns:
         Undoes it.
     """
-    plain = functional._run_through_graph
-    functions = [(part, wrap(functools.partial(_run_part, part))) for part, wrap in parts]
+    return _Running.of(functional).settle("stages", stages)
 
-    def run(inputs: Any, operation_fn: Callable[..., Any] = lambda op: op, call_fn: Any = None) -> Any:
+
+def run_in_parts(functional: Any, parts: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
+    """Has a Functional model call a function for each of its parts, and for no stage or segment that it has.
+
+    Args:
+        functional: The model.
+        parts: All its parts, in order, and what makes the function.
+
+    Returns:
+        Undoes it.
+    """
+    before = vars(functional).pop(_RUN, None)
+    undo = _Running.of(functional).settle("segments", parts)
+
+    def restore() -> None:
+        undo()
+        if before is not None:
+            vars(functional)[_RUN] = before
+
+    return restore
+
+
+class _Running:
+    """Runs a Functional model in stages, in segments, or in stages that consist of segments.
+
+    Attributes:
+        stages: The stages and what makes their functions, or `None`.
+        segments: The segments likewise. Those that a stage cuts are run as several.
+        functions: What is called, in order.
+    """
+
+    def __init__(self, functional: Any):
+        self.functional = functional
+        self.stages: Sequence[tuple[Part, Wrap]] | None = None
+        self.segments: Sequence[tuple[Part, Wrap]] | None = None
+        self.functions: list[tuple[Part, Callable[..., Any]]] = []
+
+    @classmethod
+    def of(cls, functional: Any) -> Self:
+        """The one that a model has, or another."""
+        return vars(functional).get(_RUN) or cls(functional)
+
+    def settle(self, name: str, parts: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
+        """Sets stages or segments, by their attribute's name, and returns what takes them away again."""
+
+        def undo() -> None:
+            if getattr(self, name) is parts:
+                self._set(name, None)
+
+        self._set(name, parts)
+        return undo
+
+    def _set(self, name: str, parts: Sequence[tuple[Part, Wrap]] | None) -> None:
+        setattr(self, name, parts)
+        # Bypass Keras's tracking: a method is not state of the model.
+        own = vars(self.functional)
+        if self.stages is None and self.segments is None:
+            own.pop(_RUN, None)
+            return
+        own[_RUN] = self
+        if self.stages is None:
+            self.functions = self._segments_in(None)
+        else:
+            self.functions = [(part, wrap(part, self._run_of(part))) for part, wrap in self.stages]
+
+    def _run_of(self, stage: Part) -> Callable[..., Any]:
+        if self.segments is None:
+            return functools.partial(_run_part, stage)
+        functions = self._segments_in(stage)
+
+        def run(known: dict[int, Any], operation_fn: Callable[..., Any]) -> dict[int, Any]:
+            tensors = {id(stage.inputs[place]): tensor for place, tensor in known.items()}
+            _call_each(functions, tensors, operation_fn)
+            return {place: tensors[id(each)] for place, each in enumerate(stage.outputs) if id(each) in tensors}
+
+        return run
+
+    def _segments_in(self, stage: Part | None) -> list[tuple[Part, Callable[..., Any]]]:
+        inside = {id(node) for node in stage.nodes} if stage else None
+        functions = []
+        for part, wrap in self.segments or ():
+            nodes = [node for node in part.nodes if inside is None or id(node) in inside]
+            if nodes:
+                piece = part if len(nodes) == len(part.nodes) else part_of(self.functional, nodes)
+                functions.append((piece, wrap(piece, functools.partial(_run_part, piece))))
+        return functions
+
+    def __call__(self, inputs: Any, operation_fn: Callable[..., Any] = lambda op: op, call_fn: Any = None) -> Any:
+        functional = self.functional
         flat = keras.tree.flatten(inputs)
         if call_fn is not None or any(isinstance(each, keras.KerasTensor) for each in flat):
-            return plain(inputs, operation_fn=operation_fn, call_fn=call_fn)
+            plain = type(functional)._run_through_graph
+            return plain(functional, inputs, operation_fn=operation_fn, call_fn=call_fn)
         tensors = dict(zip(map(id, functional.inputs), flat, strict=True))
-        for part, function in functions:
-            known = {place: tensors[id(each)] for place, each in enumerate(part.inputs) if id(each) in tensors}
-            for place, tensor in function(known, operation_fn=operation_fn).items():
-                tensors[id(part.outputs[place])] = tensor
+        _call_each(self.functions, tensors, operation_fn)
         outputs = [tensors[id(each)] for each in functional.outputs]
         return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
 
-    again = [(len(part.nodes), isinstance(function, Recomputed)) for part, function in functions]
-    run.recomputes = any(twice for _, twice in again)  # pyright: ignore
-    run.described = ", ".join(f"{count}{' again' if twice else ''}" for count, twice in again)  # pyright: ignore
-    # Bypass Keras's tracking: a method is not state of the model.
-    own = vars(functional)
-    own[_RUN] = run
+    @property
+    def recomputed(self) -> list[tuple[int, bool]]:
+        """Of each segment, how many operations it has, and whether it is recomputed."""
+        segments = self._segments_in(None)
+        return [(len(part.nodes), isinstance(function, Recomputed)) for part, function in segments]
 
-    def undo() -> None:
-        if own.get(_RUN) is run:
-            del own[_RUN]
 
-    return undo
+def _call_each(
+    functions: Sequence[tuple[Part, Callable[..., Any]]], tensors: dict[int, Any], operation_fn: Callable[..., Any]
+) -> None:
+    """Calls a function for each part, and adds to the tensors that are known what it gives."""
+    for part, function in functions:
+        known = {place: tensors[id(each)] for place, each in enumerate(part.inputs) if id(each) in tensors}
+        for place, tensor in function(known, operation_fn=operation_fn).items():
+            tensors[id(part.outputs[place])] = tensor
 
 
 def recomputed_in(model: keras.Model) -> dict[int, str]:
@@ -156,19 +245,23 @@ def recomputed_in(model: keras.Model) -> dict[int, str]:
         functional = functional_of(layer) if isinstance(layer, keras.Model) else None
         if is_recomputed(layer):
             found[place] = "as a whole"
-        elif functional is not None and runs_in_parts(functional):
-            found[place] = f"operations: {vars(functional)[_RUN].described}"
+        elif runs_in_segments(functional):
+            segments = vars(functional)[_RUN].recomputed
+            listed = ", ".join(f"{count}{' again' if again else ''}" for count, again in segments)
+            found[place] = f"operations: {listed}"
     return found
 
 
-def runs_in_parts(functional: Any) -> bool:
-    """Whether a Functional model is run in parts already."""
-    return functional is not None and _RUN in vars(functional)
+def runs_in_segments(functional: Any) -> bool:
+    """Whether a Functional model has been cut into segments, some of which may be recomputed."""
+    running = vars(functional).get(_RUN) if functional is not None else None
+    return running is not None and running.segments is not None
 
 
 def recomputes_parts(functional: Any) -> bool:
-    """Whether a Functional model is run in parts, some of them again in the backward pass."""
-    return runs_in_parts(functional) and vars(functional)[_RUN].recomputes
+    """Whether a Functional model is run in parts of which some run again in the backward pass."""
+    running = vars(functional).get(_RUN) if functional is not None else None
+    return running is not None and any(again for _, again in running.recomputed)
 
 
 def part_of(functional: Any, nodes: Sequence[Any]) -> Part:

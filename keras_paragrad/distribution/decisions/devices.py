@@ -61,10 +61,11 @@ def decide_replicas(hardware: Hardware, options: Options, strategy: str, devices
         evidence = f"a {type(options.given).__name__}"
         return Decision("replicas", count, "as many as the strategy has", evidence, 'strategy="auto"')
     if strategy == "pipeline":
-        stages = options.pipeline.count if options.pipeline else len(devices)
-        widths = {len(each) for each in options.devices or () if isinstance(each, tuple)} or {1}
-        of = f" on {min(widths)} to {max(widths)} devices each" if len(widths) > 1 else f" on {max(widths)} devices each"
-        evidence = f"{stages} stages{of if max(widths) > 1 else ''}"
+        evidence = f"{options.pipeline.count if options.pipeline else len(devices)} stages"
+        widths = {len(each) for each in options.devices or () if isinstance(each, tuple)}
+        if widths:
+            range_of = " to ".join(str(each) for each in sorted({min(widths), max(widths)}))
+            evidence += f" on {range_of} devices each"
         return Decision("replicas", 1, "the stages are one model", evidence, 'strategy="mirrored"')
     if strategy == "mesh":
         evidence = f"{len(devices)} devices"

@@ -1,4 +1,4 @@
-"""Cuts a model into stages of about equally many bytes."""
+"""Cuts a model into stages that are about equally large."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -9,20 +9,20 @@ from keras_paragrad.distribution.pipeline.calls import Calls
 _SLACK = 1.1
 
 
-def balanced(calls: Calls, stages: int) -> list[int]:
+def balanced(calls: Calls, stages: int, sizes: Sequence[int]) -> list[int]:
     """The places of the calls after which a model is cut.
 
-    The largest stage has at most a tenth more bytes of variables than it has to; of these cuts, those are taken that
-    the fewest tensors cross.
+    The largest stage is at most a tenth larger than it has to be; of these cuts, those are taken that the fewest
+    tensors cross.
 
     Args:
         calls: The model.
         stages: How many stages there are to be.
+        sizes: How large each call is: the bytes of its variables, or how long it takes.
 
     Raises:
         ValueError: It can't be cut into so many.
     """
-    sizes = calls.sizes()
     weighted = [place for place, size in enumerate(sizes) if size]
     candidates = []
     for first, second in itertools.pairwise(weighted):
@@ -32,7 +32,7 @@ def balanced(calls: Calls, stages: int) -> list[int]:
     if len(candidates) + 1 < stages:
         raise ValueError(
             f"stages={stages}, but {calls.model.name!r} can be cut into {len(candidates) + 1} at most that have "
-            "weights and share none. Write fewer stages, and name as many devices."
+            "something to do and share no weights. Write fewer stages, and name as many devices."
         )
     totals = list(itertools.accumulate(sizes))
     ends = [*(totals[place] for place in candidates), totals[-1]]
@@ -49,10 +49,10 @@ def best_cuts(
     """The best places to cut at, by dynamic programming.
 
     Args:
-        ends: The bytes up to each place that may be cut at, and of all.
+        ends: The sizes summed up to each place that may be cut at, and of all.
         across: How many tensors cross a cut there; 0 for the end.
         stages: How many stages there are to be.
-        rank: From the bytes of the largest stage and the number of tensors across to what is to be small.
+        rank: From the size of the largest stage and the number of tensors across to what is to be small.
 
     Returns:
         Indices into `ends`.

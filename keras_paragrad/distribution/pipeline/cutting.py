@@ -12,16 +12,26 @@ from keras_paragrad.arguments import shown
 from keras_paragrad.distribution.pipeline.balance import balanced
 from keras_paragrad.distribution.pipeline.calls import Calls
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
+from keras_paragrad.distribution.pipeline.timing import measured_times
 
 
-def cut(model: keras.Model, pipeline: Pipeline) -> list[Part]:
+def cut(model: keras.Model, pipeline: Pipeline, device: str) -> list[Part]:
     """The stages of a built model, in order.
+
+    Args:
+        model: The model.
+        pipeline: How it is cut.
+        device: Where time is measured, if stages are balanced by that.
 
     Raises:
         ValueError: It can't be cut so. The message says what to write.
     """
     calls = Calls(model)
-    after = balanced(calls, pipeline.count) if pipeline.cuts is None else _named(calls, list(pipeline.cuts))
+    if pipeline.cuts is not None:
+        after = _named(calls, list(pipeline.cuts))
+    else:
+        sizes = calls.sizes() if pipeline.balance == "parameters" else measured_times(calls, device)
+        after = balanced(calls, pipeline.count, sizes)
     return [part_of(calls.functional, nodes) for nodes in calls.between(after)]
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from keras_paragrad.arguments import check_choice, check_each, check_integer, check_text, refusal
 
 SCHEDULES = ("gpipe",)
+BALANCES = ("parameters", "time")
 
 
 @dataclass(frozen=True)
@@ -17,11 +18,13 @@ class Pipeline:
     batches: micro-batches are weighted by their loss normalizers, and metrics see every example.
 
     Args:
-        stages: The number of stages. The model is cut where their largest is about as small as it can be, counted in
-            bytes of weights, and few tensors cross.
+        stages: The number of stages. The model is cut where their largest is about as small as it can be, and few
+            tensors cross.
         cuts: Instead of `stages`, the names of the layers that end a stage, all but the last, in order.
         microbatches: How many micro-batches a batch is cut into. Sizes differ by one example at most.
         schedule: `"gpipe"`. `"1f1b"` is refused: measured here, it holds no less.
+        balance: With `stages`, what makes a stage large: the bytes of its `"parameters"`; or the `"time"` of its
+            forward and backward pass, which is measured layer by layer on made-up examples when the model is prepared.
 
     Raises:
         ValueError: An argument is invalid, or both or neither of `stages` and `cuts` are given.
@@ -37,6 +40,7 @@ class Pipeline:
     cuts: Sequence[str] | None = None
     microbatches: int = 8
     schedule: str = "gpipe"
+    balance: str = "parameters"
 
     def __post_init__(self):
         stages = check_integer("stages", self.stages, least=2, most=10_000, example=4, optional=True)
@@ -56,7 +60,14 @@ class Pipeline:
                 "less."
             )
         checked = {"stages": stages, "cuts": cuts, "microbatches": microbatches}
-        for name, value in {**checked, "schedule": check_choice("schedule", self.schedule, SCHEDULES)}.items():
+        checked["schedule"] = check_choice("schedule", self.schedule, SCHEDULES)
+        checked["balance"] = check_choice("balance", self.balance, BALANCES)
+        if cuts is not None and checked["balance"] != "parameters":
+            raise ValueError(
+                f"balance={self.balance!r} chooses where the model is cut, and so does cuts={list(cuts)}. Write "
+                f"Pipeline(stages={len(cuts) + 1}, balance={self.balance!r}), or leave balance out."
+            )
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
 
     @property

@@ -15,7 +15,7 @@ from keras_paragrad._keras.pipeline.compiled import CompiledPart
 from keras_paragrad._keras.pipeline.on_device import OnDevice
 from keras_paragrad._keras.pipeline.placement import home_of, move_with_slots, placed_by_inputs, slots_by_home
 from keras_paragrad._keras.step.builder import StepBuilder
-from keras_paragrad._keras.step.segments import Part, functional_of, run_in_parts, runs_in_parts
+from keras_paragrad._keras.step.segments import Part, functional_of, run_in_stages
 from keras_paragrad.distribution.pipeline.calls import variables_of
 from keras_paragrad.distribution.pipeline.cutting import cut
 from keras_paragrad.distribution.pipeline.microbatches import MicroBatches
@@ -53,21 +53,23 @@ class PipelinePreparation:
             write.
     """
 
-    def __init__(self, model: keras.Model, pipeline: Pipeline, devices: tuple[tuple[str, ...], ...], weighting: str, jit: bool):
+    def __init__(
+        self, model: keras.Model, pipeline: Pipeline, devices: tuple[tuple[str, ...], ...], weighting: str, jit: bool
+    ):
         self.model: Any = model
         self.settings = pipeline, devices, weighting, jit
         columns = Columns()
         split = self._split(pipeline, weighting, columns, max(map(len, devices)))
-        parts = cut(model, pipeline)
-        self._refuse(functional_of(model))
+        parts = cut(model, pipeline, devices[0][0])
+        self._refuse()
         self._stages: list[tuple[tuple[str, ...], Part]] = list(zip(devices, parts, strict=True))
         self._homes: dict[str, list[keras.Variable]] = {}
         for variable in [each for part in parts for each in _variables(part)]:
             self._homes.setdefault(home_of(variable), []).append(variable)
         move_with_slots({named[0]: _variables(part) for named, part in self._stages}, self.model.optimizer)
         placed = functools.partial(_placed, columns, model, jit)
-        wraps = [(part, functools.partial(placed, part, named)) for named, part in self._stages]
-        self._undo = run_in_parts(functional_of(model), wraps)
+        wraps = [(part, functools.partial(placed, index, named)) for index, (named, part) in enumerate(self._stages)]
+        self._undo = run_in_stages(functional_of(model), wraps)
         StepBuilder.of(model).fill(split=split, place=placed_by_inputs)
         self._jit_compile = self.model.jit_compile
         self.renew()
@@ -106,12 +108,7 @@ class PipelinePreparation:
             warn_of_batch_statistics(self.model)
         return MicroBatches(pipeline.microbatches, normalize, columns, width)
 
-    def _refuse(self, functional: Any) -> None:
-        if runs_in_parts(functional):
-            raise ValueError(
-                f"{self.model.name!r} is recomputed in segments, and can't be cut into stages as well. Call undo() of "
-                "the handle that recompute returned, and name layers: recompute(model, ['block_0', 'block_1'])."
-            )
+    def _refuse(self) -> None:
         if StepBuilder.of(self.model).stages.split is not None:
             raise ValueError(
                 f"{self.model.name!r} is under microbatch, and a pipeline cuts batches itself. Call undo() of the "
@@ -124,10 +121,16 @@ class PipelinePreparation:
 
 
 def _placed(
-    columns: Columns, model: keras.Model, jit: bool, part: Part, devices: tuple[str, ...], run: Callable[..., Any]
+    columns: Columns,
+    model: keras.Model,
+    jit: bool,
+    index: int,
+    devices: tuple[str, ...],
+    part: Part,
+    run: Callable[..., Any],
 ) -> OnDevice:
     runs = {device: CompiledPart(part, run) if jit else run for device in devices}
-    return OnDevice(part, runs, columns, model)
+    return OnDevice(part, index, runs, columns, model)
 
 
 def _variables(part: Part) -> list[keras.Variable]:

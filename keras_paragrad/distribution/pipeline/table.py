@@ -48,7 +48,9 @@ class StageTable:
         for index, stage in enumerate(self.stages):
             names = stage.layers if len(stage.layers) <= 3 else (stage.layers[0], "...", stage.layers[-1])
             size, slots = bytes_in_words(stage.weight_bytes), bytes_in_words(stage.slot_bytes)
-            table.add_row(str(index), " ".join(stage.devices), Text(" ".join(names)), f"{stage.parameters:,}", size, slots)
+            table.add_row(
+                str(index), " ".join(stage.devices), Text(" ".join(names)), f"{stage.parameters:,}", size, slots
+            )
         yield table
 
     def __str__(self) -> str:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,25 @@ class Compiled:
     line: int
 
 
+class OfStage(NamedTuple):
+    """An operation of a stage of a pipeline.
+
+    Attributes:
+        stage: Which stage, counted from 0.
+        column: On which of the stage's devices.
+        micro_batch: Of which micro-batch.
+        backward: Whether it is of the backward pass.
+        begin, end: In nanoseconds.
+    """
+
+    stage: int
+    column: int
+    micro_batch: int
+    backward: bool
+    begin: float
+    end: float
+
+
 @dataclass
 class Trace:
     """The events of a trace that make up a training step; spans are in nanoseconds.
@@ -82,6 +101,7 @@ class Trace:
         calls: Functions that were called.
         work: The parts of them that other threads ran.
         compiled: Operations compiled by XLA and run on the CPU.
+        stages: Operations on the CPU that are of a stage of a pipeline.
         functions: By name of a `tf.function`, its calls: when, and how often it had been traced.
         has_device: Whether there is a GPU or TPU.
     """
@@ -99,6 +119,7 @@ class Trace:
     calls: list[TracedCall] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     compiled: list[Compiled] = field(default_factory=list)
+    stages: list[OfStage] = field(default_factory=list)
     functions: dict[str, list[tuple[float, float, int]]] = field(default_factory=lambda: defaultdict(list))
     has_device: bool = False
 

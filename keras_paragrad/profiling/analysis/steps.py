@@ -32,12 +32,17 @@ def step_times(trace: Trace) -> tuple[StepTime, ...]:
     for marker in markers:
         if marker.line not in parts:
             parts[marker.line] = _parts_on(trace, marker.line, markers)
-        origin = markers[0].begin
+        origin = begin_of(trace)
         for step, update, begin, end in _batches(marker, pulls):
             duration = (end - begin) / NANOSECONDS
             shares = parts[marker.line](begin, end)
             found.append(StepTime(step, update, (begin - origin) / NANOSECONDS, duration, **shares))
     return tuple(found)
+
+
+def begin_of(trace: Trace) -> float:
+    """What `StepTime.begins` is relative to, in nanoseconds."""
+    return min((marker.begin for marker in _innermost(trace.markers)), default=0.0)
 
 
 def _innermost(markers: list[Marker]) -> list[Marker]:

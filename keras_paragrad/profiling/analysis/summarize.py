@@ -11,7 +11,8 @@ from keras_paragrad.profiling.analysis.operations import (
     longest_operations,
     xprof_operations,
 )
-from keras_paragrad.profiling.analysis.steps import step_times
+from keras_paragrad.profiling.analysis.pipeline import pipeline_time
+from keras_paragrad.profiling.analysis.steps import begin_of, step_times
 from keras_paragrad.profiling.analysis.trace import read_trace, trace_files
 from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
 
@@ -50,6 +51,7 @@ def summarize(
         advice=advise(Evidence(steps, longest, run, read, operations)),
         trace=_as_tensorboard_has_it(Path(trace)),
         notes=tuple(_notes(read, len(steps), operations)),
+        pipeline=pipeline_time(read.stages, steps, begin_of(read)),
     )
 
 

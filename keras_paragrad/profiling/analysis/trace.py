@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from keras_paragrad.extras import require
-from keras_paragrad.profiling.analysis.events import Compiled, Marker, Pull, Trace, TracedCall, Work
+from keras_paragrad.profiling.analysis.events import Compiled, Marker, OfStage, Pull, Trace, TracedCall, Work
 
 TRACES = "*.xplane.pb"
 # The profiler's device names, and a device's lines that hold what ran rather than what it was part of.
 _DEVICE = re.compile(r"/device:(GPU|TPU):\d+")
 _DEVICE_LINES = re.compile(r"Stream|XLA Ops")
 _OPERATION = re.compile(r"[A-Za-z0-9.][\w.\\/>-]*:([A-Za-z_]\w*)$")
+# What `_keras/pipeline/on_device.py` writes into the names of a pipeline's operations.
+_STAGE = re.compile(r"pipeline_stage_(\d+)_column_(\d+)_micro_batch_(\d+)")
+_BACKWARD = "gradient_tape/"
 _COLLECTIVE = re.compile(r"collective|nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter", re.IGNORECASE)
 _COLLECTIVE_CALL, _COLLECTIVE_DONE = "CollectiveOpV2Kernel::Run", "CollectiveExecutor::ExecuteAsync::Done"
 # Events that enclose a call, as in xprof; only their inside counts.
@@ -134,6 +137,13 @@ def _keep_python_call(trace: Trace, waits: _Waits, event: Any, span: tuple[float
     trace.python_calls[line].append(span)
 
 
+def _keep_stage(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
+    found = _STAGE.search(event.name)
+    assert found is not None
+    stage, column, micro_batch = map(int, found.groups())
+    trace.stages.append(OfStage(stage, column, micro_batch, event.name.startswith(_BACKWARD), *span))
+
+
 def _keep_without_lock(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
     trace.without_lock[line].append(span)
 
@@ -148,6 +158,7 @@ _KEEP = {
     "compiled": _keep_compiled,
     "function": _keep_function,
     "python call": _keep_python_call,
+    "stage": _keep_stage,
     "without lock": _keep_without_lock,
     "made by Python": lambda trace, waits, event, span, line: trace.made_by_python.append(span),
     "operations": lambda trace, waits, event, span, line: trace.operations.append(span),
@@ -193,7 +204,8 @@ def _kinds(event: Any) -> tuple[str, ...]:
     if operation and operation[1] in _OF_THE_PIPELINE:
         return ("host", "made by Python")
     flows = [each for each, named in (("call", _HANDS_ON), ("work", _TAKES_UP)) if named[1] in stats]
-    return tuple({kind, "host", *flows})
+    staged = ["stage"] if kind == "operations" and _STAGE.search(event.name) else []
+    return tuple({kind, "host", *flows, *staged})
 
 
 def _kind(name: str, stats: set[str]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from keras_paragrad.profiling.report.bars import Segment, StepChart, shares_bar, step_chart
 from keras_paragrad.profiling.report.figures import PARTS, StepFigures, figures_of
 from keras_paragrad.profiling.report.runs import ProfiledWindow
+from keras_paragrad.profiling.report.stages_view import StagesChart, stages_chart
 from keras_paragrad.profiling.report.units import count, milliseconds, share, size
 from keras_paragrad.profiling.summary import ProfileSummary
 
@@ -50,6 +51,7 @@ class WindowView:
         shares: The shares of its time as a bar.
         operations: The operations that took longest.
         memory: Peak memory, by device.
+        stages: The stages of a pipeline, or `None` without one.
     """
 
     name: str
@@ -59,6 +61,7 @@ class WindowView:
     shares: tuple[Segment, ...]
     operations: tuple[OperationRow, ...]
     memory: tuple[tuple[str, str], ...]
+    stages: StagesChart | None
 
 
 def window_view(window: ProfiledWindow, longest: float = 0.0) -> WindowView:
@@ -84,7 +87,9 @@ def window_view(window: ProfiledWindow, longest: float = 0.0) -> WindowView:
         )
         for operation in summary.operations[:MOST_OPERATIONS]
     )
-    return WindowView(window.name, summary, figures, chart, shares_bar(figures) if figures else (), operations, memory)
+    shares = shares_bar(figures) if figures else ()
+    stages = stages_chart(summary.pipeline) if summary.pipeline else None
+    return WindowView(window.name, summary, figures, chart, shares, operations, memory, stages)
 
 
 def overview(windows: Sequence[ProfiledWindow]) -> tuple[tuple[str, ...], ...]:

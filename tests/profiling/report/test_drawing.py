@@ -1,12 +1,13 @@
 """Where things are drawn: axes, thinned series, bars and lines; and how numbers are written."""
 
+import dataclasses
 import math
 
 import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from made_runs import step
+from made_runs import PIPELINE, step
 
 from keras_paragrad.profiling.report import units
 from keras_paragrad.profiling.report.axes import axis_for, steps_axis
@@ -14,6 +15,7 @@ from keras_paragrad.profiling.report.bars import MOST_BARS, shares_bar, step_cha
 from keras_paragrad.profiling.report.figures import PARTS, figures_of
 from keras_paragrad.profiling.report.lines import line_chart
 from keras_paragrad.profiling.report.records import Series
+from keras_paragrad.profiling.report.stages_view import stages_chart
 from keras_paragrad.profiling.report.thinning import kept
 
 cases = hypothesis.settings(max_examples=200)
@@ -138,3 +140,19 @@ def test_the_table_has_the_values_of_the_steps():
     assert chart.heads == ("step", "a", "b")
     assert chart.rows[0] == ("0", "0", "7")
     assert chart.rows[-1] == ("990", "1,980", "·")
+
+
+def test_stages_are_lanes():
+    chart = stages_chart(PIPELINE)
+    assert [lane.name for lane in chart.lanes] == ["stage 0a", "stage 0b", "stage 1a", "stage 1b"]
+    assert [lane.cells[1:] for lane in chart.lanes] == [("2 ms", "4 ms")] * 4
+    first, second, third, fourth = chart.lanes[0].boxes
+    assert [box.number for box in chart.lanes[0].boxes] == ["0", "2", "0", "2"]
+    assert (first.kind, fourth.kind) == ("forward", "backward")
+    assert math.isclose(first.left + first.width, second.left)
+    assert third.left + third.width == fourth.left == pytest.approx(100 * 7 / chart.across.high)
+    assert "wait 40%" in chart.bubble and "wait 33%" in chart.bubble
+    # Of micro-batches that are computed at once, one has its number drawn over.
+    over = dataclasses.replace(PIPELINE.work[0], micro_batch=2, begins=0.4)
+    lane, *_ = stages_chart(dataclasses.replace(PIPELINE, work=(PIPELINE.work[0], over))).lanes
+    assert [box.number for box in lane.boxes] == ["", "2"]
