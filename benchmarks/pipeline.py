@@ -1,17 +1,26 @@
-"""How far the stages of a pipeline overlap: layers that sleep, one micro-batch at a time on each device.
+"""How far the stages of a pipeline overlap: layers that sleep, and layers that compute.
 
-`python benchmarks/pipeline.py` prints a table and saves it in `results/pipeline.json`. Sleeping takes no processor, so
-that two cores are enough to see whether TensorFlow runs stages at the same time. A step's ideal time is (m + s - 1)
-times that of a micro-batch in a stage, for m micro-batches and s stages (GPipe); without overlap it is m * s times.
+`python benchmarks/pipeline.py` prints two tables and saves them in `results/pipeline.json`.
+
+Stages that sleep take no processor, so that two cores are enough to see whether TensorFlow runs stages at the same
+time. Each device does one thing at a time. A step's ideal time is (m + s - 1) times that of a micro-batch in a stage,
+for m micro-batches of a column and s stages (GPipe); without overlap it is the product.
+
+Stages that compute do so on as many cores as there are, each operation on one of them. So only as many stages as
+there are cores can overlap. The bubble is measured by `Profiler`: the share of the time between the first and the last
+operation of the stages in which a stage has nothing that runs.
 """
 
+import collections
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -19,96 +28,157 @@ from harness import report
 
 # Seconds that a stage takes of a micro-batch, in the forward and in the backward pass.
 SLEEP = 0.05
-STAGES, MICROBATCHES, STEPS = (2, 4), (1, 2, 4, 8), 5
+# Stages, and devices for each.
+SHAPES, MICROBATCHES, STEPS = ((2, 1), (4, 1), (2, 2)), (1, 2, 4, 8), 5
+# Of the stages that compute: a stage's layers, their width, and the rows of a batch.
+DEEP, WIDTH, ROWS = 4, 512, 2048
 
 
-def print_times(stages, microbatches):
-    """Runs in a process of its own: the seconds of some steps."""
-    import keras
-    import numpy as np
+def pipeline_of(stages, columns, microbatches):
+    """A `DistributedFit` on logical devices of the CPU."""
     import tensorflow as tf
 
     from keras_paragrad import DistributedFit
     from keras_paragrad.distribution import Pipeline
 
-    # Sleepers hold threads.
-    tf.config.threading.set_inter_op_parallelism_threads(4 * stages)
-    logical = [tf.config.LogicalDeviceConfiguration()] * stages
+    logical = [tf.config.LogicalDeviceConfiguration()] * (stages * columns)
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], logical)
+    devices = [[f"CPU:{stage * columns + column}" for column in range(columns)] for stage in range(stages)]
+    cuts = [f"stage_{index}" for index in range(stages - 1)]
+    return DistributedFit(Pipeline(cuts=cuts, microbatches=microbatches), devices=devices)
+
+
+def times_of(model, rows, targets):
+    """The seconds of some steps after the first."""
+    model.train_on_batch(rows, targets)
+    seconds = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        model.train_on_batch(rows, targets)
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def sleeping(stages, columns, microbatches):
+    """Runs in a process of its own: the seconds of some steps."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    # Sleepers hold threads.
+    tf.config.threading.set_inter_op_parallelism_threads(4 * stages * columns)
+    locks = collections.defaultdict(threading.Lock)
+
+    def sleep(tensor):
+        """On the device that it is called for, which does one thing at a time."""
+        lock = locks[tf.identity(tensor).device]
+
+        def passed(values):
+            with lock:
+                time.sleep(SLEEP)
+            return values
+
+        slept = tf.numpy_function(passed, [tensor], tensor.dtype, stateful=False)
+        return tf.ensure_shape(slept, tensor.shape)
 
     class Sleeps(keras.layers.Layer):
-        """A product by a weight that takes its time, on a device that does one thing at a time."""
+        """A product by a weight that takes its time."""
 
         def build(self, shape):
             self.weight = self.add_weight(shape=(), initializer="ones")
-            self.lock = threading.Lock()
 
         def call(self, inputs):
-            def passed(values):
-                with self.lock:
-                    time.sleep(SLEEP)
-                return values
-
-            def sleep(tensor):
-                slept = tf.numpy_function(passed, [tensor], tensor.dtype, stateful=False)
-                return tf.ensure_shape(slept, tensor.shape)
-
             @tf.custom_gradient
             def slowly(tensor):
                 return sleep(tensor), sleep
 
             return slowly(inputs * self.weight)
 
-    dist = DistributedFit(
-        Pipeline(cuts=[f"stage_{index}" for index in range(stages - 1)], microbatches=microbatches),
-        devices=[f"CPU:{index}" for index in range(stages)],
-    )
+    dist = pipeline_of(stages, columns, microbatches)
     with dist.scope():
         model = keras.Sequential([keras.Input((4,)), *(Sleeps(name=f"stage_{index}") for index in range(stages))])
         model.compile("sgd", "mse")
     dist.prepare(model)
     rows = np.ones((8, 4), "float32")
-    model.train_on_batch(rows, rows)
-    seconds = []
-    for _ in range(STEPS):
-        begin = time.perf_counter()
-        model.train_on_batch(rows, rows)
-        seconds.append(time.perf_counter() - begin)
-    print(json.dumps(seconds))
+    return times_of(model, rows, rows)
 
 
-def row_of(stages, microbatches):
-    command = [sys.executable, "-W", "ignore", __file__, str(stages), str(microbatches)]
+def computing(stages, columns, microbatches):
+    """Runs in a process of its own: the seconds of some steps, and what the profiler says of the stages."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from keras_paragrad import Profiler, ProfileSchedule
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    dist = pipeline_of(stages, columns, microbatches)
+
+    def made():
+        keras.utils.set_random_seed(0)
+        hidden = inputs = keras.Input((WIDTH,))
+        for stage in range(stages):
+            for _ in range(DEEP - 1):
+                hidden = keras.layers.Dense(WIDTH, "tanh")(hidden)
+            hidden = keras.layers.Dense(WIDTH, "tanh", name=f"stage_{stage}")(hidden)
+        model = keras.Model(inputs, hidden)
+        model.compile("sgd", "mse")
+        return model
+
+    rows = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
+    alone = times_of(made(), rows, rows)
+    with dist.scope():
+        model = made()
+    dist.prepare(model)
+    seconds = times_of(model, rows, rows)
+    with tempfile.TemporaryDirectory() as folder:
+        schedule = ProfileSchedule(skip_first=2, warmup=0, active=STEPS)
+        profiler = Profiler(folder, schedule, summary=False, report=None)
+        data = tf.data.Dataset.from_tensors((rows, rows)).cache().repeat(STEPS + 3)
+        model.fit(data, verbose=0, callbacks=[profiler])
+        seen = json.loads(next(Path(folder).rglob("keras_paragrad.json")).read_text())["pipeline"]
+    return {"alone": alone, "step": seconds, "bubble": seen["bubble"], "ideal": seen["ideal"]}
+
+
+def result_of(kind, *shape):
+    command = [sys.executable, "-W", "ignore", __file__, kind, *map(str, shape)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
-    step = statistics.median(json.loads(done.stdout.splitlines()[-1]))
-    both = 2 * SLEEP
-    ideal, serial = (microbatches + stages - 1) * both, microbatches * stages * both
-    bubble = (stages - 1) / (microbatches + stages - 1)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def row_of_sleeping(stages, columns, microbatches):
+    step = statistics.median(result_of("sleeping", stages, columns, microbatches))
+    both, passes = 2 * SLEEP, -(-microbatches // columns)
+    ideal, serial = (passes + stages - 1) * both, microbatches * stages * both
+    bubble = (stages - 1) / (passes + stages - 1)
     milliseconds = [round(1e3 * each) for each in (step, ideal, serial)]
-    return [stages, microbatches, *milliseconds, ideal / step, 1 - microbatches * both / step, bubble]
+    return [stages, columns, microbatches, *milliseconds, ideal / step, 1 - passes * both / step, bubble]
+
+
+def row_of_computing(stages, columns, microbatches):
+    found = result_of("computing", stages, columns, microbatches)
+    milliseconds = [round(1e3 * statistics.median(found[name])) for name in ("step", "alone")]
+    ratio = milliseconds[0] / milliseconds[1]
+    return [stages, columns, microbatches, *milliseconds, ratio, found["bubble"], found["ideal"]]
 
 
 def main():
     """Measures, prints and saves."""
-    rows = [row_of(stages, microbatches) for stages in STAGES for microbatches in MICROBATCHES]
+    shapes = [(*shape, microbatches) for shape in SHAPES for microbatches in MICROBATCHES if microbatches >= shape[1]]
+    columns = ["stages", "devices each", "micro-batches", "step"]
     title = f"Milliseconds a step of stages that sleep {1e3 * SLEEP:.0f} ms of a micro-batch, forward and backward"
-    columns = [
-        "stages",
-        "micro-batches",
-        "step",
-        "ideal",
-        "one after another",
-        "ideal to step",
-        "waiting",
-        "of the ideal",
-    ]
-    report("pipeline", title, columns, rows)
+    more = ["ideal", "one after another", "ideal to step", "waiting", "of the ideal"]
+    report("pipeline", title, [*columns, *more], [row_of_sleeping(*shape) for shape in shapes])
+    title = f"Milliseconds a step of stages of {DEEP} Dense({WIDTH}), {ROWS} rows, {os.cpu_count()} cores"
+    more = ["one device", "step to one device", "waiting", "of the ideal"]
+    report("pipeline", title, [*columns, *more], [row_of_computing(*shape) for shape in shapes])
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        print_times(*map(int, sys.argv[1:]))
+        run = {"sleeping": sleeping, "computing": computing}[sys.argv[1]]
+        print(json.dumps(run(*map(int, sys.argv[2:]))))
     else:
         main()
