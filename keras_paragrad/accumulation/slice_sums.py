@@ -7,6 +7,8 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.losses.sums import zero_sums
+from keras_paragrad._keras.objects.capabilities import unscaled
+from keras_paragrad._keras.replicas.shard import rows_of
 from keras_paragrad._keras.step.gradient import Gradient
 
 
@@ -37,6 +39,8 @@ class SliceSums:
         self.variables = model.trainable_weights
         self.gradient_of_slice = gradient_of_slice
         self.present: set[int] = set()
+        # The mean over a slice has larger gradients than that over the batch, and would overflow where that doesn't.
+        self._scaled = unscaled(self.model.optimizer) is not self.model.optimizer
         self.last: Any = None
 
     def empty(self) -> RunningSums:
@@ -50,23 +54,29 @@ class SliceSums:
     def _begun(self, gradients: list[Any]) -> RunningSums:
         return RunningSums(gradients, tf.constant(0.0), zero_sums(self.model))
 
-    def add(self, total: RunningSums, data: Any, **how: Any) -> RunningSums:
+    def add(self, total: RunningSums, data: Any, rows: Any, **how: Any) -> RunningSums:
         """The sums with one more slice.
 
         Args:
             total: Those without it.
             data: The slice.
+            rows: How many examples the batch has.
             **how: What else `gradient_of_slice` is given.
         """
+        share = tf.constant(1.0)
+        if self._scaled:
+            share = tf.cast(rows_of(data), "float32") / tf.cast(rows, "float32")
+            how["replica_scale"] = lambda weight: tf.constant(1.0) if weight.summed else share
         part = self.last = self.gradient_of_slice(data, **how)
         assert part.weight is not None, "the split stage weights every slice"
         assert part.sums is not None, "losses of slices are not left to Keras"
         value = part.weight.value
+        counts = value if part.weight.summed or not self._scaled else value / share
         gradients = list(total.gradients)
         for index, gradient in enumerate(part.gradients):
             if gradient is not None:
                 self.present.add(index)
-                gradients[index] = self._added(index, gradients[index], gradient, value)
+                gradients[index] = self._added(index, gradients[index], gradient, counts)
         return RunningSums(gradients, total.divisor + value, total.losses + part.sums.vector)
 
     def joined(self, total: RunningSums, other: RunningSums) -> RunningSums:

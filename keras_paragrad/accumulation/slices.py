@@ -110,12 +110,12 @@ class Slices(NamedTuple):
         def add_rest(total):
             # Computed inside the branch: XLA can't treat a captured value as a compile-time constant.
             rows = rows_of(tensors)
-            return sums.add(total, rows_at(data, tf.range(rows // self.size * self.size, rows)))
+            return sums.add(total, rows_at(data, tf.range(rows // self.size * self.size, rows)), rows)
 
         rows = rows_of(tensors) if known is None else known
         whole = rows // self.size
         rest = rows - whole * self.size
-        total = self.added_up(sums, data, whole)
+        total = self.added_up(sums, data, whole, rows)
         if known is None:
             total = tf.cond(rest > 0, lambda: add_rest(total), lambda: total)
         elif rest:
@@ -129,11 +129,11 @@ class Slices(NamedTuple):
         build_losses(model, rows_at(data, tf.range(1)))
         return SliceSums(model, gradient_of_slice)
 
-    def added_up(self, sums: SliceSums, data: Any, slices: Any) -> RunningSums:
-        """The sums over the first slices of `size` rows."""
+    def added_up(self, sums: SliceSums, data: Any, slices: Any, rows: Any) -> RunningSums:
+        """The sums over the first slices of `size` rows, of a batch of `rows`."""
 
         def add_slice(index, total):
-            return index + 1, sums.add(total, rows_at(data, index * self.size + tf.range(self.size)))
+            return index + 1, sums.add(total, rows_at(data, index * self.size + tf.range(self.size)), rows)
 
         start = tf.constant(0), sums.zero()
         return tf.while_loop(lambda index, _: index < slices, add_slice, start, parallel_iterations=1)[1]

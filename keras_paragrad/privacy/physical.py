@@ -69,7 +69,7 @@ class PhysicalBatches(Slices):
         rows = taken * self.size
         sums = self.begun(model, gradient_of_slice, data)
         with model.per_example.averaging(rows * replica_count()):
-            total = self.added_up(sums, data, taken)
+            total = self.added_up(sums, data, taken, rows)
         # Each replica divides by what it has computed. What it multiplies with makes up for that, so they count alike.
         return sums.gradient(total, rows).counting_as_one()
 

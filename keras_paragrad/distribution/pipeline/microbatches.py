@@ -84,7 +84,7 @@ class MicroBatches(NamedTuple):
                     part = rows_at(data, tf.range(first, tf.maximum(last, first + 1)))
                     how = {"shard": _MaybeRepeated(last - first, last > first)}
                 column = index % len(totals)
-                totals[column] = sums.add(totals[column], part, **how)
+                totals[column] = sums.add(totals[column], part, rows, **how)
         return sums.gradient(functools.reduce(sums.joined, totals), rows)
 
 
