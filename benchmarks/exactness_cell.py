@@ -120,7 +120,8 @@ class Training:
         # A stage for each of up to four devices.
         for _ in range(2 if cell["replicas"] in PIPELINES else 0):
             hidden = keras.layers.Dense(16, activation="tanh")(hidden)
-            hidden = keras.layers.Add()([hidden, first]) if "skips" in cell["replicas"] else hidden
+            # A sum would have gradients that overflow float16 on one device, where those of micro-batches don't.
+            hidden = keras.layers.Average()([hidden, first]) if "skips" in cell["replicas"] else hidden
         model = keras.Model(inputs, keras.layers.Dense(CLASSES, dtype="float32")(hidden))
         self.initial = model.get_weights()
         inner = getattr(keras.optimizers, cell["optimizer"])(RATES[cell["optimizer"]], **CLIPS[cell["clip"]], **more)
