@@ -24,7 +24,15 @@ PIPELINES = {
     "pipeline 2 x 2, skips": [["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"]],
 }
 AXES = {
-    "replicas": ["mirrored x2", "mirrored x3", "mirrored x4", "2 workers", "2 workers x 2 devices", *MESHES, *PIPELINES],
+    "replicas": [
+        "mirrored x2",
+        "mirrored x3",
+        "mirrored x4",
+        "2 workers",
+        "2 workers x 2 devices",
+        *MESHES,
+        *PIPELINES,
+    ],
     "optimizer": ["SGD", "Adam", "AdamW", "Lion", "Lamb", "Muon"],
     "clip": ["none", "clipnorm", "global_clipnorm", "clipvalue"],
     "batches": ["even", "uneven first", "uneven last"],
@@ -38,7 +46,7 @@ AXES = {
 DEVICES = {"mirrored x2": 2, "mirrored x3": 3, "mirrored x4": 4, "2 workers": 1, "2 workers x 2 devices": 2}
 DEVICES |= dict.fromkeys(MESHES, 4)
 DEVICES |= {name: sum(map(len, stages)) for name, stages in PIPELINES.items()}
-RATES = {"SGD": 0.1, "Adam": 1e-2, "AdamW": 1e-2, "Lion": 1e-3, "Lamb": 1e-2, "Muon": 1e-2}
+RATES = {"SGD": 0.1, "Adam": 1e-2, "AdamW": 1e-2, "Lion": 1e-3, "Lamb": 1e-2, "Muon": 2e-3}
 MICRO_BATCHES = 4
 CLIPS = {"none": {}, "clipnorm": {"clipnorm": 0.05}, "global_clipnorm": {"global_clipnorm": 0.1}}
 CLIPS["clipvalue"] = {"clipvalue": 0.005}

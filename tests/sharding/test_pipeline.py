@@ -3,6 +3,7 @@
 import functools
 
 import keras
+import numpy as np
 import own_process
 import pipelined_training
 import pytest
@@ -121,6 +122,26 @@ def test_stages_run_on_their_devices_and_wait_for_nothing_else():
     assert found["free"] == 2
     assert found["unplaced"] == []
     assert all(found["updates"][f"CPU:{index}"] >= 2 for index in range(3))
+
+
+def test_small_slices_overflow_no_earlier_than_the_batch():
+    # The loss scale is the largest with which the gradient of the batch is finite; that of a row would be infinite.
+    x, y = np.ones((8, 4), "float32"), np.full((8, 4), 3.0, "float32")
+    ended = []
+    for way in (lambda model: None, lambda model: microbatch(model, 2), prepared):
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(4, name=name, dtype="mixed_float16", use_bias=False) for name in ("a", "b")]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**14)
+        model.compile(optimizer, "mse")
+        way(model)
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        ended.append((model.get_weights(), int(optimizer.iterations)))
+    (whole, updates), *others = ended
+    assert updates == 2
+    for weights, taken in others:
+        assert taken == updates
+        assert max(np.abs(a - b).max() for a, b in zip(weights, whole, strict=True)) <= 1e-3
 
 
 def test_segments_run_again_on_the_device_of_their_stage():
