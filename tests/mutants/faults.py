@@ -596,6 +596,13 @@ _SHARDING = [
         "sharding/test_pipeline.py::test_columns_of_devices_end_where_one_device_ends",
     ),
     _fault(
+        "all gradients of a pipeline pass its first device",
+        "_keras/pipeline/placement.py",
+        "parts(model.optimizer) if _REDUCE not in part.__dict__]",
+        "parts(model.optimizer) if False]",
+        "sharding/test_pipeline.py::test_stages_run_on_their_devices_and_wait_for_nothing_else",
+    ),
+    _fault(
         "copies of a pipeline's weights outlive an update",
         "_keras/pipeline/columns.py",
         "        self._copies = {}\n        try:",

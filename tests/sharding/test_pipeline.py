@@ -121,6 +121,7 @@ def test_stages_run_on_their_devices_and_wait_for_nothing_else():
     assert found["devices"] == {"CPU:0": 6, "CPU:1": 6, "CPU:2": 6}
     assert found["free"] == 2
     assert found["unplaced"] == []
+    assert found["moved"] == []
     assert all(found["updates"][f"CPU:{index}"] >= 2 for index in range(3))
 
 

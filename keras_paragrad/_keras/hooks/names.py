@@ -100,7 +100,7 @@ HOOKS = (
     Hook(
         "keras",
         "Optimizer._all_reduce_sum_gradients",
-        ("step.apply", "telemetry.observe", "telemetry.watch"),
+        ("pipeline.placement", "step.apply", "telemetry.observe", "telemetry.watch"),
         ("grads_and_vars",),
     ),
     Hook("keras", "Optimizer._backend_apply_gradients", ("storage.updating",), ("grads", "trainable_variables")),

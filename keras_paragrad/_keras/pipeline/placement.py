@@ -9,27 +9,40 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.objects.capabilities import parts
 from keras_paragrad._keras.objects.checkpoint_state import variables_of, with_inner
 from keras_paragrad._keras.objects.unallocated import bytes_of
 from keras_paragrad._keras.storage.resharding import rename_storage
 
+_REDUCE = "_all_reduce_sum_gradients"
 # Their operations are put on devices one by one.
 _CALLS = {"Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf", "StatelessWhile"}
 _CALLS |= {"StatefulCase", "While"}
 
 
 @contextlib.contextmanager
-def placed_by_inputs() -> Iterator[None]:
+def placed_by_inputs(model: Any) -> Iterator[None]:
     """Context in which an operation of a graph, if nobody has put it on a device, runs where its largest input is.
 
     So what a pipeline's last stage gives is compared with the targets there, and each gradient is summed, clipped and
     applied where its variable is. An operation on a variable always runs where that is.
+
+    Args:
+        model: The model, compiled, whose steps are traced.
     """
     if tf.executing_eagerly():
         yield
         return
-    with tf.compat.v1.get_default_graph().device(_device_function()):
-        yield
+    # Keras sums gradients over replicas. There is one, but all gradients would pass a single operation on one device.
+    alone = [part.__dict__ for part in parts(model.optimizer) if _REDUCE not in part.__dict__]
+    for each in alone:
+        each[_REDUCE] = list
+    try:
+        with tf.compat.v1.get_default_graph().device(_device_function()):
+            yield
+    finally:
+        for each in alone:
+            del each[_REDUCE]
 
 
 def _device_function() -> Callable[[Any], str]:

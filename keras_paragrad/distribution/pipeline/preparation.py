@@ -70,7 +70,7 @@ class PipelinePreparation:
         placed = functools.partial(_placed, columns, model, jit)
         wraps = [(part, functools.partial(placed, index, named)) for index, (named, part) in enumerate(self._stages)]
         self._undo = run_in_stages(functional_of(model), wraps)
-        StepBuilder.of(model).fill(split=split, place=placed_by_inputs)
+        StepBuilder.of(model).fill(split=split, place=functools.partial(placed_by_inputs, model))
         self._jit_compile = self.model.jit_compile
         self.renew()
         # Bypass Keras's tracking.
