@@ -64,7 +64,7 @@ def drawn(points, without):
         y = y_of(without)
         parts.append(f"<line x1='{LEFT}' x2='{RIGHT}' y1='{y:.1f}' y2='{y:.1f}' stroke='#777' stroke-dasharray='6 4'/>")
         words = f"without privacy {100 * without:.1f}%"
-        parts.append(f"<text x='{LEFT + 6}' y='{y - 6:.1f}' font-size='13' {STYLE}>{words}</text>")
+        parts.append(f"<text x='{LEFT + 6}' y='{y + 17:.1f}' font-size='13' {STYLE}>{words}</text>")
     line = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
     parts.append(f"<polyline points='{line}' fill='none' stroke='#1f6feb' stroke-width='2.5'/>")
     for epsilon, accuracy in points:
@@ -78,7 +78,7 @@ def drawn(points, without):
     parts.append(f"<path d='M{x:.1f} {y - 7:.1f} l7 7 l-7 7 l-7 -7 z' fill='none' stroke='#b35900' stroke-width='2'/>")
     words = "Papernot et al., 86.1 at 2.7"
     parts.append(
-        f"<text x='{x - 12:.1f}' y='{y - 8:.1f}' font-size='13' text-anchor='end' {STYLE}>{words}</text></svg>"
+        f"<text x='{x - 12:.1f}' y='{y - 14:.1f}' font-size='13' text-anchor='end' {STYLE}>{words}</text></svg>"
     )
     return "\n".join(parts) + "\n"
 
