@@ -45,8 +45,9 @@ def make_private(
         epochs: The number of epochs that noise is calibrated for, of examples / expected_batch_size updates each.
         noise_multiplier: Instead of these, the standard deviation of the noise in units of the clip norm.
         examples: How many examples there are, if that is to be known before `fit`.
-        physical_batch_size: Rows that are computed at a time, of all replicas together, to fit the memory. By default a
-            whole batch.
+        physical_batch_size: The most rows that are computed at a time, of all replicas together, to fit the memory. By
+            default as many as most draws have. Physical batches without a drawn row are not computed, so how long an
+            update takes depends on the draw.
         accountant: `"rdp"`, or `"pld"` for a tighter epsilon, which takes `pip install keras_paragrad[privacy]`.
         secure_noise: Whether to draw noise from the operating system's randomness. It is slow, and can't be repeated.
             It does not defend against attacks on floating-point arithmetic.
