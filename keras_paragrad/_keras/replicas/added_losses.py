@@ -14,9 +14,14 @@ _LOSSES = "_losses"
 
 
 class _OfReplicas(collections.UserList):
-    """A list with other contents in each thread, which a replica has for itself."""
+    """A list with other contents in each thread, which a replica has for itself.
 
-    def __init__(self):
+    Args:
+        replaced: Keras's own list.
+    """
+
+    def __init__(self, replaced: list[Any]):
+        self.replaced = replaced
         self._threads = threading.local()
 
     @property
@@ -37,11 +42,11 @@ def keep_apart(model: keras.Model) -> None:
     for layer in model._flatten_layers():
         # Bypass Keras's tracking: losses are not state.
         if not isinstance(vars(layer)[_LOSSES], _OfReplicas):
-            vars(layer)[_LOSSES] = _OfReplicas()
+            vars(layer)[_LOSSES] = _OfReplicas(vars(layer)[_LOSSES])
 
 
 def keep_together(model: keras.Model) -> None:
     """Restores Keras's own lists."""
     for layer in model._flatten_layers():
-        if isinstance(vars(layer)[_LOSSES], _OfReplicas):
-            vars(layer)[_LOSSES] = []
+        if isinstance(own := vars(layer)[_LOSSES], _OfReplicas):
+            vars(layer)[_LOSSES] = own.replaced
