@@ -51,7 +51,6 @@ ALL = [
 FEW = [
     Case("mlp", "adam", "optimizer", ("jit", "slices", "global_clipnorm")),
     Case("mlp", "lamb", "parameters", ("recompute", "accumulate", "ema")),
-    Case("mlp", "muon", "optimizer", ("clipvalue", "slices")),
     Case("mlp", "adafactor", "parameters", ("loss_scale", "accumulate", "clipnorm")),
     Case("cnn", "rmsprop", "parameters", ("global_clipnorm", "loss_scale")),
     Case("recurrent", "sgd", "optimizer", ("ema_overwrite", "accumulate")),
