@@ -397,7 +397,7 @@ PUBLIC = {
     ),
     "Pipeline": Called(
         Pipeline,
-        {"stages": COUNT - taken("1"), "cuts": NONE, "microbatches": COUNT, "schedule": NOTHING},
+        {"stages": COUNT - taken("1"), "cuts": NONE, "microbatches": COUNT, "schedule": NOTHING, "balance": NOTHING},
         {"stages": 2},
     ),
     "recompute": Called(
