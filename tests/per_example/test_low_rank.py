@@ -43,6 +43,7 @@ def rules_of(model):
     return [unit.rule for unit in units_of(model)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("beside_plain", [False, True])
 def test_attention_embeddings_and_dense_layers(jit_compile, beside_plain):
@@ -75,6 +76,7 @@ def test_a_layer_that_is_called_twice():
     check(adapted(model), some_inputs((3, 5), 9))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 @pytest.mark.parametrize("beside_plain", [False, True])
 def test_the_frozen_weight_is_quantized(mode, beside_plain):
