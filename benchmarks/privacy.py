@@ -23,7 +23,7 @@ from peers.ratios import in_plain
 PEERS = Path(__file__).parents[1] / ".venv-peers"
 # An update's examples, the updates of an epoch, and the epochs of a timed fit. A physical batch is a quarter of what
 # an update usually draws.
-SIZE, UPDATES, EPOCHS, ROUNDS = 1024, 16, 3, 7
+SIZE, UPDATES, EPOCHS, ROUNDS = 1024, 16, 2, 3
 MODELS = ("mlp", "cnn", "transformer")
 # How many times a plain step one with four physical batches may take.
 TARGETS = {"mlp": 1.35, "cnn": 1.6, "transformer": 1.35, "low_rank": 1.35}
