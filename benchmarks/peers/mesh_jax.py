@@ -12,18 +12,19 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import keras
 from harness import interleaved
-from mesh import ALONE, MESHES, ROUNDS, alone, distribution, timed
+from mesh import ALONE, MESHES, ROUNDS, STEPS, alone, batches, distribution, timed
+from sharding import BATCH
 
 
 def training(shape):
-    """A model's `fit`, with Keras's own distribution, which is one for the process."""
+    """Takes steps of a model, with Keras's own distribution, which is one for the process."""
     found = None if shape is None else distribution(shape)
     keras.distribution.set_distribution(found)
-    model = alone(True)
+    model, data = alone(True), batches(STEPS)
 
-    def fit(*data, **options):
+    def fit():
         keras.distribution.set_distribution(found)
-        model.fit(*data, **options)
+        model.fit(*data, batch_size=BATCH, shuffle=False, verbose=0)
 
     return fit
 
