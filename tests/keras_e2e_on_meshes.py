@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import pytest
 import tensorflow as tf
 from keras.src import models
 from keras.src.backend import distribution_lib
+from keras_unskipped import pytest_collection_modifyitems, pytest_configure, pytest_runtest_logreport  # noqa: F401
 
 from keras_paragrad import DistributedFit
 from keras_paragrad._keras.mesh.dtensor import MeshVariable, computing_on_mesh
@@ -86,18 +86,3 @@ def model_on_mesh(inputs: Any, outputs: Any) -> keras.Model:
 
 
 models.Model = model_on_mesh
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "multi_device: of Keras")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    for item in items:
-        for node in item.listchain():
-            node.own_markers = [mark for mark in node.own_markers if mark.name != "skipif"]
-
-
-def pytest_runtest_logreport(report):
-    assert not report.skipped, report.nodeid

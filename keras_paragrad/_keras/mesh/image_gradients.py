@@ -45,7 +45,12 @@ def depthwise_input_gradient(
     dilations: Sequence[int] = (1, 1, 1, 1),
     name: str | None = None,
 ) -> Any:
-    """`tf.raw_ops.DepthwiseConv2dNativeBackpropInput`: a convolution of the cotangent with the flipped kernel."""
+    """`tf.raw_ops.DepthwiseConv2dNativeBackpropInput`: a convolution of the cotangent with the flipped kernel.
+
+    `None` with dilations.
+    """
+    if any(each != 1 for each in dilations):
+        return None
     last = _channels_last(data_format)
     sizes, found = last.of(tf.get_static_value(input_sizes)), pinned_in_steps(last(out_backprop))
     height, width, channels, multiplier = filter.shape
@@ -76,7 +81,12 @@ def depthwise_filter_gradient(
     dilations: Sequence[int] = (1, 1, 1, 1),
     name: str | None = None,
 ) -> Any:
-    """`tf.raw_ops.DepthwiseConv2dNativeBackpropFilter`: for each place of the kernel, what it was multiplied with."""
+    """`tf.raw_ops.DepthwiseConv2dNativeBackpropFilter`: for each place of the kernel, what it was multiplied with.
+
+    `None` with dilations.
+    """
+    if any(each != 1 for each in dilations):
+        return None
     last = _channels_last(data_format)
     given, cotangent = pinned_in_steps(last(input)), pinned_in_steps(last(out_backprop))
     height, width, channels, multiplier = (int(size) for size in tf.get_static_value(filter_sizes))
