@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad._keras.mesh.equivalents import flipped, rolled
+from keras_paragrad._keras.mesh.equivalents import batch_to_blocks, blocks_to_batch, flipped, rolled, shrunk_last
 from keras_paragrad._keras.mesh.image_gradients import (
     average_pool_gradient,
     depthwise_filter_gradient,
@@ -101,3 +101,27 @@ def test_other_orders_of_places():
             strict=True,
         ):
             np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_dilated_convolutions(padding):
+    inputs = drawn(2, 7, 8, 3)
+    for dilations in ([2, 3], [1, 2]):
+        kernel = drawn(2, 3, 3, 4)
+        block, base = tf.constant(dilations), [0, 0]
+        if padding == "SAME":
+            base = [(size - 1) * each for size, each in zip(kernel.shape[:2], dilations, strict=True)]
+        paddings, crops = tf.required_space_to_batch_paddings(
+            inputs.shape[1:3], block, [[each // 2, each - each // 2] for each in base]
+        )
+        divided = tf.nn.conv2d(blocks_to_batch(inputs, block, paddings), kernel, 1, "VALID")
+        found = batch_to_blocks(divided, block, crops)
+        assert apart(found, tf.nn.convolution(inputs, kernel, padding=padding, dilations=dilations)) <= CLOSE
+
+
+def test_places_of_axes():
+    inputs = drawn(4, 5, 6)
+    for begin, end, mask in (([1, 0, 0], [2, 5, 6], 1), ([0, -1, 1], [4, 0, 5], 2), ([-1, 2, -1], [0, 3, 0], 7)):
+        given = {"begin": begin, "end": end, "strides": [1, 1, 1], "shrink_axis_mask": mask}
+        np.testing.assert_array_equal(shrunk_last(inputs, **given), tf.raw_ops.StridedSlice(input=inputs, **given))
+    assert shrunk_last(inputs, [0], [2], [1]) is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops import array_ops, gen_manip_ops, gen_nn_ops
+from tensorflow.python.ops import array_ops, gen_array_ops, gen_manip_ops, gen_nn_ops
 
 from keras_paragrad._keras.mesh.dtensor import computing_on_mesh, relayout
 from keras_paragrad._keras.mesh.image_gradients import (
@@ -39,6 +39,72 @@ def rolled(input: Any, shift: Any, axis: Any, name: str | None = None) -> Any:
     return tensor
 
 
+def blocks_to_batch(input: Any, block_shape: Any, paddings: Any, name: str | None = None) -> Any:
+    """`tf.space_to_batch_nd`, but the blocks of an example stay beside each other, and so with the device of its row.
+
+    `None` if the sizes aren't known yet.
+    """
+    block, padding = tf.get_static_value(block_shape), tf.get_static_value(paddings)
+    if block is None or padding is None:
+        return None
+    tensor = pinned_in_steps(tf.convert_to_tensor(input))
+    count = len(block)
+    tensor = tf.pad(tensor, [[0, 0], *padding.tolist(), *[[0, 0]] * (len(tensor.shape) - count - 1)])
+    rows, *sizes = tensor.shape
+    inner = [size // each for size, each in zip(sizes, block, strict=False)]
+    split = [part for pair in zip(inner, block, strict=True) for part in pair]
+    tensor = tf.reshape(tensor, [rows, *split, *sizes[count:]])
+    order = [0, *range(2, 2 * count + 1, 2), *range(1, 2 * count, 2)]
+    tensor = tf.transpose(tensor, [*order, *range(2 * count + 1, len(tensor.shape))])
+    return tf.reshape(tensor, [rows * int(np.prod(block)), *inner, *sizes[count:]])
+
+
+def batch_to_blocks(input: Any, block_shape: Any, crops: Any, name: str | None = None) -> Any:
+    """`tf.batch_to_space`, of what `blocks_to_batch` has made."""
+    block, cropped = tf.get_static_value(block_shape), tf.get_static_value(crops)
+    if block is None or cropped is None:
+        return None
+    tensor = tf.convert_to_tensor(input)
+    count, (rows, *sizes) = len(block), tensor.shape
+    rows //= int(np.prod(block))
+    tensor = pinned_in_steps(tf.reshape(tensor, [rows, *block, *sizes]))
+    order = [place for axis in range(1, count + 1) for place in (count + axis, axis)]
+    tensor = tf.transpose(tensor, [0, *order, *range(2 * count + 1, len(tensor.shape))])
+    whole = [size * each for size, each in zip(sizes, block, strict=False)]
+    tensor = pinned_in_steps(tf.reshape(tensor, [rows, *whole, *sizes[count:]]))
+    kept = [size - int(before) - int(after) for size, (before, after) in zip(whole, cropped, strict=True)]
+    others = len(tensor.shape) - count - 1
+    return tf.slice(tensor, [0, *cropped[:, 0].tolist(), *[0] * others], [rows, *kept, *sizes[count:]])
+
+
+def shrunk_last(
+    input: Any,
+    begin: Any,
+    end: Any,
+    strides: Any,
+    begin_mask: int = 0,
+    end_mask: int = 0,
+    ellipsis_mask: int = 0,
+    new_axis_mask: int = 0,
+    shrink_axis_mask: int = 0,
+    name: str | None = None,
+) -> Any:
+    """`tf.strided_slice` of tensors, with axes that a single place is taken of removed after it.
+
+    DTensor mistakes which of the others is divided. `None` if no axis is removed, or it isn't known yet which places
+    are taken.
+    """
+    first, last = tf.get_static_value(begin), tf.get_static_value(end)
+    if not shrink_axis_mask or ellipsis_mask or new_axis_mask or first is None or last is None or input.shape.rank < 2:
+        return None
+    axes = [axis for axis in range(len(first)) if shrink_axis_mask >> axis & 1]
+    # The last place has no next one.
+    end_mask |= sum(1 << axis for axis in axes if first[axis] == -1)
+    last = [place + 1 if axis in axes else last[axis] for axis, place in enumerate(first)]
+    found = tf.strided_slice(input, first, last, strides, begin_mask, end_mask)
+    return tf.squeeze(found, axes)
+
+
 def _rolled_order(length: int, by: int) -> np.ndarray:
     return np.roll(np.arange(length), by)
 
@@ -65,6 +131,10 @@ EQUIVALENTS: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
     (array_ops, "reverse", flipped),
     (array_ops, "reverse_v2", flipped),
     (gen_manip_ops, "roll", rolled),
+    (gen_array_ops, "strided_slice", shrunk_last),
+    # Dilated convolutions are made of these two.
+    (array_ops, "space_to_batch_nd", blocks_to_batch),
+    (array_ops, "batch_to_space_nd", batch_to_blocks),
     (gen_nn_ops, "avg_pool_grad", average_pool_gradient),
     (gen_nn_ops, "avg_pool3d_grad", average_pool_gradient),
     (gen_nn_ops, "depthwise_conv2d_native_backprop_input", depthwise_input_gradient),

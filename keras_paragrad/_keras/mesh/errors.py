@@ -25,7 +25,7 @@ def check_operations(model: Any, operations: Iterable[Any]) -> None:
     """
     for operation in operations:
         if UNSUPPORTED.fullmatch(operation.type):
-            raise ValueError(_refusal(model, operation.type, _layer_of(model, operation.name)))
+            raise ValueError(_refusal(model, operation.type, _layer_of(model, operation.name)) + ".")
 
 
 @contextlib.contextmanager
@@ -44,15 +44,19 @@ def explained(model: Any) -> Iterator[None]:
             raise
         found = _OPERATION.findall(error.message)
         layer = _layer_of(model, error.message)
-        raise ValueError(_refusal(model, found[-1] if found else "an operation", layer)) from error
+        refusal = _refusal(model, found[-1] if found else "an operation", layer)
+        raise ValueError(
+            f"{refusal}. If the layer has divided variables, it may be enough to give them no layout, so that each "
+            "device has them whole."
+        ) from error
 
 
 def _refusal(model: Any, operation: str, layer: str | None) -> str:
     where = f"The layer {layer!r}" if layer else f"The model {model.name!r}, outside of its layers,"
     return (
-        f"{where} needs the operation {operation}, which can't be run on a mesh as its inputs are divided. Give the "
-        "variables of that layer no layout, so that each device has them whole; or train with "
-        'DistributedFit("mirrored", shard="parameters"), which divides weights and runs any operation.'
+        f"{where} needs the operation {operation}, for which TensorFlow has no rule on a mesh, or none for how its "
+        'inputs are divided. Train with DistributedFit("mirrored", shard="parameters"), which divides weights and runs '
+        "any operation"
     )
 
 

@@ -52,7 +52,10 @@ def pinned_between_layers(model: Any) -> Iterator[None]:
     concatenation along a divided dimension, or of a reshape that splits one.
     """
     inside = {id(each) for layer in all_layers(model) if isinstance(layer, _CLOSED) for each in _within(layer)}
-    chosen = [layer for layer in all_layers(model) if id(layer) not in inside and type(layer) not in _FREE]
+    # Such as TimeDistributed, which stacks what its layer makes.
+    wrapped = {id(layer.layer) for layer in all_layers(model) if isinstance(layer, keras.layers.Wrapper)}
+    free = {id(layer) for layer in all_layers(model) if type(layer) in _FREE} - wrapped
+    chosen = [layer for layer in all_layers(model) if id(layer) not in inside | free]
     with contextlib.ExitStack() as stack:
         for layer in [model, *(each for each in chosen if not isinstance(each, keras.Model))]:
             stack.enter_context(attributes(layer, call=_calling(layer.call)))
