@@ -72,9 +72,9 @@ def batch_to_blocks(input: Any, block_shape: Any, crops: Any, name: str | None =
     tensor = tf.transpose(tensor, [0, *order, *range(2 * count + 1, len(tensor.shape))])
     whole = [size * each for size, each in zip(sizes, block, strict=False)]
     tensor = pinned_in_steps(tf.reshape(tensor, [rows, *whole, *sizes[count:]]))
-    kept = [size - int(before) - int(after) for size, (before, after) in zip(whole, cropped, strict=True)]
-    others = len(tensor.shape) - count - 1
-    return tf.slice(tensor, [0, *cropped[:, 0].tolist(), *[0] * others], [rows, *kept, *sizes[count:]])
+    # Not `tf.slice`, whose gradient is another operation under XLA.
+    kept = [slice(int(before), size - int(after)) for size, (before, after) in zip(whole, cropped, strict=True)]
+    return tensor[(slice(None), *kept)]
 
 
 def shrunk_last(
