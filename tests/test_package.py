@@ -4,10 +4,9 @@ import ast
 import importlib
 import importlib.metadata
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import own_process
 import pytest
 
 import keras_paragrad
@@ -69,16 +68,13 @@ def test_docs_and_examples_import_what_is_public():
 
 
 def test_classes_that_saved_models_name_are_imported_at_once_and_no_others():
-    program = (
-        "import sys, keras, keras_paragrad\n"
-        "registered = {name for name in keras.saving.get_custom_objects()}\n"
-        "print(sorted(registered), [name for name in sys.modules if name.startswith('keras_paragrad.distribution')])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120, check=True
-    )
+    # Processes of their own have imported Keras and the package, and nothing else of ours.
+    registered = "sorted(__import__('keras').saving.get_custom_objects())"
+    (found,) = own_process.call(eval, registered, [{}], seconds=120)
     names = ["AccumulatingOptimizer", "PerExampleGradients", "PerExampleModel"]
-    assert done.stdout.strip() == f"{[f'keras_paragrad>{name}' for name in names]} []"
+    assert found == [f"keras_paragrad>{name}" for name in names]
+    imported = own_process.imported_with("keras_paragrad")
+    assert not [name for name in imported if name.startswith("keras_paragrad.distribution")]
 
 
 def test_the_page_on_a_package_index_has_no_links_that_lead_nowhere():
