@@ -83,7 +83,10 @@ def left_behind(make):
     return graphs, len(gradient_registry.list())
 
 
-@pytest.mark.parametrize("case", CASES)
+# Slices are recomputed in another.
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=pytest.mark.long if each == "microbatch" else ()) for each in CASES]
+)
 def test_nothing_is_left_of_a_model(case):
     # What is made once in a process is there both times.
     assert left_behind(CASES[case]) == left_behind(CASES[case])
