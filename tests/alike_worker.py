@@ -426,10 +426,10 @@ def _stop(made):
     made.stop_training = True
 
 
-def steps_of(dist, callback, **options):
+def steps_of(dist, callback, epochs=3, **options):
     made = shared(dist)
     history = dist.fit(
-        made, *data(), batch_size=16, epochs=3, verbose=0, shuffle=False, callbacks=[callback], **options
+        made, *data(), batch_size=16, epochs=epochs, verbose=0, shuffle=False, callbacks=[callback], **options
     ).history
     return {"steps": int(made.optimizer.iterations.numpy()), "epochs": len(history["loss"])}
 
@@ -458,7 +458,7 @@ def a_stop_of_one_worker_in_evaluation(dist, worker):
             if worker:
                 self.model.stop_evaluating = True
 
-    return steps_of(dist, Stops(), validation_data=data())
+    return steps_of(dist, Stops(), epochs=2, validation_data=data())
 
 
 @case

@@ -400,7 +400,7 @@ def test_a_cluster_is_started_once_in_a_process(found):
         ("a stop of one worker after an epoch", {"steps": 6, "epochs": 2}),
         ("a stop of one worker after a batch", {"steps": 2, "epochs": 1}),
         ("a stop of one worker behind the back", {"steps": 3, "epochs": 1}),
-        ("a stop of one worker in evaluation", {"steps": 9, "epochs": 3}),
+        ("a stop of one worker in evaluation", {"steps": 6, "epochs": 2}),
         ("not a number", 2),
     ],
 )
