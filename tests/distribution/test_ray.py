@@ -17,13 +17,13 @@ sys.path.insert(0, str(EXAMPLE.parent))
 import own_process
 import ray_train
 
-SECONDS = 240
+SECONDS, EPOCHS = 240, 1
 
 
 def on_a_ray_cluster(directory: Path, weights: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0"}
     options = ["--workers", "2", "--weights", weights, "--storage", str(directory / "storage")]
-    command = [sys.executable, "-P", str(EXAMPLE), "--epochs", "2", *options]
+    command = [sys.executable, "-P", str(EXAMPLE), "--epochs", str(EPOCHS), *options]
     with subprocess.Popen(
         command,
         cwd=directory,
@@ -51,14 +51,14 @@ def weights_in(path: Path) -> dict[str, np.ndarray]:
 
 def on_workers(directory: Path, weights: str) -> None:
     """With the environment that Ray gives its workers."""
-    own_process.on_workers(ray_train.train, {"epochs": 2, "weights": str(directory / weights)}, SECONDS)
+    own_process.on_workers(ray_train.train, {"epochs": EPOCHS, "weights": str(directory / weights)}, SECONDS)
 
 
 # Ray takes most of a minute to start.
 @pytest.mark.parametrize("run", [on_workers, pytest.param(on_a_ray_cluster, marks=pytest.mark.long)])
 def test_two_workers_equal_one_device(tmp_path, run):
     run(tmp_path, "two.weights.h5")
-    own_process.call(ray_train.train, {"epochs": 2, "weights": str(tmp_path / "one.weights.h5")}, [{}], SECONDS)
+    own_process.call(ray_train.train, {"epochs": EPOCHS, "weights": str(tmp_path / "one.weights.h5")}, [{}], SECONDS)
     two, one = weights_in(tmp_path / "two.weights.h5"), weights_in(tmp_path / "one.weights.h5")
     assert two.keys() == one.keys() and len(one) == 4
     for name, value in one.items():
