@@ -39,11 +39,18 @@ def commands(code):
 
 
 PAGES = sorted(DOCS.rglob("*.md"))
-WITH_PYTHON = [
+# They take seconds each, and their subjects are tested at length elsewhere.
+LONG = {INDEX, *(DOCS / "guides" / f"{name}.md" for name in ("pipeline", "recompute", "scaling"))}
+
+
+def marks_of(page):
     # Servers within a process stay there until it ends.
-    pytest.param(page, marks=pytest.mark.own_process if "in_process_cluster" in page.read_text() else ())
-    for page in (ROOT / "README.md", *PAGES)
-    if blocks(page, "python")
+    own_process = [pytest.mark.own_process] if "in_process_cluster" in page.read_text() else []
+    return [*own_process, *([pytest.mark.long] if page in LONG else [])]
+
+
+WITH_PYTHON = [
+    pytest.param(page, marks=marks_of(page)) for page in (ROOT / "README.md", *PAGES) if blocks(page, "python")
 ]
 WITH_OUTPUT = [page for page in PAGES if blocks(page, "console")]
 
