@@ -15,11 +15,16 @@ TOLERANCE_OF_XLA = 2e-6
 
 
 def quantities(model, x, targets, weights, jit_compile, training=None, beside_plain=False):
-    """All that there is to be had of a backward pass: gradients, squared norms, second moments and weighted sums.
+    """What `computing` computes, for one batch."""
+    return computing(model, weights, jit_compile, training, beside_plain)(x, targets)
 
-    And the plain gradient, if it is to be computed in the same graph.
+
+def computing(model, weights, jit_compile, training=None, beside_plain=False):
+    """A function from a batch and its targets to all that there is to be had of a backward pass.
+
+    That is gradients, squared norms, second moments and weighted sums, and the plain gradient if it is to be computed
+    in the same graph. Batches of one size share a graph, which takes longest to make.
     """
-
     plain_weights = [variable.value for variable in model.trainable_variables] if beside_plain else []
 
     @tf.function(jit_compile=jit_compile, autograph=False)
@@ -43,7 +48,7 @@ def quantities(model, x, targets, weights, jit_compile, training=None, beside_pl
         plain = [tf.convert_to_tensor(gradient) for gradient in plain]
         return found.gradients(), squares, found.second_moments(), sums, plain
 
-    return compiled(x, targets)
+    return compiled
 
 
 def check(

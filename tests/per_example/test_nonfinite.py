@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from drawn_layers import randomize, some_inputs
-from every_example import quantities
+from every_example import computing
 from keras import layers, ops
 from one_of_each import RULES
 from oracles import example_gradients, norms_of
@@ -36,11 +36,11 @@ def test_inputs_that_are_not_finite(name, jit_compile, value):
     weights = np.ones(ROWS, "float32")
     weights[BAD] = 0
     seed = [variable.numpy() for variable in model.non_trainable_variables]
-    found = []
+    found, quantities = [], computing(model, weights, jit_compile)
     for inputs in (x, spoilt(x, value)):
         for variable, before in zip(model.non_trainable_variables, seed, strict=True):
             variable.assign(before)
-        found.append(quantities(model, tf.constant(inputs), targets, weights, jit_compile))
+        found.append(quantities(tf.constant(inputs), targets))
     (gradients, squares, _, sums, _), (spoilt_gradients, spoilt_squares, _, spoilt_sums, _) = found
     good = np.setdiff1d(np.arange(ROWS), BAD)
     scale = np.sqrt(np.max(squares))
@@ -66,9 +66,8 @@ def test_cotangents_that_are_not_finite(kind, lora_rank, jit_compile):
     targets = some_inputs((ROWS, *model.output_shape[1:]))
     weights = np.ones(ROWS, "float32")
     weights[BAD] = 0
-    plain, bad = (
-        quantities(model, tf.constant(x), each, weights, jit_compile) for each in (targets, spoilt(targets, np.nan))
-    )
+    quantities = computing(model, weights, jit_compile)
+    plain, bad = (quantities(tf.constant(x), each) for each in (targets, spoilt(targets, np.nan)))
     assert np.isnan(bad[1].numpy()[BAD]).all()
     for ours, theirs in zip(bad[3], plain[3], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
@@ -207,14 +206,14 @@ def test_given_data(jit_compile, training):
 def test_a_filter_leaves_them_out():
     model = make_model()
     wrapped = wrap(model, transform=lambda norms: tf.cast(norms < 1e6, "float32"))
-    wrapped.compile("sgd", "mse")
+    wrapped.compile("sgd", "mse", run_eagerly=True)
     wrapped.fit(spoilt(X, np.nan), Y, verbose=0)
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
 def test_the_callback_counts_them():
     wrapped = wrap(make_model(), clip_norm=0.1)
-    wrapped.compile("sgd", "mse")
+    wrapped.compile("sgd", "mse", run_eagerly=True)
     examples = ExampleGradients(largest=3)
     history = wrapped.fit(
         spoilt(X, np.nan), Y, batch_size=4, epochs=2, verbose=0, shuffle=False, callbacks=[examples]
@@ -235,7 +234,7 @@ def test_clipping_by_norms_that_others_masks_change(reduction):
     for others in ([1, 2, 0, 0], [1, 2, 3, 4]):
         x[1] = others
         wrapped = wrap(model, clip_norm=1.0)
-        wrapped.compile(keras.optimizers.SGD(0.0), keras.losses.MeanSquaredError(reduction))
+        wrapped.compile(keras.optimizers.SGD(0.0), keras.losses.MeanSquaredError(reduction), run_eagerly=True)
         if reduction == "sum":
             wrapped.fit(x, y, verbose=0, shuffle=False)
         else:
