@@ -3,7 +3,6 @@
 import functools
 
 import keras
-import keras_hub
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -58,6 +57,9 @@ def fitted():
 
 
 def bert_classifier():
+    # Takes seconds, which processes of their own do without.
+    import keras_hub
+
     sizes = {"vocabulary_size": 20, "num_layers": 1, "num_heads": 2, "hidden_dim": 8, "max_sequence_length": 6}
     backbone = keras_hub.models.BertBackbone(intermediate_dim=8, dropout=0.0, **sizes)
     inputs = {"token_ids": TOKENS, "segment_ids": np.zeros_like(TOKENS), "padding_mask": np.ones_like(TOKENS)}
@@ -65,6 +67,8 @@ def bert_classifier():
 
 
 def gpt2():
+    import keras_hub
+
     sizes = {"vocabulary_size": 20, "num_layers": 1, "num_heads": 2, "hidden_dim": 8, "max_sequence_length": 6}
     backbone = keras_hub.models.GPT2Backbone(intermediate_dim=8, dropout=0.0, **sizes)
     inputs = {"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS)}
@@ -72,6 +76,8 @@ def gpt2():
 
 
 def vit():
+    import keras_hub
+
     sizes = {"image_shape": (8, 8, 3), "patch_size": 4, "num_layers": 1, "num_heads": 2, "hidden_dim": 8, "mlp_dim": 8}
     backbone = keras_hub.models.ViTBackbone(dropout_rate=0.0, attention_dropout=0.0, **sizes)
     return keras_hub.models.ViTImageClassifier(backbone, num_classes=3), some_inputs((10, 8, 8, 3)), LABELS
@@ -117,7 +123,8 @@ def mean_loss(y_pred, y):
 
 @pytest.mark.covering
 @pytest.mark.parametrize("metrics", [[], ["accuracy"]], ids=["no metrics", "metrics"])
-@pytest.mark.parametrize("make", [compiled, fitted, compiles_itself])
+# The second is the first, trained before.
+@pytest.mark.parametrize("make", [pytest.param(compiled, marks=pytest.mark.long), fitted, compiles_itself])
 def test_a_compiled_model_trains_as_if_it_never_had_been(make, metrics):
     # Without metrics, Keras would keep those that the model was compiled with before.
     theirs = trained(*made(make), metrics=metrics, run_eagerly=True)
@@ -140,8 +147,14 @@ def test_tasks_of_keras_hub(make):
     np.testing.assert_allclose(norms_of_data(model, x, y, crossentropy()), expected, rtol=0, atol=1e-6 * norms.max())
 
 
+# With methods of its own, a model is run in the other ways below, and others are in test_training.py.
 @pytest.mark.parametrize(
-    "execution", [{"jit_compile": True}, {"run_eagerly": True}, {"steps_per_execution": 2}], ids=str
+    "execution",
+    [
+        *(pytest.param(way, marks=pytest.mark.long) for way in ({"jit_compile": True}, {"run_eagerly": True})),
+        {"steps_per_execution": 2},
+    ],
+    ids=str,
 )
 def test_executions(execution):
     theirs = fitted_by_keras()
@@ -182,18 +195,19 @@ def data_of(make):
     return made(make)[1:]
 
 
-def test_a_compiled_model_saved_and_loaded(tmp_path):
-    for make in (compiled, fitted, compiles_itself):
-        model, x, y = made(make)
-        wrapped = wrap(model, clip_norm=0.5)
-        wrapped.compile(keras.optimizers.Adam(0.1), crossentropy(), metrics=["accuracy"], run_eagerly=True)
-        wrapped.fit(x, y, verbose=0)
-        wrapped.save(path := tmp_path / f"{make.__name__}.keras")
-        loaded = keras.models.load_model(path)
-        histories = [each.fit(x, y, verbose=0, shuffle=False).history for each in (wrapped, loaded)]
-        assert histories[0] == histories[1]
-        for ours, theirs in zip(loaded.get_weights(), wrapped.get_weights(), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+# The second is the first, trained before.
+@pytest.mark.parametrize("make", [pytest.param(compiled, marks=pytest.mark.long), fitted, compiles_itself])
+def test_a_compiled_model_saved_and_loaded(make, tmp_path):
+    model, x, y = made(make)
+    wrapped = wrap(model, clip_norm=0.5)
+    wrapped.compile(keras.optimizers.Adam(0.1), crossentropy(), metrics=["accuracy"], run_eagerly=True)
+    wrapped.fit(x, y, verbose=0)
+    wrapped.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    histories = [each.fit(x, y, verbose=0, shuffle=False).history for each in (wrapped, loaded)]
+    assert histories[0] == histories[1]
+    for ours, theirs in zip(loaded.get_weights(), wrapped.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.own_process
@@ -211,7 +225,7 @@ def test_a_compiled_model_in_a_layer_of_another():
     model, x, y = made(fitted)
     layer = PerExampleGradients(model)
     outer = keras.Sequential([keras.Input((3,)), layer, layers.Dense(3)])
-    outer.compile("sgd", crossentropy(), metrics=["accuracy"])
+    outer.compile("sgd", crossentropy(), metrics=["accuracy"], run_eagerly=True)
     history = outer.fit(x, y, verbose=0).history
     assert history["loss"][0] > 0
     assert len(outer.metrics) == 2
@@ -241,7 +255,7 @@ def test_outputs_keep_their_names():
     x, y = some_inputs((10, 3)), np.ones((10, 2), "float32")
     found = []
     for model in (two_outputs(), wrap(two_outputs())):
-        model.compile("sgd", {"a": "mse", "b": "mae"}, metrics={"b": ["mse"]})
+        model.compile("sgd", {"a": "mse", "b": "mae"}, metrics={"b": ["mse"]}, run_eagerly=True)
         found.append(model.fit(x, {"a": y, "b": y}, verbose=0, shuffle=False).history)
     assert found[0] == found[1]
 
@@ -321,7 +335,7 @@ def test_norms_with_a_compute_loss_of_the_model_s_own(mean, super_too):
 
     theirs = norms_of(example_gradients(model, x, loss, y))
     wrapped = wrap(model, loss_reduction="sum_over_batch_size" if mean else "sum")
-    trained(wrapped, x, y, optimizer=keras.optimizers.SGD(0.0))
+    trained(wrapped, x, y, optimizer=keras.optimizers.SGD(0.0), run_eagerly=True)
     np.testing.assert_allclose(wrapped.per_example.norms, theirs[8:], rtol=0, atol=1e-6 * theirs.max())
 
 
@@ -396,7 +410,7 @@ def test_a_task_that_preprocesses():
 def test_methods_of_the_model_s_own_saved_and_loaded(tmp_path):
     x, y = some_inputs((10, 3)), LABELS
     wrapped = wrap(Registered(), loss_reduction="sum_over_batch_size")
-    wrapped.compile("adam", crossentropy())
+    wrapped.compile("adam", crossentropy(), run_eagerly=True)
     wrapped.fit(x, y, verbose=0)
     wrapped.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
