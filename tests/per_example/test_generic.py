@@ -138,9 +138,17 @@ def test_what_can_t_be_registered(wrong):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: keras.Sequential([keras.Input((4, 3)), layers.LSTM(3, dropout=0.4, recurrent_dropout=0.3)]),
+        pytest.param(
+            lambda: keras.Sequential([keras.Input((4, 3)), layers.LSTM(3, dropout=0.4, recurrent_dropout=0.3)]),
+            marks=pytest.mark.long,
+        ),
         lambda: keras.Sequential(
-            [keras.Input((4, 3)), layers.GRU(3, dropout=0.4), layers.Dropout(0.3), layers.Dense(2)]
+            [
+                keras.Input((4, 3)),
+                layers.GRU(3, dropout=0.4, recurrent_dropout=0.3),
+                layers.Dropout(0.3),
+                layers.Dense(2),
+            ]
         ),
         blocks,
     ],

@@ -169,7 +169,7 @@ def test_each_example_is_as_alone(kind, execution, clip, words, weighted, seed):
 
 def test_rows_without_any_position_have_no_gradient():
     words = np.array([[1, 2, 0, 0], [0, 0, 0, 0]], "int32")
-    wrapped = made("mask", {}, CLIP)
+    wrapped = made("mask", {"run_eagerly": True}, CLIP)
     y = targets("mask", words, np.random.default_rng(0))
     wrapped.train_on_batch(words, y)
     assert wrapped.per_example.norms[1] == 0 < wrapped.per_example.norms[0]
@@ -267,7 +267,7 @@ def test_half_precision():
     for layer in model.layers:
         layer.dtype_policy = "mixed_float16"
     wrapped = wrap(model, clip_norm=CLIP, masked_mean="example")
-    wrapped.compile(keras.optimizers.SGD(1.0), "mse", jit_compile=False)
+    wrapped.compile(keras.optimizers.SGD(1.0), "mse", run_eagerly=True)
     wrapped.set_weights(plain("mask")[1])
     wrapped.train_on_batch(EVEN, y)
     # Activations in 11 bits.
@@ -313,7 +313,7 @@ def test_what_can_not_be_had_is_refused():
 
 
 def test_clipping_does_not_warn(recwarn):
-    wrapped = made("mask", {"jit_compile": False}, CLIP)
+    wrapped = made("mask", {"run_eagerly": True}, CLIP)
     wrapped.fit(EVEN, of_parts([EVEN])[0], verbose=0)
     assert not [warning for warning in recwarn if "masks" in str(warning.message)]
 
@@ -323,7 +323,7 @@ def test_it_is_saved(tmp_path):
     config = PerExampleGradients(layers.Dense(3)).get_config()
     del config["masked_mean"]
     assert PerExampleGradients.from_config(config).masked_mean == "batch"
-    wrapped = made("mask", {"jit_compile": False}, CLIP)
+    wrapped = made("mask", {"run_eagerly": True}, CLIP)
     (y,) = of_parts([EVEN])
     wrapped.fit(EVEN, y, verbose=0)
     wrapped.save(tmp_path / "model.keras")

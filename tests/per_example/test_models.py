@@ -83,9 +83,9 @@ def siamese():
     return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(parts)))
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("batch", [3, 6])
+# The others are run without XLA.
+@pytest.mark.parametrize("jit_compile", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("batch", [pytest.param(3, marks=pytest.mark.long), 6])
 def test_a_language_model_with_tied_embeddings(batch, jit_compile):
     model = gpt()
     randomize(model)

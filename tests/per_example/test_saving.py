@@ -61,7 +61,7 @@ def test_nothing_of_a_step_is_saved():
 
 def test_a_layer_in_a_saved_model(tmp_path):
     model = keras.Sequential([keras.Input((3,)), PerExampleGradients(layers.Dense(4), clip_norm=1.0), layers.Dense(2)])
-    model.compile("adam", "mse")
+    model.compile("adam", "mse", run_eagerly=True)
     model.fit(X, Y, verbose=0)
     loaded = keras.models.load_model(*[(model.save(path := tmp_path / "model.keras"), path)[1]])
     np.testing.assert_array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
@@ -80,7 +80,7 @@ def test_export(tmp_path):
 def test_the_wrapped_model_has_learnt_what_the_wrapper_has():
     plain = inner()
     model = wrap(plain)
-    model.compile("adam", "mse")
+    model.compile("adam", "mse", run_eagerly=True)
     before = plain.predict(X, verbose=0)
     model.fit(X, Y, verbose=0)
     np.testing.assert_array_equal(plain.predict(X, verbose=0), model.predict(X, verbose=0))
@@ -92,6 +92,6 @@ def test_a_copy():
     model = compiled()
     model.fit(X, Y, verbose=0)
     copy = keras.models.clone_model(model)
-    copy.compile("adam", "mse")
+    copy.compile("adam", "mse", run_eagerly=True)
     copy.fit(X, Y, batch_size=3, verbose=0)
     assert (copy.per_example.count, model.per_example.count) == (1, 10)
