@@ -33,9 +33,8 @@ def check(inner, data, steps, reduction, tail, epochs=2, strategy=None, **mode):
 @pytest.mark.parametrize(
     "mode",
     [
-        "plain",
-        # The next has both.
-        pytest.param("xla", marks=pytest.mark.long),
+        # Those of several steps an execution have both.
+        *(pytest.param(mode, marks=pytest.mark.long) for mode in ("plain", "xla")),
         "xla, several steps an execution",
         pytest.param("several steps an execution", marks=pytest.mark.grappler),
         "eager",

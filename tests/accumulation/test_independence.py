@@ -128,7 +128,7 @@ def test_a_fault_of_the_trial_breaks_no_training(monkeypatch, caplog):
 
     monkeypatch.setattr(trial.Pure, "__call__", fault)
     model = sequential(MinusBatchMean())
-    model.compile("sgd", "sparse_categorical_crossentropy", metrics=[Maximum()])
+    model.compile("sgd", "sparse_categorical_crossentropy", metrics=[Maximum()], run_eagerly=True)
     with caplog.at_level("DEBUG", "keras_paragrad"), microbatch(model, 3):
         model.fit(X, Y, verbose=0)
     assert "a fault" in caplog.text
@@ -370,7 +370,7 @@ class Tracked(keras.Sequential):
 
 def test_metrics_of_the_models_own():
     model = Tracked()
-    model.compile("sgd")
+    model.compile("sgd", run_eagerly=True)
     with microbatch(model, 5, weighting="examples"), pytest.warns(UserWarning, match="metrics of_batches, which"):
         history = model.fit(X, Y, batch_size=len(X), verbose=0).history
     np.testing.assert_allclose(history["of_examples"], history["loss"], rtol=1e-6)
@@ -449,7 +449,7 @@ def square_of_mean(values):
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_loss_that_is_not_divided_as_was_said(loss, is_right, adds):
     model = sequential(Adds(loss)) if adds else OwnLoss(loss)
-    model.compile("sgd", "sparse_categorical_crossentropy" if adds else None)
+    model.compile("sgd", "sparse_categorical_crossentropy" if adds else None, run_eagerly=True)
     with microbatch(model, 3, weighting="examples"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(X, Y, verbose=0)

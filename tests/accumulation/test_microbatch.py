@@ -38,7 +38,10 @@ def check(data, size, reduction, inner=INNER, strategy=None, **mode):
     return history, expected
 
 
-@pytest.mark.parametrize("mode", MODES)
+# Several steps an execution are plain ones.
+@pytest.mark.parametrize(
+    "mode", [pytest.param("plain", marks=pytest.mark.long), *[mode for mode in MODES if mode != "plain"]]
+)
 def test_equals_the_whole_batch(mode):
     # XLA compiles a step for each size of a batch.
     @examples(1 if mode == "xla" else 2)
@@ -93,7 +96,8 @@ def test_loss_scaling_on_two_replicas_sees_what_is_not_finite_on_any(mirrored):
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
 
 
-@pytest.mark.parametrize("mode", [pytest.param("plain", marks=pytest.mark.long), "xla"])
+# Slices are compiled with XLA above.
+@pytest.mark.parametrize("mode", ["plain", pytest.param("xla", marks=pytest.mark.long)])
 def test_under_accumulation(mode):
     # Of two sizes, as XLA compiles once for each.
     data = DataCase((7, 4, 4, 7), weighted=True)

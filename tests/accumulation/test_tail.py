@@ -106,7 +106,9 @@ def test_filtered_data_of_unknown_length_does_not_let_counters_drift():
     data = tf.data.Dataset.from_tensor_slices((rows, rows[:, :2])).filter(lambda x, y: x[0] % 3 > 0).batch(4)
     for steps_per_execution in (1, 3):
         model = build_model(
-            lambda: AccumulatingOptimizer(keras.optimizers.SGD(1e-6), 3), steps_per_execution=steps_per_execution
+            lambda: AccumulatingOptimizer(keras.optimizers.SGD(1e-6), 3),
+            steps_per_execution=steps_per_execution,
+            run_eagerly=steps_per_execution == 1,
         )
         # 26 rows are left, in 7 micro-batches: windows of 3, 3 and 1.
         model.fit(data, epochs=4, shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
@@ -115,7 +117,8 @@ def test_filtered_data_of_unknown_length_does_not_let_counters_drift():
 
 def test_without_the_callback_counters_do_not_drift_either():
     data = DataCase((4,) * 7, known_length=False)
-    model = build_model(lambda: AccumulatingOptimizer(inner(), 4, weighting="uniform", tail="carry"))
+    carrying = AccumulatingOptimizer(inner(), 4, weighting="uniform", tail="carry")
+    model = build_model(lambda: carrying, run_eagerly=True)
     model.fit(data.dataset(), epochs=4, shuffle=False, verbose=0)
     assert model.optimizer.iterations.numpy() == 7
     assert model.optimizer.window.position.numpy() == 0
