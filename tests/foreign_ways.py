@@ -128,11 +128,11 @@ def accumulating(name: str, **options: Any) -> Trained:
     return fitted(model, case, PART, callbacks=[ExactAccumulation()])
 
 
-def in_slices(name: str, **options: Any) -> Trained:
+def in_slices(name: str, size: int = PART, **options: Any) -> Trained:
     """`microbatch`: the same within a step."""
     case = FOREIGN[name]
     model = compiled(built(case, reference(name).start), case, **options)
-    with microbatch(model, PART):
+    with microbatch(model, size):
         return fitted(model, case)
 
 

@@ -23,12 +23,12 @@ SHORT = {
     "ResNet50V2": (),
     "ConvNeXtTiny": (),
     "DenseNet121": (),
-    "BertTextClassifier": ("wrapped", "shards"),
+    "BertTextClassifier": ("wrapped",),
     "GPT2CausalLM": ("recomputed",),
     "LlamaCausalLM": ("norms",),
     "ViTImageClassifier": (),
     "mnist_convnet": ("accumulating", "replicas"),
-    "text_transformer": (),
+    "text_transformer": ("shards",),
     "bidirectional_lstm": (),
     "vision_transformer": (),
     "segmentation": ("in_slices",),
@@ -70,7 +70,8 @@ def test_recomputation(name):
 )
 def test_slices_without_a_graph(name):
     """Of those that take long to compile."""
-    assert error(in_slices(name, run_eagerly=True), reference(name).trained) < TOLERANCE
+    # In two, as each takes as long as the whole batch.
+    assert error(in_slices(name, 4, run_eagerly=True), reference(name).trained) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", models("norms"))

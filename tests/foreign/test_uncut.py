@@ -80,7 +80,8 @@ def test_batch_normalization_that_trains_is_warned_of_where_it_is_cut(tmp_path):
     with pytest.warns(UserWarning, match="normaliz"):
         microbatch(training(), 4)
     plain, seen = training(), training()
-    plain.run_eagerly = True
+    # Tracing takes longer than the step.
+    plain.run_eagerly = seen.run_eagerly = True
     plain.fit(case.x, case.y, shuffle=False, verbose=0)
     seen.fit(case.x, case.y, shuffle=False, verbose=0, callbacks=[GradientTelemetry(every=1), Throughput(tmp_path)])
     for one, other in zip(seen.get_weights(), plain.get_weights(), strict=True):
