@@ -250,7 +250,7 @@ def test_a_touched_file_asks_for_a_window(tmp_path, monkeypatch):
     monkeypatch.setattr(on_demand, "POLL_SECONDS", 0.2)
     callback = profiler(tmp_path, None)
     asks = Asks((tmp_path / "profile-now").touch)
-    profiled.model().fit(profiled.dataset(60, milliseconds=20), shuffle=False, verbose=0, callbacks=[callback, asks])
+    profiled.model().fit(profiled.dataset(60, milliseconds=10), shuffle=False, verbose=0, callbacks=[callback, asks])
     (summary,) = callback.summaries
     assert len(summary.steps) == 10 and summary.steps[0].step >= 12
 
@@ -286,7 +286,7 @@ class SlowBatches(keras.utils.PyDataset):
         self.sleeps, self.batch = sleeps, profiled.arrays(1)
 
     def __len__(self):
-        return 20
+        return 12
 
     def __getitem__(self, index):
         if self.sleeps:
@@ -311,7 +311,7 @@ def switch_interval():
 )
 def test_python_that_makes_batches_is_waited_for(tmp_path, switch_interval, sleeps, eagerly, interval):
     switch_interval(interval)
-    callback = profiler(tmp_path)
+    callback = profiler(tmp_path, ProfileSchedule(skip_first=3, warmup=1, active=6))
     profiled.model(run_eagerly=eagerly).fit(SlowBatches(sleeps), shuffle=False, verbose=0, callbacks=[callback])
     (summary,) = callback.summaries
     assert summary.advice.kind == "input", summary.advice

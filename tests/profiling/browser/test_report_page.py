@@ -127,6 +127,7 @@ def test_every_chart_is_drawn(browser, pages, page, expected, width):
         assert expected_caption in captions
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("page", ["report", "comparison"])

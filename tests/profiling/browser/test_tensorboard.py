@@ -63,11 +63,11 @@ def times(text):
 
 @pytest.fixture(scope="module")
 def address(tensorboard, tmp_path_factory):
-    """The address of a TensorBoard on two trainings with windows and one with scalars, which takes seconds to start."""
+    """The address of a TensorBoard on two trainings, one with scalars, too, which takes seconds to start."""
     logs = tmp_path_factory.mktemp("logs")
-    for name in ("one", "other"):
-        fit([profiler(logs / name)])
-    fit([GradientTelemetry(logs / "scalars", every=1), Throughput(logs / "scalars")])
+    scalars = [GradientTelemetry(logs / "scalars", every=1), Throughput(logs / "scalars")]
+    fit([profiler(logs / "one")])
+    fit([profiler(logs / "other"), *scalars])
     return tensorboard(logs)
 
 

@@ -140,7 +140,7 @@ def test_a_directory_that_cannot_be_written(tmp_path, caplog):
 
 def test_weights_of_zeros_have_no_ratio(tmp_path):
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=True)
     model.fit(X, Y, verbose=0, callbacks=[GradientTelemetry(tmp_path, every=1)])
     ratios = [row[-1] for row in csv_rows(tmp_path) if row[3:5] == ("bias", "update_ratio")]
     assert math.isnan(ratios[0])
@@ -149,7 +149,7 @@ def test_weights_of_zeros_have_no_ratio(tmp_path):
 
 def test_two_of_them():
     model = inner()
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=True)
     with pytest.raises(ValueError, match="two GradientTelemetry"):
         model.fit(X, Y, verbose=0, callbacks=[GradientTelemetry(), GradientTelemetry()])
     model.fit(X, Y, verbose=0)

@@ -85,7 +85,7 @@ def test_an_unbuilt_model_whose_gradients_are_accumulated(every, exact):
 
 
 def test_an_unbuilt_model_whose_gradients_keras_accumulates():
-    telemetry = fitted(Subclass, adam(gradient_accumulation_steps=2), 2, 8)
+    telemetry = fitted(Subclass, adam(gradient_accumulation_steps=2), 2, 8, run_eagerly=True)
     assert_reports(telemetry.last, expected(adam, 16), [2, 4, 6])
 
 
@@ -125,7 +125,7 @@ def test_weights_that_another_optimizer_updates_are_not_reported():
         model.other = adam()
         return model
 
-    telemetry = fitted(made, adam(), 1, 16)
+    telemetry = fitted(made, adam(), 1, 16, run_eagerly=True)
     assert telemetry.layers == ("second",)
     wanted = np.array([gradients[2:] for _, gradients, *_ in expected(adam, 16)])
     np.testing.assert_allclose(telemetry.last.weights.gradient_norm, wanted, rtol=1e-4)
@@ -137,7 +137,7 @@ def test_the_same_optimizer_after_a_layer_was_frozen():
     telemetry = GradientTelemetry(every=1)
     for trainable in (True, False):
         model.layers[0].trainable = trainable
-        model.compile(optimizer, "mse")
+        model.compile(optimizer, "mse", run_eagerly=True)
         model.fit(X, Y, batch_size=48, shuffle=False, verbose=0, callbacks=[telemetry])
     assert telemetry.layers == ("second",)
     np.testing.assert_array_equal(telemetry.last.steps, [3, 4])
@@ -198,7 +198,7 @@ def test_a_training_without_a_report_says_why(make, make_optimizer, every, says,
 
 def test_updates_made_outside_of_the_step(caplog):
     with caplog.at_level(logging.WARNING, "keras_paragrad"):
-        fitted(inner, AccumulatingOptimizer(adam(), 100), 1, 16, [ExactAccumulation()])
+        fitted(inner, AccumulatingOptimizer(adam(), 100), 1, 16, [ExactAccumulation()], run_eagerly=True)
     assert "updates 1 to 1 were made outside the training step" in caplog.text
 
 

@@ -44,7 +44,7 @@ def test_every_optimizer(name):
 
 @pytest.mark.parametrize("clip", CLIPS, ids=str)
 def test_clipping(clip):
-    last, history, _ = fitted(adam(**clip))
+    last, history, _ = fitted(adam(**clip), run_eagerly=True)
     assert_reports(last, expected(adam, 16, clip=clip), range(1, 7))
     assert history["clipped_gradient_norm"][0] < history["gradient_norm"][0]
 
@@ -64,9 +64,18 @@ def test_ways_of_compiling(more, every):
     assert_reports(last, expected(adam, 16, epochs=2), list(by_call.values()))
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "stock"])
-@pytest.mark.parametrize("more", [{"jit_compile": True}, {"jit_compile": False, "steps_per_execution": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("exact", "more"),
+    [
+        (True, {"jit_compile": False, "steps_per_execution": 4}),
+        (False, {"jit_compile": True}),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((True, {"jit_compile": True}), (False, {"jit_compile": False, "steps_per_execution": 4}))
+        ),
+    ],
+    ids=str,
+)
 def test_accumulation_is_reported_by_update(exact, more):
     callbacks = [ExactAccumulation()] if exact else []
     optimizer = AccumulatingOptimizer(adam(clipnorm=0.3), 2, weighting="auto" if exact else "uniform")
@@ -97,7 +106,7 @@ def test_a_train_step_of_your_own():
             self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
             return {"loss": loss}
 
-    last, _, _ = fitted(adam(), 2, model=Own(inner().layers))
+    last, _, _ = fitted(adam(), 2, model=Own(inner().layers), run_eagerly=True)
     assert_reports(last, expected(adam, 16), [2, 4, 6])
 
 
@@ -111,14 +120,14 @@ def test_a_scaled_loss_and_an_update_that_overflowed():
     assert np.isfinite(last.weights.gradient_norm).all()
     assert history["loss_scale"][-1] == float(model.optimizer.dynamic_scale) == last.loss_scale[-1]
     quiet = keras.optimizers.LossScaleOptimizer(adam(), initial_scale=1024.0)
-    last, _, _ = fitted(quiet, 2)
+    last, _, _ = fitted(quiet, 2, run_eagerly=True)
     assert_reports(last, expected(adam, 16), [2, 4, 6])
 
 
 def test_mixed_precision():
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        last, _, _ = fitted(adam(), 2)
+        last, _, _ = fitted(adam(), 2, run_eagerly=True)
     finally:
         keras.config.set_dtype_policy("float32")
     wanted = expected(adam, 16)
@@ -128,7 +137,8 @@ def test_mixed_precision():
 
 def test_data_of_unknown_length_and_a_second_fit():
     model = inner()
-    model.compile(adam(), "mse", jit_compile=False)
+    # Tracing takes longer than the steps.
+    model.compile(adam(), "mse", run_eagerly=True)
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16).filter(lambda x, y: True)
     telemetry = GradientTelemetry(every=4)
     model.fit(data, epochs=2, shuffle=False, verbose=0, callbacks=[telemetry])
@@ -140,10 +150,10 @@ def test_data_of_unknown_length_and_a_second_fit():
 
 def test_it_goes_with_the_noise_scale_and_changes_no_weight():
     plain = inner()
-    plain.compile(AccumulatingOptimizer(adam(), 2), "mse", jit_compile=False)
+    plain.compile(AccumulatingOptimizer(adam(), 2), "mse", run_eagerly=True)
     plain.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
     noise = GradientNoiseScale()
-    last, _, model = fitted(AccumulatingOptimizer(adam(), 2), 2, 8, [ExactAccumulation(), noise], jit_compile=False)
+    last, _, model = fitted(AccumulatingOptimizer(adam(), 2), 2, 8, [ExactAccumulation(), noise], run_eagerly=True)
     assert_reports(last, expected(adam, 16), [2, 4, 6])
     assert noise.noise.signal != 0
     for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
