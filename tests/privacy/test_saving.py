@@ -2,6 +2,7 @@
 
 import zipfile
 
+import graphs
 import keras
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from saving import FORMATS, saved_and_loaded
 from keras_paragrad.distribution import Backup
 from keras_paragrad.privacy import AdaptiveClip, make_private
 
-EPOCHS, SIZE, SEED = 3, 15, 77123456789
+EPOCHS, SIZE, SEED = 2, 15, 77123456789
 
 
 def build(clip_norm=0.5, seed=SEED):
@@ -36,6 +37,8 @@ def weights_of(private):
 
 @pytest.fixture(scope="module")
 def undisturbed():
+    # It is made before the test says whether graphs are optimized, which changes the last digits.
+    graphs.leave_unoptimized()
     private = build()
     private.fit(*some_data(), epochs=EPOCHS, verbose=0)
     return weights_of(private)
@@ -52,7 +55,8 @@ class Stop(keras.callbacks.Callback):
             raise InterruptedError
 
 
-@pytest.mark.parametrize("batches", [2, 6])
+# In the middle of the first epoch, or of the second, before which one has been counted.
+@pytest.mark.parametrize("batches", [pytest.param(2, marks=pytest.mark.long), 6])
 def test_resumed_from_our_backup_equals_undisturbed(tmp_path, undisturbed, batches):
     backup = Backup(tmp_path, every=1, on_sigterm=False)
     with pytest.raises(InterruptedError):
