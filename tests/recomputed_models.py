@@ -91,7 +91,7 @@ def structured():
 def recurrent():
     inputs, inside = keras.Input((5,), dtype="int32"), keras.Input((5,), dtype="int32")
     hidden = L.Embedding(10, 8, mask_zero=True)(inside)
-    hidden = L.Bidirectional(L.LSTM(6, return_sequences=True, recurrent_dropout=0.2, dropout=0.2))(hidden)
+    hidden = L.Bidirectional(L.SimpleRNN(6, return_sequences=True, recurrent_dropout=0.2, dropout=0.2))(hidden)
     return keras.Model(inputs, L.Dense(1)(L.SimpleRNN(4)(keras.Model(inside, hidden, name="block")(inputs))))
 
 

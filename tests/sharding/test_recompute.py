@@ -28,13 +28,15 @@ def recomputing(model):
     return recompute(model, ["block"])
 
 
-# XLA takes longest to compile attention and recurrent layers.
-UNDER_XLA = ("batch normalization and dropout", "the same tensor twice", "complex numbers", "in TimeDistributed")
+# XLA takes long to compile; `test_mixed_precision` has it compile normalization and dropout.
+UNDER_XLA = ("the same tensor twice", "in TimeDistributed")
+# Other cases have attention, a block that is called again, and an added loss each for itself.
+LONG = ("attention, shared, regularized",)
 CASES = [
-    pytest.param(name, jit, id=f"{name}-{'xla' if jit else 'plain'}", marks=[pytest.mark.long] * (jit != short))
+    pytest.param(name, jit, id=f"{name}-{'xla' if jit else 'plain'}", marks=[pytest.mark.long] * left)
     for name in MODELS
-    for short in [name in UNDER_XLA]
     for jit in (False, True)
+    for left in [name in LONG or jit != (name in UNDER_XLA)]
 ]
 
 
