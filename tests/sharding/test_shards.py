@@ -51,7 +51,6 @@ ALL = [
 FEW = [
     Case("mlp", "adam", "optimizer", ("jit", "slices", "global_clipnorm")),
     Case("mlp", "lamb", "parameters", ("recompute", "accumulate", "ema")),
-    Case("mlp", "adafactor", "parameters", ("loss_scale", "accumulate", "clipnorm")),
     Case("cnn", "rmsprop", "parameters", ("global_clipnorm", "loss_scale")),
     Case("recurrent", "sgd", "optimizer", ("ema_overwrite", "accumulate")),
 ]
@@ -116,7 +115,7 @@ def test_two_replicas():
 
 
 def test_four_replicas():
-    check([Case("mlp", "adam", "parameters", ("global_clipnorm", "accumulate"))], 4)
+    check([Case("mlp", "adam", "parameters", ("global_clipnorm", "accumulate", "loss_scale"))], 4)
 
 
 def test_two_workers_with_two_devices():
