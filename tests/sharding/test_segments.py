@@ -26,7 +26,7 @@ def residual():
     """Blocks that are no models of their own, an input that goes past all of them, and two outputs."""
     inputs = {"x": keras.Input((6, 8), name="x"), "scale": keras.Input((6, 8), name="scale")}
     hidden = L.Masking()(inputs["x"])
-    for _ in range(3):
+    for _ in range(2):
         mixed = L.MultiHeadAttention(2, 4)(hidden, hidden)
         hidden = L.LayerNormalization()(hidden + L.Dropout(0.1)(mixed))
         hidden = hidden + L.Dense(8)(L.Dense(32, activation="gelu")(hidden)) * inputs["scale"]
@@ -45,7 +45,7 @@ def transformer(blocks=4):
 
 def nested():
     """As a model made of a backbone and a head, in which the backbone is what to cut."""
-    backbone = transformer(3)
+    backbone = transformer(2)
     inputs = keras.Input((16, 16))
     return keras.Model(inputs, L.Dense(1)(L.Dropout(0.1)(backbone(inputs))))
 
