@@ -345,10 +345,32 @@ HOOKS = (
     Hook("tensorflow.python.framework.ops", "Operation._update_input", ("storage.regathering",), ("index", "tensor")),
     Hook("tensorflow.python.framework.ops", "gradient_registry._registry", ("step.gradient_functions",)),
     Hook("tensorflow.python.ops", "array_ops", ("mesh.equivalents",)),
+    Hook("tensorflow.python.ops", "gen_array_ops", ("mesh.equivalents",)),
     Hook("tensorflow.python.ops", "gen_manip_ops", ("mesh.equivalents",)),
     Hook("tensorflow.python.ops", "gen_nn_ops", ("mesh.equivalents",)),
+    Hook(
+        "tensorflow.python.ops.array_ops",
+        "batch_to_space_nd",
+        ("mesh.equivalents",),
+        ("input", "block_shape", "crops", "name"),
+    ),
     Hook("tensorflow.python.ops.array_ops", "reverse", ("mesh.equivalents",), ("tensor", "axis", "name")),
     Hook("tensorflow.python.ops.array_ops", "reverse_v2", ("mesh.equivalents",), ("tensor", "axis", "name")),
+    Hook(
+        "tensorflow.python.ops.array_ops",
+        "space_to_batch_nd",
+        ("mesh.equivalents",),
+        ("input", "block_shape", "paddings", "name"),
+    ),
+    Hook(
+        "tensorflow.python.ops.gen_array_ops",
+        "strided_slice",
+        ("mesh.equivalents",),
+        (
+            *("input", "begin", "end", "strides", "begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask"),
+            *("shrink_axis_mask", "name"),
+        ),
+    ),
     Hook("tensorflow.python.ops.gen_manip_ops", "roll", ("mesh.equivalents",), ("input", "shift", "axis", "name")),
     Hook(
         "tensorflow.python.ops.gen_nn_ops",

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -44,37 +45,44 @@ def blocks_to_batch(input: Any, block_shape: Any, paddings: Any, name: str | Non
 
     `None` if the sizes aren't known yet.
     """
-    block, padding = tf.get_static_value(block_shape), tf.get_static_value(paddings)
-    if block is None or padding is None:
+    block, padding = _known_pair(block_shape, paddings)
+    if block is None:
         return None
     tensor = pinned_in_steps(tf.convert_to_tensor(input))
-    count = len(block)
-    tensor = tf.pad(tensor, [[0, 0], *padding.tolist(), *[[0, 0]] * (len(tensor.shape) - count - 1)])
-    rows, *sizes = tensor.shape
+    tensor = tf.pad(tensor, [[0, 0], *padding, *[[0, 0]] * (len(tensor.shape) - len(block) - 1)])
+    rows, *sizes = _sizes(tensor)
+    others = sizes[len(block) :]
     inner = [size // each for size, each in zip(sizes, block, strict=False)]
-    split = [part for pair in zip(inner, block, strict=True) for part in pair]
-    tensor = tf.reshape(tensor, [rows, *split, *sizes[count:]])
-    order = [0, *range(2, 2 * count + 1, 2), *range(1, 2 * count, 2)]
-    tensor = tf.transpose(tensor, [*order, *range(2 * count + 1, len(tensor.shape))])
-    return tf.reshape(tensor, [rows * int(np.prod(block)), *inner, *sizes[count:]])
+    tensor = tf.reshape(tensor, [rows, *(part for pair in zip(inner, block, strict=True) for part in pair), *others])
+    order = [0, *range(2, 2 * len(block) + 1, 2), *range(1, 2 * len(block), 2)]
+    tensor = tf.transpose(tensor, [*order, *range(2 * len(block) + 1, len(tensor.shape))])
+    return tf.reshape(tensor, [rows * math.prod(block), *inner, *others])
 
 
 def batch_to_blocks(input: Any, block_shape: Any, crops: Any, name: str | None = None) -> Any:
     """`tf.batch_to_space`, of what `blocks_to_batch` has made."""
-    block, cropped = tf.get_static_value(block_shape), tf.get_static_value(crops)
-    if block is None or cropped is None:
+    block, cropped = _known_pair(block_shape, crops)
+    if block is None:
         return None
     tensor = tf.convert_to_tensor(input)
-    count, (rows, *sizes) = len(block), tensor.shape
-    rows //= int(np.prod(block))
+    count, (rows, *sizes) = len(block), _sizes(tensor)
+    rows //= math.prod(block)
     tensor = pinned_in_steps(tf.reshape(tensor, [rows, *block, *sizes]))
     order = [place for axis in range(1, count + 1) for place in (count + axis, axis)]
     tensor = tf.transpose(tensor, [0, *order, *range(2 * count + 1, len(tensor.shape))])
     whole = [size * each for size, each in zip(sizes, block, strict=False)]
     tensor = pinned_in_steps(tf.reshape(tensor, [rows, *whole, *sizes[count:]]))
     # Not `tf.slice`, whose gradient is another operation under XLA.
-    kept = [slice(int(before), size - int(after)) for size, (before, after) in zip(whole, cropped, strict=True)]
-    return tensor[(slice(None), *kept)]
+    return tensor[(slice(None), *(slice(a, size - b) for size, (a, b) in zip(whole, cropped, strict=True)))]
+
+
+def _sizes(tensor: Any) -> list[int]:
+    return tensor.shape.as_list()
+
+
+def _known_pair(block_shape: Any, pairs: Any) -> tuple[list[int] | None, list[list[int]]]:
+    block, known = tf.get_static_value(block_shape), tf.get_static_value(pairs)
+    return (None, []) if block is None or known is None else (block.tolist(), known.tolist())
 
 
 def shrunk_last(
