@@ -62,7 +62,6 @@ def images() -> keras.Model:
     inputs = keras.Input((SIDE, SIDE, 4))
     hidden = layers.DepthwiseConv2D(2, 2, "same", depth_multiplier=2, activation="tanh", name="depthwise")(inputs)
     hidden = layers.SeparableConv2D(8, 2, padding="same", dilation_rate=2)(hidden)
-    hidden = layers.TimeDistributed(layers.Conv1D(8, 2, padding="causal", dilation_rate=2))(hidden)
     hidden = layers.AveragePooling2D(2, 1, padding="same")(layers.TimeDistributed(layers.Dense(8))(hidden))
     hidden = layers.Lambda(lambda each: keras.ops.roll(keras.ops.flip(each, (0, 2)), (1, 2), (1, 0)))(hidden)
     return keras.Model(inputs, layers.Dense(4, name="head")(layers.Flatten()(hidden)))

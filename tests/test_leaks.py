@@ -83,10 +83,11 @@ def left_behind(make):
     return graphs, len(gradient_registry.list())
 
 
-# Slices are recomputed in another.
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=pytest.mark.long if each == "microbatch" else ()) for each in CASES]
-)
+# Slices are recomputed in another, and wrapped models are clipped in one.
+LONG = ("microbatch", "wrap, in Keras's accumulation")
+
+
+@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.long] * (each in LONG)) for each in CASES])
 def test_nothing_is_left_of_a_model(case):
     # What is made once in a process is there both times.
     assert left_behind(CASES[case]) == left_behind(CASES[case])

@@ -101,6 +101,8 @@ def test_without_the_callback(mirrored):
     assert largest_difference(parallel, whole) < TOLERANCE
 
 
+# In `make test`, test_exactness.py has such windows on one device, and these replicas weighted ones.
+@pytest.mark.long
 @own_process
 def test_windows_in_which_all_micro_batches_count_the_same(mirrored):
     """Uneven ones too, whose parts on replicas are uneven, and one of which leaves a replica without rows."""

@@ -328,7 +328,16 @@ def test_weights_are_compared_within_rounding():
 
 # In `make test`, test_own_fit.py has a model with a `fit` of its own on replicas, test_independence.py metrics that
 # can't be combined there, and "prepared and other epochs" and test_workers.py prepared models and arrays.
-LONG = ("a model with a fit of its own", "a running maximum", "prepared with arrays")
+LONG = (
+    *("a model with a fit of its own", "a running maximum", "prepared with arrays"),
+    # Of an epoch on another path, of weights as of the rate, and of a stop elsewhere, one is short.
+    *("other epochs", "weights that one changes behind the back", "a stop of one worker after an epoch"),
+)
+
+
+def short_or_long(*cases):
+    """Cases whose first part is a name: long, if `LONG` has it."""
+    return [pytest.param(*case, marks=[pytest.mark.long] * (case[0] in LONG)) for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -344,9 +353,13 @@ def found_long():
     return own_process.on_workers(alike_worker.main, LONG, seconds=300)
 
 
+def found_in(request, name):
+    return request.getfixturevalue("found_long" if name in LONG else "found")
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
-    [
+    short_or_long(
         ("another activation", r"model\.layers\[1\]\.activation is 'tanh' on worker 0 and 'relu' on worker 1"),
         ("other epochs", "fit.epochs is 2 on worker 0 and 3 on worker 1"),
         ("validation on one", "fit.validation_data is not given on worker 0 and given on worker 1"),
@@ -365,10 +378,10 @@ def found_long():
         ("fewer batches", "batches of data: 3 on worker 0, 2 on worker 1"),
         ("a layer that mixes examples", "The output of 'own' for one example depends on the others"),
         ("larger batches", "the 3 batches that worker 0 read have other shapes than those of worker 1"),
-    ],
+    ),
 )
-def test_workers_that_differ_get_one_error(found, name, says):
-    check_refused(found, name, says)
+def test_workers_that_differ_get_one_error(request, name, says):
+    check_refused(found_in(request, name), name, says)
 
 
 def check_refused(found, name, says):
@@ -396,16 +409,16 @@ def test_a_cluster_is_started_once_in_a_process(found):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [
+    short_or_long(
         ("a stop of one worker after an epoch", {"steps": 6, "epochs": 2}),
         ("a stop of one worker after a batch", {"steps": 2, "epochs": 1}),
         ("a stop of one worker behind the back", {"steps": 3, "epochs": 1}),
         ("a stop of one worker in evaluation", {"steps": 6, "epochs": 2}),
         ("not a number", 2),
-    ],
+    ),
 )
-def test_workers_stop_together(found, name, expected):
-    assert [worker[name] for worker in found] == [expected] * 2
+def test_workers_stop_together(request, name, expected):
+    assert [worker[name] for worker in found_in(request, name)] == [expected] * 2
 
 
 def test_no_worker_ends_before_others_have_read(found):

@@ -22,7 +22,7 @@ FEW = [
     },
     {
         **{"replicas": "2 workers x 2 devices", "optimizer": "Adam", "clip": "global_clipnorm"},
-        **{"batches": "uneven first", "shard": "optimizer"},
+        **{"batches": "uneven first", "shard": "parameters"},
     },
     {
         **{"replicas": "mesh (2, 2)", "optimizer": "Lamb", "batches": "uneven last", "weights": "class"},

@@ -5,16 +5,12 @@ from typing import NamedTuple
 COMPONENTS = ("microbatch", "one replica", "two replicas", "callbacks")
 
 _TRAINER = "keras/src/trainers/trainer_test.py::TestTrainer::"
-# Those that show most in the least time: graphs, sparse and ragged data, losses and steps of a model's own.
+# Those that show most in the least time: graphs, sparse and ragged data, losses of a model's own.
 SAMPLE = (
     f"{_TRAINER}test_fit_flow_graph_fn",
     f"{_TRAINER}test_fit_sparse_tf_graph",
-    f"{_TRAINER}test_fit_with_custom_train_step",
     f"{_TRAINER}test_evaluate_with_custom_compute_loss",
     f"{_TRAINER}test_internal_only_loss",
-    f"{_TRAINER}test_nested_inputs",
-    f"{_TRAINER}test_on_batch_methods_graph_fn",
-    f"{_TRAINER}test_recompile",
     f"{_TRAINER}test_trainer_with_raggeds_functional",
 )
 

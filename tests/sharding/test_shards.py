@@ -118,11 +118,13 @@ def test_four_replicas():
     check([Case("mlp", "adam", "parameters", ("global_clipnorm", "accumulate", "loss_scale"))], 4)
 
 
+# In `make test`, distribution/test_exactness.py has Adam in such shards.
+@pytest.mark.long
 def test_two_workers_with_two_devices():
     check([Case("mlp", "lamb", "parameters")], 2, workers=2)
 
 
-# In `make test`, two replicas scale the loss.
+# In `make test`, replicas scale the loss.
 @pytest.mark.long
 def test_two_workers_that_scale_the_loss():
     check([Case("mlp", "sgd", "optimizer", ("loss_scale", "clipnorm"))], 2, workers=2)
