@@ -81,13 +81,17 @@ def alone(jit):
     return model
 
 
-def print_times():
-    """Runs in a process of its own: milliseconds a step, by case."""
+def print_times(kind):
+    """Runs in a process of its own: milliseconds a step, by case, of one device and `"mirrored"` or `"meshes"`."""
     make_devices()
-    cases = {ALONE: alone(False), f"{ALONE}, XLA": alone(True), "mirrored": prepared("mirrored", WIDTH)}
-    for name, shape in MESHES.items():
-        cases[name] = on_mesh(shape, False)
-        cases[f"{name}, XLA"] = on_mesh(shape, True)
+    cases = {ALONE: alone(False)}
+    if kind == "mirrored":
+        cases["mirrored"] = prepared("mirrored", WIDTH)
+    else:
+        cases[f"{ALONE}, XLA"] = alone(True)
+        for name, shape in MESHES.items():
+            cases[name] = on_mesh(shape, False)
+            cases[f"{name}, XLA"] = on_mesh(shape, True)
     # Not of arrays: the thread that tunes their pipeline sleeps, and is waited for when `fit` ends.
     trainings = {name: timed(functools.partial(fit, model, STEPS)) for name, model in cases.items()}
     print(json.dumps(interleaved(trainings, ROUNDS)))
@@ -110,11 +114,13 @@ def print_held(name):
 
 
 def times():
-    taken = result(in_own_process("print_times", script=__file__))
-    rows = [
-        [name, round(step), step / taken[f"{ALONE}, XLA" if name.endswith("XLA") else ALONE], step / taken["mirrored"]]
-        for name, step in taken.items()
-    ]
+    # Once a process has computed on a mesh, replicas in it take twice as long. So they are compared by one device.
+    replicas, taken = (result(in_own_process("print_times", kind, script=__file__)) for kind in ("mirrored", "meshes"))
+    mirrored = replicas["mirrored"] / replicas[ALONE]
+    rows = [["mirrored", round(replicas["mirrored"]), mirrored, 1.0]]
+    for name, step in taken.items():
+        to_one = step / taken[f"{ALONE}, XLA" if name.endswith("XLA") else ALONE]
+        rows.append([name, round(step), to_one, step / taken[ALONE] / mirrored])
     columns = ["", "step", "to one device", "to mirrored"]
     report("mesh", f"Milliseconds a step on {DEVICES} devices, batch of {BATCH} x {TOKENS}", columns, rows)
 

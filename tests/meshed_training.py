@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -409,9 +410,10 @@ def _on_this_worker(directory: str, dist: DistributedFit, case: MeshCase) -> dic
     model.save_weights(f"{mine}.weights.h5")
     loaded = made(case, alone=True)
     loaded.load_weights(f"{mine}.weights.h5")
-    # In the second epoch, the first worker's backup is what all of them go on from.
     with contextlib.suppress(InterruptedError):
         fit(Interrupt(1), Backup(directory, every=1, delete_when_done=False, on_sigterm=False))
+    divides = any(any(storage.axes) for _, storage in variables_on_mesh(model))
+    wrote = {path.name.partition(".shards-")[2][:5] for path in Path(directory).glob("*.shards-*")}
     resumed, _ = fit(Backup(directory))
     return {
         "weights": apart(model.get_weights(), alone.get_weights()),
@@ -422,7 +424,8 @@ def _on_this_worker(directory: str, dist: DistributedFit, case: MeshCase) -> dic
         "predicted": apart([predicted], [alone.predict(x, verbose=0)]) / 3,
         "loaded": apart(loaded.get_weights(), model.get_weights()),
         "resumed": apart(resumed.get_weights(), alone.get_weights()),
-        "divided": any(any(storage.axes) for _, storage in variables_on_mesh(model)),
+        "written": float(wrote != ({"00000", "00001"} if divides else set())),
+        "divided": divides,
     }
 
 

@@ -1,5 +1,6 @@
 """The shards of a backup: written by all workers, found again, and read one variable at a time."""
 
+import collections
 import contextlib
 import json
 import math
@@ -12,7 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad._keras.mesh.placing import storage_on_mesh
+from keras_paragrad._keras.replicas.local import Place, place_of
 from keras_paragrad._keras.storage.sharded import storage_of
 from keras_paragrad.distribution.checkpoint.content import CutVariable, Values
 from keras_paragrad.distribution.checkpoint.files import BackupFiles
@@ -44,24 +46,36 @@ class Written(NamedTuple):
 NO_SHARDS = Written("", [])
 
 
-def values_of(sections: dict[str, list[keras.Variable]]) -> Values:
-    """The values of variables, and how those are cut that live in shards; every worker calls this.
+def values_of(strategy: tf.distribute.Strategy, sections: dict[str, list[keras.Variable]]) -> Values:
+    """The values of variables, and how those are cut that are divided; every worker calls this.
 
     Values of which each replica has a part are summed or averaged over the replicas.
     """
-    begin = 0
+    begin, workers = 0, place_of(strategy).workers
     values: Values = {}
     for name, variables in sections.items():
         values[name] = found = []
         for variable in variables:
-            storage = storage_of(variable)
-            if storage is None:
+            size = _size_of_shards(variable, workers)
+            if size is None:
                 found.append(np.asarray(variable.numpy()))
                 continue
-            partition = storage.partition
-            found.append(CutVariable(partition.shape, np.dtype(storage.dtype.as_numpy_dtype), partition.size, begin))
-            begin += partition.size * storage.dtype.size
+            dtype = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
+            found.append(CutVariable(tuple(variable.shape), dtype, size, begin))
+            begin += size * dtype.itemsize
     return values
+
+
+def _size_of_shards(variable: keras.Variable, workers: int) -> int | None:
+    """How many elements a shard of a divided variable has, or `None` if it is whole everywhere.
+
+    On a mesh, parts may be blocks, and several workers may have the same. So whatever its layout, each worker writes as
+    much of the flat whole, which is gathered for one variable at a time.
+    """
+    if storage := storage_of(variable):
+        return storage.partition.size
+    on_mesh = storage_on_mesh(variable)
+    return -(-math.prod(variable.shape) // workers) if on_mesh is not None and any(on_mesh.axes) else None
 
 
 def write_together(
@@ -72,17 +86,19 @@ def write_together(
     Raises:
         OSError: On every worker, if one of them could not write its own.
     """
-    if not any(storage_of(variable) for variable in variables):
-        return NO_SHARDS
     place = place_of(strategy)
+    if all(_size_of_shards(variable, place.workers) is None for variable in variables):
+        return NO_SHARDS
     # The chief's, so that it is the same on all workers.
     key = f"{int(gather(strategy, np.array([secrets.randbits(62)]))[0, 0]):016x}"
     names = [name_of_shards(position, key, worker, place.workers) for worker in range(place.workers)]
-    mine, failure = None, None
+    mine, failure, shards = None, None, _local_shards(variables, place)
     try:
-        mine = write_shards(files.directory, names[place.worker], _local_shards(variables))
+        mine = write_shards(files.directory, names[place.worker], shards)
     except OSError as error:
         failure = error
+        # Other workers may still gather what is left of a mesh.
+        collections.deque(shards, maxlen=0)
     digest = words_of(mine.digest) if mine else [0] * 4
     answers = gather(strategy, np.array([mine.size if mine else -1, *digest], np.int64))
     failed = np.flatnonzero(answers[:, 0] < 0)
@@ -175,10 +191,14 @@ class ShardReader:
         return whole[: math.prod(cut.shape)].reshape(cut.shape)
 
 
-def _local_shards(variables: Iterable[keras.Variable]) -> Iterator[np.ndarray]:
+def _local_shards(variables: Iterable[keras.Variable], place: Place) -> Iterator[np.ndarray]:
     for variable in variables:
-        storage = storage_of(variable)
-        yield from (shard.numpy() for shard in (storage.values if storage else ()))
+        storage, size = storage_of(variable), _size_of_shards(variable, place.workers)
+        if storage:
+            yield from (shard.numpy() for shard in storage.values)
+        elif size is not None:
+            mine = np.ravel(variable.numpy())[place.worker * size : (place.worker + 1) * size]
+            yield np.pad(mine, (0, size - len(mine)))
 
 
 def _one_of(workers: np.ndarray, index: int) -> int | None:

@@ -5,12 +5,16 @@ import itertools
 import shutil
 
 import backed_up_shards
+import keras
 import numpy as np
 import own_process
 import pytest
+import tensorflow as tf
 from backed_up import NOT_OURS
 from backed_up_shards import STEPS
 
+from keras_paragrad.distribution.checkpoint import shards
+from keras_paragrad.distribution.checkpoint.files import BackupFiles
 from keras_paragrad.distribution.checkpoint.manifest import Position
 from keras_paragrad.distribution.checkpoint.shard_files import name_of_shards, remove_shards, write_shards
 
@@ -78,6 +82,25 @@ def test_missing_and_damaged_shards_are_named(tmp_path):
     assert "it is missing, or has another size" in error
     assert told["with the newest again"] == [(0, 3), []]
     assert told["saved"] and told["kept"]
+
+
+def test_a_worker_that_can_not_write_still_reads(tmp_path, monkeypatch):
+    """What is divided over a mesh is gathered by all workers, of which the others would wait for this one."""
+    read = []
+
+    def local_shards(variables, place):
+        for variable in variables:
+            read.append(variable)
+            yield variable.numpy()
+
+    monkeypatch.setattr(shards, "_local_shards", local_shards)
+    monkeypatch.setattr(shards, "_size_of_shards", lambda variable, workers: 2)
+    variables = [keras.Variable([1.0, 2.0]) for _ in range(3)]
+    files = BackupFiles(tmp_path / "backups")
+    files.directory.touch()
+    with pytest.raises(OSError):
+        shards.write_together(tf.distribute.get_strategy(), files, Position(0, 1), variables)
+    assert read == variables
 
 
 def test_no_other_file_is_removed(tmp_path):
