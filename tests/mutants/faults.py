@@ -161,6 +161,20 @@ _STEP = [
         "distribution/checkpoint/test_shards.py::test_killed_while_writing",
     ),
     _fault(
+        "a worker that can't write its part of a backup leaves the others waiting",
+        "distribution/checkpoint/shards.py",
+        "        collections.deque(shards, maxlen=0)\n",
+        "",
+        "distribution/checkpoint/test_shards.py::test_a_worker_that_can_not_write_still_reads",
+    ),
+    _fault(
+        "workers of a mesh all write the same part of a backup",
+        "distribution/checkpoint/shards.py",
+        "[place.worker * size : (place.worker + 1) * size]",
+        "[:size]",
+        "sharding/test_mesh.py::test_two_workers_end_where_one_device_ends",
+    ),
+    _fault(
         "gradients are clipped before they are all-reduced, too",
         "_keras/step/apply.py",
         "applied, sums = combined([gradients[index] for index in present], ",
@@ -671,6 +685,20 @@ _SHARDING = [
         "np.arange(width)[::-1]",
         "np.arange(width)",
         "sharding/test_mesh_operations.py::test_gradients_of_depthwise_convolutions",
+    ),
+    _fault(
+        "a dilated convolution on a mesh puts the places of its blocks beside each other",
+        "_keras/mesh/equivalents.py",
+        "for place in (count + axis, axis)]",
+        "for place in (axis, count + axis)]",
+        "sharding/test_mesh_operations.py::test_dilated_convolutions",
+    ),
+    _fault(
+        "a place of an axis is taken on a mesh as DTensor takes it",
+        "_keras/mesh/equivalents.py",
+        '    (gen_array_ops, "strided_slice", shrunk_last),\n',
+        "",
+        "sharding/test_mesh.py::test_ends_where_one_device_ends",
     ),
     _fault(
         "workers take their parts of a mesh's tensor for the whole",
