@@ -110,7 +110,7 @@ PAIRS = [(before, after) for before in WAYS for after in WAYS if before != after
 @pytest.mark.parametrize(
     "pairs",
     [
-        [("(2, 2)", "one device"), ("(2, 2)", "(1, 4)")],
+        [("(2, 2)", "(1, 4)")],
         pytest.param([pair for pair in PAIRS if "(" in "".join(pair)], marks=pytest.mark.long),
     ],
     ids=["sample", "all"],

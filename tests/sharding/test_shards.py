@@ -114,6 +114,8 @@ def test_two_replicas():
     check(FEW, 2)
 
 
+# In `make test`, distribution/test_exactness.py has three.
+@pytest.mark.long
 def test_four_replicas():
     check([Case("mlp", "adam", "parameters", ("global_clipnorm", "accumulate", "loss_scale"))], 4)
 
