@@ -125,3 +125,5 @@ def test_places_of_axes():
         given = {"begin": begin, "end": end, "strides": [1, 1, 1], "shrink_axis_mask": mask}
         np.testing.assert_array_equal(shrunk_last(inputs, **given), tf.raw_ops.StridedSlice(input=inputs, **given))
     assert shrunk_last(inputs, [0], [2], [1]) is None
+    array = inputs.numpy()
+    np.testing.assert_array_equal(shrunk_last(array, [1], [2], [1], shrink_axis_mask=1), array[1])

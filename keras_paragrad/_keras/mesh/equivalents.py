@@ -102,14 +102,16 @@ def shrunk_last(
     DTensor mistakes which of the others is divided. `None` if no axis is removed, or it isn't known yet which places
     are taken.
     """
-    first, last = tf.get_static_value(begin), tf.get_static_value(end)
-    if not shrink_axis_mask or ellipsis_mask or new_axis_mask or first is None or last is None or input.shape.rank < 2:
+    if not shrink_axis_mask or ellipsis_mask or new_axis_mask:
+        return None
+    tensor, first, last = tf.convert_to_tensor(input), tf.get_static_value(begin), tf.get_static_value(end)
+    if first is None or last is None or (tensor.shape.rank or 0) < 2:
         return None
     axes = [axis for axis in range(len(first)) if shrink_axis_mask >> axis & 1]
     # The last place has no next one.
     end_mask |= sum(1 << axis for axis in axes if first[axis] == -1)
     last = [place + 1 if axis in axes else last[axis] for axis, place in enumerate(first)]
-    found = tf.strided_slice(input, first, last, strides, begin_mask, end_mask)
+    found = tf.strided_slice(tensor, first, last, strides, begin_mask, end_mask)
     return tf.squeeze(found, axes)
 
 

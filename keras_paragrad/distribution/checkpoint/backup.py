@@ -181,7 +181,7 @@ class Backup(keras.callbacks.Callback):
             Whether that succeeded, as far as this worker knows: only the chief writes what isn't in shards.
         """
         sections = seam.training_variables(self.model)
-        values = values_of(self._strategy, sections)
+        values = values_of(self._workers, sections)
         variables = [variable for found in sections.values() for variable in found]
         failure, written = None, NO_SHARDS
         try:

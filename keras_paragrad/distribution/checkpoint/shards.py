@@ -46,12 +46,12 @@ class Written(NamedTuple):
 NO_SHARDS = Written("", [])
 
 
-def values_of(strategy: tf.distribute.Strategy, sections: dict[str, list[keras.Variable]]) -> Values:
+def values_of(workers: int, sections: dict[str, list[keras.Variable]]) -> Values:
     """The values of variables, and how those are cut that are divided; every worker calls this.
 
     Values of which each replica has a part are summed or averaged over the replicas.
     """
-    begin, workers = 0, place_of(strategy).workers
+    begin = 0
     values: Values = {}
     for name, variables in sections.items():
         values[name] = found = []
