@@ -424,6 +424,7 @@ HOOKS = (
     ),
     Hook("tensorflow.python.ops.resource_variable_ops", "UninitializedVariable", ("objects.unallocated",)),
     Hook("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext", ("objects.layers",), ("graph",)),
+    Hook("tensorflow.tsl.profiler.protobuf.xplane_pb2", "XSpace", ("pipeline.programs",)),
 )
 # Attributes that the methods of a class assign. No instance is made to look for them: it would take devices, files,
 # collectives or time.

@@ -35,10 +35,11 @@ class CompiledPart:
     Args:
         part: The part.
         run: Runs it.
+        name: What the function is called. XLA names its program so, by which a profile tells stages apart.
     """
 
-    def __init__(self, part: Part, run: Callable[..., dict[int, Any]]):
-        self.part, self.run = part, run
+    def __init__(self, part: Part, run: Callable[..., dict[int, Any]], name: str):
+        self.part, self.run, self.name = part, run, name
 
     def __call__(self, known: dict[int, Any], operation_fn: Callable[..., Any]) -> dict[int, Any]:
         """Runs the part; see `OnDevice`."""
@@ -70,7 +71,6 @@ class CompiledPart:
     ) -> tuple[Any, _Made]:
         made = _Made([], [], [])
 
-        @tf.function(jit_compile=True, autograph=False)
         def compiled(values, masks, weights):
             known = dict(zip(inputs, map(with_mask, values, masks), strict=True))
             around = reads_here()
@@ -85,7 +85,8 @@ class CompiledPart:
             made.assigned[:] = [variable for variable, _ in updates]
             return list(found.values()), [mask_of(value) for value in found.values()], [value for _, value in updates]
 
-        return compiled, made
+        compiled.__name__ = self.name
+        return tf.function(compiled, jit_compile=True, autograph=False), made
 
     def _check(self, adds_losses: bool, reads: Reads | None) -> None:
         if adds_losses or (reads and reads.losses):

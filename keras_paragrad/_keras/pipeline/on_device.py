@@ -13,7 +13,9 @@ from keras_paragrad._keras.step.leaves import dense_parts, has_gradient, rebuilt
 from keras_paragrad._keras.step.reads import Reads
 from keras_paragrad._keras.step.segments import Part
 
-SCOPE = "pipeline_stage_{stage}_column_{column}_micro_batch_{micro_batch}"
+# By their names a profile tells which stage operations, and what XLA compiles, belong to.
+STAGE = "pipeline_stage_{stage}_column_{column}"
+SCOPE = STAGE + "_micro_batch_{micro_batch}"
 # From the values of a part's inputs, by their places among them, to those of its outputs.
 Run = Callable[..., dict[int, Any]]
 _WHY = (
@@ -52,7 +54,6 @@ class OnDevice:
         """
         column = self.columns.micro_batch % len(self.devices) if may_be_differentiated() else 0
         device = self.devices[column]
-        # By its name a profile tells which stage an operation belongs to.
         scope = SCOPE.format(stage=self.index, column=column, micro_batch=self.columns.micro_batch)
         with tf.device(device), tf.name_scope(scope):
             if not may_be_differentiated():

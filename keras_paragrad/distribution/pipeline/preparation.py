@@ -12,7 +12,7 @@ from keras_paragrad._keras.objects.checkpoint_state import build_optimizer
 from keras_paragrad._keras.objects.unallocated import bytes_of
 from keras_paragrad._keras.pipeline.columns import Columns
 from keras_paragrad._keras.pipeline.compiled import CompiledPart
-from keras_paragrad._keras.pipeline.on_device import OnDevice
+from keras_paragrad._keras.pipeline.on_device import STAGE, OnDevice
 from keras_paragrad._keras.pipeline.placement import home_of, move_with_slots, placed_by_inputs, slots_by_home
 from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad._keras.step.segments import Part, functional_of, run_in_stages
@@ -129,7 +129,10 @@ def _placed(
     part: Part,
     run: Callable[..., Any],
 ) -> OnDevice:
-    runs = {device: CompiledPart(part, run) if jit else run for device in devices}
+    runs = dict.fromkeys(devices, run)
+    if jit:
+        names = [STAGE.format(stage=index, column=column) for column in range(len(devices))]
+        runs = {device: CompiledPart(part, run, name) for device, name in zip(devices, names, strict=True)}
     return OnDevice(part, index, runs, columns, model)
 
 

@@ -65,14 +65,15 @@ class Compiled:
 
 
 class OfStage(NamedTuple):
-    """An operation of a stage of a pipeline.
+    """An operation of a stage of a pipeline, or a run of what XLA compiled of it.
 
     Attributes:
         stage: Which stage, counted from 0.
         column: On which of the stage's devices.
-        micro_batch: Of which micro-batch.
+        micro_batch: Of which micro-batch; not known yet, and 0, of a program.
         backward: Whether it is of the backward pass.
         begin, end: In nanoseconds.
+        program: The number of what XLA compiled, which is the same for all micro-batches; empty for an operation.
     """
 
     stage: int
@@ -81,6 +82,7 @@ class OfStage(NamedTuple):
     backward: bool
     begin: float
     end: float
+    program: str = ""
 
 
 @dataclass
@@ -101,7 +103,8 @@ class Trace:
         calls: Functions that were called.
         work: The parts of them that other threads ran.
         compiled: Operations compiled by XLA and run on the CPU.
-        stages: Operations on the CPU that are of a stage of a pipeline.
+        programs: Runs of programs that XLA compiled for the CPU: the program's number, and when.
+        stages: Operations on the CPU that are of a stage of a pipeline, programs included.
         functions: By name of a `tf.function`, its calls: when, and how often it had been traced.
         has_device: Whether there is a GPU or TPU.
     """
@@ -119,6 +122,7 @@ class Trace:
     calls: list[TracedCall] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     compiled: list[Compiled] = field(default_factory=list)
+    programs: list[tuple[str, tuple[float, float]]] = field(default_factory=list)
     stages: list[OfStage] = field(default_factory=list)
     functions: dict[str, list[tuple[float, float, int]]] = field(default_factory=lambda: defaultdict(list))
     has_device: bool = False

@@ -1,5 +1,6 @@
 """How the stages of a pipeline overlap, from the operations of a trace."""
 
+import collections
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -39,6 +40,7 @@ def pipeline_time(operations: Sequence[OfStage], steps: Sequence[StepTime], orig
     lanes = {(each.stage, each.column) for _, inside in found for each in inside}
     stages = 1 + max(stage for stage, _ in lanes)
     columns = 1 + max(column for _, column in lanes)
+    found = [(step, _numbered(inside, columns)) for step, inside in found]
     microbatches = 1 + max(each.micro_batch for _, inside in found for each in inside)
     spans = [_span(inside) for _, inside in found]
     busy = sum(_busy(inside, lane) for _, inside in found for lane in lanes)
@@ -61,6 +63,19 @@ def pipeline_time(operations: Sequence[OfStage], steps: Sequence[StepTime], orig
 def _within(operations: Iterable[OfStage], step: StepTime, origin: float) -> list[OfStage]:
     begin = origin + NANOSECONDS * step.begins
     return [each for each in operations if begin <= each.begin < begin + NANOSECONDS * step.duration]
+
+
+def _numbered(operations: Iterable[OfStage], columns: int) -> list[OfStage]:
+    """With the micro-batches of programs: in a step, each takes one after the other, in turns with other columns."""
+    runs: dict[str, int] = collections.Counter()
+    numbered = []
+    for each in operations:
+        if each.program:
+            number = each.column + columns * runs[each.program]
+            runs[each.program] += 1
+            each = OfStage(each.stage, each.column, number, *each[3:])
+        numbered.append(each)
+    return numbered
 
 
 def _span(operations: Iterable[OfStage]) -> tuple[float, float]:

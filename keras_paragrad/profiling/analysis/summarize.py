@@ -51,7 +51,8 @@ def summarize(
         advice=advise(Evidence(steps, longest, run, read, operations)),
         trace=_as_tensorboard_has_it(Path(trace)),
         notes=tuple(_notes(read, len(steps), operations)),
-        pipeline=pipeline_time(read.stages, steps, begin_of(read)),
+        # The host's operations on stages are not what their devices do.
+        pipeline=None if read.has_device else pipeline_time(read.stages, steps, begin_of(read)),
     )
 
 
@@ -63,6 +64,8 @@ def _notes(read: Trace, steps: int, operations: list[Operation]) -> list[str]:
         notes.append("TensorBoard shows no steps where a call runs several batches; these are from the trace itself.")
     if not read.has_device:
         notes.append("There is no GPU or TPU in this trace: compute is that of the host's CPUs.")
+    elif read.stages:
+        notes.append("The stages of a pipeline are shown on CPUs only: those of other devices were never measured.")
     if read.compiled:
         notes.append("Operations compiled by XLA have no layer: the trace doesn't record it.")
     if not operations:

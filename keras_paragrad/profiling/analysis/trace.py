@@ -13,9 +13,11 @@ TRACES = "*.xplane.pb"
 _DEVICE = re.compile(r"/device:(GPU|TPU):\d+")
 _DEVICE_LINES = re.compile(r"Stream|XLA Ops")
 _OPERATION = re.compile(r"[A-Za-z0-9.][\w.\\/>-]*:([A-Za-z_]\w*)$")
-# What `_keras/pipeline/on_device.py` writes into the names of a pipeline's operations.
-_STAGE = re.compile(r"pipeline_stage_(\d+)_column_(\d+)_micro_batch_(\d+)")
-_BACKWARD = "gradient_tape/"
+# What `_keras/pipeline/on_device.py` writes into the names of a pipeline's operations, and of what XLA compiles.
+_STAGE = re.compile(r"pipeline_stage_(\d+)_column_(\d+)(?:_micro_batch_(\d+))?")
+_BACKWARD, _COMPILED_BACKWARD = "gradient_tape/", "__backward_"
+# A program's run by XLA, around its operations, whose statistic tells which program it is.
+_RUN, _PROGRAM = "CpuExecutable::ExecuteAsyncOnStream", "program_id"
 _COLLECTIVE = re.compile(r"collective|nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter", re.IGNORECASE)
 _COLLECTIVE_CALL, _COLLECTIVE_DONE = "CollectiveOpV2Kernel::Run", "CollectiveExecutor::ExecuteAsync::Done"
 # Events that enclose a call, as in xprof; only their inside counts.
@@ -60,7 +62,20 @@ def read_trace(file: Path) -> Trace:
             _read_device(trace, plane)
         elif plane.name.startswith("/host:CPU"):
             _read_host(trace, plane)
+    if trace.programs:
+        _add_compiled_stages(trace, file)
     return trace
+
+
+def _add_compiled_stages(trace: Trace, file: Path) -> None:
+    from keras_paragrad._keras.pipeline.programs import program_names
+
+    names = program_names(file)
+    for program, span in trace.programs:
+        name = names.get(program, "")
+        if found := _STAGE.search(name):
+            stage, column, _ = found.groups()
+            trace.stages.append(OfStage(int(stage), int(column), 0, _COMPILED_BACKWARD in name, *span, program))
 
 
 def _read_device(trace: Trace, plane: Any) -> None:
@@ -85,11 +100,15 @@ def _read_host(trace: Trace, plane: Any) -> None:
 
 
 class _Waits:
-    """Collectives, from call to completion: in between they wait for other replicas."""
+    """Collectives, from call to completion: in between they wait for other replicas.
+
+    And, by thread, runs of programs whose number is not known yet.
+    """
 
     def __init__(self):
         self.called: dict[str, float] = {}
         self.done: dict[str, float] = {}
+        self.running: dict[int, tuple[float, float]] = {}
 
     def spans(self) -> list[tuple[float, float]]:
         return [(begin, self.done[flow]) for flow, begin in self.called.items() if flow in self.done]
@@ -124,6 +143,12 @@ def _keep_input(trace: Trace, waits: _Waits, event: Any, span: tuple[float, floa
 def _keep_compiled(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
     trace.operations.append(span)
     trace.compiled.append(Compiled(event.name, *span, line))
+    if (run := waits.running.pop(line, None)) and span[0] < run[1]:
+        trace.programs.append((str(dict(event.stats).get(_PROGRAM)), run))
+
+
+def _keep_run(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
+    waits.running[line] = span
 
 
 def _keep_function(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
@@ -156,6 +181,7 @@ _KEEP = {
     "collective done": _keep_collective_done,
     "input": _keep_input,
     "compiled": _keep_compiled,
+    "run": _keep_run,
     "function": _keep_function,
     "python call": _keep_python_call,
     "stage": _keep_stage,
@@ -194,6 +220,8 @@ def _kinds(event: Any) -> tuple[str, ...]:
         return ()
     if event.name == "FunctionRun":
         return ("call",)
+    if event.name == _RUN:
+        return ("host", "run")
     stats = {key for key, _ in event.stats}
     kind = _kind(event.name, stats)
     if kind == "marker":
