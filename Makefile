@@ -32,7 +32,8 @@ demo: .venv/.demo
 
 # With three workers two cores are busy: a fifth of the time of two is spent waiting for other processes.
 # A module's tests share what its fixtures start, so they stay in one worker; tests/order.py says which modules go first.
-PYTEST := $(BIN)/python -P -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
+# Bytecode is kept, whatever the environment says: a test in a process of its own would compile its module anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 
 # Types and doctests are checked beside the tests, in one process, and shown after them.
 test: .venv/.wheel
