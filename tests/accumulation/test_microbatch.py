@@ -43,17 +43,20 @@ def check(data, size, reduction, inner=INNER, strategy=None, **mode):
     "mode", [pytest.param("plain", marks=pytest.mark.long), *[mode for mode in MODES if mode != "plain"]]
 )
 def test_equals_the_whole_batch(mode):
-    # XLA compiles a step for each size of a batch.
-    @examples(1 if mode == "xla" else 2)
+    # Hypothesis begins with the least of all cases, which is to be cut unevenly, too.
+    @examples(2 if mode == "eager" else 1)
     @given(
         st.builds(
             DataCase,
-            st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
+            # XLA compiles a step for each size of a batch.
+            st.lists(st.integers(4, 9), min_size=1 if mode == "xla" else 2, max_size=3).map(
+                lambda sizes: (*sizes[:-1], sizes[-1] + (mode != "xla"))
+            ),
             st.booleans(),
             st.booleans(),
             st.integers(0, 3),
         ),
-        st.integers(1, 4),
+        st.sampled_from([3, 1, 2, 4]),
         st.sampled_from(REDUCTIONS),
     )
     def equal(data, size, reduction):

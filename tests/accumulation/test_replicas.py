@@ -1,5 +1,7 @@
 """Under a strategy: the weights of one device, one all-reduce an update."""
 
+import functools
+
 import hypothesis.strategies as st
 import keras
 import numpy as np
@@ -20,7 +22,7 @@ own_process = pytest.mark.own_process(seconds=280)
 # Keras builds its step from the first batch, and fails where that is split unevenly over the replicas.
 replica_data = st.builds(
     DataCase,
-    sizes=st.lists(st.integers(2, 7), min_size=1, max_size=8).map(lambda sizes: (4, *sizes)),
+    sizes=st.lists(st.integers(2, 7), min_size=4, max_size=8).map(lambda sizes: (4, *sizes)),
     weighted=st.booleans(),
     known_length=st.booleans(),
     seed=st.integers(0, 3),
@@ -42,10 +44,11 @@ def check(strategy, inner, data, steps, reduction, epochs=2, callbacks=(), **mod
 @own_process
 @pytest.mark.grappler
 def test_mirrored_equals_one_device(mirrored):
-    steps_per_update = st.sampled_from([1, 2, 3, [(0, 2), (1, 3)]])
+    # The first of all are drawn in the first case.
+    steps_per_update = st.sampled_from([[(0, 2), (1, 3)], 1, 2, 3])
 
-    @examples(2)
-    @given(optimizer_cases, replica_data, steps_per_update, st.sampled_from(REDUCTIONS), st.sampled_from([1, 3]))
+    @examples(1)
+    @given(optimizer_cases, replica_data, steps_per_update, st.sampled_from(REDUCTIONS), st.sampled_from([3, 1]))
     def equal(inner, data, steps, reduction, steps_per_execution):
         check(mirrored, inner, data, steps, reduction, steps_per_execution=steps_per_execution)
 
@@ -56,9 +59,9 @@ def test_mirrored_equals_one_device(mirrored):
 def test_one_device_strategy():
     inner = OptimizerCase("AdamW", {"global_clipnorm": 0.1}, {"use_ema": True}, decays=True)
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
-    # XLA compiles a step for each size of a batch.
-    for mode, sizes in (({"jit_compile": True}, (4,) * 5), ({"steps_per_execution": 3}, (3, 5, 3, 5, 5))):
-        check(strategy, inner, DataCase(sizes), 2, "sum_over_batch_size", **mode)
+    # XLA compiles a step for each size of a batch; uneven ones are those of test_exactness.py.
+    mode = {"jit_compile": True, "steps_per_execution": 3}
+    check(strategy, inner, DataCase((4,) * 5), 2, "sum_over_batch_size", **mode)
 
 
 class CountedReduction(tf.distribute.ReductionToOneDevice):
@@ -91,7 +94,9 @@ def test_all_reduces_when_it_runs_equal_updates():
 def test_without_the_callback(mirrored):
     data = DataCase((4,) * 7)
     inner = OptimizerCase("SGD", {"clipvalue": 0.02}, {}, decays=True)
-    parallel = build_model(lambda: AccumulatingOptimizer(inner(), 3, weighting="uniform"), strategy=mirrored)
+    optimizer = functools.partial(AccumulatingOptimizer, steps=3, weighting="uniform")
+    # The loop of one's own below is without the callback, and in a graph.
+    parallel = build_model(lambda: optimizer(inner()), strategy=mirrored, run_eagerly=True)
     parallel.fit(data.dataset(), epochs=2, shuffle=False, verbose=0)
     whole = build_model(inner)
     train_on_whole_windows(whole, windows(data.batches(), lambda _: 3, 2, "carry"))

@@ -159,9 +159,11 @@ def batches(*sizes):
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        *((name, "plain") for name in INDIVISIBLE),
-        *((name, mode) for name in ("train_step", "one number") for mode in ("xla", "eager")),
+        *((name, "eager") for name in INDIVISIBLE),
+        *((name, mode) for name in ("train_step", "one number") for mode in ("plain", "xla")),
         ("one number", "several steps an execution"),
+        # As those of one number are.
+        *(pytest.param(name, "plain", marks=pytest.mark.long) for name in ("compute_loss", "add_loss")),
     ],
 )
 def test_what_can_not_be_cut_is_trained_whole(name, mode, caplog):
