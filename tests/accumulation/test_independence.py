@@ -346,9 +346,10 @@ def test_what_is_not_cut_is_not_refused(make, loss, says, caplog):
 @pytest.mark.parametrize(("make", "loss", "says"), MIXING)
 def test_what_it_names_instead(make, loss, says):
     model = make()
-    model.compile(AccumulatingOptimizer("sgd", 2, weighting="uniform"), loss)
+    # Tracing takes longer than a step or two.
+    model.compile(AccumulatingOptimizer("sgd", 2, weighting="uniform"), loss, run_eagerly=True)
     model.fit(X, Y, batch_size=3, verbose=0, callbacks=[ExactAccumulation()])
-    model.compile("sgd", loss)
+    model.compile("sgd", loss, run_eagerly=True)
     with microbatch(model, 3, weighting="examples"), pytest.warns(UserWarning, match=says):
         model.fit(X, Y, verbose=0)
 
@@ -383,7 +384,9 @@ def test_on_replicas(mirrored):
     def fit(make, loss="sparse_categorical_crossentropy", metrics=(), dist=dist):
         with dist.scope():
             model = make()
-            model.compile("sgd", loss, metrics=[metric() for metric in metrics])
+            # All but one without a graph, as tracing each replica takes longer than a step.
+            eagerly = make is not MIXING[0][0]
+            model.compile("sgd", loss, metrics=[metric() for metric in metrics], run_eagerly=eagerly)
         dist.fit(model, X, Y, verbose=0)
         return dist, model
 
@@ -392,7 +395,7 @@ def test_on_replicas(mirrored):
             fit(make, loss)
         with dist.scope():
             model = make()
-            model.compile("sgd", loss)
+            model.compile("sgd", loss, run_eagerly=make is not MIXING[0][0])
         dist.prepare(model)
         with pytest.raises(ValueError, match=rf"{says}.*write DistributedFit\(..., exact=False\)"):
             model.evaluate(dist.dataset(X, Y), verbose=0)
@@ -403,7 +406,7 @@ def test_on_replicas(mirrored):
         fit(sequential, metrics=[lambda: lambda y_true, y_pred: ops.mean(y_pred)])
     dist, model = fit(lambda: sequential(layers.BatchNormalization(synchronized=True), layers.Dropout(0.5)))
     with dist.scope():
-        model.compile("sgd", "sparse_categorical_crossentropy", metrics=[Maximum()])
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=[Maximum()], run_eagerly=True)
     dist.prepare(model)
     with pytest.raises(ValueError, match="maximum differ when a batch is split"):
         model.evaluate(dist.dataset(X, Y), verbose=0)

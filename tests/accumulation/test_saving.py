@@ -49,7 +49,8 @@ def test_in_the_middle_of_a_window(form, tmp_path):
 @pytest.mark.own_process
 @pytest.mark.parametrize("form", [pytest.param(form, marks=() if form == "checkpoint" else LONG) for form in FORMATS])
 def test_begun_on_two_replicas_goes_on_on_one(mirrored, form, tmp_path):
-    model = build_model(carrying, strategy=mirrored)
+    # Tracing takes longer than a few small steps.
+    model = build_model(carrying, strategy=mirrored, run_eagerly=True)
     train(model, BEGUN)
     rebuild = functools.partial(build_model, carrying, run_eagerly=True)
     check_resumed(saved_and_loaded(model, rebuild, form, tmp_path))

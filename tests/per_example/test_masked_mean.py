@@ -76,7 +76,8 @@ def plain(kind):
     keras.utils.set_random_seed(0)
     build, loss, more = KINDS[kind]
     model = build()
-    model.compile(keras.optimizers.SGD(1.0), loss(), **more, jit_compile=False)
+    # Tracing takes longer than a few small passes.
+    model.compile(keras.optimizers.SGD(1.0), loss(), **more, run_eagerly=True)
     return model, model.get_weights()
 
 
@@ -208,7 +209,7 @@ def test_windows_of_uneven_micro_batches(clip, weighting):
     gradients = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
     wrapped = made("mask", {"jit_compile": False}, clip)
     optimizer = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 3, weighting=weighting)
-    wrapped.compile(optimizer, "mse", jit_compile=False)
+    wrapped.compile(optimizer, "mse", jit_compile=False, run_eagerly=clip is None)
     data = tf.data.Dataset.from_generator(
         lambda: zip(PARTS, y, strict=True),
         output_signature=(tf.TensorSpec((None, None), "int32"), tf.TensorSpec((None, None, 3), "float32")),
@@ -249,7 +250,8 @@ def test_replicas(mirrored, clip):
     norms = norms_of(gradients)
     shown = plain("mask")[0].test_on_batch(EVEN, y)
     with mirrored.scope():
-        wrapped = made("mask", {}, clip)
+        # Their graphs are those of other tests of replicas.
+        wrapped = made("mask", {"run_eagerly": True}, clip)
     DistributedFit(strategy=mirrored).prepare(wrapped)
     before = plain("mask")[1]
     wrapped.set_weights(before)

@@ -95,11 +95,11 @@ def made(make):
     return make()
 
 
-def trained(model, x, y, fit=keras.Model.fit, callbacks=None, **compile_arguments):
+def trained(model, x, y, fit=keras.Model.fit, callbacks=None, batch_size=4, **compile_arguments):
     """The history and the weights after training with `compile` as Keras has it."""
     arguments = {"optimizer": keras.optimizers.SGD(0.1), "loss": crossentropy(), **compile_arguments}
     keras.Model.compile(model, **arguments)
-    more = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": callbacks}
+    more = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": callbacks}
     history = fit(model, x, y, validation_data=(x, y), **more).history
     return history, [variable.numpy() for variable in model.trainable_variables]
 
@@ -182,6 +182,8 @@ def test_a_compiled_model_in_parts(fit, clip_norm):
         wrap(network_of(compiled), clip_norm=clip_norm),
         *data_of(compiled),
         fit=fit,
+        # One of them is traced.
+        run_eagerly=fit is in_windows,
         **({"optimizer": optimizer} if steps > 1 else {}),
     )
     check_alike(ours, theirs)
@@ -217,7 +219,9 @@ def test_a_compiled_model_on_replicas(mirrored):
         model, x, y = made(fitted)
         wrapped = wrap(model)
         optimizer = AccumulatingOptimizer(keras.optimizers.SGD(0.1), steps=1)
-        ours = trained(wrapped, x, y, metrics=["accuracy"], optimizer=optimizer, callbacks=[ExactAccumulation()])
+        # Tracing takes longer than a few small steps.
+        options = {"metrics": ["accuracy"], "optimizer": optimizer, "run_eagerly": True}
+        ours = trained(wrapped, x, y, callbacks=[ExactAccumulation()], **options)
     check_alike(ours, theirs)
 
 
@@ -313,10 +317,12 @@ def own_methods(mean=True, super_too=True, kind=OwnMethods):
 @pytest.mark.parametrize("kind", [OwnMethods, OwnTest])
 @pytest.mark.parametrize("execution", [{}, {"jit_compile": True}, {"run_eagerly": True}], ids=str)
 def test_methods_of_the_model_s_own_run(kind, execution):
-    theirs = trained(*made(lambda: own_methods(kind=kind)), metrics=["accuracy"], run_eagerly=True)
+    # XLA compiles a step for each size of a batch.
+    options = {"batch_size": 5 if execution.get("jit_compile") else 4, "metrics": ["accuracy"]}
+    theirs = trained(*made(lambda: own_methods(kind=kind)), run_eagerly=True, **options)
     model, x, y = made(lambda: own_methods(kind=kind))
     wrapped = wrap(model, loss_reduction="sum_over_batch_size")
-    check_alike(trained(wrapped, x, y, metrics=["accuracy"], **execution), theirs)
+    check_alike(trained(wrapped, x, y, **options, **execution), theirs)
     assert {"size", "largest", "doubled", "val_doubled"} <= theirs[0].keys()
     # XLA rounds in its own way.
     np.testing.assert_allclose(wrapped.predict(x, verbose=0), 2 * np.asarray(model(x)), rtol=0, atol=1e-6)
