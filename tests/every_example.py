@@ -14,12 +14,12 @@ TOLERANCE = 1e-6
 TOLERANCE_OF_XLA = 2e-6
 
 
-def quantities(model, x, targets, weights, jit_compile, training=None, beside_plain=False):
+def quantities(model, x, targets, weights, jit_compile, training=None, beside_plain=False, run_eagerly=False):
     """What `computing` computes, for one batch."""
-    return computing(model, weights, jit_compile, training, beside_plain)(x, targets)
+    return computing(model, weights, jit_compile, training, beside_plain, run_eagerly)(x, targets)
 
 
-def computing(model, weights, jit_compile, training=None, beside_plain=False):
+def computing(model, weights, jit_compile, training=None, beside_plain=False, run_eagerly=False):
     """A function from a batch and its targets to all that there is to be had of a backward pass.
 
     That is gradients, squared norms, second moments and weighted sums, and the plain gradient if it is to be computed
@@ -27,8 +27,7 @@ def computing(model, weights, jit_compile, training=None, beside_plain=False):
     """
     plain_weights = [variable.value for variable in model.trainable_variables] if beside_plain else []
 
-    @tf.function(jit_compile=jit_compile, autograph=False)
-    def compiled(x, targets):
+    def compute(x, targets):
         anchor = tf.zeros([])
         with tf.GradientTape() as tape:
             tape.watch(anchor)
@@ -48,12 +47,30 @@ def computing(model, weights, jit_compile, training=None, beside_plain=False):
         plain = [tf.convert_to_tensor(gradient) for gradient in plain]
         return found.gradients(), squares, found.second_moments(), sums, plain
 
-    return compiled
+    return compute if run_eagerly else tf.function(compute, jit_compile=jit_compile, autograph=False)
 
 
 def check(
-    model: keras.Model, x, jit_compile: bool = False, tolerance: float | None = None, beside_plain: bool = False
+    model: keras.Model,
+    x,
+    jit_compile: bool = False,
+    tolerance: float | None = None,
+    beside_plain: bool = False,
+    run_eagerly: bool | None = None,
 ) -> None:
+    """Holds what a model gives for a batch to the loop.
+
+    Args:
+        model: The model.
+        x: The batch.
+        jit_compile: Whether to compile with XLA.
+        tolerance: Of errors, as a share of the largest norm of an example's gradient.
+        beside_plain: Whether to take the plain gradient in the same backward pass.
+        run_eagerly: Whether to do without a graph. Unless said, only what XLA compiles and what is beside a plain
+            gradient is traced, as tracing takes longer than one pass.
+    """
+    if run_eagerly is None:
+        run_eagerly = not (jit_compile or beside_plain)
     tolerance = tolerance or (TOLERANCE_OF_XLA if jit_compile else TOLERANCE)
     rows = len(keras.tree.flatten(x)[0])
     generator = np.random.default_rng(2)
@@ -67,7 +84,13 @@ def check(
 
     theirs = example_gradients(model, x, loss, targets)
     gradients, squared_norms, moments, sums, plain = quantities(
-        model, keras.tree.map_structure(tf.constant, x), targets, weights, jit_compile, beside_plain=beside_plain
+        model,
+        keras.tree.map_structure(tf.constant, x),
+        targets,
+        weights,
+        jit_compile,
+        beside_plain=beside_plain,
+        run_eagerly=run_eagerly,
     )
     norms = norms_of(theirs)
     scale = float(norms.max()) or 1.0

@@ -101,7 +101,8 @@ def test_from_replicas(mirrored):
     for wrapped in (False, True):
         with mirrored.scope():
             model = wrap(inner()) if wrapped else inner()
-            model.compile(keras.optimizers.SGD(0.0), keras.losses.MeanSquaredError())
+            # One of them is traced.
+            model.compile(keras.optimizers.SGD(0.0), keras.losses.MeanSquaredError(), run_eagerly=wrapped)
         noise = GradientNoiseScale(decay=0.8)
         model.fit(X, Y, batch_size=48, shuffle=False, verbose=0, callbacks=[noise])
         found = [noise.noise.signal, noise.noise.variance]

@@ -90,7 +90,9 @@ def test_a_layer_of_layers_with_several_inputs_and_outputs(jit_compile):
 def test_a_mask_goes_with_its_row():
     x = keras.Input((5,), dtype="int32")
     embedded = layers.Embedding(4, 3, mask_zero=True)(x)
-    model = keras.Model(x, layers.Bidirectional(layers.SimpleRNN(3))(layers.LSTM(4, return_sequences=True)(embedded)))
+    model = keras.Model(
+        x, layers.Bidirectional(layers.SimpleRNN(3))(layers.SimpleRNN(4, return_sequences=True)(embedded))
+    )
     randomize(model)
     check(model, some_inputs((6, 5), 3))
 
