@@ -42,9 +42,9 @@ def model_of(optimizer, dense=False, **mode):
                 lambda: keras.optimizers.Adagrad(0.05, global_clipnorm=0.1),
                 lambda: keras.optimizers.RMSprop(0.05, clipvalue=0.01),
                 lambda: keras.optimizers.Ftrl(0.05),
+                lambda: keras.optimizers.Lamb(0.05),
             )
         ),
-        lambda: keras.optimizers.Lamb(0.05),
     ],
     ids=["SGD", "Adam", "Adagrad", "RMSprop", "Ftrl", "Lamb"],
 )

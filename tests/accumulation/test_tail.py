@@ -23,7 +23,8 @@ def inner():
 
 @pytest.mark.covering
 @pytest.mark.parametrize("known_length", [True, False])
-@pytest.mark.parametrize("mode", MODES)
+# Several steps an execution are plain ones.
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.long] * (mode == "plain")) for mode in MODES])
 @pytest.mark.parametrize(("tail", "updates"), [("flush", 9), ("carry", 7), ("drop", 6)])
 def test_tail(tail, updates, mode, known_length):
     # Of two sizes, as XLA compiles once for each.
