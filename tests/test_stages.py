@@ -37,7 +37,7 @@ FORWARD = (tuple(BEFORE_FIT), tuple(CALLBACKS))
 BACKWARD = (FORWARD[0][::-1], FORWARD[1][::-1])
 
 
-def trained(order, dist=None, **options):
+def trained(order, dist, epochs, **options):
     """Weights, history and what telemetry saw last, with everything attached in an order."""
     before, called = order
     model = made(lambda: AccumulatingOptimizer(inner(), BATCH // MICRO_BATCH), dist, **options)
@@ -45,16 +45,16 @@ def trained(order, dist=None, **options):
     for name in before:
         BEFORE_FIT[name](model)
     x, y, sample_weight = transforms.columns()
-    options = {"batch_size": MICRO_BATCH, "epochs": transforms.EPOCHS, "shuffle": False, "verbose": 0}
+    options = {"batch_size": MICRO_BATCH, "epochs": epochs, "shuffle": False, "verbose": 0}
     fit = functools.partial(dist.fit, model) if dist else model.fit
     history = fit(x, y, sample_weight=sample_weight, callbacks=[*callbacks.values()], **options).history
     return model, history, callbacks["GradientTelemetry"].last
 
 
-def check_orders(dist=None, **options):
-    found = [trained(order, dist, **options) for order in (FORWARD, BACKWARD)]
+def check_orders(dist=None, epochs=transforms.EPOCHS, **options):
+    found = [trained(order, dist, epochs, **options) for order in (FORWARD, BACKWARD)]
     for model, _, _ in found:
-        for ours, theirs in zip(model.get_weights(), wanted(shifted), strict=True):
+        for ours, theirs in zip(model.get_weights(), wanted(shifted, epochs), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
     (_, history, last), (_, other_history, other_last) = found
     assert history.keys() == other_history.keys()
@@ -64,14 +64,16 @@ def check_orders(dist=None, **options):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_on_one_device():
-    check_orders()
+# In a graph, what is attached is looked at in the same place.
+@pytest.mark.parametrize("run_eagerly", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_on_one_device(run_eagerly):
+    check_orders(run_eagerly=run_eagerly)
 
 
 @pytest.mark.own_process(seconds=240)
 def test_on_replicas():
     # Stages are attached before anything is traced, which takes longer than all steps.
-    check_orders(DistributedFit(devices=["CPU:0", "CPU:1"], jit=False), run_eagerly=True)
+    check_orders(DistributedFit(devices=["CPU:0", "CPU:1"], jit=False), epochs=1, run_eagerly=True)
 
 
 def test_a_stage_that_is_emptied_leaves_the_others():

@@ -49,10 +49,10 @@ def made(optimizer: Any, dist: DistributedFit | None = None, **options: Any) -> 
     return model
 
 
-def by_hand(transform: Callable[..., Sequence[tf.Tensor]]) -> list[np.ndarray]:
+def by_hand(transform: Callable[..., Sequence[tf.Tensor]], epochs: int = EPOCHS) -> list[np.ndarray]:
     """Whole batches, one after the other, without `fit`."""
     model = made(inner)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for start in range(0, ROWS, BATCH):
             x, y, weights = (column[start : start + BATCH] for column in columns())
             with tf.GradientTape() as tape:
