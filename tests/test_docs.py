@@ -1,5 +1,6 @@
 """The documentation holds: code and commands run as written, links lead somewhere, and guides stay short."""
 
+import ast
 import os
 import re
 import shlex
@@ -40,7 +41,19 @@ def commands(code):
 
 PAGES = sorted(DOCS.rglob("*.md"))
 # They take seconds each, and their subjects are tested at length elsewhere.
-LONG = {INDEX, *(DOCS / "guides" / f"{name}.md" for name in ("pipeline", "recompute", "scaling"))}
+GUIDES = (
+    "accumulation",
+    "clipping",
+    "distribution",
+    "mesh",
+    "parameter_servers",
+    "pipeline",
+    "privacy",
+    "recompute",
+    "scaling",
+    "sharding",
+)
+LONG = {INDEX, *(DOCS / "guides" / f"{name}.md" for name in GUIDES)}
 
 
 def marks_of(page):
@@ -65,6 +78,15 @@ def test_code_runs(page, tmp_path, monkeypatch):
     for code, above in blocks(page, "python"):
         # Tracebacks show the line of the page, and functions that are traced are read from there.
         exec(compile("\n" * above + code, page, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", sorted(LONG), ids=name_of)
+def test_what_code_imports_is_there(page):
+    """Of pages whose code takes long to run; and it can be compiled."""
+    for code, above in blocks(page, "python"):
+        parsed = ast.parse("\n" * above + code, page)
+        parsed.body = [each for each in parsed.body if isinstance(each, (ast.Import, ast.ImportFrom))]
+        exec(compile(parsed, page, "exec"), {"__name__": "documentation"})
 
 
 @pytest.mark.parametrize("page", WITH_OUTPUT, ids=name_of)
