@@ -73,7 +73,7 @@ def test_training_stops_where_the_budget_ends(caplog, per_call):
     private = make_private(
         perceptron(), clip_norm=1.0, expected_batch_size=SIZE, delta=DELTA, target_epsilon=2.0, epochs=2
     )
-    private.compile("sgd", cross_entropy(), steps_per_execution=per_call, jit_compile=False)
+    private.compile("sgd", cross_entropy(), steps_per_execution=per_call, jit_compile=False, run_eagerly=per_call == 1)
     with caplog.at_level(logging.WARNING, "keras_paragrad"):
         history = private.fit(x, y, epochs=5, verbose=0).history
     assert private.privacy.updates == 8
@@ -114,10 +114,9 @@ def test_an_adaptive_norm_is_paid_for():
     clip = AdaptiveClip(quantile=0.5, initial=1e-3, learning_rate=1.0, count_noise=1.5)
     private = build(noise_multiplier=1.0, clip_norm=clip)
     assert private.privacy.gradient_noise_multiplier == gradient_noise_multiplier(1.0, 1.5) > 1
-    fixed = build(noise_multiplier=1.0)
-    for model in (private, fixed):
-        model.fit(x, y, epochs=4, verbose=0)
-    assert private.privacy.epsilon == fixed.privacy.epsilon
+    private.fit(x, y, epochs=4, verbose=0)
+    fixed = privacy.epsilon(1.0, SIZE / len(x), 16, DELTA, truncation=private.privacy.truncation)
+    assert private.privacy.epsilon == fixed
     norm = float(private.per_example.state.norm)
     within = np.mean(private.per_example.norms[private.per_example.norms > 0] <= norm)
     assert norm > 0.05

@@ -29,6 +29,8 @@ def by_layer(bounds):
     return clip
 
 
+# Without a graph, which takes longer to trace than the updates, where neither is what it is about.
+MODES = {"eager": {"run_eagerly": True}, "graph": {"jit_compile": False}, "xla": {"jit_compile": True}}
 CLIPS = {
     "flat": (0.3, flat(0.3)),
     "never": (1e3, flat(1e3)),
@@ -39,12 +41,12 @@ CLIPS = {
 
 @pytest.mark.covering
 @pytest.mark.parametrize("physical", [None, 8])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("optimizer", [lambda: keras.optimizers.SGD(0.5), adam], ids=["sgd", "adam"])
 @pytest.mark.parametrize("clip", list(CLIPS))
-def test_equals_updates_by_hand(clip, optimizer, weighted, reduction, jit, physical):
+def test_equals_updates_by_hand(clip, optimizer, weighted, reduction, mode, physical):
     x, y = some_data()
     weights = np.linspace(0, 2, len(x)).astype("float32") if weighted else None
     # A sum has no place for regularizers in batches that are cut.
@@ -52,7 +54,7 @@ def test_equals_updates_by_hand(clip, optimizer, weighted, reduction, jit, physi
     model, reference = perceptron(regularizer), perceptron(regularizer)
     clip_norm, clip_by_hand = CLIPS[clip]
     private = make_private(model, clip_norm=clip_norm, noise_multiplier=0.5, physical_batch_size=physical, **ARGUMENTS)
-    private.compile(optimizer(), cross_entropy(reduction=reduction), jit_compile=jit)
+    private.compile(optimizer(), cross_entropy(reduction=reduction), **MODES[mode])
     history = private.fit(x, y, sample_weight=weights, epochs=1, verbose=0).history
     loss = cross_entropy(reduction="sum")
     losses, sizes = by_hand(reference, private, optimizer(), UPDATES, x, y, weights, clip=clip_by_hand, loss=loss)
@@ -68,15 +70,15 @@ def test_equals_updates_by_hand(clip, optimizer, weighted, reduction, jit, physi
 
 
 def test_empty_draws_make_updates_of_noise():
-    x, y = some_data(20)
+    x, y = some_data(8)
     model, reference = perceptron(), perceptron()
     private = make_private(
         model, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=1, delta=1e-3, seed=1, physical_batch_size=4
     )
-    private.compile(keras.optimizers.SGD(0.1), cross_entropy(), metrics=["accuracy"])
+    private.compile(keras.optimizers.SGD(0.1), cross_entropy(), metrics=["accuracy"], jit_compile=False)
     history = private.fit(x, y, verbose=0).history
     losses, sizes = by_hand(
-        reference, private, keras.optimizers.SGD(0.1), 20, x, y, clip=flat(1.0), loss=cross_entropy(reduction="sum")
+        reference, private, keras.optimizers.SGD(0.1), 8, x, y, clip=flat(1.0), loss=cross_entropy(reduction="sum")
     )
     assert 0 in sizes
     for found, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
@@ -122,7 +124,8 @@ def test_several_inputs_and_outputs():
     model = keras.Model(inputs, outputs)
     before = model.get_weights()
     private = make_private(model, clip_norm=0.5, noise_multiplier=1e-6, physical_batch_size=8, **ARGUMENTS)
-    private.compile("sgd", {"a": cross_entropy(), "b": "mse"}, loss_weights={"a": 1.0, "b": 0.5})
+    losses = {"a": cross_entropy(), "b": "mse"}
+    private.compile("sgd", losses, loss_weights={"a": 1.0, "b": 0.5}, run_eagerly=True)
     targets = {"a": y, "b": x[:, :1]}
     weights = {"a": np.ones(len(x)), "b": np.full(len(x), 0.5)}
     history = private.fit([x, x[::-1]], targets, sample_weight=weights, verbose=0).history
@@ -142,7 +145,7 @@ def test_low_rank_fine_tuning():
     model, reference = models
     before = model.get_weights()
     private = make_private(model, clip_norm=0.2, noise_multiplier=0.5, physical_batch_size=8, **ARGUMENTS)
-    private.compile(keras.optimizers.SGD(0.5), cross_entropy(), jit_compile=False)
+    private.compile(keras.optimizers.SGD(0.5), cross_entropy(), run_eagerly=True)
     private.fit(x, y, verbose=0)
     loss = cross_entropy(reduction="sum")
     by_hand(reference, private, keras.optimizers.SGD(0.5), UPDATES, x, y, clip=flat(0.2), loss=loss)
@@ -154,8 +157,8 @@ def test_low_rank_fine_tuning():
 
 @pytest.mark.covering
 @pytest.mark.parametrize("physical", [None, 8])
-@pytest.mark.parametrize("jit", [False, True])
-def test_embeddings(jit, physical):
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.long] * (mode == "graph")) for mode in MODES])
+def test_embeddings(mode, physical):
     """Words that no example has get noise too; the gradient of a lookup is made of rows."""
     tokens = np.random.default_rng(0).integers(7, size=(60, 4))
 
@@ -166,7 +169,7 @@ def test_embeddings(jit, physical):
 
     model, reference = build(), build()
     private = make_private(model, clip_norm=0.2, noise_multiplier=0.5, physical_batch_size=physical, **ARGUMENTS)
-    private.compile(keras.optimizers.SGD(0.5), cross_entropy(), jit_compile=jit)
+    private.compile(keras.optimizers.SGD(0.5), cross_entropy(), **MODES[mode])
     private.fit(tokens, tokens[:, 0] % 3, verbose=0)
     loss = cross_entropy(reduction="sum")
     labels = tokens[:, 0] % 3
