@@ -36,7 +36,7 @@ def test_inputs_that_are_not_finite(name, jit_compile, value):
     weights = np.ones(ROWS, "float32")
     weights[BAD] = 0
     seed = [variable.numpy() for variable in model.non_trainable_variables]
-    found, quantities = [], computing(model, weights, jit_compile)
+    found, quantities = [], computing(model, weights, jit_compile, run_eagerly=not jit_compile)
     for inputs in (x, spoilt(x, value)):
         for variable, before in zip(model.non_trainable_variables, seed, strict=True):
             variable.assign(before)
@@ -66,7 +66,7 @@ def test_cotangents_that_are_not_finite(kind, lora_rank, jit_compile):
     targets = some_inputs((ROWS, *model.output_shape[1:]))
     weights = np.ones(ROWS, "float32")
     weights[BAD] = 0
-    quantities = computing(model, weights, jit_compile)
+    quantities = computing(model, weights, jit_compile, run_eagerly=not jit_compile)
     plain, bad = (quantities(tf.constant(x), each) for each in (targets, spoilt(targets, np.nan)))
     assert np.isnan(bad[1].numpy()[BAD]).all()
     for ours, theirs in zip(bad[3], plain[3], strict=True):

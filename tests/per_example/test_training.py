@@ -270,7 +270,9 @@ def test_a_single_layer_of_a_model():
     assert gradient_error(ours, theirs) < 1e-6
 
 
-@pytest.mark.parametrize("compiled", [None, {"jit_compile": False}, {"jit_compile": True}])
+@pytest.mark.parametrize(
+    "compiled", [None, pytest.param({"jit_compile": False}, marks=pytest.mark.long), {"jit_compile": True}], ids=str
+)
 def test_a_loop_of_one_s_own(compiled):
     layer = PerExampleGradients(make_model())
     x, y = (tf.constant(part[:8]) for part in data())

@@ -90,8 +90,8 @@ def requested(browser):
 def pages(tmp_path_factory):
     """The reports of a run and of two runs compared."""
     folder = tmp_path_factory.mktemp("runs")
-    one = make_run(folder / "one", steps=1000, layers=12)
-    other = make_run(folder / "other", steps=700, layers=12, scale=0.4)
+    one = make_run(folder / "one", steps=300, layers=12)
+    other = make_run(folder / "other", steps=200, layers=12, scale=0.4)
     return {"report": write_report(one), "comparison": write_report(one, compare=other)}
 
 
@@ -127,7 +127,7 @@ def test_every_chart_is_drawn(browser, pages, page, expected, width):
         assert expected_caption in captions
 
 
-@pytest.mark.covering(strength=2)
+@pytest.mark.covering
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("page", ["report", "comparison"])

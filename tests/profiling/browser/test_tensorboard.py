@@ -100,6 +100,8 @@ def test_the_overview_of_kerass_callback_has_none(browser, tensorboard, tmp_path
     assert sum(times(text).values()) == 0
 
 
+# In `make test`, test_files.py and test_throughput.py read them as TensorBoard does.
+@pytest.mark.long
 def test_our_scalars_are_on_their_tab(browser, address):
     cards = ("telemetry/gradient_norm", "telemetry/learning_rate", "throughput/examples_per_second")
     # Without a filter, groups of cards are folded up; and cards that can't be seen are not drawn.

@@ -52,7 +52,13 @@ def test_clipping(clip):
 @pytest.mark.covering
 @pytest.mark.parametrize(
     "more",
-    [{"jit_compile": True}, {"jit_compile": False}, {"run_eagerly": True}, {"steps_per_execution": 3}],
+    [
+        {"jit_compile": True},
+        # As several steps an execution are.
+        pytest.param({"jit_compile": False}, marks=pytest.mark.long),
+        {"run_eagerly": True},
+        {"steps_per_execution": 3},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("every", [1, 2, 4])

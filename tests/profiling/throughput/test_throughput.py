@@ -279,13 +279,13 @@ def test_a_directory_that_cannot_be_written(tmp_path, caplog):
 
 
 @pytest.mark.own_process(seconds=200)
-def test_two_replicas(mirrored):
-    for distributed in (True, False):
-        with mirrored.scope():
-            model = inner()
-            model.compile("sgd", "mse")
-        throughput = Throughput(flops=True)
-        fit = DistributedFit(strategy=mirrored).fit if distributed else type(model).fit
-        fit(model, X, Y, batch_size=16, shuffle=False, epochs=2, verbose=0, callbacks=[Pause(), throughput])
-        assert_paced(throughput.figures, 16)
-        assert throughput.figures["flops_per_step"] == 2 * 16 * 75
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.long)], ids=["ours", "stock"])
+def test_two_replicas(mirrored, distributed):
+    with mirrored.scope():
+        model = inner()
+        model.compile("sgd", "mse")
+    throughput = Throughput(flops=True)
+    fit = DistributedFit(strategy=mirrored).fit if distributed else type(model).fit
+    fit(model, X, Y, batch_size=16, shuffle=False, epochs=2, verbose=0, callbacks=[Pause(), throughput])
+    assert_paced(throughput.figures, 16)
+    assert throughput.figures["flops_per_step"] == 2 * 16 * 75
