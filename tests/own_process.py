@@ -85,6 +85,12 @@ def call(
             process.join()
 
 
+def collect_rarely() -> None:
+    """Has no collection of garbage go through what is imported by now, and most of what is traced through none."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def imported_with(module: str) -> list[str]:
     """Imports a module in a process of its own, and returns the names of all that are imported then."""
     (names,) = call(_imported_with, module, [{}], seconds=120)
@@ -154,6 +160,7 @@ def _call(function: Callable[..., Any], argument: Any, environment: dict[str, st
     _print_to(os.devnull)
     os.environ.update(environment)
     graphs.leave_unoptimized()
+    collect_rarely()
     try:
         result = True, function(argument)
     except Exception as error:
@@ -165,6 +172,7 @@ def _run(function: Callable[..., Any], argument: Any, environment: dict[str, str
     _print_to(output)
     os.environ.update(environment)
     graphs.leave_unoptimized()
+    collect_rarely()
     function(argument)
 
 
@@ -181,5 +189,5 @@ def _run_pytest(arguments: list[str], environment: dict[str, str], output: str) 
     import pytest
 
     # Pytest collects garbage several times as it ends.
-    gc.freeze()
+    collect_rarely()
     raise SystemExit(pytest.main(arguments))
