@@ -140,7 +140,9 @@ def made(case: MeshCase, *, alone: bool) -> keras.Model:
         [loss, loss] if several else loss,
         loss_weights=[0.3, 0.7] if several else None,
         metrics=[["accuracy"], ["accuracy"]] if several else ["accuracy"],
-        jit_compile="jit" in case.settings,
+        # What it is compared with takes few steps, which take less than tracing.
+        run_eagerly=alone,
+        jit_compile="jit" in case.settings and not alone,
         steps_per_execution=2 if "several steps" in case.settings else 1,
     )
     return model
