@@ -135,6 +135,24 @@ def test_the_loss_scale_falls_for_what_only_the_last_replica_sees(accumulates):
         np.testing.assert_array_equal(weight, same)
 
 
+def test_a_skipped_update_overwrites_nothing():
+    """Before the first update, averages of weights are zeros."""
+    dist = DistributedFit(strategy="mirrored")
+    with dist.scope():
+        inner = keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2)
+        made = model(keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**8))
+    x, y = data(32)
+    x[-1] = np.inf
+    before = made.get_weights()
+    after = []
+    # At the end of training Keras overwrites them in any case.
+    seen = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: after.extend(made.get_weights()))
+    dist.fit(made, x, y, batch_size=32, shuffle=False, verbose=0, callbacks=[seen])
+    assert float(made.optimizer.dynamic_scale.numpy()) == 2.0**7
+    for weight, same in zip(after, before, strict=True):
+        np.testing.assert_array_equal(weight, same)
+
+
 def test_windows_are_exact_without_the_callback_too():
     x, y = data(70)
     dist = DistributedFit(strategy="mirrored")

@@ -151,6 +151,7 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
         optimizer.apply(gradients, variables)
 
     frequencies = [(part, part.ema_overwrite_frequency) for part in parts(optimizer)]
+    made = [_updates_made(part) if part.use_ema and frequency else None for part, frequency in frequencies]
     before = [part.__dict__.get(_REDUCE) for part, _ in frequencies]
     for part, _ in frequencies:
         part.__dict__[_REDUCE] = list
@@ -166,10 +167,17 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
                 del part.__dict__[_REDUCE]
             else:
                 part.__dict__[_REDUCE] = replaced
-    for part, frequency in frequencies:
-        if part.use_ema and frequency and part.built:
-            run_if(part.iterations % frequency == 0, functools.partial(_overwrite_with_average, per_replica, part))
+    for (part, frequency), earlier in zip(frequencies, made, strict=True):
+        if earlier is not None and part.built:
+            now = _updates_made(part)
+            # Not after an update that a loss scale skipped: before the first one, averages are zeros.
+            due = tf.logical_and(tf.not_equal(now, earlier), tf.equal(now % frequency, 0))
+            run_if(due, functools.partial(_overwrite_with_average, per_replica, part))
     per_replica(functools.partial(refresh, variables))
+
+
+def _updates_made(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
+    return tf.identity(tf.convert_to_tensor(optimizer.iterations))
 
 
 def _overwrite_with_average(per_replica, optimizer: keras.optimizers.Optimizer) -> None:
