@@ -73,16 +73,13 @@ def completed(cell):
 def refused(cell):
     """Whether `DistributedFit` refuses a cell.
 
-    Collectives can't stand in the branch of a loss scale, a pipeline has no shards, and a mesh neither, and only last
-    batches that its devices can't share evenly.
+    A pipeline has no shards, and a mesh neither, and only last batches that its devices can't share evenly.
     """
     if cell["replicas"] in PIPELINES:
         return cell["shard"] != "none"
     if cell["replicas"] in MESHES:
         return cell["shard"] != "none" or cell["batches"] == "uneven first"
-    # Norms of whole variables, or whole matrices.
-    whole = cell["shard"] != "none" and cell["optimizer"] in ("Lamb", "Muon")
-    return whole and cell["precision"] == "mixed_float16" and "workers" in cell["replicas"]
+    return False
 
 
 class Training:

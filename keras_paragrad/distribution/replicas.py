@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.losses.normalization import LossNormalization
-from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps, parts, updating
+from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps
 from keras_paragrad._keras.objects.model import all_layers, has_own_predict, has_own_train_step
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.replicas.prepared import distributing_by, spread_over_replicas, uninstall
@@ -20,7 +20,7 @@ from keras_paragrad._keras.replicas.workers import barrier
 from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad._keras.storage.creation import may_be_in_shards
-from keras_paragrad._keras.storage.updating import is_elementwise, own_update
+from keras_paragrad._keras.storage.updating import own_update
 from keras_paragrad.distribution.alike import SAME_CODE, ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 
@@ -196,13 +196,6 @@ def check_shards(model: Any) -> None:
             f"{own} is an optimizer's own, and would be given shards in place of whole gradients and weights. Move "
             "what it does into update_step, as keras.optimizers.Optimizer documents it, which is given whole ones; or "
             "write DistributedFit(..., shard=None)."
-        )
-    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if scaled and place_of(model.distribute_strategy).workers > 1 and not all(map(is_elementwise, parts(optimizer))):
-        raise ValueError(
-            f"{updating(optimizer).name} needs whole variables, and {optimizer.name} updates them in a branch in which "
-            "TensorFlow can't gather them from other workers. Train with precision='mixed_bfloat16', which needs no "
-            "loss scale, or with shard=None."
         )
 
 

@@ -189,6 +189,21 @@ _STEP = [
         "distribution/test_fit.py::test_the_loss_scale_falls_for_what_only_the_last_replica_sees",
     ),
     _fault(
+        "workers that hold different shards know of an overflow in their own alone",
+        "_keras/step/apply.py",
+        "    if in_shards(variables) and unscaled(optimizer) is not optimizer:\n",
+        "    if False:\n",
+        "sharding/test_shards.py::test_an_overflow_on_one_worker_is_an_update_on_none",
+    ),
+    _fault(
+        "a skipped update overwrites weights with their averages",
+        "_keras/step/apply.py",
+        "tf.logical_and(tf.not_equal(now, earlier), tf.equal(now % frequency, 0))",
+        "tf.equal(now % frequency, 0)",
+        "distribution/test_fit.py::test_a_skipped_update_overwrites_nothing",
+        "sharding/test_shards.py::test_an_overflow_on_one_worker_is_an_update_on_none",
+    ),
+    _fault(
         "a replica clears the losses that another's layers have added",
         "_keras/replicas/prepared.py",
         "    keep_apart(model)\n",

@@ -6,6 +6,7 @@ import sys
 import covering
 import own_process
 import pytest
+import scaled_training
 import sharded_training
 from sharded_training import MODELS, OPTIMIZERS, Case
 
@@ -85,6 +86,16 @@ def check_updates(cases):
         assert max(each["weights"], each["slots"]) < CLOSE, each
 
 
+def check_scaled(cases, devices, overflows):
+    argument = {"devices": devices, "cases": [list(case) for case in cases], "overflows": overflows}
+    for of_worker in own_process.on_workers(scaled_training.updates, argument, seconds=60 + 20 * len(cases)):
+        for found in of_worker:
+            assert found["in_shards"] == 3, found
+            assert max(found["weights"], found["slots"]) < 1e-6, found
+            assert found["scales"] == found["expected"], found
+            assert found["moved"] == [not overflow for overflow in overflows], found
+
+
 def test_every_optimizer():
     check_updates([APPLIED[index] for index in sorted(covering.chosen(APPLIED, 1))])
 
@@ -127,7 +138,25 @@ def test_two_workers_with_two_devices():
     check([Case("mlp", "lamb", "parameters")], 2, workers=2)
 
 
-# In `make test`, replicas scale the loss.
+def test_an_overflow_on_one_worker_is_an_update_on_none():
+    """In the branch of a loss scale, workers gather what an optimizer needs whole, or none of them does."""
+    check_scaled([Case("", "lamb", "parameters", ("ema_overwrite", "global_clipnorm"))], 1, [True, False, True, False])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [1, 2])
+def test_every_optimizer_that_needs_whole_variables_under_a_loss_scale(devices):
+    needing = [case for case in APPLIED if case.optimizer in ("lamb", "adafactor", "muon", "trust_ratio")]
+    check_scaled(needing, devices, [False, True, False, False, True, False])
+
+
+@pytest.mark.long
+def test_two_workers_that_accumulate_scaled_gradients():
+    settings = ("loss_scale", "accumulate", "global_clipnorm", "ema")
+    check([Case("mlp", "lamb", "parameters", settings), Case("mlp", "muon", "optimizer", settings)], 1, workers=2)
+
+
+# In `make test`, updates without a model.
 @pytest.mark.long
 def test_two_workers_that_scale_the_loss():
     check([Case("mlp", "sgd", "optimizer", ("loss_scale", "clipnorm"))], 2, workers=2)
