@@ -12,13 +12,14 @@ from keras_paragrad._keras.storage.sharded import storage_of
 X = np.random.default_rng(0).normal(size=(24, 64)).astype("float32")
 
 
-def made(optimizer=None):
+def made(optimizer=None, run_eagerly=False):
     keras.utils.set_random_seed(1)
     layers = keras.layers
     model = keras.Sequential(
         [keras.Input((64,)), layers.Dense(512, "tanh"), layers.Dense(256, "tanh"), layers.Dense(1)]
     )
-    model.compile(optimizer or keras.optimizers.Adam(0.01, epsilon=1e-2), "mse", metrics=["mae"])
+    optimizer = optimizer or keras.optimizers.Adam(0.01, epsilon=1e-2)
+    model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=run_eagerly)
     return model
 
 

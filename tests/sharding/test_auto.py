@@ -23,26 +23,33 @@ def auto(**options):
 
 @pytest.mark.own_process
 def test_the_cheapest_that_fits(caplog):
-    alone = made()
+    # Two steps take less than tracing them.
+    alone = made(run_eagerly=True)
     history = alone.fit(X, X[:, :1], batch_size=16, shuffle=False, verbose=0).history
     for size, shard in CHOSEN.items():
         dist = auto(device_bytes=size)
         assert dist.plan.shard.value == "auto"
         with dist.scope():
             model = made()
-            if size == 5_000_000:
+            if size in (5_000_000, 2_000_000):
                 # Slots that were made in shards are held whole as well.
                 model.optimizer.build(model.trainable_variables)
         assert in_shards(model.trainable_variables) == 2
-        shown = dist.fit(model, X, X[:, :1], batch_size=16, shuffle=False, verbose=0).history
+        # The last is as the one before it, but for what is said.
+        trained = size > 2_000_000
+        if trained:
+            shown = dist.fit(model, X, X[:, :1], batch_size=16, shuffle=False, verbose=0).history
+        else:
+            dist.prepare(model, batch_size=16)
         assert dist.plan.shard.value == shard
         assert in_shards(model.trainable_variables) == (0 if shard == "none" else 2)
         assert in_shards(model.optimizer.variables) == (0 if shard == "none" else 4)
         copies = [storage.copies for each in model.trainable_variables if (storage := storage_of(each))]
         assert all((each is not None) == (shard == "optimizer") for each in copies)
-        for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
-        assert shown["loss"] == pytest.approx(history["loss"], rel=1e-5)
+        if trained:
+            for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+            assert shown["loss"] == pytest.approx(history["loss"], rel=1e-5)
         explained = str(dist.explain())
         assert "estimated for a step: whole 3.5" in explained
         assert "Optimizer slots" in explained
@@ -100,7 +107,7 @@ def test_refusals(caplog):
 
 
 def test_workers_choose_what_fits_all_of_them():
-    alone = made()
+    alone = made(run_eagerly=True)
     alone.fit(X, X[:, :1], batch_size=16, shuffle=False, verbose=0)
     for shard, count, weights in own_process.on_workers(auto_shards.on_a_worker, None, seconds=90):
         assert (shard, count) == ("optimizer", 2)

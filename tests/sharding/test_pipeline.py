@@ -19,9 +19,9 @@ CLOSE = 2e-6
 # Skips across cuts and shared layers are in distribution/test_exactness.py.
 FEW = [
     # Slots that were there before are moved.
-    PipelineCase("mlp", ("one",), "lamb", ("built",)),
+    PipelineCase("mlp", ("one",), "lamb", ("built", "jit")),
+    # With a mask that both stages use.
     PipelineCase("transformer", ("block_0",), "sgd", ("recompute",), 2),
-    PipelineCase("masked", ("embedding", "attention"), "sgd", ("jit",), 2),
 ]
 # The last batch has one or two rows, for as many of the columns.
 HYBRIDS = [
@@ -45,6 +45,7 @@ MORE = [
     # In `make test`, two columns train it.
     PipelineCase("several", ("pool",)),
     PipelineCase("masked", ("embedding", "attention")),
+    PipelineCase("masked", ("embedding", "attention"), "sgd", ("jit",), 2),
     PipelineCase("transformer", ("attention_1",), "sgd", ("jit", "segments")),
     PipelineCase("skips", 4, "sgd", ("segments",)),
     PipelineCase("skips", 4, "adamw", ("excluded", "global_clipnorm"), 2),

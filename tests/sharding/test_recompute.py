@@ -91,7 +91,9 @@ def policy():
     keras.config.set_dtype_policy(before)
 
 
-@pytest.mark.parametrize("dtype", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.long)])
+# In `make test`, float16 trains once its overflows are over.
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16"])
 def test_mixed_precision(dtype, policy):
     policy(dtype)
     # XLA rounds both alike; what TensorFlow fuses without it depends on the graph around.
@@ -105,13 +107,15 @@ def test_an_overflow_is_seen_by_the_loss_scale(policy):
     policy("mixed_float16")
 
     def overflowing():
-        return keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=2.0**30)
+        return keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=2.0**18)
 
     found, expected = (
         trained(normalized, context, overflowing, jit_compile=True) for context in (recomputing, without)
     )
     check_equal(found, expected)
-    assert float(found[0].optimizer.dynamic_scale) < 2.0**30
+    # Of six batches, the first overflow, and the last are trained on.
+    assert float(found[0].optimizer.dynamic_scale) < 2.0**18
+    assert 0 < int(found[0].optimizer.iterations) < 6
 
 
 def in_slices(context):
@@ -126,7 +130,9 @@ def in_slices(context):
 
 def test_with_slices_and_accumulation():
     def run(context):
-        options = {"callbacks": [ExactAccumulation()], "steps_per_execution": 3, "jit_compile": False}
+        # Eager steps take less than tracing them.
+        way = {"run_eagerly": True} if context is without else {"steps_per_execution": 3}
+        options = {"callbacks": [ExactAccumulation()], "jit_compile": False, **way}
         return trained(dropped, in_slices(context), lambda: AccumulatingOptimizer(sgd(), 2), **options)
 
     check_equal(run(recomputing), run(without))

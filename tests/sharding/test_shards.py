@@ -40,7 +40,11 @@ def comparable(case):
     if case.optimizer in ("lion", "muon") and case.model != "mlp":
         return False
     # On one device Keras squares and clips the gradient of each lookup before it sums those of the same row.
-    return case.model not in ("recurrent", "both ways") or case.optimizer == "sgd" and not any("clip" in each for each in settings)
+    return (
+        case.model not in ("recurrent", "both ways")
+        or case.optimizer == "sgd"
+        and not any("clip" in each for each in settings)
+    )
 
 
 ALL = [
@@ -106,7 +110,7 @@ def test_shards_are_in_memory_of_their_own(optimizer):
     """TensorFlow lets a variable that is assigned a slice keep all of the tensor that it was cut from."""
     (held,) = own_process.call(sharded_training.held_after_updates, optimizer, [SYSTEM_ALLOCATOR], seconds=120)
     # The matrix, two slots, and what else a process comes to hold meanwhile.
-    assert held < 3 + 0.55
+    assert held < 3 + 0.7
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -116,6 +116,8 @@ def test_files_are_those_of_whole_variables(shard, tmp_path):
     third.set_weights([weight + 1 for weight in third.get_weights()])
     assert_same(third.get_weights(), [weight + 1 for weight in model.get_weights()])
     model.set_weights(third.get_weights())
+    # Tracing takes longer than predicting once.
+    model.run_eagerly = third.run_eagerly = True
     np.testing.assert_allclose(model.predict(X, verbose=0), third.predict(X, verbose=0), atol=1e-6)
 
 
@@ -134,6 +136,7 @@ def test_telemetry_and_transforms_see_whole_gradients(shard, tmp_path):
         optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.1)
         if dist is None:
             model = made(optimizer)
+            model.run_eagerly = True
         else:
             with dist.scope():
                 model = made(keras.optimizers.SGD(0.1, global_clipnorm=0.1))
@@ -226,7 +229,7 @@ def test_a_model_that_fit_builds():
         keras.utils.set_random_seed(0)
         with dist.scope() if dist else contextlib.nullcontext():
             model = Unbuilt()
-            model.compile("sgd", "mse")
+            model.compile("sgd", "mse", run_eagerly=dist is None)
         (functools.partial(dist.fit, model) if dist else model.fit)(rows, np.ones((8, 8)), batch_size=8, verbose=0)
         found.append(model)
     assert all(storage_of(variable) for variable in found[1].trainable_variables)
