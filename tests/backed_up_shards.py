@@ -1,6 +1,7 @@
 """Training in shards that is broken off, killed while it writes, and gone on with elsewhere."""
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -171,7 +172,8 @@ def killed_while_writing(argument: dict[str, Any]) -> dict[str, Any]:
             backup._position = Position(1, operations // 2)
             child = os.fork()
             if child == 0:
-                # A fork has none of TensorFlow's threads, and reads variables without them.
+                # A fork has none of TensorFlow's threads. Variables are read without them, but graphs aren't freed.
+                gc.disable()
                 kill_at(operations)
                 os._exit(0 if backup.save() else 3)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
