@@ -1,5 +1,6 @@
 """`write_report`: a log directory, or two, as one HTML file."""
 
+import functools
 import os
 from datetime import datetime
 from pathlib import Path
@@ -59,12 +60,12 @@ def write_report(
     if compare is not None:
         folders.append(check_path("compare", compare, example="other_logs"))
     path = check_path("output", output, example="report.html", optional=True)
-    environment = _environment()
+    require("The report", "jinja2")
     runs = [read_run(folder) for folder in folders]
     path = path or folders[0] / (NAME if compare is None else COMPARED_NAME)
     page, content = ("report.html", _report(runs[0])) if compare is None else ("comparison.html", _comparison(runs))
     _refuse_to_replace(path)
-    text = environment.get_template(page).render(content)
+    text = _environment().get_template(page).render(content)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Written under another name first and then renamed, so that a partial report never replaces a complete one.
     beginning = path.with_name(f".{path.name}.{os.getpid()}")
@@ -90,8 +91,9 @@ def _refuse_to_replace(path: Path) -> None:
             )
 
 
+# Kept with the templates that it has compiled, which takes longer than all else: a report is written after each trace.
+@functools.cache
 def _environment() -> Any:
-    require("The report", "jinja2")
     import jinja2
 
     environment = jinja2.Environment(
