@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -28,8 +28,8 @@ class Column:
         parameters: Trainable weights; under `"parameters"` this device's shards.
         gathered: The weights of the largest layer, gathered while it is called.
         non_trainable: Weights that aren't trained, such as statistics and seeds.
-        gradients: All gradients of a step; under `"parameters"` the shards, and the largest layer's before they are
-            reduced.
+        gradients: All gradients of a step; under `"parameters"` the shards of those that are reduced, and the whole of
+            the one that isn't yet, at their peak.
         slots: The optimizer's variables.
         accumulators: Gradients that are accumulated over micro-batches.
         ema: Moving averages of the weights.
@@ -65,7 +65,7 @@ def columns_of(
         recompute: Whether the step was traced with recomputation.
         least: The bytes of a variable from which it is cut into shards.
     """
-    peaks = step_peaks(step.block, [gradient.number for gradient in step.gradients], step.updates_from)
+    peaks = _peaks(step)
     return [_column(model, step, peaks, shard, replicas, recompute, least) for shard in SHARDS]
 
 
@@ -80,18 +80,22 @@ def _column(
     }
     held = {
         "parameters": sum(of_weights.bytes_of(variable) for variable in model.trainable_variables),
-        "gathered": max((_gathered_bytes(*each, of_weights) for each in _layers(model, step)), default=0),
         "non_trainable": sum(map(bytes_of, model.non_trainable_variables)),
         **state,
     }
-    gradients, at_peak = _gradients_and_peak(model, step, peaks, of_weights, of_state)
+    cut = [each for each in step.gradients if not each.of_rows and of_weights.cuts(each.variable)]
+    gathering = _peaks(step, {each.resource: bytes_of(each.variable) for each in cut}) if cut else peaks
+    gradients, most = _gradients_and_peak(step, gathering, of_weights)
+    # An update runs on shards of the optimizer's variables.
+    update = peaks.update // of_state.shards
     return Column(
         shard,
         recompute,
-        gradients=gradients,
+        gathered=max((_gathered_bytes(*each, of_weights) for each in _layers(model, step)), default=0),
+        gradients=max(gradients),
         activations=max(peaks.activations),
-        update=peaks.update // of_state.shards,
-        total=sum(held.values()) + at_peak,
+        update=update,
+        total=sum(held.values()) + max(most, gradients[-1] + update),
         **held,
     )
 
@@ -117,28 +121,23 @@ class Cutting(NamedTuple):
         return -(-elements // self.shards) * (size // elements) if self.cuts(variable) else size
 
 
-def _gradients_and_peak(
-    model: Any, step: TracedStep, peaks: Peaks, of_weights: Cutting, of_state: Cutting
-) -> tuple[int, int]:
-    """The bytes of all gradients, and the most that gradients and activations take together."""
+def _peaks(step: TracedStep, gathered: Mapping[int | None, int] | None = None) -> Peaks:
+    return step_peaks(step.block, [gradient.number for gradient in step.gradients], step.updates_from, gathered)
+
+
+def _gradients_and_peak(step: TracedStep, peaks: Peaks, of_weights: Cutting) -> tuple[list[int], int]:
+    """The bytes of gradients after each one's arrival, and when all are there; the most with activations until then."""
     by_number = {gradient.number: gradient for gradient in step.gradients}
-    in_order = [by_number[number] for number in peaks.gradients]
-
-    def kept(gradient):
-        # A gradient of rows is a batch's, not the variable's.
+    held, all_held, most = 0, [], peaks.activations[0]
+    for number, activations in zip(peaks.gradients, peaks.activations[1:], strict=True):
+        gradient = by_number[number]
+        # Whole on each device until it is reduced, while the backward pass goes on.
+        all_held.append(held + gradient.size)
+        most = max(most, all_held[-1] + activations)
+        # One of rows is a batch's, not the variable's.
         is_cut = not gradient.of_rows and of_weights.cuts(gradient.variable)
-        return -(-gradient.size // of_weights.shards) if is_cut else gradient.size
-
-    whole = 0
-    if of_weights.shards > 1:
-        sizes = {id(gradient.variable): gradient.size - kept(gradient) for gradient in in_order}
-        whole = max((sum(sizes.get(id(each), 0) for each in own) for _, own in _layers(model, step)), default=0)
-    held, most = 0, peaks.activations[0]
-    for gradient, activations in zip(in_order, peaks.activations[1:], strict=True):
-        held += kept(gradient)
-        most = max(most, held + whole + activations)
-    # An update runs on shards of the optimizer's variables.
-    return held + whole, max(most, held + peaks.update // of_state.shards)
+        held += -(-gradient.size // of_weights.shards) if is_cut else gradient.size
+    return [*all_held, held], most
 
 
 def _layers(model: Any, step: TracedStep) -> Iterable[tuple[Any, list[keras.Variable]]]:

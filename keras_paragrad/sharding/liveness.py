@@ -1,7 +1,7 @@
 """How many bytes a traced graph holds at its peak: its operations are followed in order, and nothing is computed."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from keras_paragrad._keras.step.operations import Block, TracedOperation
@@ -26,6 +26,9 @@ _SCALARS: dict[str, Callable[[Any, Any], Any]] = {
     **{"Equal": operator.eq, "NotEqual": operator.ne, "Minimum": min, "Maximum": max, "FloorDiv": operator.floordiv},
 }
 _SAME_SCALAR = frozenset({"Identity", "Cast", "Max", "Min", "Sum", "Prod", "Reshape", "Squeeze"})
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+# What doesn't need a gathered weight, but names or casts it, or looks up rows of it.
+_NAMES = _ALIASES | _CALLS | {"Cast", "IdentityN", "ReadVariableOp", "ResourceGather", "VariableShape"}
 # After so many iterations that hold no more than the one before, a loop is taken to go on like this.
 _STEADY = 3
 
@@ -55,24 +58,35 @@ class _Buffer:
 
 
 class _Value(NamedTuple):
-    """A tensor: its buffer, if it has one, and its value, if it is a known integer or boolean."""
+    """A tensor: its buffer, if it has one, and its value, if it is a known integer or boolean.
+
+    A weight that is gathered where it is used, or what it is read from, has no buffer, but `gathered`, its bytes.
+    """
 
     buffer: _Buffer | None
     known: Any = None
+    gathered: int = 0
+
+    def not_gathered(self) -> "_Value":
+        return _Value(self.buffer, self.known)
 
 
-def step_peaks(block: Block, gradients: Sequence[int], updates_from: int) -> Peaks:
+def step_peaks(
+    block: Block, gradients: Sequence[int], updates_from: int, gathered: Mapping[int | None, int] | None = None
+) -> Peaks:
     """Follows a training step.
 
     Args:
         block: The step, forward, backward and update.
         gradients: Numbers of the tensors that are the variables' gradients.
         updates_from: The first operation of the update.
+        gathered: The bytes of variables in shards, which are gathered where they are used, by the number of the input
+            that each is read from.
 
     Returns:
         Its peaks. A gradient is taken to stay until the update, which begins when all of them are there.
     """
-    return _Run(frozenset(gradients)).step(block, updates_from)
+    return _Run(frozenset(gradients)).step(block, updates_from, gathered or {})
 
 
 def peak(block: Block) -> int:
@@ -88,13 +102,17 @@ class _Run:
         self._arrived: list[int] = []
         self._peaks: list[int] = []
 
-    def step(self, block: Block, updates_from: int) -> Peaks:
+    def step(self, block: Block, updates_from: int, gathered: Mapping[int | None, int]) -> Peaks:
         self._step = block
-        values = self._begin(block, [_Value(self._allocate(size)) for size in block.input_sizes])
+        inputs = zip(block.inputs, block.input_sizes, strict=True)
+        arguments = [_Value(self._allocate(size), gathered=gathered.get(number, 0)) for number, size in inputs]
+        values = self._begin(block, arguments)
         for operation in block.operations[:updates_from]:
             self._execute(block, operation, values)
         self._peaks.append(self._peak)
         self._peak = self._live
+        # An update is of shards.
+        values = {number: value.not_gathered() for number, value in values.items()}
         for operation in block.operations[updates_from:]:
             self._execute(block, operation, values)
         return Peaks(self._peaks, self._arrived, self._peak if updates_from < len(block.operations) else 0)
@@ -126,6 +144,13 @@ class _Run:
 
     def _execute(self, block: Block, operation: TracedOperation, values: dict[int, _Value]) -> None:
         inputs = [values[number] for number in operation.inputs]
+        gathered = 0
+        if operation.kind not in _NAMES:
+            gathered = sum(values[number].gathered for number in {*operation.inputs})
+            # Before a loop or a branch, in which nothing can be gathered.
+            inputs = [value.not_gathered() for value in inputs]
+        self._live += gathered
+        self._peak = max(self._peak, self._live)
         self._before, live = self._peak, self._live
         results = self._control(operation, inputs) if operation.blocks else self._plain(operation, inputs)
         made = self._live > live and not operation.blocks
@@ -138,15 +163,18 @@ class _Run:
         if not operation.blocks:
             for value in inputs:
                 self._release(value.buffer)
+        self._live -= gathered
 
     def _plain(self, operation: TracedOperation, inputs: list[_Value]) -> list[_Value]:
         kind, known = operation.kind, _known(operation, inputs)
         if kind.startswith("TensorList") and (lists := self._of_list(kind, inputs)) is not None:
             return lists
+        if inputs and inputs[0].gathered and kind in ("Cast", "ReadVariableOp", *_ALIASES):
+            return [_Value(None, known, operation.sizes[0] or inputs[0].gathered)]
         if kind in _ALIASES:
             return [_Value(self._keep(inputs[0].buffer), known)]
         if kind == "IdentityN":
-            return [_Value(self._keep(value.buffer), value.known) for value in inputs]
+            return [_Value(self._keep(value.buffer), value.known, value.gathered) for value in inputs]
         if kind in ("ReadVariableOp", "Const"):
             # Constants stay with the graph, and variables are counted as such.
             return [_Value(None, known)]

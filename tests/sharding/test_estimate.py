@@ -49,7 +49,7 @@ def test_shards_are_of_what_is_large(caplog):
     assert [each.accumulators - 12 for each in (whole, optimizer)] == [4 * WIDE + small, shard + small]
     assert [each.slots - 12 - 12 + 12 for each in (whole, parameters)] == [4 * WIDE + small, shard + small]
     assert [each.gathered for each in (whole, optimizer, parameters)] == [0, 0, 4 * WIDE]
-    # The shards, and the largest layer's gradients before they are reduced.
+    # The kernel's arrives last, and is whole until it is reduced.
     assert [each.gradients for each in (whole, parameters)] == [4 * WIDE + small] * 2
     assert len({each.activations for each in (whole, optimizer, parameters)}) == 1
     assert whole.total > optimizer.total > parameters.total

@@ -98,6 +98,47 @@ def test_a_graph_whose_peak_is_plain(function, tensors):
     assert peak(traced(function, (100, 100))) == pytest.approx(tensors * one, abs=200)
 
 
+def unused(x):
+    tf.fill([300, 100], 1.0)
+    return tf.linalg.matmul(x, x)
+
+
+def test_what_tensorflow_prunes_is_not_counted():
+    assert peak(traced(unused, (100, 100))) == 2 * 100 * 100 * 4
+
+
+def used(x, weight):
+    return tf.linalg.matmul(x, weight)
+
+
+def used_before(x, weight):
+    return kept(tf.linalg.matmul(x, weight))
+
+
+def used_in_a_loop(x, weight):
+    return tf.while_loop(lambda i, _: i < 7, lambda i, x: (i + 1, used(x, weight)), [tf.constant(0), x])[1]
+
+
+def used_in_a_function(x, weight):
+    return tf.function(lambda x: used(x, weight), autograph=False)(x)
+
+
+def used_as_half(x, weight):
+    return used(tf.cast(x, "float16"), tf.cast(weight, "float16"))
+
+
+@pytest.mark.parametrize(
+    ("function", "tensors"),
+    # An argument, the weight, and what is made of them; a half has half the bytes.
+    [(used, 3), (used_before, 5 + 5), (used_in_a_loop, 3), (used_in_a_function, 3), (used_as_half, 1.5)],
+)
+def test_a_gathered_weight_counts_while_it_is_used(function, tensors):
+    weight, one = tf.Variable(tf.zeros((100, 100))), 100 * 100 * 4
+    block = traced(lambda x: function(x, weight), (100, 100))
+    (most,) = step_peaks(block, (), len(block.operations), {block.inputs[-1]: one}).activations
+    assert most == pytest.approx(tensors * one, abs=200)
+
+
 def test_what_a_loop_keeps_for_its_gradient_grows_with_its_length():
     def gradient(length):
         def compute(x):

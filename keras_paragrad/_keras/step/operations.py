@@ -1,8 +1,10 @@
 """A traced graph as plain values: what its operations read and make, in bytes."""
 
 import functools
+import itertools
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +36,7 @@ class TracedOperation(NamedTuple):
 
 
 class Block:
-    """A function's operations, in the order in which they were traced.
+    """A function's operations that are run, in the order in which they were traced.
 
     Attributes:
         operations: The operations without the function's inputs.
@@ -118,7 +120,22 @@ def _in_order(graph: Any, inputs: set[Any]) -> tuple[list[Any], list[int]]:
             waiting.pop()
             if not (each.outputs and each.outputs[0].ref() in inputs):
                 ordered[each] = None
-    return list(ordered), [*places, len(ordered)]
+    needed = _needed(ordered, graph.outputs)
+    before = [0, *itertools.accumulate(each in needed for each in ordered)]
+    return [each for each in ordered if each in needed], [before[place] for place in (*places, len(ordered))]
+
+
+def _needed(operations: Iterable[Any], outputs: Iterable[tf.Tensor]) -> set[Any]:
+    """The operations without those that TensorFlow prunes: they change no state, and nothing reads what they make."""
+    waiting = [each for each in operations if not each.outputs or each.op_def.is_stateful]
+    waiting += [tensor.op for tensor in outputs]
+    needed = set()
+    while waiting:
+        each = waiting.pop()
+        if each not in needed:
+            needed.add(each)
+            waiting += [*(tensor.op for tensor in each.inputs), *each.control_inputs]
+    return needed
 
 
 def _size(tensor: tf.Tensor, rows: int) -> int:

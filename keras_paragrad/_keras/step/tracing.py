@@ -25,12 +25,14 @@ class VariableGradient(NamedTuple):
         number: The gradient's number in the block.
         size: Its bytes.
         of_rows: Whether it has only the rows of the variable that a batch looks up.
+        resource: The number of the block's input that the variable is read from, or `None`.
     """
 
     variable: keras.Variable
     number: int
     size: int
     of_rows: bool
+    resource: int | None
 
 
 class TracedStep(NamedTuple):
@@ -117,11 +119,13 @@ def _of_graph(graph: Any, rows: int, optimizers: list[Any], calls: list[_Call]) 
     block, numbers, places = block_of(graph, rows)
     sizes = dict(zip(block.inputs, block.input_sizes, strict=True))
     sizes.update(pair for each in block.operations for pair in zip(each.outputs, each.sizes, strict=True))
+    resources = {id(handle): numbers[inside.ref()] for handle, inside in graph.captures}
     gradients = []
     for gradient, variable in (pair for call in calls for pair in call.pairs):
         of_rows = isinstance(gradient, tf.IndexedSlices)
         number = numbers[(gradient.values if of_rows else gradient).ref()]
-        gradients.append(VariableGradient(variable, number, sizes[number], of_rows))
+        resource = resources.get(id(variable.value.handle))
+        gradients.append(VariableGradient(variable, number, sizes[number], of_rows, resource))
     # With several optimizers the update of the last one, when all gradients are there.
     last = max((call.place for call in calls), default=-1)
     return TracedStep(block, gradients, places[last], optimizers)
