@@ -110,7 +110,8 @@ OPTIMIZERS = {
     "adagrad": lambda **options: optimizers.Adagrad(RATE, **options),
     "adamax": lambda **options: optimizers.Adamax(0.01, epsilon=1e-2, **options),
     "nadam": lambda **options: optimizers.Nadam(0.01, epsilon=1e-2, **options),
-    "ftrl": lambda **options: optimizers.Ftrl(RATE, **options),
+    # It subtracts roots of accumulators, which from 0.1 on are alike but for rounding if gradients are clipped.
+    "ftrl": lambda **options: optimizers.Ftrl(RATE, initial_accumulator_value=1e-6, **options),
     "lion": lambda **options: optimizers.Lion(1e-3, **options),
     "lamb": lambda **options: optimizers.Lamb(0.01, epsilon=1e-2, **options),
     "adafactor": lambda **options: optimizers.Adafactor(0.01, **options),
