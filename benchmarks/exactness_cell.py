@@ -48,6 +48,8 @@ DEVICES |= dict.fromkeys(MESHES, 4)
 DEVICES |= {name: sum(map(len, stages)) for name, stages in PIPELINES.items()}
 RATES = {"SGD": 0.1, "Adam": 1e-2, "AdamW": 1e-2, "Lion": 1e-3, "Lamb": 1e-2, "Muon": 2e-3}
 MICRO_BATCHES = 4
+# With the usual 1e-7 a gradient near zero decides by its last digits between one step and its opposite.
+EPSILONS = {"Adam": {"epsilon": 1e-3}, "AdamW": {"epsilon": 1e-3}}
 CLIPS = {"none": {}, "clipnorm": {"clipnorm": 0.05}, "global_clipnorm": {"global_clipnorm": 0.1}}
 CLIPS["clipvalue"] = {"clipvalue": 0.005}
 # Rows of each batch. Four replicas can't share 3 rows without one going empty, nor 19 evenly.
@@ -131,7 +133,8 @@ class Training:
             hidden = keras.layers.Average()([hidden, first]) if "skips" in cell["replicas"] else hidden
         model = keras.Model(inputs, keras.layers.Dense(CLASSES, dtype="float32")(hidden))
         self.initial = model.get_weights()
-        inner = getattr(keras.optimizers, cell["optimizer"])(RATES[cell["optimizer"]], **CLIPS[cell["clip"]], **more)
+        options = {**EPSILONS.get(cell["optimizer"], {}), **CLIPS[cell["clip"]], **more}
+        inner = getattr(keras.optimizers, cell["optimizer"])(RATES[cell["optimizer"]], **options)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(wrap(inner), loss, metrics=["accuracy"], jit_compile=jit, steps_per_execution=per_call)
         return model
