@@ -95,7 +95,9 @@ def check_scaled(cases, devices, overflows):
     for of_worker in own_process.on_workers(scaled_training.updates, argument, seconds=60 + 20 * len(cases)):
         for found in of_worker:
             assert found["in_shards"] == 3, found
-            assert max(found["weights"], found["slots"]) < 1e-6, found
+            assert found["weights"] < 1e-6, found
+            # Four gradients of about 1 that cancel to less than the clip of 0.01 are rounded as those of 1 are.
+            assert found["slots"] < (5e-6 if "clipvalue" in found["case"] else 1e-6), found
             assert found["scales"] == found["expected"], found
             assert found["moved"] == [not overflow for overflow in overflows], found
 
