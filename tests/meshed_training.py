@@ -140,8 +140,9 @@ def made(case: MeshCase, *, alone: bool) -> keras.Model:
         [loss, loss] if several else loss,
         loss_weights=[0.3, 0.7] if several else None,
         metrics=[["accuracy"], ["accuracy"]] if several else ["accuracy"],
-        # What it is compared with takes few steps, which take less than tracing.
-        run_eagerly=alone,
+        # What it is compared with takes few steps, which take less than tracing. Eagerly, Keras's history of several
+        # losses is another one.
+        run_eagerly=alone and not several,
         jit_compile="jit" in case.settings and not alone,
         steps_per_execution=2 if "several steps" in case.settings else 1,
     )
@@ -232,6 +233,12 @@ def refused(which: str) -> str:
         "pattern": lambda: [],
         "batch": lambda: [],
         "output": lambda: [],
+        "strided": lambda: [
+            layers.Reshape((2, 2, 2)),
+            layers.Conv2D(2, 2, padding="same"),
+            layers.Conv2D(2, 2, strides=2, padding="same"),
+            layers.Flatten(),
+        ],
     }[which]
     mesh = mesh_of((2, 2))
     layout = keras.distribution.LayoutMap(mesh)
@@ -244,6 +251,8 @@ def refused(which: str) -> str:
     with dist.scope():
         model = keras.Sequential([keras.Input((8,)), layers.Dense(8, name="first"), *layers_of(), layers.Dense(2)])
         model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=which == "eager")
+    if which == "strided":
+        recompute(model, every=3)
     rows = 7 if which == "batch" else 8
     before = model.get_weights()
     try:
@@ -423,7 +432,7 @@ def _on_this_worker(directory: str, dist: DistributedFit, case: MeshCase) -> dic
         "evaluated": apart(
             [np.asarray(evaluated)], [np.asarray(alone.evaluate(x, y, sample_weight=weights, verbose=0))]
         ),
-        "predicted": apart([predicted], [alone.predict(x, verbose=0)]) / 3,
+        "predicted": apart(*map(keras.tree.flatten, (predicted, alone.predict(x, verbose=0)))) / 3,
         "loaded": apart(loaded.get_weights(), model.get_weights()),
         "written": float(wrote != ({"00000", "00001"} if divides else set())),
         "divided": divides,

@@ -18,13 +18,15 @@ from keras_paragrad.distribution.plan import make_plan
 
 # Of float32; of the adaptive optimizers too, whose epsilon is large.
 CLOSE = 1e-6
+# Masks of dropout are others on a mesh.
+MODELS = [name for name in meshed_training.MODELS if name != "stateful"]
 FEW = [
     MeshCase("images", (2, 2), "adamw", ("excluded", "global_clipnorm")),
     MeshCase("tied", (1, 2), "sgd", ("auto", "recompute", "accumulate")),
 ]
 MORE = [
     MeshCase("mlp", (2, 2), "adamw", ("excluded", "global_clipnorm")),
-    *(MeshCase(name, mesh) for name in meshed_training.MODELS for mesh in ((4, 1), (2, 2), (1, 4))),
+    *(MeshCase(name, mesh) for name in MODELS for mesh in ((4, 1), (2, 2), (1, 4))),
     *(MeshCase(name, (2, 2), "adam", ("auto", "clipnorm")) for name in ("mlp", "transformer", "tied", "cnn")),
     *(MeshCase("mlp", (2, 2), name) for name in meshed_training.sharded_training.OPTIMIZERS),
     *(MeshCase(name, (2, 2), "sgd", ("jit",)) for name in ("mlp", "tied", "cnn", "recurrent")),
@@ -32,13 +34,11 @@ MORE = [
     MeshCase("mlp", (2, 2), "lamb", ("loss_scale",)),
     MeshCase("mlp", (1, 4), "adam", ("ema_overwrite", "clipvalue")),
     MeshCase("mlp", (2, 2), "sgd", ("several steps",)),
-    # Where a layer adds a loss, or flips the order of rows, accumulation is refused.
-    *(
-        MeshCase(name, (2, 2), "adam", ("accumulate",))
-        for name in meshed_training.MODELS
-        if name not in ("several", "images")
-    ),
-    MeshCase("transformer", (4, 1), "adam", ("accumulate", "auto")),
+    # Keras's Adam on one device squares the gradient of each lookup before it sums those of the same row. Where a layer
+    # adds a loss or flips the order of rows, accumulation is refused; batch statistics are of a micro-batch.
+    *(MeshCase(name, (2, 2), "adam", ("accumulate",)) for name in ("mlp", "skips", "both ways", "tied")),
+    *(MeshCase(name, (2, 2), "sgd", ("accumulate",)) for name in ("transformer", "recurrent", "masked", "subclassed")),
+    MeshCase("transformer", (4, 1), "sgd", ("accumulate", "auto")),
     *(
         MeshCase("mlp", (2, 2), "adam", ("accumulate", each))
         for each in ("jit", "ema_overwrite", "loss_scale", "several steps", "global_clipnorm")
@@ -53,7 +53,7 @@ MORE = [
         for mesh in ((4, 1), (2, 2), (1, 4))
         for more in ((), ("jit",))
     ),
-    *(MeshCase(name, (2, 2), "sgd", ("recompute", "auto")) for name in ("mlp", "transformer", "tied", "cnn")),
+    *(MeshCase(name, (2, 2), "sgd", ("recompute", "auto")) for name in ("mlp", "transformer", "tied")),
     *(MeshCase("images", (2, 2), "sgd", (each,)) for each in ("jit", "auto")),
 ]
 
@@ -124,7 +124,7 @@ def test_training_goes_on_elsewhere_in_the_middle_of_a_window(tmp_path, pairs):
     "cases",
     [
         [((2, 2), "mlp", (2, 2), "adam", ("accumulate",))],
-        pytest.param([((2, 2), name, (2, 2), "sgd") for name in meshed_training.MODELS], marks=pytest.mark.long),
+        pytest.param([((2, 2), name, (2, 2), "sgd") for name in MODELS], marks=pytest.mark.long),
         *(pytest.param([(shape, "mlp", (2, 2), "sgd")], marks=pytest.mark.long) for shape in ((4, 1), (1, 4), None)),
     ],
     ids=["sample", "models", "(4, 1)", "(1, 4)", "data"],
@@ -156,6 +156,7 @@ def test_adapted_means_are_constants():
         ("eager", "run_eagerly=True"),
         ("pattern", "second/kernel' of the layout map matches no variable"),
         pytest.param("output", "second/output' of the layout map matches no variable", marks=pytest.mark.long),
+        pytest.param("strided", "segment that is recomputed ends with a strided convolution", marks=pytest.mark.long),
         pytest.param("batch", "Batches of 7 rows can't be divided .* batch_size=8", marks=pytest.mark.long),
     ],
 )

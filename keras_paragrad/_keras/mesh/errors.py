@@ -33,12 +33,20 @@ def explained(model: Any) -> Iterator[None]:
     """Context in which what DTensor refuses is named.
 
     Raises:
-        ValueError: DTensor has no rule for an operation, or not for how its inputs are divided.
+        ValueError: DTensor has no rule for an operation, or not for how its inputs are divided, or makes a graph that
+            can't be run.
     """
     try:
         yield
     except tf.errors.OpError as error:
         said = error.message.lower()
+        if "nodes in a cycle" in said:
+            raise ValueError(
+                f"TensorFlow makes a graph of the step of {model.name!r} that it can't run on a mesh: {error.message}. "
+                "It does so where a segment that is recomputed ends with a strided convolution. Recompute single "
+                "layers, as in recompute(model, layers=['conv2d_1', 'dense']), or train with "
+                'DistributedFit("mirrored", shard="parameters").'
+            ) from error
         if "dtensor" not in said or "collective ops is aborted" in said:
             # Of something else, such as a worker that is lost.
             raise
