@@ -61,8 +61,8 @@ CLASS_WEIGHT = {0: 0.5, 1: 1.0, 2: 2.5}
 TIME_LIMIT = 240
 # Float16 rounds each replica's gradient.
 ALLOWED = {"float32": ("difference", 1e-6), "mixed_float16": ("relative", 2e-3)}
-# Lion takes the gradient's sign, which rounding turns where replicas all but cancel. Muon makes its singular values alike,
-# and the smallest are mostly rounding: one device's gradients, rounded to float16, move its weights by 7e-3 here.
+# Lion takes the gradient's sign, which rounding turns where replicas all but cancel. Muon makes its singular values
+# alike, and the smallest are mostly rounding: one device's gradients, rounded to float16, move its weights by 7e-3.
 ALLOWED_IN_FLOAT16 = {"Lion": ("relative", 0.1), "Muon": ("relative", 0.02)}
 
 
