@@ -38,7 +38,17 @@ def noise_of(private, update, shapes):
     """The draws of the standard normal distribution that an update adds, one for each variable."""
     seed = tf.random.fold_in(private._noise_key(), tf.constant(update, tf.int64), alg="philox")
     keys = [tf.random.fold_in(seed, place, alg="philox") for place in range(len(shapes))]
-    return [tf.random.stateless_normal(shape, key, alg="philox") for shape, key in zip(shapes, keys, strict=True)]
+    return [_normals(key, shape) for shape, key in zip(shapes, keys, strict=True)]
+
+
+def _normals(key, shape):
+    """Box and Muller's transform, in float64."""
+    count = int(np.prod(shape))
+    words = {"minval": None, "maxval": None, "dtype": tf.uint32, "alg": "philox"}
+    bits = tf.random.stateless_uniform([2, (count + 1) // 2], key, **words).numpy()
+    radius, angle = (bits + 0.5) / 2.0**32
+    found = np.sqrt(-2 * np.log(radius)) * np.stack([np.cos(2 * np.pi * angle), np.sin(2 * np.pi * angle)])
+    return found.ravel()[:count].reshape(shape).astype("float32")
 
 
 def by_hand(model, private, optimizer, updates, x, y, weights=None, *, clip, loss):

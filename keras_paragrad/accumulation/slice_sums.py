@@ -125,22 +125,27 @@ class SliceSums:
         return self.last.of_all(gradients, tf.convert_to_tensor(rows), divisor, total.losses)
 
 
-def rows_at(data: Any, indices: tf.Tensor) -> Any:
-    """Consecutive rows of every tensor in a batch."""
+def rows_at(data: Any, first: Any, count: Any) -> Any:
+    """So many consecutive rows of every tensor in a batch, from the `first` on."""
 
-    def gather(tensor):
+    def part_of(tensor: Any) -> Any:
+        if tensor is None:
+            return None
         if isinstance(tensor, tf.SparseTensor):
             others = tensor.dense_shape[1:]
-            first, count = tf.cast(indices[:1], "int64"), tf.size(indices, "int64")[tf.newaxis]
-            start = tf.concat([first, tf.zeros_like(others)], 0)
-            part = tf.sparse.slice(tensor, start, tf.concat([count, others], 0))
+            start = tf.concat([tf.cast([first], "int64"), tf.zeros_like(others)], 0)
+            part = tf.sparse.slice(tensor, start, tf.concat([tf.cast([count], "int64"), others], 0))
             # Layers that are not built yet need the static shape of a row.
             part.set_shape([None, *tensor.shape[1:]])
             return part
-        # Not tf.slice: XLA checks its bounds against a smaller batch even if the branch never runs.
-        return None if tensor is None else tf.gather(tensor, indices)
+        if isinstance(tensor, tf.Tensor) and isinstance(count, int) and count <= (tensor.shape[0] or 0):
+            # Copies nothing where rows are aligned in memory.
+            others = tf.shape(tensor)[1:] if None in tensor.shape[1:] else tensor.shape[1:]
+            return tf.slice(tensor, [first, *[0] * len(tensor.shape[1:])], tf.concat([[count], others], 0))
+        # XLA checks the bounds of tf.slice against a smaller batch even if the branch never runs.
+        return tf.gather(tensor, first + tf.range(count))
 
-    return keras.tree.map_structure(gather, data)
+    return keras.tree.map_structure(part_of, data)
 
 
 def _dtype(variable: keras.Variable) -> str:

@@ -110,7 +110,8 @@ class Slices(NamedTuple):
         def add_rest(total):
             # Computed inside the branch: XLA can't treat a captured value as a compile-time constant.
             rows = rows_of(tensors)
-            return sums.add(total, rows_at(data, tf.range(rows // self.size * self.size, rows)), rows)
+            first = rows // self.size * self.size
+            return sums.add(total, rows_at(data, first, rows - first), rows)
 
         rows = rows_of(tensors) if known is None else known
         whole = rows // self.size
@@ -125,15 +126,15 @@ class Slices(NamedTuple):
     def begun(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient], data: Any) -> SliceSums:
         """What sums the slices of a batch, of a model whose weights and losses are built."""
         if not model.built:
-            model(rows_at(data, tf.range(1))[0])
-        build_losses(model, rows_at(data, tf.range(1)))
+            model(rows_at(data, 0, 1)[0])
+        build_losses(model, rows_at(data, 0, 1))
         return SliceSums(model, gradient_of_slice)
 
     def added_up(self, sums: SliceSums, data: Any, slices: Any, rows: Any) -> RunningSums:
         """The sums over the first slices of `size` rows, of a batch of `rows`."""
 
         def add_slice(index, total):
-            return index + 1, sums.add(total, rows_at(data, index * self.size + tf.range(self.size)), rows)
+            return index + 1, sums.add(total, rows_at(data, index * self.size, self.size), rows)
 
         start = tf.constant(0), sums.zero()
         return tf.while_loop(lambda index, _: index < slices, add_slice, start, parallel_iterations=1)[1]

@@ -1,5 +1,6 @@
 """Gaussian noise, added once to the gradient of each update."""
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,7 @@ class GaussianNoise:
         ended: Called after the draws of an update, with a draw of the standard normal distribution.
     """
 
-    # XLA takes 30 times as long for it on CPUs.
+    # XLA takes twice as long for it on CPUs.
     outside_xla = True
 
     def __init__(
@@ -72,8 +73,21 @@ class GaussianNoise:
 
 
 def _keyed(seed: tf.Tensor, place: int, shape: Any) -> tf.Tensor:
+    """Independent draws of the standard normal distribution, float32.
+
+    Box and Muller's transform of numbers of 32 bits. `tf.random.stateless_normal` makes one number after another, and
+    takes nearly twice as long as these vectorized operations.
+    """
     own: Any = tf.random.fold_in(seed, place, alg=_ALGORITHM)
-    return tf.random.stateless_normal(shape, own, alg=_ALGORITHM)
+    count = math.prod(shape)
+    bits: Any = tf.random.stateless_uniform(
+        [2, (count + 1) // 2], own, minval=None, maxval=None, dtype=tf.uint32, alg=_ALGORITHM
+    )
+    # Never 0, of which there is no logarithm.
+    radius, angle = tf.unstack((tf.cast(bits, "float32") + 0.5) * 2.0**-32)
+    length = tf.sqrt(-2.0 * tf.math.log(radius))
+    normals = tf.concat([length * tf.cos(2 * math.pi * angle), length * tf.sin(2 * math.pi * angle)], 0)
+    return tf.reshape(normals[:count], shape)
 
 
 def _same_everywhere(draws: list[tf.Tensor]) -> list[tf.Tensor]:

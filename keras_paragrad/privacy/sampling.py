@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad._keras.objects.data import without_autotuning
 from keras_paragrad.privacy.rows import Rows
 
 # The bits of a float32.
@@ -68,7 +69,7 @@ def private_batches(rows: Rows, draws: Any, size: int) -> tf.data.Dataset:
     """
     signature = (tf.TensorSpec([size], tf.int64), tf.TensorSpec([size], tf.bool))
     dataset = rows.taken(tf.data.Dataset.from_generator(draws, output_signature=signature))
-    return dataset.map(_weighed).prefetch(2)
+    return without_autotuning(dataset.map(_weighed).prefetch(2))
 
 
 @tf.autograph.experimental.do_not_convert

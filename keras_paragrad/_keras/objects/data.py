@@ -68,10 +68,20 @@ class ArrayRows:
 
     def _mapped(self, elements: tf.data.Dataset, take: Any) -> tf.data.Dataset:
         dataset = tf.data.Dataset.zip((elements, self._arrays)).map(take, num_parallel_calls=tf.data.AUTOTUNE)
-        # As Keras does: an optimizer of the pipeline would write out the arrays with it.
         options = tf.data.Options()
+        # As Keras does: an optimizer of the pipeline would write out the arrays with it.
         options.experimental_optimization.apply_default_optimizations = False
-        return dataset.with_options(options)
+        return without_autotuning(dataset.with_options(options))
+
+
+def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The dataset without TensorFlow's autotuner.
+
+    Its thread sleeps ever longer, and an iterator that ends at times waits for it: as long as the epoch took.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 # Converting it takes AutoGraph longer than tracing.

@@ -67,7 +67,7 @@ class MicroBatches(NamedTuple):
     def __call__(self, model: keras.Model, gradient_of_slice: Callable[..., Gradient], data: Any) -> Gradient:
         """The gradient of a batch, from those of its micro-batches."""
         # Metrics are updated in a branch, in which they can't make their variables.
-        build_losses(model, rows_at(data, tf.range(1)), metrics=True)
+        build_losses(model, rows_at(data, 0, 1), metrics=True)
         sums = SliceSums(model, gradient_of_slice)
         known = _static_rows(data)
         rows: Any = rows_of(data) if known is None else known
@@ -79,9 +79,9 @@ class MicroBatches(NamedTuple):
                 self.columns.micro_batch = index
                 first, last = index * rows // count, (index + 1) * rows // count
                 if known is not None:
-                    part, how = rows_at(data, tf.range(first, last)), {}
+                    part, how = rows_at(data, first, last - first), {}
                 else:
-                    part = rows_at(data, tf.range(first, tf.maximum(last, first + 1)))
+                    part = rows_at(data, first, tf.maximum(last - first, 1))
                     how = {"shard": _MaybeRepeated(last - first, last > first)}
                 column = index % len(totals)
                 totals[column] = sums.add(totals[column], part, rows, **how)

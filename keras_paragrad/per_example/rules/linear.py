@@ -52,7 +52,7 @@ class Product(NamedTuple):
     def squared_norms(self, by_xla: bool = False) -> tf.Tensor:
         """The squared norm of each example's gradient, `(batch,)`."""
         if self.is_ghost:
-            left, right = self.inner_products()
+            left, right = self.inner_products(by_xla)
             return row_sums(left * right, by_xla)
         return squared_norm(self._gradients_either_way(by_xla)[0], by_xla)
 
@@ -78,13 +78,17 @@ class Product(NamedTuple):
             return self.gradients(), False
         return _matmul(self.right, self.left, transpose_a=True), True
 
-    def inner_products(self) -> tuple[tf.Tensor, tf.Tensor]:
+    def inner_products(self, by_xla: bool = False) -> tuple[tf.Tensor, tf.Tensor]:
         """Both factors' inner products between positions, `(batch, groups, positions, positions)`."""
-        if self.left.shape[2] == 1:
-            left, right = (tf.reduce_sum(tf.square(side), 3, keepdims=True) for side in (self.left, self.right))
-        else:
-            left, right = (_matmul(side, side, transpose_b=True) for side in (self.left, self.right))
-        return left, right
+        return self._inner_products(self.left, by_xla), self._inner_products(self.right, by_xla)
+
+    def _inner_products(self, side: tf.Tensor, by_xla: bool) -> tf.Tensor:
+        if self.left.shape[2] != 1:
+            return _matmul(side, side, transpose_b=True)
+        if by_xla:
+            return tf.reduce_sum(tf.square(side), 3, keepdims=True)
+        # As in `squared_norm`, the squares are never materialized.
+        return tf.square(tf.math.reduce_euclidean_norm(side, 3, keepdims=True))
 
     def second_moment(self) -> tf.Tensor:
         """The sum over examples of squared gradients, `(groups, rows, columns)`."""
@@ -179,7 +183,7 @@ class Linear(Rule, abc.ABC):
         product = self._product(calls)
         if product.is_ghost and all(map(self._adds_to_columns, calls)):
             # The bias is a kernel row for a constant input of 1.
-            left, right = product.inner_products()
+            left, right = product.inner_products(calls[0].by_xla)
             return [(left + 1.0) * right]
         return [product.squared_norms(calls[0].by_xla), *map(tf.square, self._biases(calls))]
 
