@@ -140,8 +140,9 @@ def rows_at(data: Any, first: Any, count: Any) -> Any:
             return part
         if isinstance(tensor, tf.Tensor) and isinstance(count, int) and count <= (tensor.shape[0] or 0):
             # Copies nothing where rows are aligned in memory.
-            others = tf.shape(tensor)[1:] if None in tensor.shape[1:] else tensor.shape[1:]
-            return tf.slice(tensor, [first, *[0] * len(tensor.shape[1:])], tf.concat([[count], others], 0))
+            known: Any = tensor.shape[1:]
+            sizes = tf.shape(tensor)[1:] if None in known else tf.constant(known, tf.int32)
+            return tf.slice(tensor, tf.concat([[first], tf.zeros_like(sizes)], 0), tf.concat([[count], sizes], 0))
         # XLA checks the bounds of tf.slice against a smaller batch even if the branch never runs.
         return tf.gather(tensor, first + tf.range(count))
 

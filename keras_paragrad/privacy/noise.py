@@ -80,9 +80,9 @@ def _keyed(seed: tf.Tensor, place: int, shape: Any) -> tf.Tensor:
     """
     own: Any = tf.random.fold_in(seed, place, alg=_ALGORITHM)
     count = math.prod(shape)
-    bits: Any = tf.random.stateless_uniform(
-        [2, (count + 1) // 2], own, minval=None, maxval=None, dtype=tf.uint32, alg=_ALGORITHM
-    )
+    # All numbers of 32 bits.
+    whole: Any = {"minval": None, "maxval": None, "dtype": tf.uint32}
+    bits: Any = tf.random.stateless_uniform([2, (count + 1) // 2], own, alg=_ALGORITHM, **whole)
     # Never 0, of which there is no logarithm.
     radius, angle = tf.unstack((tf.cast(bits, "float32") + 0.5) * 2.0**-32)
     length = tf.sqrt(-2.0 * tf.math.log(radius))
