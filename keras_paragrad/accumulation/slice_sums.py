@@ -141,7 +141,7 @@ def rows_at(data: Any, first: Any, count: Any) -> Any:
         if isinstance(tensor, tf.Tensor) and isinstance(count, int) and count <= (tensor.shape[0] or 0):
             # Copies nothing where rows are aligned in memory.
             known: Any = tensor.shape[1:]
-            sizes = tf.shape(tensor)[1:] if None in known else tf.constant(known, tf.int32)
+            sizes = tf.shape(tensor)[1:] if None in known else tf.constant(known.as_list(), tf.int32)
             return tf.slice(tensor, tf.concat([[first], tf.zeros_like(sizes)], 0), tf.concat([[count], sizes], 0))
         # XLA checks the bounds of tf.slice against a smaller batch even if the branch never runs.
         return tf.gather(tensor, first + tf.range(count))
