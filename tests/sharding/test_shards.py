@@ -55,7 +55,7 @@ ALL = [
 # Every way to compute a gradient. `test_every_optimizer` has the ways to apply it, foreign/test_models.py attention.
 # One loop of a recurrent layer is traced in a third of the time of three; those are left to `make test-all`.
 FEW = [
-    Case("mlp", "adam", "optimizer", ("jit", "slices", "global_clipnorm")),
+    Case("mlp", "adam", "optimizer", ("jit", "slices", "global_clipnorm", "ema_overwrite")),
     Case("mlp", "lamb", "parameters", ("recompute", "accumulate", "ema")),
     Case("cnn", "rmsprop", "parameters", ("global_clipnorm", "loss_scale")),
     Case("recurrent", "sgd", "optimizer", ("ema_overwrite", "accumulate")),

@@ -167,12 +167,14 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
                 del part.__dict__[_REDUCE]
             else:
                 part.__dict__[_REDUCE] = replaced
-    for (part, frequency), earlier in zip(frequencies, made, strict=True):
-        if earlier is not None and part.built:
-            now = _updates_made(part)
-            # Not after an update that a loss scale skipped: before the first one, averages are zeros.
-            due = tf.logical_and(tf.not_equal(now, earlier), tf.equal(now % frequency, 0))
-            run_if(due, functools.partial(_overwrite_with_average, per_replica, part))
+    # The copies are those from before the update, and constraints read the averages.
+    with updating_shards(optimizer, variables, by_replica):
+        for (part, frequency), earlier in zip(frequencies, made, strict=True):
+            if earlier is not None and part.built:
+                now = _updates_made(part)
+                # Not after an update that a loss scale skipped: before the first one, averages are zeros.
+                due = tf.logical_and(tf.not_equal(now, earlier), tf.equal(now % frequency, 0))
+                run_if(due, functools.partial(_overwrite_with_average, per_replica, part))
     per_replica(functools.partial(refresh, variables))
 
 
