@@ -1,11 +1,12 @@
 """What differential privacy costs: steps of private training to plain ones, memory, and accuracy.
 
 `python benchmarks/privacy.py` prints the tables and saves them in `results/privacy.json`; `python benchmarks/privacy.py
-times memory` those parts alone, of `times`, `low_rank`, `memory`, `peers` and `accuracy`. Peers are measured where
-`make bench-peers` has installed them. `accuracy` trains for some minutes for each epsilon, or for those given, as in
-`python benchmarks/privacy.py accuracy 1 3 none`; `none` is without privacy.
+times memory` those parts alone, of `times`, `sizes`, `low_rank`, `memory`, `peers` and `accuracy`. Peers are measured
+where `make bench-peers` has installed them. `accuracy` trains for some minutes for each epsilon, or for those given, as
+in `python benchmarks/privacy.py accuracy 1 3 none`; `none` is without privacy.
 """
 
+import itertools
 import json
 import os
 import platform
@@ -24,7 +25,9 @@ from peers.ratios import in_plain
 PEERS = Path(__file__).parents[1] / ".venv-peers"
 # An update's examples, the updates of an epoch, and the epochs of a timed fit. A physical batch is a quarter of what
 # an update usually draws.
-SIZE, UPDATES, EPOCHS, ROUNDS = 1024, 16, 2, 3
+SIZE, UPDATES, EPOCHS, ROUNDS = 1024, 14, 2, 3
+# Of which the images are enough for an epoch.
+SIZES = (SIZE, 2048, 4096)
 MODELS = ("mlp", "cnn", "transformer")
 # How many times a plain step one with four physical batches may take.
 TARGETS = {"mlp": 1.35, "cnn": 1.6, "transformer": 1.35, "low_rank": 1.35}
@@ -37,7 +40,7 @@ RECIPE = {"epochs": 40, "expected_batch_size": 2048, "clip_norm": 0.1, "delta": 
 LEARNING_RATE, MOMENTUM = 4.0, 0.9
 
 
-def prepared(name, way, jit_compile):
+def prepared(name, way, jit_compile, size=SIZE):
     """A compiled model and the arguments of its `fit`."""
     import keras
     from models import batch_of, loss_of, model_of
@@ -45,12 +48,12 @@ def prepared(name, way, jit_compile):
     from keras_paragrad import wrap
     from keras_paragrad.privacy import make_private
 
-    model, data = model_of(name), batch_of(name, SIZE * UPDATES)
-    options = {"batch_size": SIZE}
+    model, data = model_of(name), batch_of(name, size * UPDATES)
+    options = {"batch_size": size}
     if way in (NORMS, CLIPPED):
         model = wrap(model, **({"quantity": "norms"} if way == NORMS else {"clip_norm": 1.0}))
     elif way != "plain":
-        settings = {"clip_norm": 1.0, "expected_batch_size": SIZE, "delta": 1e-6, "noise_multiplier": 1.0}
+        settings = {"clip_norm": 1.0, "expected_batch_size": size, "delta": 1e-6, "noise_multiplier": 1.0}
         private = make_private(model, **settings, examples=len(data[0]))
         if way == FOUR:
             _, rows = private.privacy.rows()
@@ -60,7 +63,7 @@ def prepared(name, way, jit_compile):
     return model, data, options
 
 
-def timed(name, way, jit_compile):
+def timed(name, way, jit_compile, size):
     """The median time of a step, in ms.
 
     Not that of `fit`: TensorFlow's iterators now and then wait for their autotuner when an epoch ends, as long as the
@@ -75,7 +78,7 @@ def timed(name, way, jit_compile):
         def on_train_batch_end(self, batch, logs=None):
             took.append((time.perf_counter() - began[-1]) * 1e3)
 
-    model, data, options = prepared(name, way, jit_compile)
+    model, data, options = prepared(name, way, jit_compile, size)
     began, took = [], []
 
     def run():
@@ -86,19 +89,22 @@ def timed(name, way, jit_compile):
     return run
 
 
-def report_ratios(title, names, ways):
+def report_ratios(title, names, ways, sizes=(SIZE,)):
     rows = []
-    for name in names:
-        for jit_compile in (False, True):
-            plain, ratios = in_plain({way: timed(name, way, jit_compile) for way in ways}, ROUNDS)
-            case = f"{name}, jit {'on' if jit_compile else 'off'}"
-            rows.append([case, plain, *(ratios[way] for way in ways[1:]), TARGETS[name]])
+    for name, size, jit_compile in itertools.product(names, sizes, (False, True)):
+        plain, ratios = in_plain({way: timed(name, way, jit_compile, size) for way in ways}, ROUNDS)
+        case = f"{name}, jit {'on' if jit_compile else 'off'}" + (f", {size} examples" if len(sizes) > 1 else "")
+        rows.append([case, plain, *(ratios[way] for way in ways[1:]), TARGETS[name]])
     columns = ["", "plain, ms", *(f"{way}, to plain" for way in ways[1:]), "four, at most"]
     report("privacy", title, columns, rows)
 
 
 def times():
     report_ratios(f"A step of {SIZE} examples in fit", MODELS, WAYS)
+
+
+def sizes():
+    report_ratios("A step of the MLP in fit, by its examples", ["mlp"], WAYS, SIZES)
 
 
 def low_rank():
@@ -140,10 +146,10 @@ def peers():
             print(f"Without {library}, which is not installed: make bench-peers")
             continue
         found = [json.loads(line) for line in printed(python, "-m", f"peers.privacy_{framework}") if line[:1] == "{"]
-        rows += [[library, each["model"], each["plain"], each["ratio"]] for each in found]
+        rows += [[library, each["model"], each["examples"], each["plain"], each["ratio"]] for each in found]
     if rows:
-        columns = ["", "model", "plain, ms", "private, four physical batches, to plain"]
-        report("privacy", f"A step of {SIZE} examples in other libraries", columns, rows)
+        columns = ["", "model", "examples", "plain, ms", "private, four physical batches, to plain"]
+        report("privacy", "A step in other libraries", columns, rows)
 
 
 def trained(epsilon, learning_rate=LEARNING_RATE):
@@ -184,7 +190,7 @@ def accuracy(*epsilons):
         report("privacy", title, columns, [rows[each] for each in ordered])
 
 
-PARTS = {"memory": memory, "times": times, "low_rank": low_rank, "peers": peers, "accuracy": accuracy}
+PARTS = {"memory": memory, "times": times, "sizes": sizes, "low_rank": low_rank, "peers": peers, "accuracy": accuracy}
 
 if __name__ == "__main__":
     first, *rest = sys.argv[1:] or [None]

@@ -55,7 +55,7 @@ def main():
             "private": timed(private(model_of(name)), data, batch_size=SIZE),
         }
         plain, ratios = in_plain(cases, ROUNDS)
-        print(json.dumps({"model": name, "plain": plain, "ratio": ratios["private"]}), flush=True)
+        print(json.dumps({"model": name, "examples": SIZE, "plain": plain, "ratio": ratios["private"]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Prints a JSON line for each model: milliseconds a plain step, and how many times
 """
 
 import json
+import math
 import time
 import warnings
 
@@ -16,12 +17,14 @@ from peers.per_example_torch import Block, cnn_layers, mlp_layers
 from peers.ratios import in_plain
 from torch.utils.data import DataLoader, TensorDataset
 
-SIZE, UPDATES, ROUNDS, WORDS, TOKENS = 1024, 16, 7, 1000, 32
+UPDATES, ROUNDS, WORDS, TOKENS = 14, 7, 1000, 32
+# Models, and the examples of an update.
+CASES = (("mlp", 1024), ("mlp", 2048), ("mlp", 4096), ("cnn", 1024), ("transformer", 1024))
 warnings.filterwarnings("ignore")
 
 
-def data_of(name):
-    rows = SIZE * UPDATES
+def data_of(name, size):
+    rows = size * UPDATES
     if name == "transformer":
         generator = np.random.default_rng(0)
         tokens, classes = generator.integers(0, WORDS, (rows, TOKENS)), generator.integers(0, 10, rows)
@@ -52,14 +55,14 @@ def timed(run):
     return timed_run
 
 
-def plain(name):
-    model, loader = model_of(name), DataLoader(data_of(name), batch_size=SIZE, shuffle=True)
+def plain(name, size):
+    model, loader = model_of(name), DataLoader(data_of(name, size), batch_size=size, shuffle=True)
     optimizer, criterion = torch.optim.SGD(model.parameters(), 0.01), torch.nn.CrossEntropyLoss()
     return timed(lambda: epoch(model, optimizer, criterion, loader))
 
 
-def private(name):
-    model, loader = model_of(name), DataLoader(data_of(name), batch_size=SIZE)
+def private(name, size):
+    model, loader = model_of(name), DataLoader(data_of(name, size), batch_size=size)
     model, optimizer, criterion, loader = PrivacyEngine().make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), 0.01),
@@ -73,7 +76,8 @@ def private(name):
 
     def run():
         # Batches are cut where they exceed it: a quarter of what is usually drawn, so that there are four of them.
-        manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=276, optimizer=optimizer)
+        most = math.ceil((size + 2.5 * size**0.5) / 4)
+        manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=most, optimizer=optimizer)
         with manager as batches:
             epoch(model, optimizer, criterion, batches)
 
@@ -81,9 +85,10 @@ def private(name):
 
 
 def main():
-    for name in ("mlp", "cnn", "transformer"):
-        milliseconds, ratios = in_plain({"plain": plain(name), "private": private(name)}, ROUNDS)
-        print(json.dumps({"model": name, "plain": milliseconds, "ratio": ratios["private"]}), flush=True)
+    for name, size in CASES:
+        milliseconds, ratios = in_plain({"plain": plain(name, size), "private": private(name, size)}, ROUNDS)
+        found = {"model": name, "examples": size, "plain": milliseconds, "ratio": ratios["private"]}
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
