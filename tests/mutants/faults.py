@@ -232,6 +232,13 @@ _STEP = [
         "accumulation/test_tail.py::test_tail",
     ),
     _fault(
+        "a step is traced for one batch after another",
+        "_keras/step/compiled_step.py",
+        "self._function.get_concrete_function(spec)",
+        "pass",
+        "distribution/data/test_replicas.py::test_the_graph_of_a_step_is_there_once",
+    ),
+    _fault(
         "a transform is applied twice",
         "_keras/step/transform.py",
         "transformed = own_parts(transform(unscaled, changed), changed)",

@@ -40,7 +40,7 @@ HOOKS = (
     Hook(
         "keras",
         "Model._autoconvert_optionals",
-        ("parameter_servers.model", "replicas.evaluation", "step.execution"),
+        ("parameter_servers.model", "replicas.evaluation", "step.compiled_step"),
         ("step_func",),
     ),
     Hook(
@@ -164,7 +164,7 @@ HOOKS = (
     Hook(
         "keras.src.backend.tensorflow.trainer",
         "reduce_per_replica",
-        ("step.execution",),
+        ("step.compiled_step",),
         ("values", "strategy", "reduction"),
     ),
     Hook("keras.src.backend.tensorflow", "distribution_lib", ("mesh.tracing",)),
@@ -312,7 +312,9 @@ HOOKS = (
     Hook("tensorflow.python.distribute.values", "DistributedVariable", ("storage.sharded",)),
     Hook("tensorflow.python.distribute.values", "PerReplica", ("storage.exchange",)),
     Hook("tensorflow.python.distribute.values_util", "get_current_replica_id_as_int", ("storage.sharded",)),
-    Hook("tensorflow.python.distribute.values", "PerReplicaSpec._value_specs", ("telemetry.counts",)),
+    Hook(
+        "tensorflow.python.distribute.values", "PerReplicaSpec._value_specs", ("step.compiled_step", "telemetry.counts")
+    ),
     Hook("tensorflow.python.eager.context", "Context.coordination_service", ("replicas.workers",)),
     Hook(
         "tensorflow.python.eager.context",
@@ -321,7 +323,7 @@ HOOKS = (
         ("barrier_id", "timeout_in_ms"),
     ),
     Hook("tensorflow.python.eager.context", "context", ("replicas.workers",)),
-    Hook("tensorflow.python.eager.polymorphic_function.attributes", "NO_INLINE", ("step.execution",)),
+    Hook("tensorflow.python.eager.polymorphic_function.attributes", "NO_INLINE", ("step.compiled_step",)),
     Hook(
         "tensorflow.python.eager.polymorphic_function.polymorphic_function",
         "Function._list_all_concrete_functions",

@@ -6,16 +6,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import reduce_per_replica
-from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
-from keras_paragrad._keras.replicas.collectives import of_first_replica
-from keras_paragrad._keras.step.gradient_functions import releasing
+from keras_paragrad._keras.step.compiled_step import CompiledStep, Step
 from keras_paragrad._keras.step.stages import MeshRunner, Take
 from keras_paragrad._keras.step.uncut import Limit
 from keras_paragrad._keras.step.whole_batches import divided
 
-Step = Callable[[Any], dict]
 # From an iterator, and whether each batch ends with an update, to the last batch's logs; `None` if there was no batch.
 Execute = Callable[[Any, list[bool]], dict | None]
 
@@ -52,8 +48,8 @@ def compile_steps(
     Returns:
         A function for `model.train_function`.
     """
-    compiled = [_compile_step(model, step, take, limit, by_xla, mesh) for step in steps]
-    by_host = _by_host(model, compiled, cuts=take is not None, in_functions=mesh is None)
+    compiled = [CompiledStep(model, step, take, limit, by_xla, mesh) for step in steps]
+    by_host = _by_host(model, compiled, cuts=take is not None)
     in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and mesh is None
     run = _in_graph(model, compiled) if in_graph else by_host
 
@@ -99,31 +95,7 @@ def _next_batch(iterator: Any) -> Any:
     return iterator.get_next() if hasattr(iterator, "get_next") else next(iterator)
 
 
-def _compile_step(
-    model: keras.Model, step: Step, take: Take | None, limit: Limit | None, by_xla: bool, mesh: MeshRunner | None
-) -> Step:
-    strategy = model.distribute_strategy
-
-    def one_step(data: Any) -> dict:
-        logs = strategy.run(step, args=(data,))
-        return of_first_replica(strategy, logs) if take else reduce_per_replica(logs, strategy, reduction="auto")
-
-    if not model.run_eagerly:
-        # Not inlined, so that nothing in it, such as a counter, runs ahead of a batch that turns out not to exist.
-        one_step = tf.function(
-            releasing(one_step),
-            # DTensor knows static shapes only.
-            reduce_retracing=mesh is None,
-            # XLA can't compile collectives between these devices.
-            jit_compile=by_xla and model.jit_compile and (take is None or strategy.num_replicas_in_sync == 1),
-            autograph=False,
-            experimental_attributes={NO_INLINE: True},
-        )
-    compiled = model._autoconvert_optionals(limit.watch(one_step) if limit else one_step)
-    return mesh.running(compiled) if mesh else compiled
-
-
-def _in_graph(model: keras.Model, steps: Sequence[Step]) -> Execute:
+def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
     """Takes all the batches of a call in one graph."""
     per_call = model.steps_per_execution
 
@@ -160,7 +132,7 @@ def _in_graph(model: keras.Model, steps: Sequence[Step]) -> Execute:
     return execute
 
 
-def _by_host(model: keras.Model, steps: Sequence[Step], *, cuts: bool, in_functions: bool) -> Execute:
+def _by_host(model: keras.Model, steps: Sequence[CompiledStep], *, cuts: bool) -> Execute:
     """Takes batches one by one: TensorFlow can't run collectives inside `tf.cond`."""
     strategy = model.distribute_strategy
 
@@ -169,21 +141,12 @@ def _by_host(model: keras.Model, steps: Sequence[Step], *, cuts: bool, in_functi
         batch = next(iterator)
         return divided(strategy, batch) if cuts and strategy.num_replicas_in_sync > 1 else batch
 
-    def take_one(step: Step) -> Callable[[Any], dict]:
-        def take(iterator: Any) -> dict:
-            return step(iterator.get_next())
-
-        return (
-            take if model.run_eagerly or not in_functions else tf.function(take, reduce_retracing=True, autograph=False)
-        )
-
-    takes = [take_one(step) for step in steps]
-
     def execute(iterator: Any, updates: list[bool]) -> dict | None:
         logs = None
         for update in updates:
+            step = steps[update]
             try:
-                logs = takes[update](iterator) if hasattr(iterator, "get_next") else steps[update](take_next(iterator))
+                logs = step.run_next(iterator) if hasattr(iterator, "get_next") else step(take_next(iterator))
             except (StopIteration, tf.errors.OutOfRangeError):
                 break
         return logs

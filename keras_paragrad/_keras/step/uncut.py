@@ -1,5 +1,6 @@
 """Batches that are trained on whole, under a component that would divide larger ones or divide them over devices."""
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable
@@ -110,10 +111,18 @@ class Limit:
             rows = rows_of(data)
             tf.debugging.Assert(rows <= self.split.size, [_ABOVE])
 
+        @functools.partial(tf.function, reduce_retracing=True, autograph=False)
+        def check_all(data: Any) -> None:
+            self.model.distribute_strategy.run(check, args=(data,))
+
         def watched(data: Any) -> Any:
+            known = self._refusal
+            if known:
+                check_all(data)
             result = step(data)
-            if self._refusal:
-                self.model.distribute_strategy.run(check, args=(data,))
+            # Only found out while the step was traced just now.
+            if self._refusal and not known:
+                check_all(data)
             return result
 
         return watched if self.split else step

@@ -1,5 +1,6 @@
 """Under MirroredStrategy: what each replica gets, and stock `fit` on it."""
 
+import gc
 import itertools
 
 import hypothesis.strategies as st
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given
+from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad import DistributedFit
 from keras_paragrad._keras.replicas.local import place_of
@@ -151,6 +153,20 @@ def test_stock_fit_trains_as_on_one_device(mirrored, kinds):
             np.testing.assert_allclose(history[name], values, atol=1e-5)
     data = distributed_dataset(mirrored, X, batch_size=8)
     np.testing.assert_allclose(two.predict(data, verbose=0), one.predict(X, verbose=0), atol=1e-5)
+
+
+@own_process
+def test_the_graph_of_a_step_is_there_once(mirrored):
+    """For batches of all sizes, and in no graph around it."""
+    dist = DistributedFit(mirrored)
+    with dist.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=False)
+    dist.fit(model, X[:21], Y[:21], batch_size=8, epochs=2, verbose=0)
+    graphs = [each for each in gc.get_objects() if isinstance(each, FuncGraph)]
+    assert [graph.name for graph in graphs].count("one_step") == 1
+    inner = {graph.name: [each.signature.name for each in graph.as_graph_def().library.function] for graph in graphs}
+    assert not [graph for graph, functions in inner.items() if any("one_step" in name for name in functions)]
 
 
 class Endless(keras.utils.PyDataset):
