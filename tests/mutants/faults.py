@@ -239,6 +239,13 @@ _STEP = [
         "distribution/data/test_replicas.py::test_the_graph_of_a_step_is_there_once",
     ),
     _fault(
+        "weights are gathered again after the statistics whose gradients need them",
+        "_keras/storage/regathering.py",
+        "with _in_an_order_of_their_own():",
+        "with contextlib.nullcontext():",
+        "sharding/test_shards.py::test_two_workers_with_synchronized_statistics",
+    ),
+    _fault(
         "a transform is applied twice",
         "_keras/step/transform.py",
         "transformed = own_parts(transform(unscaled, changed), changed)",

@@ -144,6 +144,11 @@ def test_two_workers_with_two_devices():
     check([Case("mlp", "lamb", "parameters")], 2, workers=2)
 
 
+def test_two_workers_with_synchronized_statistics():
+    """The backward pass all-reduces them, after gathers that its graph came to have later."""
+    check([Case("cnn", "rmsprop", "parameters")], 1, workers=2)
+
+
 def test_an_overflow_on_one_worker_is_an_update_on_none():
     """In the branch of a loss scale, workers gather what an optimizer needs whole, or none of them does."""
     check_scaled([Case("", "lamb", "parameters", ("ema_overwrite", "global_clipnorm"))], 1, [True, False, True, False])

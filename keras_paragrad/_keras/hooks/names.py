@@ -246,6 +246,11 @@ HOOKS = (
     Hook("tensorflow.core.function.polymorphism.function_cache", "FunctionCache._primary", ("telemetry.counts",)),
     Hook("tensorflow.python.data.ops.dataset_ops", "DatasetV2._inputs", ("objects.data",)),
     Hook(
+        "tensorflow.python.distribute.cross_device_utils",
+        "CollectiveReplicaLauncher._get_ordering_token",
+        ("storage.regathering",),
+    ),
+    Hook(
         "tensorflow.python.distribute.collective_all_reduce_strategy",
         "CollectiveAllReduceStrategy._collective_key_base",
         ("replicas.workers",),
@@ -344,6 +349,7 @@ HOOKS = (
         "tensorflow", "Graph._get_function", ("step.operations", "step.stateful_ops", "storage.regathering"), ("name",)
     ),
     Hook("tensorflow.python.framework.func_graph", "FuncGraph", ("objects.unallocated", "step.uncut"), ("name",)),
+    Hook("tensorflow.python.framework.ops", "Operation._add_control_input", ("storage.regathering",)),
     Hook("tensorflow.python.framework.ops", "Operation._update_input", ("storage.regathering",), ("index", "tensor")),
     Hook("tensorflow.python.framework.ops", "gradient_registry._registry", ("step.gradient_functions",)),
     Hook("tensorflow.python.ops", "array_ops", ("mesh.equivalents",)),
@@ -418,6 +424,7 @@ HOOKS = (
             "name",
         ),
     ),
+    Hook("tensorflow.python.ops.resource_variable_ops", "ResourceVariable", ("storage.regathering",)),
     Hook(
         "tensorflow.python.ops.resource_variable_ops",
         "ResourceVariable._read_variable_op",
@@ -452,6 +459,9 @@ ASSIGNED = (
         "tensorflow.python.distribute.collective_all_reduce_strategy",
         "CollectiveAllReduceExtended._communication_options",
         ("replicas.collectives", "replicas.workers"),
+    ),
+    Hook(
+        "tensorflow.python.distribute.cross_device_utils", "CollectiveReplicaLauncher._device", ("storage.regathering",)
     ),
     Hook(
         "tensorflow.python.distribute.input_lib", "DistributedDataset._enable_get_next_as_optional", ("objects.data",)

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 # What keeps a weight's buffer, or is as large as the weight, and is computed from it alone.
 _VIEWS = ("Cast", "ExpandDims", "Identity", "IdentityN", "Reshape", "Squeeze", "Transpose")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 # These run at once, and keep nothing.
 _OF_SHAPE = ("Rank", "Shape", "ShapeN", "Size")
+_TOKEN, _OTHER = CollectiveReplicaLauncher._get_ordering_token, "_keras_paragrad_token"
 
 
 class _Gathered(threading.local):
@@ -50,7 +53,8 @@ def gathered_again(loss: tf.Tensor) -> Iterator[None]:
     yield
     operations = graph.get_operations()
     places = {operation.name: place for place, operation in enumerate(operations)}
-    rewired = [_Weight(each, before, places) for each in gathered]
+    collectives = [(place, each) for place, each in enumerate(operations) if place >= before and _is_collective(each)]
+    rewired = [_Weight(each, before, places, collectives) for each in gathered]
     # In the order in which the backward pass comes to them, the same on every replica.
     after = [loss]
     for weight in sorted((each for each in rewired if each.uses), key=lambda each: each.first):
@@ -61,9 +65,9 @@ def gathered_again(loss: tf.Tensor) -> Iterator[None]:
 class _Weight:
     """A gathered weight, and the operations of the backward pass that use it or a view of it."""
 
-    def __init__(self, gathered: tuple[Any, Any, tf.Tensor], before: int, places: dict[str, int]):
+    def __init__(self, gathered: Any, before: int, places: dict[str, int], collectives: list[tuple[int, Any]]):
         self._storage, self._dtype, self._tensor = gathered
-        self._before, self._places = before, places
+        self._before, self._places, self._collectives = before, places, collectives
         self._again: dict[int, tf.Tensor] = {}
         # Views keep tensors alive by whose `id` they are known.
         self._views = self._views_of(self._tensor)
@@ -86,12 +90,36 @@ class _Weight:
         """
         first = next(use for use, _ in self.uses if self._places[use.name] == self.first)
         after = [each for each in first.inputs if self._is_backward(each.op)] or after
-        self._again[id(self._tensor)] = self._storage.gathered(self._dtype, after)
+        self._again[id(self._tensor)] = self._gathered(after)
         for use, view in self.uses:
             for index, each in enumerate(use.inputs):
                 if each is view:
                     use._update_input(index, self._made_again(view))
         return after
+
+    def _gathered(self, after: list[tf.Tensor]) -> tf.Tensor:
+        if all(place < self.first for place, _ in self._collectives):
+            return self._storage.gathered(self._dtype, after)
+        # Of a synchronized BatchNormalization, whose gradients may need this weight's. Workers run collectives in the
+        # order in which they were made, by a token that they pass on, and this one is made last and has to run first.
+        with _in_an_order_of_their_own():
+            tensor = self._storage.gathered(self._dtype, after)
+        for own in self._made_for(tensor):
+            for place, other in self._collectives:
+                if other.device == own.device:
+                    first, then = (other, own) if place < self.first else (own, other)
+                    then._add_control_input(first)
+        return tensor
+
+    def _made_for(self, tensor: tf.Tensor) -> list[Any]:
+        """The collectives that a tensor was gathered by."""
+        found, waiting = {}, [tensor.op]
+        while waiting:
+            each = waiting.pop()
+            if each.name not in self._places and each.name not in found:
+                found[each.name] = each
+                waiting += [given.op for given in each.inputs]
+        return [each for each in found.values() if _is_collective(each)]
 
     def _is_backward(self, operation: Any) -> bool:
         # What was gathered again for another weight has no place.
@@ -134,6 +162,27 @@ class _Weight:
             )
             self._again.update((id(old), new) for old, new in zip(made.outputs, copy.outputs, strict=True))
         return self._again[id(view)]
+
+
+def _is_collective(operation: Any) -> bool:
+    return operation.type.startswith("Collective")
+
+
+@contextlib.contextmanager
+def _in_an_order_of_their_own() -> Iterator[None]:
+    """Context in which collectives don't wait for those that were made before outside of one."""
+    CollectiveReplicaLauncher._get_ordering_token = _other_token
+    try:
+        yield
+    finally:
+        CollectiveReplicaLauncher._get_ordering_token = _TOKEN
+
+
+def _other_token(launcher: Any) -> tf.Tensor:
+    if not hasattr(launcher, _OTHER):
+        with tf.init_scope(), tf.device(launcher._device):
+            setattr(launcher, _OTHER, ResourceVariable(0.0))
+    return getattr(launcher, _OTHER).handle
 
 
 def _body(call: Any) -> Any:
