@@ -4,11 +4,15 @@ import itertools
 import sys
 
 import covering
+import keras
+import numpy as np
 import own_process
 import pytest
 import scaled_training
 import sharded_training
 from sharded_training import MODELS, OPTIMIZERS, Case
+
+from keras_paragrad import DistributedFit, recompute
 
 # Rounding of the largest weight over six updates; scaled to the largest weight.
 CLOSE = 2e-6
@@ -147,6 +151,32 @@ def test_two_workers_with_two_devices():
 def test_two_workers_with_synchronized_statistics():
     """The backward pass all-reduces them, after gathers that its graph came to have later."""
     check([Case("cnn", "rmsprop", "parameters")], 1, workers=2)
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("prepared_first", [False, True])
+def test_recomputed_loops_are_evaluated_in_shards(prepared_first):
+    """A loop can't gather what it reads: not while it is recomputed, and not once that is undone."""
+    dist = DistributedFit("mirrored", ["CPU:0", "CPU:1"], shard="parameters", min_shard_bytes=64)
+    x, y = np.arange(96).reshape(16, 6) % 20, np.ones((16, 1))
+
+    def made():
+        model = keras.Sequential([keras.layers.Embedding(20, 8), keras.layers.GRU(8), keras.layers.Dense(1)])
+        model.build((None, 6))
+        model.compile("sgd", "mse", jit_compile=False)
+        return model
+
+    with dist.scope():
+        model = made()
+    if prepared_first:
+        dist.prepare(model)
+    handle = recompute(model, layers=[layer.name for layer in model.layers])
+    (during,) = dist.fit(model, x, y, batch_size=8, verbose=0, validation_data=(x, y)).history["val_loss"]
+    handle.undo()
+    plain = made()
+    plain.set_weights(model.get_weights())
+    expected = plain.evaluate(x, y, verbose=0)
+    np.testing.assert_allclose([during, model.evaluate(x, y, verbose=0)], expected, rtol=1e-5)
 
 
 def test_an_overflow_on_one_worker_is_an_update_on_none():

@@ -23,6 +23,7 @@ from keras_paragrad._keras.step.gradient_functions import keep_with_graphs
 from keras_paragrad._keras.step.leaves import dense_parts, has_gradient, rebuilt
 from keras_paragrad._keras.step.reads import Reads, in_scope_of_others
 from keras_paragrad._keras.step.stateful_ops import check_operations
+from keras_paragrad._keras.storage.gathering import plain_call, settle
 from keras_paragrad._keras.storage.sharded import to_gather
 
 
@@ -274,11 +275,13 @@ def recompute_layer(layer: keras.layers.Layer) -> Callable[[], None]:
     # Bypass Keras's tracking: a method is not state of the layer.
     own = vars(layer)
     before = {"call": own["call"]} if "call" in own else {}
-    made = own["call"] = Recomputed(layer.call, layer.name, [layer], layer)
+    made = Recomputed(own.get("call") or functools.partial(plain_call, layer), layer.name, [layer], layer)
+    own["call"] = functools.update_wrapper(made, layer.call)
 
     def undo() -> None:
         if own.get("call") is made:
             del own["call"]
             own.update(before)
+            settle(layer)
 
     return undo

@@ -17,7 +17,7 @@ from keras_paragrad._keras.storage.creation import may_be_in_shards
 from keras_paragrad._keras.storage.exchange import looked_up
 from keras_paragrad._keras.storage.sharded import ShardedVariable, known, known_cast, read_as, storage_of
 
-_CALL = "call"
+_CALL, _GATHERS = "call", "_keras_paragrad_gathers"
 
 
 class _Order(threading.local):
@@ -40,17 +40,33 @@ def gather_at_calls(model: keras.Model) -> None:
         return
     for layer in all_layers(model):
         # One that has no weights yet may be built by its first call.
-        if not isinstance(layer, keras.Model) and _CALL not in vars(layer):
-            # Bypass Keras's tracking: a method is not state.
-            vars(layer)[_CALL] = functools.partial(_call, layer)
+        if not isinstance(layer, keras.Model):
+            # Bypass Keras's tracking: neither this nor a method is state.
+            vars(layer)[_GATHERS] = True
+            settle(layer)
 
 
 def gather_on_read(model: keras.Model) -> None:
     """Restores the layers' own `call`."""
     for layer in all_layers(model):
-        call = vars(layer).get(_CALL)
-        if isinstance(call, functools.partial) and call.func is _call:
-            del vars(layer)[_CALL]
+        vars(layer).pop(_GATHERS, None)
+        settle(layer)
+
+
+def settle(layer: keras.layers.Layer) -> None:
+    """Has a layer that nothing else calls in a way of its own gather its weights when it is called, if it is to."""
+    own, gathers = vars(layer), _GATHERS in vars(layer)
+    if gathers and _CALL not in own:
+        own[_CALL] = functools.partial(_call, layer)
+    elif not gathers and isinstance(own.get(_CALL), functools.partial) and own[_CALL].func is _call:
+        del own[_CALL]
+
+
+def plain_call(layer: Any, *arguments: Any, **keywords: Any) -> Any:
+    """What the layer's class does when it is called, with its weights gathered before, if they are to be."""
+    if _GATHERS in vars(layer):
+        return _call(layer, *arguments, **keywords)
+    return type(layer).call(layer, *arguments, **keywords)
 
 
 def compiled_in_pieces(model: keras.Model) -> bool:
