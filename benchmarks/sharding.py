@@ -1,9 +1,9 @@
 """What shards save in memory and cost in time: a Transformer of 20 million parameters on four logical CPU devices.
 
 `python benchmarks/sharding.py` prints the tables and saves them in `results/sharding.json`; `python
-benchmarks/sharding.py times` does one of the sections `memory`, `batches`, `times`, `largest` and `peers`. All devices
-share the memory and the cores of one machine: the peak of a process is that of all of them together, and times say what
-is added to a step, not how training scales.
+benchmarks/sharding.py times` does one of the sections `memory`, `times`, `largest` and `peers`. All devices share the
+memory and the cores of one machine: the peak of a process is that of all of them together, and times say what is added
+to a step, not how training scales.
 """
 
 import contextlib
@@ -28,8 +28,6 @@ DEVICES = 4
 BLOCKS, WIDTH, HEADS, TOKENS, WORDS, BATCH = 3, 720, 8, 32, 2000, 16
 # The same graph, next to no weights.
 TINY = 8
-# The more sequences, the more is kept for the backward pass.
-BATCHES = (BATCH, 64, 128, 256)
 
 
 class Case(NamedTuple):
@@ -109,12 +107,12 @@ def prepared(case, width):
     return model
 
 
-def fit(model, steps, *callbacks, batch=BATCH):
+def fit(model, steps, *callbacks):
     import numpy as np
     from models import endless
 
-    x = np.random.default_rng(0).integers(0, TINY, (batch, TOKENS))
-    data = endless(x, np.arange(batch) % 4)
+    x = np.random.default_rng(0).integers(0, TINY, (BATCH, TOKENS))
+    data = endless(x, np.arange(BATCH) % 4)
     model.fit(data, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=list(callbacks))
 
 
@@ -134,11 +132,11 @@ def held(model):
     return total
 
 
-def print_memory(case, width, batch=BATCH):
+def print_memory(case, width):
     """Runs in a process of its own: parameters, what a device holds, and the most memory that the process has held."""
     make_devices()
     model = prepared(case, int(width))
-    fit(model, 4, batch=int(batch))
+    fit(model, 4)
     unit = 1 if platform.system() == "Darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     print(json.dumps({"parameters": model.count_params(), "held": held(model), "peak": peak}))
@@ -202,16 +200,6 @@ def memory():
     millions = found["mirrored"][0]["parameters"] / 1e6
     title = f"Memory of training a Transformer of {millions:.1f} million parameters on {DEVICES} devices, Adam, MB"
     report("sharding", title, columns, rows)
-
-
-def batches():
-    cases = ("mirrored", 'shard="parameters"', 'shard="parameters", recomputed')
-    rows = []
-    for batch in BATCHES:
-        peaks = [result(in_own_process("print_memory", case, WIDTH, batch, **SETTINGS))["peak"] for case in cases]
-        rows.append([batch, *(round(peak / 1e6) for peak in peaks), *(peak / peaks[0] for peak in peaks[1:])])
-    columns = ["", *cases, *(f"{case}, of mirrored's" for case in cases[1:])]
-    report("sharding", f"Peak of the process by sequences in a batch, of {TOKENS} tokens, MB", columns, rows)
 
 
 def times():
@@ -283,7 +271,7 @@ def peers():
     report("sharding", title, columns, rows)
 
 
-SECTIONS = {"memory": memory, "batches": batches, "times": times, "largest": largest, "peers": peers}
+SECTIONS = {"memory": memory, "times": times, "largest": largest, "peers": peers}
 
 
 def main():
