@@ -81,7 +81,9 @@ def check(cases, devices, workers=1):
     seconds = 120 + 40 * len(cases)
     for of_worker in own_process.call(sharded_training.differences, argument, environments, seconds):
         for found in of_worker:
-            limits = {"weights": CLOSE, "loss": 1e-5, "evaluation": 1e-5, "predictions": 1e-4}
+            # Sums of four replicas' gradients move FTRL's weights by 5e-6 without shards as well: it subtracts roots.
+            close = 5 * CLOSE if "optimizer='ftrl'" in found["case"] else CLOSE
+            limits = {"weights": close, "loss": 1e-5, "evaluation": 1e-5, "predictions": 1e-4}
             assert {name: found[name] for name in limits if found[name] > limits[name]} == {}, found
             assert found["in_shards"] > 0, found
 
