@@ -30,6 +30,9 @@ def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarra
     if place.workers == 1:
         return own[np.newaxis]
     mine = np.zeros((place.workers, *own.shape), own.dtype)
+    if not own.size:
+        # TensorFlow's all-reduce of nothing ends in a segmentation fault.
+        return mine
     mine[place.worker] = own
 
     def shown(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
