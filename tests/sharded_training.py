@@ -106,7 +106,7 @@ OPTIMIZERS = {
     "rmsprop": lambda **options: optimizers.RMSprop(0.01, centered=True, momentum=0.5, epsilon=1e-2, **options),
     "adam": lambda **options: optimizers.Adam(0.01, amsgrad=True, epsilon=1e-2, **options),
     "adamw": lambda **options: optimizers.AdamW(0.01, epsilon=1e-2, **{"weight_decay": 0.2, **options}),
-    "adadelta": lambda **options: optimizers.Adadelta(1.0, epsilon=1e-2, **options),
+    "adadelta": lambda **options: optimizers.Adadelta(RATE, epsilon=1e-2, **options),
     "adagrad": lambda **options: optimizers.Adagrad(RATE, **options),
     "adamax": lambda **options: optimizers.Adamax(0.01, epsilon=1e-2, **options),
     "nadam": lambda **options: optimizers.Nadam(0.01, epsilon=1e-2, **options),
