@@ -125,8 +125,15 @@ class SliceSums:
         return self.last.of_all(gradients, tf.convert_to_tensor(rows), divisor, total.losses)
 
 
-def rows_at(data: Any, first: Any, count: Any) -> Any:
-    """So many consecutive rows of every tensor in a batch, from the `first` on."""
+def rows_at(data: Any, first: Any, count: Any, *, by_xla: bool = True) -> Any:
+    """So many consecutive rows of every tensor in a batch, from the `first` on.
+
+    Args:
+        data: The batch.
+        first: The first row.
+        count: How many.
+        by_xla: Whether XLA might compile this.
+    """
 
     def part_of(tensor: Any) -> Any:
         if tensor is None:
@@ -138,7 +145,8 @@ def rows_at(data: Any, first: Any, count: Any) -> Any:
             # Layers that are not built yet need the static shape of a row.
             part.set_shape([None, *tensor.shape[1:]])
             return part
-        if isinstance(tensor, tf.Tensor) and isinstance(count, int) and count <= (tensor.shape[0] or 0):
+        static = isinstance(count, int) and count <= (tensor.shape[0] or 0)
+        if isinstance(tensor, tf.Tensor) and (static or not by_xla):
             # Copies nothing where rows are aligned in memory.
             known: Any = tensor.shape[1:]
             sizes = tf.shape(tensor)[1:] if None in known else tf.constant(known.as_list(), tf.int32)

@@ -116,7 +116,7 @@ class Slices(NamedTuple):
         rows = rows_of(tensors) if known is None else known
         whole = rows // self.size
         rest = rows - whole * self.size
-        total = self.added_up(sums, data, whole, rows)
+        total = self.added_up(sums, whole, lambda index: rows_at(data, index * self.size, self.size), rows)
         if known is None:
             total = tf.cond(rest > 0, lambda: add_rest(total), lambda: total)
         elif rest:
@@ -130,11 +130,11 @@ class Slices(NamedTuple):
         build_losses(model, rows_at(data, 0, 1))
         return SliceSums(model, gradient_of_slice)
 
-    def added_up(self, sums: SliceSums, data: Any, slices: Any, rows: Any) -> RunningSums:
-        """The sums over the first slices of `size` rows, of a batch of `rows`."""
+    def added_up(self, sums: SliceSums, slices: Any, slice_at: Callable[[Any], Any], rows: Any) -> RunningSums:
+        """The sums over so many slices, which `slice_at` cuts from a batch of `rows`."""
 
         def add_slice(index, total):
-            return index + 1, sums.add(total, rows_at(data, index * self.size, self.size), rows)
+            return index + 1, sums.add(total, slice_at(index), rows)
 
         start = tf.constant(0), sums.zero()
         return tf.while_loop(lambda index, _: index < slices, add_slice, start, parallel_iterations=1)[1]

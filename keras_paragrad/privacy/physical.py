@@ -1,5 +1,6 @@
 """Physical batches: the equal slices that an update is computed in, of which those without a drawn row are left out."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_paragrad._keras.replicas.collectives import replica_count
+from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad._keras.step.gradient import Gradient
+from keras_paragrad.accumulation.slice_sums import rows_at
 from keras_paragrad.accumulation.slices import Slices
 from keras_paragrad.privacy.sampling import present
 
@@ -66,12 +69,28 @@ class PhysicalBatches(Slices):
         drawn = tf.math.count_nonzero(present(data), dtype=tf.int32)
         # At least one: the gradient of weights' regularizers is in each, and so in that of an empty draw.
         taken = tf.maximum(1, -(-drawn // self.size))
-        rows = taken * self.size
+        size = self._even(drawn, taken) if _takes_any_number_of_rows(model) else self.size
+        rows = taken * size
+        # Outside of XLA, which compiles no more than the gradient of each.
+        slices = functools.partial(rows_at, data, count=size, by_xla=False)
         sums = self.begun(model, gradient_of_slice, data)
         with model.per_example.averaging(rows * replica_count()):
-            total = self.added_up(sums, data, taken, rows)
+            total = self.added_up(sums, taken, lambda index: slices(index * size), rows)
         # Each replica divides by what it has computed. What it multiplies with makes up for that, so they count alike.
         return sums.gradient(total, rows).counting_as_one()
+
+    def _even(self, drawn: tf.Tensor, taken: tf.Tensor) -> tf.Tensor:
+        """The rows of each physical batch that is computed, as few as hold what is drawn."""
+        return tf.minimum(self.size, tf.maximum(1, -(-drawn // (taken * _ROWS))) * _ROWS)
+
+
+def _takes_any_number_of_rows(model: Any) -> bool:
+    """Whether a model is known to, and TensorFlow runs it, where XLA would compile it anew for each."""
+    if StepBuilder.of(model).stages.by_xla_alone(model, replica_count()):
+        return False
+    # What is called on symbolic inputs has shown it.
+    inputs = getattr(model.per_example.layer, "inputs", None)
+    return bool(inputs) and all(each.shape[0] is None for each in inputs)
 
 
 def _multiple(number: int, of: int) -> int:

@@ -853,6 +853,13 @@ _PRIVACY = [
         "privacy/test_physical.py::test_physical_batches_without_drawn_rows_are_not_computed",
     ),
     _fault(
+        "physical batches of fewer rows leave out drawn ones",
+        "privacy/physical.py",
+        "-(-drawn // (taken * _ROWS))",
+        "drawn // (taken * _ROWS)",
+        "privacy/test_physical.py::test_rows_of_physical_batches_follow_the_draw_where_they_can",
+    ),
+    _fault(
         "an empty draw computes nothing, not even regularizers",
         "privacy/physical.py",
         "tf.maximum(1, -(-drawn // self.size))",

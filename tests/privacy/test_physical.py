@@ -48,48 +48,85 @@ def test_replicas_have_equal_shares_of_a_draw():
 
 
 class Counting(keras.layers.Layer):
-    """Counts its calls in training, whatever the examples are."""
+    """Counts its calls in training, and their rows, whatever the examples are."""
 
     def build(self, shape):
-        self.calls = self.add_weight(name="calls", shape=(), initializer="zeros", trainable=False)
+        self.calls, self.rows = (
+            self.add_weight(name=name, shape=(), initializer="zeros", trainable=False) for name in ("calls", "rows")
+        )
 
     def call(self, inputs, training=False):
         if training:
             self.calls.assign_add(1.0)
+            self.rows.assign_add(keras.ops.cast(keras.ops.shape(inputs)[0], "float32"))
         return inputs
+
+
+class Subclassed(keras.Model):
+    """Which may need the number of rows while it is traced."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.parts = layers
+
+    def call(self, inputs, training=False):
+        counting, dense = self.parts
+        return dense(counting(inputs, training=training))
+
+
+def private_and_reference(kind, examples=60, **settings):
+    """A private model that counts, one like it that doesn't, the layer that counts, and the data."""
+    x, y = some_data(examples)
+    keras.utils.set_random_seed(0)
+    counting, dense = Counting(), keras.layers.Dense(CLASSES, kernel_regularizer="l2")
+    if kind == "subclassed":
+        model = Subclassed([counting, dense])
+        model(x[:1])
+    else:
+        static = settings["physical_batch_size"] if kind == "static" else None
+        model = keras.Sequential([keras.Input((FEATURES,), batch_size=static), counting, dense])
+    reference = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(CLASSES, kernel_regularizer="l2")])
+    reference.set_weights(dense.get_weights())
+    private = make_private(model, clip_norm=0.3, noise_multiplier=1e-3, delta=1e-3, seed=2, **settings)
+    private.compile(keras.optimizers.SGD(0.5), cross_entropy(), jit_compile=kind == "jit")
+    private.fit(x, y, verbose=0)
+    assert private.privacy.rows()[1] == settings["physical_batch_size"]
+    return private, reference, counting, dense, (x, y)
+
+
+def check_by_hand(private, reference, dense, data):
+    loss = cross_entropy(reduction="sum")
+    by_hand(*(reference, private, keras.optimizers.SGD(0.5), private.privacy.updates, *data), clip=flat(0.3), loss=loss)
+    for found, wanted in zip(dense.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
 @pytest.mark.parametrize("expected", [1, 12])
 def test_physical_batches_without_drawn_rows_are_not_computed(expected):
     """And the update is that of all: with regularizers once, and a sum divided by the expected batch size."""
-    x, y = some_data()
-    keras.utils.set_random_seed(0)
-    counting = Counting()
-    layers = [keras.Input((FEATURES,)), counting, keras.layers.Dense(CLASSES, kernel_regularizer="l2")]
-    model = keras.Sequential(layers)
-    reference = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(CLASSES, kernel_regularizer="l2")])
-    reference.set_weights(model.layers[-1].get_weights())
-    private = make_private(
-        *(model,),
-        clip_norm=0.3,
-        noise_multiplier=1e-3,
-        expected_batch_size=expected,
-        delta=1e-3,
-        physical_batch_size=4,
-        seed=2,
+    private, reference, counting, *trained = private_and_reference(
+        "any number", expected_batch_size=expected, physical_batch_size=4
     )
-    private.compile(keras.optimizers.SGD(0.5), cross_entropy(), jit_compile=False)
-    private.fit(x, y, verbose=0)
     padded, physical = private.privacy.rows()
     updates = private.privacy.updates
     taken = [max(1, -(-len(drawn) // physical)) for drawn in draws_of(private, updates)]
-    assert physical == 4
     assert len(set(taken)) > 1 or expected == 1
     assert int(counting.calls.numpy()) == sum(taken) < updates * padded // physical
-    loss = cross_entropy(reduction="sum")
-    by_hand(reference, private, keras.optimizers.SGD(0.5), updates, x, y, clip=flat(0.3), loss=loss)
-    for found, wanted in zip(model.layers[-1].get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(found, wanted, atol=2e-6)
+    check_by_hand(private, reference, *trained)
+
+
+@pytest.mark.parametrize("kind", ["any number", "jit", "static", "subclassed"])
+def test_rows_of_physical_batches_follow_the_draw_where_they_can(kind):
+    """For XLA, and for models that aren't known to take any number, all have the same."""
+    private, reference, counting, *trained = private_and_reference(
+        kind, examples=120, expected_batch_size=40, physical_batch_size=32
+    )
+    drawn = [len(each) for each in draws_of(private, private.privacy.updates)]
+    taken = [-(-number // 32) for number in drawn]
+    rows = [each * 8 * -(-number // (8 * each)) for each, number in zip(taken, drawn, strict=True)]
+    assert sum(drawn) < sum(rows) < 32 * sum(taken)
+    assert int(counting.rows.numpy()) == (sum(rows) if kind == "any number" else 32 * sum(taken))
+    check_by_hand(private, reference, *trained)
 
 
 def test_nothing_is_traced_again():
