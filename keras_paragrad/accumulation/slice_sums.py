@@ -32,10 +32,12 @@ class SliceSums:
     Args:
         model: The model.
         gradient_of_slice: The gradient of a slice, with its weight.
+        alike: Whether all slices weigh the same, so that no gradient is multiplied with its weight.
     """
 
-    def __init__(self, model: keras.Model, gradient_of_slice: Callable[..., Gradient]):
+    def __init__(self, model: keras.Model, gradient_of_slice: Callable[..., Gradient], *, alike: bool = False):
         self.model: Any = model
+        self.alike = alike
         self.variables = model.trainable_weights
         self.gradient_of_slice = gradient_of_slice
         self.present: set[int] = set()
@@ -70,7 +72,7 @@ class SliceSums:
         part = self.last = self.gradient_of_slice(data, **how)
         assert part.weight is not None, "the split stage weights every slice"
         assert part.sums is not None, "losses of slices are not left to Keras"
-        value = part.weight.value
+        value = tf.constant(1.0) if self.alike else part.weight.value
         counts = value if part.weight.summed or not self._scaled else value / share
         gradients = list(total.gradients)
         for index, gradient in enumerate(part.gradients):
@@ -100,7 +102,8 @@ class SliceSums:
                 with tf.device(rows.device):
                     total = _zeros(variable)
             return tf.tensor_scatter_nd_add(total, gradient.indices[:, tf.newaxis], rows)
-        found = value * tf.cast(gradient, dtype)
+        found = tf.cast(gradient, dtype)
+        found = found if self.alike else value * found
         return found if total is None else total + found
 
     def gradient(self, total: RunningSums, rows: Any) -> Gradient:

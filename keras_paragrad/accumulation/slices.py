@@ -123,12 +123,14 @@ class Slices(NamedTuple):
             total = add_rest(total)
         return sums.gradient(total, rows)
 
-    def begun(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient], data: Any) -> SliceSums:
-        """What sums the slices of a batch, of a model whose weights and losses are built."""
+    def begun(
+        self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient], data: Any, *, alike: bool = False
+    ) -> SliceSums:
+        """What sums the slices of a batch, of a model whose weights and losses are built; see `SliceSums`."""
         if not model.built:
             model(rows_at(data, 0, 1)[0])
         build_losses(model, rows_at(data, 0, 1))
-        return SliceSums(model, gradient_of_slice)
+        return SliceSums(model, gradient_of_slice, alike=alike)
 
     def added_up(self, sums: SliceSums, slices: Any, slice_at: Callable[[Any], Any], rows: Any) -> RunningSums:
         """The sums over so many slices, which `slice_at` cuts from a batch of `rows`."""

@@ -73,7 +73,7 @@ class PhysicalBatches(Slices):
         rows = taken * size
         # Outside of XLA, which compiles no more than the gradient of each.
         slices = functools.partial(rows_at, data, count=size, by_xla=False)
-        sums = self.begun(model, gradient_of_slice, data)
+        sums = self.begun(model, gradient_of_slice, data, alike=True)
         with model.per_example.averaging(rows * replica_count()):
             total = self.added_up(sums, taken, lambda index: slices(index * size), rows)
         # Each replica divides by what it has computed. What it multiplies with makes up for that, so they count alike.

@@ -1,5 +1,6 @@
 """Poisson sampling: each example is in each update's batch with the same probability, independently."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.data import without_autotuning
 from keras_paragrad.privacy.rows import Rows
 
+# So many draws are made in one call of Python.
+_AT_ONCE = 16
 # The bits of a float32.
 _MINUS_ZERO = -(2**31)
 
@@ -67,9 +70,16 @@ def private_batches(rows: Rows, draws: Any, size: int) -> tf.data.Dataset:
         draws: A function that returns an iterator of `Draw`, called for each iterator of the dataset.
         size: The rows of a batch.
     """
-    signature = (tf.TensorSpec([size], tf.int64), tf.TensorSpec([size], tf.bool))
-    dataset = rows.taken(tf.data.Dataset.from_generator(draws, output_signature=signature))
+    signature = (tf.TensorSpec([None, size], tf.int64), tf.TensorSpec([None, size], tf.bool))
+    drawn = tf.data.Dataset.from_generator(lambda: _several(draws()), output_signature=signature).unbatch()
+    dataset = rows.taken(drawn)
     return without_autotuning(dataset.map(_weighed).prefetch(2))
+
+
+def _several(draws: Iterator[Draw]) -> Iterator[Draw]:
+    """Draws stacked, as each call of Python by TensorFlow takes as long as some draws."""
+    while taken := list(itertools.islice(draws, _AT_ONCE)):
+        yield Draw(*map(np.stack, zip(*taken, strict=True)))
 
 
 @tf.autograph.experimental.do_not_convert
