@@ -85,10 +85,11 @@ class PhysicalBatches(Slices):
 
 
 def _takes_any_number_of_rows(model: Any) -> bool:
-    """Whether a model is known to, and TensorFlow runs it, where XLA would compile it anew for each."""
+    """Whether physical batches may have more or fewer rows from one update to the next."""
+    # XLA compiles a pass anew for each number.
     if StepBuilder.of(model).stages.by_xla_alone(model, replica_count()):
         return False
-    # What is called on symbolic inputs has shown it.
+    # A model that was called on symbolic inputs doesn't ask for it.
     inputs = getattr(model.per_example.layer, "inputs", None)
     return bool(inputs) and all(each.shape[0] is None for each in inputs)
 
