@@ -114,7 +114,7 @@ OPTIMIZERS = {
     "ftrl": lambda **options: optimizers.Ftrl(RATE, initial_accumulator_value=1e-6, **options),
     "lion": lambda **options: optimizers.Lion(1e-3, **options),
     "lamb": lambda **options: optimizers.Lamb(0.01, epsilon=1e-2, **options),
-    "adafactor": lambda **options: optimizers.Adafactor(0.01, **options),
+    "adafactor": lambda **options: optimizers.Adafactor(0.01, epsilon_1=1e-4, **options),
     "muon": lambda **options: optimizers.Muon(0.01, **options),
     "trust_ratio": lambda **options: TrustRatio(RATE, **options),
 }
@@ -182,12 +182,21 @@ class Updated(NamedTuple):
 
 
 def variables_to_update() -> list[keras.Variable]:
-    """Matrices that are cut between rows and within them, a vector, and one that is too small to be cut."""
+    """Matrices that are cut between rows and within them, a vector, and one that is too small to be cut.
+
+    Half of the second matrix is as long as a row, for which Keras's `add` could take it.
+    """
     draw = np.random.default_rng(2)
     return [
         keras.Variable(draw.normal(size=shape).astype("float32"), name=f"weight_{place}", constraint=constraint)
         for place, (shape, constraint) in enumerate(
-            [((16, 24), keras.constraints.MaxNorm(1.0)), ((3, 3, 5), None), ((24,), None), ((3,), None)]
+            [
+                ((16, 24), keras.constraints.MaxNorm(1.0)),
+                ((2, 24), None),
+                ((3, 3, 5), None),
+                ((24,), None),
+                ((3,), None),
+            ]
         )
     ]
 

@@ -43,6 +43,9 @@ def comparable(case):
     # Lion steps by the sign of gradients, of which attention has some near zero; Muon normalizes small matrices.
     if case.optimizer in ("lion", "muon") and case.model != "mlp":
         return False
+    # From small accumulators, Ftrl steps by little more than the sign.
+    if case.optimizer == "ftrl" and case.model == "transformer":
+        return False
     # On one device Keras squares and clips the gradient of each lookup before it sums those of the same row.
     return (
         case.model not in ("recurrent", "both ways")
@@ -92,7 +95,7 @@ def check_updates(cases):
     argument = {"devices": 2, "cases": [list(case) for case in cases], "updates": 4}
     (found,) = own_process.call(sharded_training.updates, argument, [{}], 60 + 5 * len(cases))
     for each in found:
-        assert each["in_shards"] == 3, each
+        assert each["in_shards"] == 4, each
         assert max(each["weights"], each["slots"]) < CLOSE, each
 
 
@@ -100,7 +103,7 @@ def check_scaled(cases, devices, overflows):
     argument = {"devices": devices, "cases": [list(case) for case in cases], "overflows": overflows}
     for of_worker in own_process.on_workers(scaled_training.updates, argument, seconds=60 + 20 * len(cases)):
         for found in of_worker:
-            assert found["in_shards"] == 3, found
+            assert found["in_shards"] == 4, found
             assert found["weights"] < 1e-6, found
             # Four gradients of about 1 that cancel to less than the clip of 0.01 are rounded as those of 1 are.
             assert found["slots"] < (5e-6 if "clipvalue" in found["case"] else 1e-6), found

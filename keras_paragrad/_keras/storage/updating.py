@@ -14,7 +14,8 @@ from keras_paragrad._keras.storage.layout import whole_gradients
 from keras_paragrad._keras.storage.sharded import storage_of, updated_whole
 
 _NORMS = "_keras_paragrad_norms"
-# Their steps compute each element from that element alone. All others are given whole variables, one at a time.
+# Their steps compute each element from that element alone. All others are given whole variables, one at a time. So is
+# Ftrl: Keras's `add` looks at the whole shape of its accumulators, and takes a shard as long as a row for a bias.
 _ELEMENTWISE = {
     each.update_step
     for each in (
@@ -25,7 +26,6 @@ _ELEMENTWISE = {
         keras.optimizers.Adagrad,
         keras.optimizers.Adamax,
         keras.optimizers.Nadam,
-        keras.optimizers.Ftrl,
         keras.optimizers.Lion,
     )
 }
