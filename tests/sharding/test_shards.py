@@ -192,7 +192,7 @@ def test_an_overflow_on_one_worker_is_an_update_on_none():
 @pytest.mark.long
 @pytest.mark.parametrize("devices", [1, 2])
 def test_every_optimizer_that_needs_whole_variables_under_a_loss_scale(devices):
-    needing = [case for case in APPLIED if case.optimizer in ("lamb", "adafactor", "muon", "trust_ratio")]
+    needing = [case for case in APPLIED if case.optimizer in ("lamb", "adafactor", "muon", "ftrl", "trust_ratio")]
     check_scaled(needing, devices, [False, True, False, False, True, False])
 
 
