@@ -1,6 +1,5 @@
 """Physical batches: the equal slices that an update is computed in, of which those without a drawn row are left out."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -71,11 +70,10 @@ class PhysicalBatches(Slices):
         taken = tf.maximum(1, -(-drawn // self.size))
         size = self._even(drawn, taken) if _takes_any_number_of_rows(model) else self.size
         rows = taken * size
-        # Outside of XLA, which compiles no more than the gradient of each.
-        slices = functools.partial(rows_at, data, count=size, by_xla=False)
         sums = self.begun(model, gradient_of_slice, data, alike=True)
         with model.per_example.averaging(rows * replica_count()):
-            total = self.added_up(sums, taken, lambda index: slices(index * size), rows)
+            # Outside of XLA, which compiles no more than the gradient of each.
+            total = self.added_up(sums, taken, lambda index: rows_at(data, index * size, size, by_xla=False), rows)
         # Each replica divides by what it has computed. What it multiplies with makes up for that, so they count alike.
         return sums.gradient(total, rows).counting_as_one()
 
