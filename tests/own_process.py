@@ -75,8 +75,9 @@ def call(
         for environment in environments:
             ours, theirs = _context.Pipe(duplex=False)
             ends.append(ours)
-            processes.append(_context.Process(target=_call, args=(function, argument, dict(environment), theirs)))
-            processes[-1].start()
+            process = _context.Process(target=_call, args=(function, argument, dict(environment), theirs))
+            process.start()
+            processes.append(process)
             theirs.close()
         return _received(ends, time.monotonic() + seconds)
     finally:
