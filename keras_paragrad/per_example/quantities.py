@@ -72,13 +72,18 @@ class Quantities:
             for moment, variable in zip(self._added(parts), self.variables, strict=True)
         ]
 
-    def weighted_sums(self, weights: tf.Tensor) -> list[Any]:
+    def weighted_sums(self, weights: tf.Tensor, norms: tf.Tensor | None = None) -> list[Any]:
         """The sum over examples of gradients times `weights` `(batch,)`, in each weight's shape and dtype.
 
         `None` where the weight has no gradient, as in plain training. An example of weight 0 contributes nothing, even
         if its gradient is not finite.
+
+        Args:
+            weights: The examples' weights.
+            norms: The norms of their gradients, `(batch,)`, if these are known. Of a finite norm, 0 times the gradient
+                is 0, and nothing needs to be copied.
         """
-        recorded = _without_examples_of_weight_0(self.recorded, weights)
+        recorded = _without_examples_of_weight_0(self.recorded, weights, norms)
         sums = self._added(self._parts("weighted_sums", weights, recorded=recorded))
         return [
             None if total is None else tf.cast(total, variable.dtype)
@@ -113,7 +118,7 @@ class Quantities:
 
 
 def _without_examples_of_weight_0(
-    recorded: Sequence[tuple[Unit, list[Call]]], weights: tf.Tensor
+    recorded: Sequence[tuple[Unit, list[Call]]], weights: tf.Tensor, norms: tf.Tensor | None
 ) -> list[tuple[Unit, list[Call]]]:
     """The calls with all tensors zeroed for examples of weight 0, for rules that don't do so themselves."""
     of_calls = {
@@ -132,8 +137,11 @@ def _without_examples_of_weight_0(
     if recorded[0][1][0].by_xla:
         found = without()
     else:
-        # Usually all weights are nonzero, and then nothing is copied.
-        found = tf.cond(tf.reduce_any(tf.equal(weights, 0)), without, lambda: [tf.identity(each) for each in tensors])
+        # Usually all that could stay is finite, and then nothing is copied.
+        dropped = tf.equal(weights, 0)
+        if norms is not None:
+            dropped = tf.logical_and(dropped, tf.logical_not(tf.math.is_finite(norms)))
+        found = tf.cond(tf.reduce_any(dropped), without, lambda: [tf.identity(each) for each in tensors])
     left = iter(found)
     changed = {key: {place: next(left) for place in of_call} for key, of_call in of_calls.items()}
     return [

@@ -141,7 +141,15 @@ class Rule:
 
         In overrides, the calls' tensors are zero for examples of weight 0, even where they were not finite.
         """
-        return [tf.tensordot(weights, zeroed(gradient, weights), 1) for gradient in self.gradients_of_all(calls)]
+        return [weighted_sum(weights, zeroed(gradient, weights)) for gradient in self.gradients_of_all(calls)]
+
+
+def weighted_sum(weights: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """The sum over examples of `rows`, `(batch, ...)`, times `weights`, `(batch,)`."""
+    if rows.shape.rank != 2:
+        return tf.tensordot(weights, rows, 1)
+    # A third of the operations, where the number of examples is not known while tracing.
+    return tf.squeeze(tf.matmul(tf.expand_dims(weights, 0), rows), 0)
 
 
 def zeroed(rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:

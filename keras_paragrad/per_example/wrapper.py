@@ -265,7 +265,7 @@ class PerExampleGradients(keras.layers.Wrapper):
     def _reweighed(self, quantities: Quantities, norms: Any, factor: tf.Tensor, step: Step) -> list[Any]:
         """The update's gradients, from each example's."""
         step.divisor.warn_of_masks()
-        return quantities.weighted_sums(self._weights_of(norms, step))
+        return quantities.weighted_sums(self._weights_of(norms, step), norms)
 
     def _sums_examples(self) -> bool:
         """Whether the update is summed from the per-example gradients, rather than left to the plain backward pass.

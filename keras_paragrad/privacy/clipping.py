@@ -92,11 +92,11 @@ class PrivateGradients(PerExampleGradients):
         if state is not None:
             state.count(norms, step.divisor.terms[0].sample_weight)
         if not (bounds := self.bounds()):
-            return quantities.weighted_sums(_within(norms, self.sensitivity, counted))
+            return quantities.weighted_sums(_within(norms, self.sensitivity, counted), norms)
         sums: list[Any] = [None] * len(quantities.variables)
         for part, bound in _groups(quantities, bounds):
             weights = _within(tf.sqrt(part.squared_norms()) * factor, bound, counted)
-            for place, total in enumerate(part.weighted_sums(weights)):
+            for place, total in enumerate(part.weighted_sums(weights, norms)):
                 sums[place] = sums[place] if total is None else total
         return sums
 

@@ -55,16 +55,16 @@ class GaussianNoise:
         # The gradient of an embedding doesn't know its shape.
         shapes = [variable.shape for variable in variables]
         if self.secure:
-            draws = _same_everywhere([_from_system(shape) for shape in [*shapes, ()]])
+            *draws, last = _same_everywhere([_from_system(shape) for shape in [*shapes, ()]])
+            noise = [deviation * draw for draw in draws]
         else:
             places = {id(variable): place for place, variable in enumerate(self.variables())}
-            draws = [_keyed(seed, places[id(each)], shape) for each, shape in zip(variables, shapes, strict=True)]
-            draws.append(_keyed(seed, len(places), ()))
-        *draws, last = draws
-        noisy = [
-            gradient + tf.cast(deviation * draw, gradient.dtype)
-            for gradient, draw in zip(gradients, draws, strict=True)
-        ]
+            noise = [
+                _keyed(seed, places[id(variable)], shape, deviation)
+                for variable, shape in zip(variables, shapes, strict=True)
+            ]
+            last = _keyed(seed, len(places), (), 1.0)
+        noisy = [gradient + tf.cast(draw, gradient.dtype) for gradient, draw in zip(gradients, noise, strict=True)]
         with tf.control_dependencies(noisy):
             if self.ended:
                 self.ended(last)
@@ -72,8 +72,8 @@ class GaussianNoise:
         return noisy
 
 
-def _keyed(seed: tf.Tensor, place: int, shape: Any) -> tf.Tensor:
-    """Independent draws of the standard normal distribution, float32.
+def _keyed(seed: tf.Tensor, place: int, shape: Any, deviation: Any) -> tf.Tensor:
+    """Independent draws of the normal distribution with mean 0 and a standard deviation, float32.
 
     Box and Muller's transform of numbers of 32 bits. `tf.random.stateless_normal` makes one number after another, and
     takes nearly twice as long as these vectorized operations.
@@ -83,10 +83,11 @@ def _keyed(seed: tf.Tensor, place: int, shape: Any) -> tf.Tensor:
     # All numbers of 32 bits.
     whole: Any = {"minval": None, "maxval": None, "dtype": tf.uint32}
     bits: Any = tf.random.stateless_uniform([2, (count + 1) // 2], own, alg=_ALGORITHM, **whole)
+    radius, angle = tf.unstack(tf.cast(bits, "float32"))
     # Never 0, of which there is no logarithm.
-    radius, angle = tf.unstack((tf.cast(bits, "float32") + 0.5) * 2.0**-32)
-    length = tf.sqrt(-2.0 * tf.math.log(radius))
-    normals = tf.concat([length * tf.cos(2 * math.pi * angle), length * tf.sin(2 * math.pi * angle)], 0)
+    length = deviation * tf.sqrt(-2.0 * tf.math.log((radius + 0.5) * 2.0**-32))
+    angle *= 2.0**-32 * 2 * math.pi
+    normals = tf.concat([length * tf.cos(angle), length * tf.sin(angle)], 0)
     return tf.reshape(normals[:count], shape)
 
 

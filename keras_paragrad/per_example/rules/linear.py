@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.factored_gradients import Factors
-from keras_paragrad.per_example.rule import Rule, squared_norm, zeroed
+from keras_paragrad.per_example.rule import Rule, squared_norm, weighted_sum, zeroed
 from keras_paragrad.sums import row_sums
 
 
@@ -196,10 +196,10 @@ class Linear(Rule, abc.ABC):
         return [moment, *(tf.reduce_sum(tf.square(bias), 0) for bias in self._biases(calls))]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
-        biases = [tf.tensordot(weights, bias, 1) for bias in self._biases(calls)]
+        biases = [weighted_sum(weights, bias) for bias in self._biases(calls)]
         folded = self.folded(calls)
         if folded is not None:
-            return [tf.tensordot(weights, folded, 1), *biases]
+            return [weighted_sum(weights, folded), *biases]
         product = self._product([call.original or call for call in calls])
         if not product.is_ghost and not product.is_smaller_than_gradients:
             # Norms were computed from these gradients. If they take no more memory than the factors, they may be kept

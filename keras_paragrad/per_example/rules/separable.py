@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.registry import register_rule
-from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, squared_norm
+from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, squared_norm, weighted_sum
 from keras_paragrad.per_example.rules import folded
 from keras_paragrad.per_example.rules.convolution import (
     convolution_bias,
@@ -50,10 +50,10 @@ class SeparableRule(Rule):
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
         def of_call(call: Call) -> list[tf.Tensor]:
-            biases = [tf.tensordot(weights, bias, 1) for bias in self._bias(call)]
+            biases = [weighted_sum(weights, bias) for bias in self._bias(call)]
             by_depth, product = _parts(call)
             pointwise = self._pointwise(call, product.weighted_sum(weights))
-            return [tf.tensordot(weights, by_depth, 1), pointwise, *biases]
+            return [weighted_sum(weights, by_depth), pointwise, *biases]
 
         return [tf.add_n(list(parts)) for parts in zip(*map(of_call, calls), strict=True)]
 
