@@ -25,7 +25,7 @@ from peers.ratios import in_plain
 PEERS = Path(__file__).parents[1] / ".venv-peers"
 # An update's examples, the updates of an epoch, and the epochs of a timed fit. A physical batch is a quarter of what
 # an update usually draws.
-SIZE, UPDATES, EPOCHS, ROUNDS = 1024, 14, 2, 3
+SIZE, UPDATES, EPOCHS, ROUNDS = 1024, 14, 2, 5
 # Of which the images are enough for an epoch.
 SIZES = (SIZE, 2048, 4096)
 MODELS = ("mlp", "cnn", "transformer")

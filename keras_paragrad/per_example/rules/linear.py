@@ -196,11 +196,13 @@ class Linear(Rule, abc.ABC):
         return [moment, *(tf.reduce_sum(tf.square(bias), 0) for bias in self._biases(calls))]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
-        biases = [weighted_sum(weights, bias) for bias in self._biases(calls)]
+        originals = [call.original or call for call in calls]
+        # Of these, sums over positions were taken for norms.
+        biases = [weighted_sum(weights, zeroed(bias, weights)) for bias in self._biases(originals)]
         folded = self.folded(calls)
         if folded is not None:
             return [weighted_sum(weights, folded), *biases]
-        product = self._product([call.original or call for call in calls])
+        product = self._product(originals)
         if not product.is_ghost and not product.is_smaller_than_gradients:
             # Norms were computed from these gradients. If they take no more memory than the factors, they may be kept
             # until the weights are known.

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.registry import register_rule
-from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, squared_norm, weighted_sum
+from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, squared_norm, weighted_sum, zeroed
 from keras_paragrad.per_example.rules import folded
 from keras_paragrad.per_example.rules.convolution import (
     convolution_bias,
@@ -50,7 +50,8 @@ class SeparableRule(Rule):
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
         def of_call(call: Call) -> list[tf.Tensor]:
-            biases = [weighted_sum(weights, bias) for bias in self._bias(call)]
+            # Of the original call, sums over positions were taken for norms.
+            biases = [weighted_sum(weights, zeroed(bias, weights)) for bias in self._bias(call.original or call)]
             by_depth, product = _parts(call)
             pointwise = self._pointwise(call, product.weighted_sum(weights))
             return [weighted_sum(weights, by_depth), pointwise, *biases]
