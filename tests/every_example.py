@@ -38,11 +38,11 @@ def computing(model, weights, jit_compile, training=None, beside_plain=False, ru
         found = Quantities(capture.recorded, model.trainable_variables)
         # Rules may keep what they computed for the norms, as when a clipped update follows.
         squares = found.squared_norms()
+        # Given norms, what was recorded is zeroed only where one is not finite.
+        totals = found.weighted_sums(tf.constant(weights), tf.sqrt(squares))
         sums = [
             tf.zeros(variable.shape) if total is None else tf.convert_to_tensor(total)
-            for variable, total in zip(
-                model.trainable_variables, found.weighted_sums(tf.constant(weights)), strict=True
-            )
+            for variable, total in zip(model.trainable_variables, totals, strict=True)
         ]
         plain = [tf.convert_to_tensor(gradient) for gradient in plain]
         return found.gradients(), squares, found.second_moments(), sums, plain

@@ -316,9 +316,23 @@ _PER_EXAMPLE = [
         "per_example/test_rules.py::test_a_rule_is_the_loop[Conv2D]",
     ),
     _fault(
+        "an example that is not finite stays in sums of biases",
+        "per_example/rules/linear.py",
+        "weighted_sum(weights, zeroed(bias, weights))",
+        "weighted_sum(weights, bias)",
+        "per_example/test_nonfinite.py::test_inputs_that_are_not_finite",
+    ),
+    _fault(
+        "an example whose norm is not finite is not zeroed",
+        "per_example/quantities.py",
+        "tf.logical_not(tf.math.is_finite(norms))",
+        "tf.math.is_finite(norms)",
+        "per_example/test_nonfinite.py::test_inputs_that_are_not_finite",
+    ),
+    _fault(
         "weighted sums of separable convolutions have unweighted biases",
         "per_example/rules/separable.py",
-        "biases = [tf.tensordot(weights, bias, 1) for bias in self._bias(call)]",
+        "biases = [weighted_sum(weights, zeroed(bias, weights)) for bias in self._bias(call.original or call)]",
         "biases = [tf.reduce_sum(bias, 0) for bias in self._bias(call)]",
         "per_example/test_rules.py::test_a_rule_is_the_loop[SeparableConv2D]",
     ),
@@ -763,8 +777,8 @@ _PRIVACY = [
     _fault(
         "half of the noise is the other half again",
         "privacy/noise.py",
-        "tf.sin(2 * math.pi * angle)",
-        "tf.cos(2 * math.pi * angle)",
+        "length * tf.sin(angle)",
+        "length * tf.cos(angle)",
         "privacy/test_update.py::test_equals_updates_by_hand",
     ),
     _fault(
