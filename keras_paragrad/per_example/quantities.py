@@ -137,7 +137,7 @@ def _without_examples_of_weight_0(
     if recorded[0][1][0].by_xla:
         found = without()
     else:
-        # Usually all that could stay is finite, and then nothing is copied.
+        # Usually no example of weight 0 has a gradient that is not finite, and then nothing is copied.
         dropped = tf.equal(weights, 0)
         if norms is not None:
             dropped = tf.logical_and(dropped, tf.logical_not(tf.math.is_finite(norms)))
