@@ -141,15 +141,22 @@ class Rule:
 
         In overrides, the calls' tensors are zero for examples of weight 0, even where they were not finite.
         """
-        return [weighted_sum(weights, zeroed(gradient, weights)) for gradient in self.gradients_of_all(calls)]
+        by_xla = calls[0].by_xla
+        return [weighted_sum(weights, zeroed(each, weights), by_xla) for each in self.gradients_of_all(calls)]
 
 
-def weighted_sum(weights: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+def weighted_sum(weights: tf.Tensor, rows: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
     """The sum over examples of `rows`, `(batch, ...)`, times `weights`, `(batch,)`."""
-    if rows.shape.rank != 2:
+    if by_xla:
+        # One loop, that of `zeroed` with it. On two cores, XLA's product of a vector and a matrix took 27 ms for 1024
+        # rows of 8192, and this 4.4.
+        return tf.reduce_sum(rows * tf.reshape(weights, [-1, *[1] * (rows.shape.rank - 1)]), 0)
+    size = rows.shape[1:].num_elements()
+    if size is None:
         return tf.tensordot(weights, rows, 1)
     # A third of the operations, where the number of examples is not known while tracing.
-    return tf.squeeze(tf.matmul(tf.expand_dims(weights, 0), rows), 0)
+    matrix = tf.reshape(rows, [-1 if size else tf.shape(weights)[0], size])
+    return tf.reshape(tf.matmul(tf.expand_dims(weights, 0), matrix), rows.shape[1:])
 
 
 def zeroed(rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:

@@ -318,8 +318,15 @@ _PER_EXAMPLE = [
     _fault(
         "an example that is not finite stays in sums of biases",
         "per_example/rules/linear.py",
-        "weighted_sum(weights, zeroed(bias, weights))",
-        "weighted_sum(weights, bias)",
+        "weighted_sum(weights, zeroed(bias, weights), by_xla)",
+        "weighted_sum(weights, bias, by_xla)",
+        "per_example/test_nonfinite.py::test_inputs_that_are_not_finite",
+    ),
+    _fault(
+        "a gradient of weight 0 that is not finite stays in the sum of gradients",
+        "per_example/rules/linear.py",
+        "lambda: total, of_finite)",
+        "lambda: total, lambda: total)",
         "per_example/test_nonfinite.py::test_inputs_that_are_not_finite",
     ),
     _fault(
@@ -332,8 +339,8 @@ _PER_EXAMPLE = [
     _fault(
         "weighted sums of separable convolutions have unweighted biases",
         "per_example/rules/separable.py",
-        "biases = [weighted_sum(weights, zeroed(bias, weights)) for bias in self._bias(call.original or call)]",
-        "biases = [tf.reduce_sum(bias, 0) for bias in self._bias(call)]",
+        "sums = [weighted_sum(weights, zeroed(bias, weights), call.by_xla) for bias in biases]",
+        "sums = [tf.reduce_sum(bias, 0) for bias in biases]",
         "per_example/test_rules.py::test_a_rule_is_the_loop[SeparableConv2D]",
     ),
     _fault(

@@ -134,7 +134,8 @@ def gradient_of(
 
 
 def _rows_of_batch(batch: dict[str, Any], there: tf.Tensor) -> dict[str, Any]:
-    return keras.tree.map_structure(lambda tensor: tensor if tensor is None else tf.boolean_mask(tensor, there), batch)
+    rows = tf.squeeze(tf.where(there), 1)
+    return keras.tree.map_structure(lambda tensor: tensor if tensor is None else tf.gather(tensor, rows), batch)
 
 
 def _show(model: keras.Model, loss: tf.Tensor, batch: dict[str, Any]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class LowRank(Rule, abc.ABC):
         sums = [part.layout(part.product.weighted_sum(weights)) for part in self._parts(calls)]
         # Of the original calls, sums over positions were taken for norms.
         biases = _biases([call.original or call for call in calls])
-        return [*sums, *(weighted_sum(weights, zeroed(bias, weights)) for bias in biases)]
+        return [*sums, *(weighted_sum(weights, zeroed(bias, weights), calls[0].by_xla) for bias in biases)]
 
     def _parts(self, calls: Sequence[Call]) -> list[FactorGradient]:
         """The parts of all calls, concatenated along the positions."""

@@ -51,10 +51,11 @@ class SeparableRule(Rule):
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
         def of_call(call: Call) -> list[tf.Tensor]:
             # Of the original call, sums over positions were taken for norms.
-            biases = [weighted_sum(weights, zeroed(bias, weights)) for bias in self._bias(call.original or call)]
+            biases = self._bias(call.original or call)
+            sums = [weighted_sum(weights, zeroed(bias, weights), call.by_xla) for bias in biases]
             by_depth, product = _parts(call)
             pointwise = self._pointwise(call, product.weighted_sum(weights))
-            return [weighted_sum(weights, by_depth), pointwise, *biases]
+            return [weighted_sum(weights, by_depth, call.by_xla), pointwise, *sums]
 
         return [tf.add_n(list(parts)) for parts in zip(*map(of_call, calls), strict=True)]
 
