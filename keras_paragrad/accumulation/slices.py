@@ -136,7 +136,7 @@ class Slices(NamedTuple):
         """The sums over so many slices, which `slice_at` cuts from a batch of `rows`."""
 
         def add_slice(index, total):
-            return index + 1, sums.add(total, slice_at(index), rows)
+            return index + 1, sums.add(total, slice_at(index), rows, in_loop=True)
 
         start = tf.constant(0), sums.zero()
         return tf.while_loop(lambda index, _: index < slices, add_slice, start, parallel_iterations=1)[1]

@@ -11,6 +11,7 @@ from hypothesis import given
 from oracles import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
+from keras_paragrad._keras.step.builder import StepBuilder
 
 TOLERANCE = 1e-6
 INNER = OptimizerCase("Adam", {"clipnorm": 0.05}, {}, decays=False)
@@ -188,3 +189,16 @@ def test_it_lasts_through_compile_and_under_the_callback():
 def test_size_is_checked(size):
     with pytest.raises(ValueError, match="Write size=64"):
         microbatch(build_model(INNER), size)
+
+
+def test_passes_in_a_loop_are_functions_of_their_own():
+    # oneDNN takes a graph with a cycle in any order, and then doesn't find the pooling of a gradient.
+    model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.MaxPooling2D(), keras.layers.Conv2D(1, 4)])
+    model.add(keras.layers.MaxPooling2D(1))
+    model.compile("sgd", "mse", jit_compile=False)
+    with microbatch(model, size=2):
+        step = tf.function(StepBuilder.of(model).one_step, autograph=False)
+        traced = step.get_concrete_function((tf.ones([6, 8, 8, 1]), tf.ones([6, 1, 1, 1])))
+    functions = traced.graph.as_graph_def().library.function
+    pooling = [each for each in functions if any(node.op == "MaxPoolGrad" for node in each.node_def)]
+    assert pooling and all(each.attr["_noinline"].b for each in pooling)

@@ -88,6 +88,13 @@ _ACCUMULATION = [
         "accumulation/test_arguments.py",
     ),
     _fault(
+        "passes are a part of the loop that runs them",
+        "accumulation/slices.py",
+        "rows, in_loop=True)",
+        "rows)",
+        "accumulation/test_microbatch.py::test_passes_in_a_loop_are_functions_of_their_own",
+    ),
+    _fault(
         "the rest of a batch that is cut into slices loses its first row",
         "accumulation/slices.py",
         "first = rows // self.size * self.size",

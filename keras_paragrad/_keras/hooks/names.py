@@ -328,7 +328,11 @@ HOOKS = (
         ("barrier_id", "timeout_in_ms"),
     ),
     Hook("tensorflow.python.eager.context", "context", ("replicas.workers",)),
-    Hook("tensorflow.python.eager.polymorphic_function.attributes", "NO_INLINE", ("step.compiled_step",)),
+    Hook(
+        "tensorflow.python.eager.polymorphic_function.attributes",
+        "NO_INLINE",
+        ("step.compiled_step", "step.forward"),
+    ),
     Hook(
         "tensorflow.python.eager.polymorphic_function.polymorphic_function",
         "Function._list_all_concrete_functions",

@@ -19,7 +19,7 @@ from keras_paragrad._keras.replicas.collectives import replica_count
 from keras_paragrad._keras.replicas.shard import Shard, rows_of
 from keras_paragrad._keras.step.compiled_call import compiled_by_layer
 from keras_paragrad._keras.step.execution import compile_steps
-from keras_paragrad._keras.step.forward import compiled_apart
+from keras_paragrad._keras.step.forward import called_apart
 from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.symbolic import build_from_inputs
@@ -105,7 +105,7 @@ def _apart(function: Callable[[Any, Any], Any], take: Take) -> Callable[[Any, An
             with compiled_by_layer():
                 return function(model, data)
         with gathered_first(model):
-            return compiled_apart(functools.partial(function, model), data)
+            return called_apart(functools.partial(function, model), data)
 
     return compiled
 

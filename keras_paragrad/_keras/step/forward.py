@@ -1,4 +1,4 @@
-"""The forward and backward pass of one batch on one device, in the graph around it or compiled by XLA on its own."""
+"""The forward and backward pass of one batch on one device, in the graph around it or as a function of its own."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
 from keras_paragrad._keras.losses.sums import LossSums, loss_sums
 from keras_paragrad._keras.losses.terms import LossTerm, recorded_terms
@@ -104,7 +105,7 @@ def pass_through(
     return Passed(gradients, loss, y_pred, weight, found)
 
 
-def compiled_pass(
+def pass_apart(
     model: keras.Model,
     data: Any,
     normalize: Normalize | None = None,
@@ -112,40 +113,51 @@ def compiled_pass(
     *,
     sums: bool = False,
     look: Look | None = None,
+    by_xla: bool = True,
 ) -> Passed:
-    """`pass_through`, compiled by XLA apart from everything else in the step.
+    """`pass_through` as a function of its own in the step's graph.
 
-    On several replicas no more than this can be compiled: XLA knows one device. What it is given and gives back is the
-    same, but for the replica loss scale, which comes from other replicas and is multiplied with the gradients.
+    On several replicas XLA can compile no more than this: it knows one device. What it is given and gives back is then
+    the same, but for the replica loss scale, which comes from other replicas and is multiplied with the gradients.
+
+    In a loop without XLA, oneDNN has to see it apart: in a graph with a cycle it replaces TensorFlow's kernels in no
+    order, and misses the gradient of a max-pooling in one process of four, which then takes ten times as long.
+
+    Args:
+        model, data, normalize, replica_scale, sums, look: See `pass_through`.
+        by_xla: Whether XLA compiles the function.
     """
     traced = []
 
     def parts(data):
-        passed = pass_through(model, data, normalize, sums=sums, look=look)
+        inside = None if by_xla else replica_scale
+        passed = pass_through(model, data, normalize, inside, sums=sums, look=look)
         traced.append(passed)
         value = None if passed.weight is None else passed.weight.value
         return passed.gradients, passed.loss, passed.y_pred, value, passed.sums.vector if passed.sums else None
 
-    gradients, loss, y_pred, value, vector = compiled_apart(parts, data)
+    gradients, loss, y_pred, value, vector = called_apart(parts, data, by_xla=by_xla)
     # What is no tensor is as it was when the step was traced.
     weight, found = traced[-1].weight, traced[-1].sums
     weight = weight and weight._replace(value=value)
     found = found and found._replace(vector=vector)
-    if weight is not None and replica_scale:
+    if by_xla and weight is not None and replica_scale:
         gradients = [scaled_gradient(gradient, replica_scale(weight)) for gradient in gradients]
     return Passed(gradients, loss, y_pred, weight, found)
 
 
-def compiled_apart(function: Callable[[Any], Any], data: Any) -> Any:
-    """Calls a function on one replica, compiled by XLA on its own; the masks on what it returns are kept."""
+def called_apart(function: Callable[[Any], Any], data: Any, *, by_xla: bool = True) -> Any:
+    """Calls a function on one replica that stays one in the graph; the masks on what it returns are kept."""
+
+    attributes = None if by_xla else {NO_INLINE: True}
 
     # Made anew on each replica: a function that they shared would be traced for the device of the first.
-    @tf.function(jit_compile=True, autograph=False)
-    def compiled(data):
+    @tf.function(jit_compile=by_xla, autograph=False, experimental_attributes=attributes)
+    def apart(data):
         outputs = function(data)
         return outputs, [mask_of(output) for output in keras.tree.flatten(outputs)]
 
-    outputs, masks = compiled(data)
+    outputs, masks = apart(data)
     marked = [with_mask(*pair) for pair in zip(keras.tree.flatten(outputs), masks, strict=True)]
     return keras.tree.pack_sequence_as(outputs, marked)
 

@@ -17,7 +17,7 @@ from keras_paragrad._keras.step.forward import (
     Normalize,
     Normalizer,
     ReplicaScale,
-    compiled_pass,
+    pass_apart,
     pass_through,
     scaled_gradient,
 )
@@ -92,6 +92,7 @@ def gradient_of(
     replica_scale: ReplicaScale | None = None,
     shard: Shard | None = None,
     by_xla: bool = False,
+    in_loop: bool = False,
     sums: bool = False,
     foreseen: Foreseen | None = None,
     present: Present | None = None,
@@ -105,6 +106,7 @@ def gradient_of(
         replica_scale: What the loss is multiplied with, by its weight.
         shard: Whether there are examples in the batch; there are, if `None`.
         by_xla: Whether XLA compiles the forward and backward pass, and nothing else.
+        in_loop: Whether this is traced in a loop.
         sums: Whether to tell what the losses are made of, instead of leaving outputs' losses to Keras's trackers.
         foreseen: Looks at what is not weighed.
         present: Says which rows are examples; all are, if `None`.
@@ -115,7 +117,10 @@ def gradient_of(
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     shard = shard or Shard(rows_of(x))
     look = foreseen.look if foreseen else None
-    passed = (compiled_pass if by_xla else pass_through)(model, data, normalize, replica_scale, sums=sums, look=look)
+    run = pass_through
+    if by_xla or (in_loop and not tf.executing_eagerly() and not model.jit_compile):
+        run = functools.partial(pass_apart, by_xla=by_xla)
+    passed = run(model, data, normalize, replica_scale, sums=sums, look=look)
     batch = {"x": x, "y": y, "y_pred": passed.y_pred, "sample_weight": sample_weight}
     found = passed.sums and passed.sums.only_if(shard.nonempty)
     show = None
