@@ -120,8 +120,8 @@ def pass_apart(
     On several replicas XLA can compile no more than this: it knows one device. What it is given and gives back is then
     the same, but for the replica loss scale, which comes from other replicas and is multiplied with the gradients.
 
-    In a loop without XLA, oneDNN has to see it apart: in a graph with a cycle it replaces TensorFlow's kernels in no
-    order, and misses the gradient of a max-pooling in one process of four, which then takes ten times as long.
+    In a loop without XLA, oneDNN has to see max-pooling apart: in a graph with a cycle it replaces TensorFlow's kernels
+    in no order, and in some processes misses that of the gradient, which then takes ten times as long.
 
     Args:
         model, data, normalize, replica_scale, sums, look: See `pass_through`.

@@ -10,6 +10,7 @@ from keras.src.losses.loss import unscale_loss_for_distribution
 
 from keras_paragrad._keras.losses.logs import update_metrics
 from keras_paragrad._keras.losses.sums import LossSums
+from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad._keras.probes.independence import check_metrics
 from keras_paragrad._keras.replicas.collectives import replica_count, sum_over_replicas
 from keras_paragrad._keras.replicas.shard import Shard, rows_of
@@ -118,7 +119,7 @@ def gradient_of(
     shard = shard or Shard(rows_of(x))
     look = foreseen.look if foreseen else None
     run = pass_through
-    if by_xla or (in_loop and not tf.executing_eagerly() and not model.jit_compile):
+    if by_xla or (in_loop and _is_slower_in_loop(model)):
         run = functools.partial(pass_apart, by_xla=by_xla)
     passed = run(model, data, normalize, replica_scale, sums=sums, look=look)
     batch = {"x": x, "y": y, "y_pred": passed.y_pred, "sample_weight": sample_weight}
@@ -136,6 +137,13 @@ def gradient_of(
         check_metrics(model, y, passed.y_pred, sample_weight)
     weight = passed.weight and passed.weight._replace(value=shard.weight(passed.weight.value))
     return Gradient(shard.gradients(passed.gradients), passed.loss, rows_of(x), weight, found, show)
+
+
+def _is_slower_in_loop(model: keras.Model) -> bool:
+    """Whether oneDNN misses kernels of the pass in the graph of a loop; see `pass_apart`."""
+    pooling = keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D
+    in_graph = not tf.executing_eagerly() and not model.jit_compile
+    return in_graph and any(isinstance(layer, pooling) for layer in all_layers(model))
 
 
 def _rows_of_batch(batch: dict[str, Any], there: tf.Tensor) -> dict[str, Any]:
