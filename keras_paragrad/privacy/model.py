@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -21,7 +20,7 @@ from keras_paragrad.privacy.noise import GaussianNoise
 from keras_paragrad.privacy.physical import PhysicalBatches
 from keras_paragrad.privacy.refusals import check_compiled, check_fit
 from keras_paragrad.privacy.rows import rows_from
-from keras_paragrad.privacy.sampling import Draw, PoissonSampling, present, private_batches
+from keras_paragrad.privacy.sampling import PoissonSampling, present, private_batches
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -149,7 +148,9 @@ class PrivateModel(PerExampleModel):
         steps = self.privacy.updates_per_epoch
         ends = self.privacy.updates + (epochs - initial_epoch) * steps
         counted = Epochs(self.privacy, lambda: builder.batches_to_skip)
-        data = private_batches(rows, self._draws(counted, padded, replicas), padded)
+        sampled = self.privacy.examples, self.privacy.sampling_rate, padded
+        sampling = PoissonSampling(self._sampling_key(), *sampled, replicas)
+        data = private_batches(rows, sampling, lambda: self._updates_of_epoch(counted))
         if left is None or left % steps == 0:
             # Else the budget ends within an epoch, and the epoch with it.
             data = data.apply(tf.data.experimental.assert_cardinality(steps))
@@ -170,16 +171,10 @@ class PrivateModel(PerExampleModel):
             # Steps that are traced elsewhere are none of an update, and refused.
             self.per_example.rows = None
 
-    def _draws(self, counted: Epochs, padded: int, replicas: int) -> Callable[[], Iterator[Draw]]:
-        size = self.privacy.examples, self.privacy.sampling_rate, padded
-        sampling = PoissonSampling(self._sampling_key(), *size, replicas)
-
-        def draws() -> Iterator[Draw]:
-            last = counted.first + self.privacy.updates_per_epoch
-            planned = self.privacy.planned_updates
-            return sampling.draws(counted.first, last if planned is None else min(last, planned))
-
-        return draws
+    def _updates_of_epoch(self, counted: Epochs) -> range:
+        last = counted.first + self.privacy.updates_per_epoch
+        planned = self.privacy.planned_updates
+        return range(counted.first, last if planned is None else min(last, planned))
 
     def _install(self, builder: StepBuilder, split: PhysicalBatches, padded: int) -> None:
         layer: Any = self.per_example

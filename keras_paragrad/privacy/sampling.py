@@ -1,7 +1,6 @@
 """Poisson sampling: each example is in each update's batch with the same probability, independently."""
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import keras
@@ -57,29 +56,36 @@ class PoissonSampling:
         numbers[places], there[places] = chosen, True
         return Draw(numbers, there)
 
-    def draws(self, first: int, last: int) -> Iterator[Draw]:
-        """The batches of updates from the first to before the last."""
-        return map(self.draw, range(first, last))
+    def several(self, updates: Iterable[int]) -> Draw:
+        """The batches of updates, stacked."""
+        return Draw(*map(np.stack, zip(*map(self.draw, updates), strict=True)))
 
 
-def private_batches(rows: Rows, draws: Any, size: int) -> tf.data.Dataset:
+def private_batches(rows: Rows, sampling: PoissonSampling, updates: Callable[[], range]) -> tf.data.Dataset:
     """The padded batches `(x, y, sample_weight)` of updates.
 
     Args:
         rows: The examples.
-        draws: A function that returns an iterator of `Draw`, called for each iterator of the dataset.
-        size: The rows of a batch.
+        sampling: Draws the batch of each update.
+        updates: Returns the numbers of the updates, for each iterator of the dataset.
     """
-    signature = (tf.TensorSpec([None, size], tf.int64), tf.TensorSpec([None, size], tf.bool))
-    drawn = tf.data.Dataset.from_generator(lambda: _several(draws()), output_signature=signature).unbatch()
-    dataset = rows.taken(drawn)
+
+    def numbers(_: tf.Tensor) -> tf.Tensor:
+        found = tf.numpy_function(lambda: np.asarray(updates(), np.int64), [], tf.int64)
+        return tf.ensure_shape(found, [None])
+
+    def draws(numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        # Each call of Python by TensorFlow takes as long as some draws.
+        found, there = tf.numpy_function(sampling.several, [numbers], [tf.int64, tf.bool])
+        shape = [None, sampling.rows]
+        return tf.ensure_shape(found, shape), tf.ensure_shape(there, shape)
+
+    numbers, draws = map(tf.autograph.experimental.do_not_convert, (numbers, draws))
+    # Not of a generator: TensorFlow fixes glibc's threshold for mapped memory at 128 KB in a process that reads one,
+    # with Python 3.11 and later. All larger buffers are then mapped and cleared anew each time they are allocated.
+    epoch = tf.data.Dataset.from_tensors(0).map(numbers).unbatch()
+    dataset = rows.taken(epoch.batch(_AT_ONCE).map(draws).unbatch())
     return without_autotuning(dataset.map(_weighed).prefetch(2))
-
-
-def _several(draws: Iterator[Draw]) -> Iterator[Draw]:
-    """Draws stacked, as each call of Python by TensorFlow takes as long as some draws."""
-    while taken := list(itertools.islice(draws, _AT_ONCE)):
-        yield Draw(*map(np.stack, zip(*taken, strict=True)))
 
 
 @tf.autograph.experimental.do_not_convert

@@ -17,7 +17,7 @@ EXAMPLES, RATE, UPDATES = 40, 0.2, 500
 def included(sampling):
     """Whether each example is in each update."""
     found = np.zeros((UPDATES, EXAMPLES))
-    for update, draw in enumerate(sampling.draws(0, UPDATES)):
+    for update, draw in enumerate(map(sampling.draw, range(UPDATES))):
         assert len(set(draw.numbers[draw.present])) == draw.present.sum()
         found[update, draw.numbers[draw.present]] = 1
     return found
@@ -90,10 +90,10 @@ def test_updates_see_poisson_samples():
 
 def test_draws_follow_from_key_and_update():
     sampling = PoissonSampling((1, 2), EXAMPLES, RATE, EXAMPLES)
-    whole = [draw.numbers for draw in sampling.draws(0, 8)]
-    for one, other in zip(whole[5:], sampling.draws(5, 8), strict=True):
-        np.testing.assert_array_equal(one, other.numbers)
-    other = next(PoissonSampling((1, 3), EXAMPLES, RATE, EXAMPLES).draws(0, 1))
+    whole = [sampling.draw(update).numbers for update in range(8)]
+    np.testing.assert_array_equal(sampling.draw(5).numbers, whole[5])
+    np.testing.assert_array_equal(sampling.several(range(5, 8)).numbers, whole[5:])
+    other = PoissonSampling((1, 3), EXAMPLES, RATE, EXAMPLES).draw(0)
     assert not np.array_equal(other.numbers, whole[0])
 
 
@@ -124,16 +124,18 @@ def sources(x, y):
 
 
 @pytest.mark.parametrize("source", ["arrays", "PyDataset", "tf.data"])
-def test_rows_are_those_of_the_draw(source):
+def test_rows_are_those_of_the_draw(source, monkeypatch):
+    # It would make all training in the process slower, for good.
+    monkeypatch.setattr(tf.data.Dataset, "from_generator", None)
     x, y = some_data(EXAMPLES)
     rows = rows_from(*sources(x, y)[source])
     assert rows.count == EXAMPLES
     sampling = PoissonSampling((1, 2), EXAMPLES, 0.05, 9)
-    batches = private_batches(rows, lambda: sampling.draws(0, 30), 9)
+    batches = private_batches(rows, sampling, lambda: range(30))
     # It would hold up the end of an epoch.
     assert not batches.options().autotune.enabled
     sizes = set()
-    for draw, (inputs, targets, weights) in zip(sampling.draws(0, 30), batches, strict=True):
+    for draw, (inputs, targets, weights) in zip(map(sampling.draw, range(30)), batches, strict=True):
         np.testing.assert_array_equal(inputs, x[draw.numbers])
         np.testing.assert_array_equal(targets, y[draw.numbers])
         np.testing.assert_array_equal(weights, draw.present.astype("float32"))
@@ -146,7 +148,8 @@ def test_weights_of_zero_are_still_examples():
     x, y = some_data(EXAMPLES)
     rows = rows_from(x, y, np.zeros(EXAMPLES))
     sampling = PoissonSampling((1, 2), EXAMPLES, 0.05, 9)
-    for draw, batch in zip(sampling.draws(0, 5), private_batches(rows, lambda: sampling.draws(0, 5), 9), strict=True):
+    batches = private_batches(rows, sampling, lambda: range(5))
+    for draw, batch in zip(map(sampling.draw, range(5)), batches, strict=True):
         np.testing.assert_array_equal(present(batch), draw.present)
 
 
@@ -156,8 +159,8 @@ def test_class_weights(source):
     weights = {0: 0.5, 2: 3.0}
     rows = rows_from(*sources(x, y)[source], class_weight=weights)
     sampling = PoissonSampling((1, 2), EXAMPLES, 0.5, EXAMPLES)
-    (draw,) = sampling.draws(0, 1)
-    *_, found = next(iter(private_batches(rows, lambda: sampling.draws(0, 1), EXAMPLES)))
+    draw = sampling.draw(0)
+    *_, found = next(iter(private_batches(rows, sampling, lambda: range(1))))
     expected = [weights.get(label, 1.0) for label in y[draw.numbers]] * draw.present
     np.testing.assert_array_equal(found, expected)
 
