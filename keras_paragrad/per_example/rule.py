@@ -159,6 +159,24 @@ def weighted_sum(weights: tf.Tensor, rows: tf.Tensor, by_xla: bool = False) -> t
     return tf.reshape(tf.matmul(tf.expand_dims(weights, 0), matrix), rows.shape[1:])
 
 
+def sums_of_biases(
+    biases: Callable[[Sequence[Call]], list[tf.Tensor]], calls: Sequence[Call], weights: tf.Tensor
+) -> list[tf.Tensor]:
+    """The weighted sums over examples of what `biases` returns for calls, each `(batch, size)`.
+
+    Args:
+        biases: Returns the per-example gradients of a layer's biases, which are sums of its cotangent over positions.
+        calls: The calls, with zeros for examples of weight 0.
+        weights: The examples' weights, `(batch,)`.
+    """
+    by_xla = calls[0].by_xla
+    if calls[0].cotangent.shape.rank == 2:
+        return [weighted_sum(weights, bias, by_xla) for bias in biases(calls)]
+    # Sums over several positions were taken for the norms, of the original calls.
+    originals = [call.original or call for call in calls]
+    return [weighted_sum(weights, zeroed(bias, weights), by_xla) for bias in biases(originals)]
+
+
 def zeroed(rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     """A `(batch, ...)` tensor with zeros in the rows of examples of weight 0, since 0 times NaN is NaN."""
     kept = tf.reshape(tf.not_equal(weights, 0), [-1, *[1] * (rows.shape.rank - 1)])

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.factored_gradients import Factors
-from keras_paragrad.per_example.rule import Rule, squared_norm, weighted_sum, zeroed
+from keras_paragrad.per_example.rule import Rule, squared_norm, sums_of_biases, weighted_sum, zeroed
 from keras_paragrad.sums import row_sums
 
 # Without XLA, ghost norms are taken where this many times their multiplications are fewer than those of the gradients:
@@ -206,8 +206,7 @@ class Linear(Rule, abc.ABC):
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
         originals, by_xla = [call.original or call for call in calls], calls[0].by_xla
-        # Of these, sums over positions were taken for norms.
-        biases = [weighted_sum(weights, zeroed(bias, weights), by_xla) for bias in self._biases(originals)]
+        biases = sums_of_biases(self._biases, calls, weights)
         folded = self.folded(calls)
         if folded is not None:
             return [weighted_sum(weights, folded), *biases]

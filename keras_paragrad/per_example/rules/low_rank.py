@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
-from keras_paragrad.per_example.rule import Rule, squared_norm, weighted_sum, zeroed
+from keras_paragrad.per_example.rule import Rule, squared_norm, sums_of_biases
 from keras_paragrad.per_example.rules.linear import Product, bias_gradients
 
 
@@ -68,9 +68,7 @@ class LowRank(Rule, abc.ABC):
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
         sums = [part.layout(part.product.weighted_sum(weights)) for part in self._parts(calls)]
-        # Of the original calls, sums over positions were taken for norms.
-        biases = _biases([call.original or call for call in calls])
-        return [*sums, *(weighted_sum(weights, zeroed(bias, weights), calls[0].by_xla) for bias in biases)]
+        return [*sums, *sums_of_biases(_biases, calls, weights)]
 
     def _parts(self, calls: Sequence[Call]) -> list[FactorGradient]:
         """The parts of all calls, concatenated along the positions."""

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.registry import register_rule
-from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, squared_norm, weighted_sum, zeroed
+from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, squared_norm, sums_of_biases, weighted_sum
 from keras_paragrad.per_example.rules import folded
 from keras_paragrad.per_example.rules.convolution import (
     convolution_bias,
@@ -50,12 +50,10 @@ class SeparableRule(Rule):
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
         def of_call(call: Call) -> list[tf.Tensor]:
-            # Of the original call, sums over positions were taken for norms.
-            biases = self._bias(call.original or call)
-            sums = [weighted_sum(weights, zeroed(bias, weights), call.by_xla) for bias in biases]
+            biases = sums_of_biases(lambda calls: self._bias(calls[0]), [call], weights)
             by_depth, product = _parts(call)
             pointwise = self._pointwise(call, product.weighted_sum(weights))
-            return [weighted_sum(weights, by_depth, call.by_xla), pointwise, *sums]
+            return [weighted_sum(weights, by_depth, call.by_xla), pointwise, *biases]
 
         return [tf.add_n(list(parts)) for parts in zip(*map(of_call, calls), strict=True)]
 
