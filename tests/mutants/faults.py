@@ -324,9 +324,16 @@ _PER_EXAMPLE = [
     ),
     _fault(
         "an example that is not finite stays in sums of biases",
-        "per_example/rules/linear.py",
+        "per_example/rule.py",
         "weighted_sum(weights, zeroed(bias, weights), by_xla)",
         "weighted_sum(weights, bias, by_xla)",
+        "per_example/test_nonfinite.py::test_inputs_that_are_not_finite",
+    ),
+    _fault(
+        "sums of biases are of cotangents that are not zeroed",
+        "per_example/rule.py",
+        "for bias in biases(calls)]",
+        "for bias in biases([call.original or call for call in calls])]",
         "per_example/test_nonfinite.py::test_inputs_that_are_not_finite",
     ),
     _fault(
@@ -346,8 +353,8 @@ _PER_EXAMPLE = [
     _fault(
         "weighted sums of separable convolutions have unweighted biases",
         "per_example/rules/separable.py",
-        "sums = [weighted_sum(weights, zeroed(bias, weights), call.by_xla) for bias in biases]",
-        "sums = [tf.reduce_sum(bias, 0) for bias in biases]",
+        "biases = sums_of_biases(lambda calls: self._bias(calls[0]), [call], weights)",
+        "biases = [tf.reduce_sum(bias, 0) for bias in self._bias(call)]",
         "per_example/test_rules.py::test_a_rule_is_the_loop[SeparableConv2D]",
     ),
     _fault(
@@ -914,6 +921,13 @@ _PRIVACY = [
         "return sum(bound**2 for _, bound in self.bounds()) ** 0.5",
         "return max(bound for _, bound in self.bounds())",
         "privacy/test_update.py::test_equals_updates_by_hand",
+    ),
+    _fault(
+        "draws are read from a generator, for which TensorFlow slows the process down",
+        "privacy/sampling.py",
+        "tf.data.Dataset.from_tensors(0).map(numbers).unbatch()",
+        "tf.data.Dataset.from_generator(updates, output_signature=tf.TensorSpec([], tf.int64))",
+        "privacy/test_sampling.py::test_rows_are_those_of_the_draw",
     ),
     _fault(
         "metrics see the rows that fill a batch up",
