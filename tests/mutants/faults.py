@@ -334,7 +334,7 @@ _PER_EXAMPLE = [
         "per_example/rule.py",
         "for bias in biases(calls)]",
         "for bias in biases([call.original or call for call in calls])]",
-        "per_example/test_nonfinite.py::test_inputs_that_are_not_finite",
+        "privacy/test_sensitivity.py",
     ),
     _fault(
         "a gradient of weight 0 that is not finite stays in the sum of gradients",
