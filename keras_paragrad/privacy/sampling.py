@@ -82,7 +82,7 @@ def private_batches(rows: Rows, sampling: PoissonSampling, updates: Callable[[],
 
     numbers, draws = map(tf.autograph.experimental.do_not_convert, (numbers, draws))
     # Not of a generator: TensorFlow fixes glibc's threshold for mapped memory at 128 KB in a process that reads one,
-    # with Python 3.11 and later. All larger buffers are then mapped and cleared anew each time they are allocated.
+    # seen with Python 3.11. All larger buffers are then mapped and cleared anew each time they are allocated.
     epoch = tf.data.Dataset.from_tensors(0).map(numbers).unbatch()
     dataset = rows.taken(epoch.batch(_AT_ONCE).map(draws).unbatch())
     return without_autotuning(dataset.map(_weighed).prefetch(2))
