@@ -92,12 +92,11 @@ class Product(NamedTuple):
         return self._inner_products(self.left, by_xla), self._inner_products(self.right, by_xla)
 
     def _inner_products(self, side: tf.Tensor, by_xla: bool) -> tf.Tensor:
-        if self.left.shape[2] != 1:
+        sizes: Any = side.shape
+        _, groups, positions, columns = sizes
+        if positions != 1 or not columns:
             return _matmul(side, side, transpose_b=True)
-        if by_xla:
-            return tf.reduce_sum(tf.square(side), 3, keepdims=True)
-        # As in `squared_norm`, the squares are never materialized.
-        return tf.square(tf.math.reduce_euclidean_norm(side, 3, keepdims=True))
+        return tf.reshape(squared_norm(tf.reshape(side, [-1, columns]), by_xla), [-1, groups, 1, 1])
 
     def second_moment(self) -> tf.Tensor:
         """The sum over examples of squared gradients, `(groups, rows, columns)`."""
