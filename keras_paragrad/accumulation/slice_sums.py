@@ -128,14 +128,14 @@ class SliceSums:
         return self.last.of_all(gradients, tf.convert_to_tensor(rows), divisor, total.losses)
 
 
-def rows_at(data: Any, first: Any, count: Any, *, by_xla: bool = True) -> Any:
+def rows_at(data: Any, first: Any, count: Any, *, inside: bool = False) -> Any:
     """So many consecutive rows of every tensor in a batch, from the `first` on.
 
     Args:
         data: The batch.
         first: The first row.
         count: How many.
-        by_xla: Whether XLA might compile this.
+        inside: Whether no batch ends before the last of them.
     """
 
     def part_of(tensor: Any) -> Any:
@@ -149,7 +149,7 @@ def rows_at(data: Any, first: Any, count: Any, *, by_xla: bool = True) -> Any:
             part.set_shape([None, *tensor.shape[1:]])
             return part
         static = isinstance(count, int) and count <= (tensor.shape[0] or 0)
-        if isinstance(tensor, tf.Tensor) and (static or not by_xla):
+        if isinstance(tensor, tf.Tensor) and (static or inside):
             # Copies nothing where rows are aligned in memory.
             known: Any = tensor.shape[1:]
             sizes = tf.shape(tensor)[1:] if None in known else tf.constant(known.as_list(), tf.int32)

@@ -132,11 +132,13 @@ class Slices(NamedTuple):
         build_losses(model, rows_at(data, 0, 1))
         return SliceSums(model, gradient_of_slice, alike=alike)
 
-    def added_up(self, sums: SliceSums, slices: Any, slice_at: Callable[[Any], Any], rows: Any) -> RunningSums:
-        """The sums over so many slices, which `slice_at` cuts from a batch of `rows`."""
+    def added_up(
+        self, sums: SliceSums, slices: Any, slice_at: Callable[[Any], Any], rows: Any, **how: Any
+    ) -> RunningSums:
+        """The sums over so many slices, which `slice_at` cuts from a batch of `rows`; for `how` see `SliceSums`."""
 
         def add_slice(index, total):
-            return index + 1, sums.add(total, slice_at(index), rows, in_loop=True)
+            return index + 1, sums.add(total, slice_at(index), rows, in_loop=True, **how)
 
         start = tf.constant(0), sums.zero()
         return tf.while_loop(lambda index, _: index < slices, add_slice, start, parallel_iterations=1)[1]

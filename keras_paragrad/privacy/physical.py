@@ -1,5 +1,6 @@
 """Physical batches: the equal slices that an update is computed in, of which those without a drawn row are left out."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -8,16 +9,17 @@ import tensorflow as tf
 
 from keras_paragrad._keras.replicas.collectives import replica_count
 from keras_paragrad._keras.step.builder import StepBuilder
-from keras_paragrad._keras.step.gradient import Gradient
+from keras_paragrad._keras.step.forward import called_apart
+from keras_paragrad._keras.step.gradient import Gradient, runs_in_xla_loop
 from keras_paragrad.accumulation.slice_sums import rows_at
 from keras_paragrad.accumulation.slices import Slices
 from keras_paragrad.privacy.sampling import present
 
 # Rows of a physical batch are a multiple, which kernels like.
 _ROWS = 8
-# Standard deviations above the expected batch size that the usual number of physical batches has room for: one update
-# in 160 takes another one.
-_USUAL = 2.5
+# Standard deviations above the expected batch size that the usual number of physical batches has room for. One update
+# in 44 takes another one; with more room the rows of all are more.
+_USUAL = 2.0
 
 
 def rows_of_update(
@@ -71,9 +73,17 @@ class PhysicalBatches(Slices):
         size = self._even(drawn, taken) if _takes_any_number_of_rows(model) else self.size
         rows = taken * size
         sums = self.begun(model, gradient_of_slice, data, alike=True)
+
+        def added_up(data, **how):
+            # Padded, so no slice ends beyond it.
+            return self.added_up(sums, taken, lambda at: rows_at(data, at * size, size, inside=True), rows, **how)
+
         with model.per_example.averaging(rows * replica_count()):
-            # Outside of XLA, which compiles no more than the gradient of each.
-            total = self.added_up(sums, taken, lambda index: rows_at(data, index * size, size, by_xla=False), rows)
+            if _by_xla(model) and runs_in_xla_loop(model):
+                # In one call, which takes less time than one for each.
+                total = called_apart(functools.partial(added_up, by_xla=False), data)
+            else:
+                total = added_up(data)
         # Each replica divides by what it has computed. What it multiplies with makes up for that, so they count alike.
         return sums.gradient(total, rows).counting_as_one()
 
@@ -82,10 +92,15 @@ class PhysicalBatches(Slices):
         return tf.minimum(self.size, tf.maximum(1, -(-drawn // (taken * _ROWS))) * _ROWS)
 
 
+def _by_xla(model: Any) -> bool:
+    """Whether XLA compiles the gradient, without the noise."""
+    return StepBuilder.of(model).stages.by_xla_alone(model, replica_count())
+
+
 def _takes_any_number_of_rows(model: Any) -> bool:
     """Whether physical batches may have more or fewer rows from one update to the next."""
     # XLA compiles a pass anew for each number.
-    if StepBuilder.of(model).stages.by_xla_alone(model, replica_count()):
+    if _by_xla(model):
         return False
     # A model that was called on symbolic inputs doesn't ask for it.
     inputs = getattr(model.per_example.layer, "inputs", None)

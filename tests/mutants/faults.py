@@ -90,8 +90,8 @@ _ACCUMULATION = [
     _fault(
         "passes are a part of the loop that runs them",
         "accumulation/slices.py",
-        "rows, in_loop=True)",
-        "rows)",
+        "rows, in_loop=True, **how)",
+        "rows, **how)",
         "accumulation/test_microbatch.py::test_passes_in_a_loop_are_functions_of_their_own",
     ),
     _fault(
@@ -857,6 +857,13 @@ _PRIVACY = [
         "else self.rows) / self.expected_batch_size",
         "else self.rows) / self.rows",
         "privacy/test_update.py::test_equals_updates_by_hand",
+    ),
+    _fault(
+        "XLA compiles loops over physical batches whatever is in them",
+        "privacy/physical.py",
+        "if _by_xla(model) and runs_in_xla_loop(model):",
+        "if _by_xla(model):",
+        "privacy/test_physical.py::test_xla_compiles_the_loop_where_it_can",
     ),
     _fault(
         "the sum is divided by the number of drawn rows",

@@ -29,7 +29,9 @@ def trained(dist, clip_norm, jit, *, run_eagerly=False):
             seed=8,
             physical_batch_size=32,
         )
-        options = {"metrics": ["accuracy"], "jit_compile": jit, "run_eagerly": run_eagerly}
+        # Without metrics, XLA compiles all physical batches in one call.
+        metrics = None if isinstance(clip_norm, dict) else ["accuracy"]
+        options = {"metrics": metrics, "jit_compile": jit, "run_eagerly": run_eagerly}
         private.compile(keras.optimizers.SGD(0.2, momentum=0.9), cross_entropy(), **options)
     history = dist.fit(private, x, y, verbose=0)
     return private, model.get_weights(), history.history
@@ -54,8 +56,9 @@ def test_replicas_take_the_updates_of_one_device(shard, jit, clip_norm):
     largest = max(np.abs(each).max() for each in expected)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6 * largest, rtol=0)
-    for name in ("loss", "accuracy", "epsilon"):
-        np.testing.assert_allclose(history[name], shown[name], rtol=1e-5)
+    assert history.keys() == shown.keys() >= {"loss", "epsilon"}
+    for name, values in shown.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5)
 
 
 @pytest.mark.own_process(seconds=120)

@@ -30,7 +30,13 @@ def by_layer(bounds):
 
 
 # Without a graph, which takes longer to trace than the updates, where neither is what it is about.
-MODES = {"eager": {"run_eagerly": True}, "graph": {"jit_compile": False}, "xla": {"jit_compile": True}}
+MODES = {
+    "eager": {"run_eagerly": True},
+    "graph": {"jit_compile": False},
+    # All physical batches in one call, which models with metrics can't have.
+    "xla": {"jit_compile": True},
+    "xla, each": {"jit_compile": True, "metrics": ["accuracy"]},
+}
 CLIPS = {
     "flat": (0.3, flat(0.3)),
     "never": (1e3, flat(1e3)),

@@ -509,7 +509,7 @@ OF_OBJECTS = (
             *("step.symbolic", "step.tracing"),
         ),
     ),
-    Hook("keras", "Model._compile_metrics", ("objects.own_methods", "step.symbolic", "step.tracing")),
+    Hook("keras", "Model._compile_metrics", ("losses.logs", "objects.own_methods", "step.symbolic", "step.tracing")),
     Hook("keras", "Model._distribute_strategy", ("replicas.prepared",)),
     Hook("keras", "Model._initial_epoch", ("objects.checkpoint_state",)),
     Hook("keras", "Model._jit_compile", ("objects.own_methods",)),

@@ -10,6 +10,15 @@ from keras_paragrad._keras.losses.tracking import TrackedLosses
 from keras_paragrad._keras.replicas.collectives import sum_over_replicas
 
 
+def has_metrics(model: keras.Model) -> bool:
+    """Whether a compiled model shows more of a batch than its losses."""
+    return model._compile_metrics is not None or _has_own_metrics(model)
+
+
+def _has_own_metrics(model: keras.Model) -> bool:
+    return type(model).compute_metrics is not keras.Model.compute_metrics or "compute_metrics" in vars(model)
+
+
 def update_metrics(model: keras.Model, batch: dict[str, Any]) -> None:
     """Updates a model's metrics with a part of a batch; `get_metrics_result` later gives the result of all parts.
 
@@ -21,7 +30,7 @@ def update_metrics(model: keras.Model, batch: dict[str, Any]) -> None:
         ValueError: A custom `compute_metrics` returns something else.
     """
     found = model.compute_metrics(**batch)
-    if type(model).compute_metrics is keras.Model.compute_metrics and "compute_metrics" not in vars(model):
+    if not _has_own_metrics(model):
         return
     shown = model.get_metrics_result()
     if set(found) != set(shown):

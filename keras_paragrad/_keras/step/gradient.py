@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from keras.src.losses.loss import unscale_loss_for_distribution
 
-from keras_paragrad._keras.losses.logs import update_metrics
+from keras_paragrad._keras.losses.logs import has_metrics, update_metrics
 from keras_paragrad._keras.losses.sums import LossSums
 from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad._keras.probes.independence import check_metrics
@@ -23,6 +23,9 @@ from keras_paragrad._keras.step.forward import (
     scaled_gradient,
 )
 from keras_paragrad._keras.step.uncut import Foreseen
+
+# Of which XLA runs those with overlapping windows two to three times as long in a loop, on CPUs.
+_CONVOLUTIONS = tuple(layer for name, layer in vars(keras.layers).items() if "Conv" in name)
 
 # From a batch, as `train_step` takes it, to a boolean tensor `(rows,)`.
 Present = Callable[[Any], tf.Tensor]
@@ -128,7 +131,8 @@ def gradient_of(
     if present is not None:
         there = tf.logical_and(present(data), shard.rows > 0)
         found = found and found.of_rows(tf.math.count_nonzero(there))
-        shard.only(there).run(lambda: update_metrics(model, _rows_of_batch(batch, there)))
+        if has_metrics(model):
+            shard.only(there).run(lambda: update_metrics(model, _rows_of_batch(batch, there)))
     elif not sums and shard.nonempty is None:
         show = functools.partial(_show, model, passed.loss, batch)
     else:
@@ -144,6 +148,12 @@ def _is_slower_in_loop(model: keras.Model) -> bool:
     pooling = keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D
     in_graph = not tf.executing_eagerly() and not model.jit_compile
     return in_graph and any(isinstance(layer, pooling) for layer in all_layers(model))
+
+
+def runs_in_xla_loop(model: keras.Model) -> bool:
+    """Whether XLA can compile a loop over slices with rows that are no examples, and runs it at least as fast."""
+    # Metrics are shown of the others, whose number XLA doesn't know.
+    return not has_metrics(model) and not any(isinstance(layer, _CONVOLUTIONS) for layer in all_layers(model))
 
 
 def _rows_of_batch(batch: dict[str, Any], there: tf.Tensor) -> dict[str, Any]:
