@@ -7,10 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_paragrad._keras.losses.logs import has_metrics
 from keras_paragrad._keras.replicas.collectives import replica_count
 from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad._keras.step.forward import called_apart
-from keras_paragrad._keras.step.gradient import Gradient, runs_in_xla_loop
+from keras_paragrad._keras.step.gradient import Gradient, is_slower_in_xla_loop
 from keras_paragrad.accumulation.slice_sums import rows_at
 from keras_paragrad.accumulation.slices import Slices
 from keras_paragrad.privacy.sampling import present
@@ -79,7 +80,8 @@ class PhysicalBatches(Slices):
             return self.added_up(sums, taken, lambda at: rows_at(data, at * size, size, inside=True), rows, **how)
 
         with model.per_example.averaging(rows * replica_count()):
-            if _by_xla(model) and runs_in_xla_loop(model):
+            # Metrics are shown of the rows that are there, whose number XLA doesn't know.
+            if _by_xla(model) and not has_metrics(model) and not is_slower_in_xla_loop(model):
                 # In one call, which takes less time than one for each.
                 total = called_apart(functools.partial(added_up, by_xla=False), data)
             else:

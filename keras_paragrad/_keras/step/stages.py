@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, Protocol
 import keras
 
 from keras_paragrad._keras.losses.normalization import LossNormalization
+from keras_paragrad._keras.objects.model import has_own_train_step
 from keras_paragrad._keras.step.forward import Normalize
-from keras_paragrad._keras.step.gradient import Gradient, Present
+from keras_paragrad._keras.step.gradient import Gradient, Present, is_slower_in_xla_loop
 from keras_paragrad._keras.step.transform import Transform
 from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad._keras.telemetry.execution import Telemetry
@@ -145,7 +146,9 @@ class Stages(NamedTuple):
         """Whether XLA compiles each forward and backward pass by itself, and nothing else of the step."""
         if replicas > 1:
             return bool(self.take and self.take.by_xla)
-        return bool(model.jit_compile and self.transform and getattr(self.transform, "outside_xla", False))
+        noise = self.transform and getattr(self.transform, "outside_xla", False)
+        slices = self.split and is_slower_in_xla_loop(model) and not has_own_train_step(model)
+        return bool(model.jit_compile and (noise or slices))
 
     @property
     def foreseen(self) -> Foreseen | None:
