@@ -199,5 +199,6 @@ if __name__ == "__main__":
     elif first == "accuracy":
         accuracy(*(None if each == "none" else float(each) for each in rest))
     else:
-        for part in sys.argv[1:] or PARTS:
+        # In their order: memory comes before TensorFlow is loaded.
+        for part in sorted(sys.argv[1:] or PARTS, key=list(PARTS).index):
             PARTS[part]()
