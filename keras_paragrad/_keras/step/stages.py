@@ -146,9 +146,9 @@ class Stages(NamedTuple):
         """Whether XLA compiles each forward and backward pass by itself, and nothing else of the step."""
         if replicas > 1:
             return bool(self.take and self.take.by_xla)
-        noise = self.transform and getattr(self.transform, "outside_xla", False)
+        transform = self.transform and getattr(self.transform, "outside_xla", False)
         slices = self.split and is_slower_in_xla_loop(model) and not has_own_train_step(model)
-        return bool(model.jit_compile and (noise or slices))
+        return bool(model.jit_compile and (transform or slices))
 
     @property
     def foreseen(self) -> Foreseen | None:
