@@ -25,7 +25,7 @@ CONSTRAINTS := $(or $(constraints-$(RELEASES)),$(error RELEASES is pinned, oldes
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
-.PHONY: demo test test-all mutants bench bench-peers exactness clean FORCE
+.PHONY: demo test test-all gpu mutants bench bench-peers exactness clean FORCE
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
@@ -52,6 +52,12 @@ LONG := XLA_FLAGS= GRAPPLER=1 CASES=10 $(PYTEST) -m 'long or hypothesis'
 
 test-all: test
 	status=0; $(LONG) tests/per_example || status=1; $(LONG) --ignore tests/per_example || status=1; exit $$status
+
+# What holds on this machine's GPU. One part alone: `make gpu PARTS="--only right"`.
+PARTS ?=
+
+gpu: .venv/.gpu
+	$(BIN)/python benchmarks/gpu.py $(PARTS)
 
 # Plants faults in a copy of the package, one at a time, and shows which test finds each. Some of them, by a part of their
 # name: `make mutants FAULTS="all-reduced"`.
@@ -95,6 +101,11 @@ clean:
 
 .venv/.demo: .venv/.constraints $(SOURCES)
 	$(PIP) install -c $< '.[demo]'
+	@touch $@
+
+# With CUDA's libraries, which take gigabytes.
+.venv/.gpu: .venv/.demo
+	$(PIP) install -c .venv/.constraints 'tensorflow[and-cuda]'
 	@touch $@
 
 # Compiled by all cores, which pip leaves to one; what can't be compiled is nothing that is imported.

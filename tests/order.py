@@ -11,6 +11,7 @@ SLOW = (
     "distribution/checkpoint/test_gang.py",
     "distribution/test_exactness.py",
     "distribution/checkpoint/test_backup.py",
+    "test_gpu.py",
     "distribution/checkpoint/test_shards.py",
     "distribution/test_workers.py",
     "distribution/test_shown_by_workers.py",

@@ -1,0 +1,1 @@
+"""What `gpu.py` runs: modules of cases, each module in a process of its own."""

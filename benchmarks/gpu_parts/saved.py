@@ -1,0 +1,139 @@
+"""What `gpu.py` keeps: the JSON, the page that is written from it, and the sentence that README and docs repeat."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from gpu_parts.case import PASSED, Line
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
+PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
+SAYING = (ROOT / "README.md", ROOT / "docs" / "index.md")
+MARKED = re.compile(r"<!-- GPUs -->\n.*?<!-- /GPUs -->", flags=re.DOTALL)
+Saved = dict[str, Any]
+
+
+def read(path: Path) -> Saved:
+    """By card, what was found on it; empty if nothing was run yet."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+class Results:
+    """The JSON file, which is written anew for each line, so that a run which is cut off keeps what it has.
+
+    Args:
+        path: The file, or `None` to write nothing.
+        date: The day.
+    """
+
+    def __init__(self, path: Path | None, date: str):
+        self._path, self._date = path, date
+        self._saved = read(path) if path else {}
+        self._card: dict[str, Any] | None = None
+        self._begun: set[str] = set()
+
+    def meet(self, machine: dict[str, Any]) -> None:
+        """Keeps what is known of the machine."""
+        self._card = self._saved.setdefault(machine["card"], {"parts": {}})
+        self._card["machine"] = {**machine, "date": self._date}
+
+    def add(self, part: str, name: str, line: Line) -> None:
+        """Adds a line; the first of a part takes the place of those of an earlier run."""
+        if self._card is None:
+            self.meet({"card": "unknown"})
+            return self.add(part, name, line)
+        if part not in self._begun:
+            self._begun.add(part)
+            self._card["parts"][part] = {"date": self._date, "lines": {}}
+        self._card["parts"][part]["lines"][name] = line.to_dict()
+        return self._write()
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._saved, indent=1) + "\n")
+        partial.replace(self._path)
+
+
+def counts(lines: list[dict[str, Any]]) -> tuple[int, int]:
+    """How many of the lines passed, and how many there are."""
+    return sum(each["outcome"] in PASSED for each in lines), len(lines)
+
+
+def lines_of(card: dict[str, Any]) -> list[dict[str, Any]]:
+    """All lines of a card."""
+    return [line for part in card["parts"].values() for line in part["lines"].values()]
+
+
+def sentence(saved: Saved, link: str) -> str:
+    """What README and the index say of GPUs.
+
+    Args:
+        saved: The content of the JSON file.
+        link: Where the page is, seen from the file that says it.
+    """
+    if not saved:
+        return (
+            "All measurements are on CPUs; GPUs and TPUs haven't been tried. "
+            f"`make gpu` settles [what holds on a GPU]({link})."
+        )
+    found = []
+    for name, card in saved.items():
+        passed, total = counts(lines_of(card))
+        failed = f"; {total - passed} don't" if passed < total else ""
+        found.append(f"on one {name} {passed} of {total} checks and measurements of `make gpu` passed{failed}")
+    return f"Measurements are on CPUs unless they say otherwise; {', '.join(found)} ([what holds on a GPU]({link}))."
+
+
+def page(saved: Saved, shows: dict[str, str]) -> str:
+    """The documentation's page.
+
+    Args:
+        saved: The content of the JSON file.
+        shows: What each part shows, by name.
+    """
+    text = [
+        "# What holds on a GPU\n",
+        "`make gpu` shows what holds on a machine with an NVIDIA GPU, in six minutes. `python benchmarks/gpu.py` does\n"
+        "the same where only the package, TensorFlow's GPU build and NumPy are installed. Each line is printed and\n"
+        "saved as JSON, in `gpu.json` among the results of the benchmarks, as soon as it is known, and this page is\n"
+        "written from that file.\n",
+        "| part | what it shows |\n|---|---|",
+        *(f"| {name} | {what} |" for name, what in shows.items()),
+        "",
+    ]
+    if not saved:
+        text.append("**Not run yet.** All other measurements of this documentation are on CPUs.\n")
+    for name, card in saved.items():
+        passed, total = counts(lines_of(card))
+        text.append(f"## {name}\n")
+        known = [f"{key} {value}" for key, value in card["machine"].items() if key != "card" and value != ""]
+        text.append(f"{passed} of {total} lines passed. {', '.join(known)}.\n")
+        for part, found in card["parts"].items():
+            text += [f"### {name}: {part}\n", f"Run on {found['date']}.\n", "| | | |\n|---|---|---|"]
+            text += [f"| {each} | {_outcome(line)} | {_cell(line['text'])} |" for each, line in found["lines"].items()]
+            text.append("")
+    return "\n".join(text)
+
+
+def _outcome(line: dict[str, Any]) -> str:
+    outcome = line["outcome"]
+    return outcome if outcome in PASSED else f"**{outcome}**"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def write_docs(saved: Saved, shows: dict[str, str]) -> None:
+    """Writes the page, and the sentence between the marks of README and the index."""
+    PAGE.write_text(page(saved, shows))
+    for path in SAYING:
+        link = os.path.relpath(PAGE, path.parent)
+        said = f"<!-- GPUs -->\n{sentence(saved, link)}\n<!-- /GPUs -->"
+        path.write_text(MARKED.sub(lambda _, said=said: said, path.read_text()))
