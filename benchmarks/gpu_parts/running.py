@@ -147,7 +147,7 @@ def run_cases(module: str, first: int, cpu: bool, every: bool, until: float, to:
         return
     to.send(("cases", [(each.name, each.seconds) for each in cases]))
     for number, case in enumerate(cases[first:]):
-        if number and getattr(found, "ALONE", False):
+        if number and getattr(found, "ALONE", False) and time.monotonic() <= until:
             to.send(("next process",))
             return
         to.send(("line", line_of(case, machine, until, not cpu and getattr(found, "REFUSES", False))))

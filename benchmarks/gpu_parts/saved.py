@@ -56,7 +56,7 @@ class Results:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._saved, indent=1) + "\n")
+        partial.write_text(json.dumps(self._saved, indent=1, default=float) + "\n")
         partial.replace(self._path)
 
 

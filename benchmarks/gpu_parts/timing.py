@@ -20,7 +20,7 @@ SIZES: dict[str, tuple[tuple[dict[str, int], int], tuple[dict[str, int], int]]] 
     "MLP": (({"width": 4096}, 8192), ({"width": 32}, 16)),
     "CNN": (({"width": 128, "size": 32, "blocks": 4}, 512), ({"width": 4, "size": 8}, 8)),
     "Transformer": (
-        ({"width": 768, "tokens": 512, "blocks": 12, "heads": 12, "words": 8192}, 32),
+        ({"width": 768, "tokens": 512, "blocks": 12, "heads": 12, "words": 8192}, 16),
         ({"width": 8, "tokens": 6}, 8),
     ),
 }
