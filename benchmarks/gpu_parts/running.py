@@ -2,7 +2,9 @@
 
 import importlib
 import multiprocessing
+import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -133,6 +135,7 @@ class Runner:
 
 def run_cases(module: str, first: int, cpu: bool, every: bool, until: float, to: Connection) -> None:
     """Runs in a process of its own: sends the machine, the cases, and a line for each from the first on."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         found = importlib.import_module(module)
         machine = Machine(cpu)
@@ -151,6 +154,14 @@ def run_cases(module: str, first: int, cpu: bool, every: bool, until: float, to:
             to.send(("next process",))
             return
         to.send(("line", line_of(case, machine, until, not cpu and getattr(found, "REFUSES", False))))
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that started it has ended, which may have been killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def line_of(case: Case, machine: Machine, until: float, may_be_refused: bool = False) -> Line:
