@@ -24,7 +24,7 @@ def raises(machine: Machine) -> Line:
     raise ValueError("the reason")
 
 
-@cases("hangs", seconds=0.5)
+@cases("hangs", seconds=0.1)
 def hangs(machine: Machine) -> Line:
     time.sleep(3600)
     return check(0, 1)

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from gpu_parts.case import Machine
-from gpu_parts.models import MODELS, data_for, loss
+from gpu_parts.models import MODELS, data_for, loss, made
 
 LIMIT = 1e-5
 STEPS, MICRO_BATCH = 3, 8
@@ -18,8 +18,16 @@ OF_ALL = {f"{name}{suffix}": {"name": name, **jit} for name, (suffix, jit) in it
 tf.config.experimental.enable_tensor_float_32_execution(False)
 
 
-def optimizer() -> keras.optimizers.Optimizer:
-    """Adam, clipped; with its usual epsilon, gradients near zero would decide by their last digits."""
+def optimizer_in_words(name: str) -> str:
+    """What `optimizer` returns for a model."""
+    return "SGD" if name == "Transformer" else "Adam, clipped"
+
+
+def optimizer(name: str = "MLP") -> keras.optimizers.Optimizer:
+    """Adam, clipped; for the Transformer SGD, as Keras squares and clips each lookup's gradient of a row by itself."""
+    if optimizer_in_words(name) == "SGD":
+        return keras.optimizers.SGD(0.1)
+    # With its usual epsilon, gradients near zero would decide by their last digits.
     return keras.optimizers.Adam(1e-2, epsilon=1e-3, global_clipnorm=0.5)
 
 
@@ -38,6 +46,6 @@ def fit(
     return model.get_weights()
 
 
-def on_whole_batches(machine: Machine, model: keras.Model, jit: bool, batch_size: int) -> list[np.ndarray]:
+def on_whole_batches(machine: Machine, name: str, jit: bool, batch_size: int) -> list[np.ndarray]:
     """The weights after two epochs of plain steps; on CPUs without a graph, which takes longer to make than to run."""
-    return fit(compiled(model, optimizer(), jit, eager=machine.cpu), batch_size)
+    return fit(compiled(made(name), optimizer(name), jit, eager=machine.cpu), batch_size)

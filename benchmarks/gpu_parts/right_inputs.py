@@ -11,8 +11,8 @@ from keras_paragrad import input_jacobian
 ROWS = 6
 MODES = {
     f"{mode}{suffix}, {name}": {"name": name, "mode": mode, "jit": jit}
-    for name in ("MLP", "CNN")
-    for mode in ("forward", "reverse")
+    # XLA may compute what max-pooling compares twice, with other rounding, and forward mode is refused then.
+    for name, mode in (("MLP", "forward"), ("MLP", "reverse"), ("CNN", "reverse"))
     for suffix, jit in (("", False), (", XLA", True))
 }
 cases = Cases()

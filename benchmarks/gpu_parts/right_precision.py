@@ -18,10 +18,10 @@ cases = Cases()
 @cases("AccumulatingOptimizer and microbatch, {}", variants=POLICIES)
 def rounds_as_the_policy_does(machine: Machine, policy: str, jit: bool) -> Line:
     size = STEPS * MICRO_BATCH
-    exact = on_whole_batches(machine, made("MLP"), jit, size)
+    exact = on_whole_batches(machine, "MLP", jit, size)
     keras.config.set_dtype_policy(policy)
     try:
-        whole = on_whole_batches(machine, made("MLP"), jit, size)
+        whole = on_whole_batches(machine, "MLP", jit, size)
         accumulating = compiled(made("MLP"), AccumulatingOptimizer(optimizer(), STEPS), jit)
         sliced = compiled(made("MLP"), optimizer(), jit)
         microbatch(sliced, size=MICRO_BATCH)

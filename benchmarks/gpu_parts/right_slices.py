@@ -4,18 +4,28 @@ import numpy as np
 
 from gpu_parts.case import Cases, Line, Machine, check
 from gpu_parts.models import difference, made
-from gpu_parts.right import LIMIT, MICRO_BATCH, OF_ALL, XLA, compiled, fit, on_whole_batches, optimizer
+from gpu_parts.right import (
+    LIMIT,
+    MICRO_BATCH,
+    OF_ALL,
+    XLA,
+    compiled,
+    fit,
+    on_whole_batches,
+    optimizer,
+    optimizer_in_words,
+)
 from keras_paragrad import microbatch, recompute
 
 cases = Cases()
 
 
-@cases("microbatch, uneven, weighted, clipped: {}", variants=OF_ALL)
+@cases("microbatch, uneven, weighted: {}", variants=OF_ALL)
 def slices(machine: Machine, name: str, jit: bool) -> Line:
-    whole = on_whole_batches(machine, made(name), jit, 2 * MICRO_BATCH)
-    ours = compiled(made(name), optimizer(), jit)
+    whole = on_whole_batches(machine, name, jit, 2 * MICRO_BATCH)
+    ours = compiled(made(name), optimizer(name), jit)
     microbatch(ours, size=MICRO_BATCH - 1)
-    return check(difference(fit(ours, 2 * MICRO_BATCH), whole), LIMIT)
+    return check(difference(fit(ours, 2 * MICRO_BATCH), whole), LIMIT, optimizer_in_words(name))
 
 
 @cases("recompute, with dropout{}", variants=XLA)

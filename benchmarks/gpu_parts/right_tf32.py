@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from gpu_parts import right_accumulation, right_examples
 from gpu_parts.case import MEASURED, Cases, Line, Machine
-from gpu_parts.models import difference, made
+from gpu_parts.models import difference
 from gpu_parts.right import MICRO_BATCH, STEPS, on_whole_batches
 
 cases = Cases()
@@ -25,8 +25,8 @@ def with_tensor_float_32(run, *arguments):
 def how_far(machine: Machine, name: str) -> Line:
     size = STEPS * MICRO_BATCH
     jit = not machine.cpu
-    exact = on_whole_batches(machine, made(name), jit, size)
-    rounded = with_tensor_float_32(on_whole_batches, machine, made(name), jit, size)
+    exact = on_whole_batches(machine, name, jit, size)
+    rounded = with_tensor_float_32(on_whole_batches, machine, name, jit, size)
     steps = with_tensor_float_32(right_accumulation.accumulates, machine, name, jit)
     norms = with_tensor_float_32(right_examples.norms_and_gradients, machine, name, jit)
     rounding = difference(rounded, exact)

@@ -16,6 +16,8 @@ from typing import Any
 
 from gpu_parts.case import CRASHED, EMPTY, NOT_RUN, RAISED, REFUSED, TIMED_OUT, Case, Line, Machine
 
+# As many times its limit a case may take on CPUs, which other programs use too.
+ON_CPUS = 5
 # A process that has not imported TensorFlow and seen its devices by then is ended.
 START_SECONDS = 120
 NO_TIME = "No time was left. Give more by --seconds, or all of it to this part by --only."
@@ -119,7 +121,7 @@ class Runner:
             if word[0] == "machine":
                 self._meet(word[1])
             elif word[0] == "cases":
-                cases = word[1]
+                cases = [(each, limit * (ON_CPUS if self._cpu else 1)) for each, limit in word[1]]
             elif word[0] == "line":
                 self._show(part, name, replace(word[1], seconds=round(time.monotonic() - began, 1)))
                 if cases is None or at + 1 == len(cases):

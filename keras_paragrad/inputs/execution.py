@@ -56,7 +56,7 @@ class Execution:
         if not self._gathered(sound).all():
             raise ValueError(
                 "Forward mode and reverse mode disagree: TensorFlow can't differentiate some gradient in this model, "
-                "such as that of bilinear resizing. Write mode='reverse'."
+                "such as that of bilinear resizing or, under XLA, of max-pooling. Write mode='reverse'."
             )
         return [self._gathered(value) for value in values]
 
