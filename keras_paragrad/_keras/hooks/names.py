@@ -134,7 +134,7 @@ HOOKS = (
     Hook(
         "keras",
         "Variable._initialize",
-        ("mesh.placing", "objects.unallocated", "pipeline.placement", "storage.resharding"),
+        ("mesh.placing", "objects.unallocated", "storage.resharding"),
         ("value",),
     ),
     Hook("keras", "Variable._initialize_with_initializer", ("objects.unallocated",), ("initializer",)),
@@ -537,7 +537,14 @@ OF_OBJECTS = (
     Hook(
         "keras",
         "Variable._value",
-        ("mesh.placing", "objects.unallocated", "parameter_servers.metric_states", "step.tracing", "storage.sharded"),
+        (
+            "mesh.placing",
+            "objects.unallocated",
+            "parameter_servers.metric_states",
+            "step.tracing",
+            "storage.resharding",
+            "storage.sharded",
+        ),
     ),
     Hook("keras.metrics", "MeanMetricWrapper._fn", ("probes.built_in",)),
     Hook("keras.metrics", "MeanMetricWrapper._fn_kwargs", ("losses.terms",)),

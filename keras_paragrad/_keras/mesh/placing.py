@@ -11,7 +11,7 @@ from keras_paragrad._keras.mesh.dtensor import Axes, MeshVariable, on_mesh
 from keras_paragrad._keras.objects.checkpoint_state import counterparts_in, training_variables
 from keras_paragrad._keras.pipeline.placement import name_stems
 from keras_paragrad._keras.step.builder import StepBuilder
-from keras_paragrad._keras.storage.resharding import rename_storage
+from keras_paragrad._keras.storage.resharding import rename_storage, replace_storage
 
 # What a variable's dimensions are divided along, and whether steps read it whole.
 Placed = tuple[Axes, bool]
@@ -39,7 +39,7 @@ def put_on_mesh(model: Any, mesh: Any, place: Callable[[keras.Variable], Placed]
             axes, whole = place(own) if own is not None else ((None,) * len(variable.shape), False)
             keys.append((_key(model.optimizer, variable), variable))
             storage: Any = MeshVariable.of(
-                variable.numpy(), mesh, axes, name=variable.name, trainable=variable.trainable
+                variable.numpy(), mesh, axes, name=variable.name, trainable=variable._value.trainable
             )
             storage.whole_in_steps = whole and section == "model"
             variable._initialize(storage)
@@ -55,7 +55,7 @@ def take_off_mesh(model: Any) -> None:
         if storage_on_mesh(variable) is not None:
             keys.append((_key(model.optimizer, variable), variable))
             with tf.device("CPU:0"):
-                variable._initialize(tf.convert_to_tensor(variable.value))
+                replace_storage(variable, tf.convert_to_tensor(variable.value))
     rename_storage(model.optimizer, {before: _key(model.optimizer, variable) for before, variable in keys})
 
 

@@ -81,6 +81,12 @@ def has_own_predict_step(model: keras.Model) -> bool:
     return type(model).predict_step is not keras.Model.predict_step or "predict_step" in model.__dict__
 
 
+def compiled_as(model: keras.Model) -> Any:
+    """What stands for the latest `compile`: another object after each."""
+    check_objects()
+    return model._compile_config
+
+
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """The arguments of `compile`, by name."""
     check_objects()

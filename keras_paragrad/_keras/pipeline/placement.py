@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.capabilities import parts
 from keras_paragrad._keras.objects.checkpoint_state import variables_of, with_inner
 from keras_paragrad._keras.objects.unallocated import bytes_of
-from keras_paragrad._keras.storage.resharding import rename_storage
+from keras_paragrad._keras.storage.resharding import rename_storage, replace_storage
 
 _REDUCE = "_all_reduce_sum_gradients"
 # Their operations are put on devices one by one.
@@ -105,7 +105,7 @@ def move(variable: Any, device: str) -> None:
     """Keeps a variable's value on another device. An optimizer that knows the variable has to be told."""
     if home_of(variable) != device:
         with tf.device(device):
-            variable._initialize(tf.convert_to_tensor(variable.value))
+            replace_storage(variable, tf.convert_to_tensor(variable.value))
 
 
 def move_with_slots(variables: dict[str, list[keras.Variable]], optimizer: Any) -> None:

@@ -18,9 +18,20 @@ def hold_whole(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     for variable, storage in _in_shards(model, "model", "optimizer"):
         before = optimizer._var_key(variable)
         with creating_whole(strategy):
-            variable._initialize(storage.numpy())
+            replace_storage(variable, storage.numpy())
         keys[before] = optimizer._var_key(variable)
     rename_storage(optimizer, keys)
+
+
+def replace_storage(variable: Any, value: Any) -> None:
+    """Keeps a Keras variable's value in a new `tf.Variable`, which tapes watch if they watched the one before."""
+    # Keras's flag is that of the moment: a layer that is frozen now may be trained later.
+    trainable = variable.trainable
+    variable.trainable = variable._value.trainable
+    try:
+        variable._initialize(value)
+    finally:
+        variable.trainable = trainable
 
 
 def rename_storage(optimizer: Any, keys: dict[str, str]) -> None:

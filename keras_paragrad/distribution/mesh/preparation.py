@@ -14,7 +14,7 @@ from keras_paragrad._keras.mesh.placing import take_off_mesh
 from keras_paragrad._keras.mesh.running import OnMesh, rows_in
 from keras_paragrad._keras.mesh.tracing import Outputs, traced_for_mesh
 from keras_paragrad._keras.objects.checkpoint_state import build_optimizer
-from keras_paragrad._keras.objects.model import all_layers, has_own_train_step
+from keras_paragrad._keras.objects.model import all_layers, compiled_as, has_own_train_step
 from keras_paragrad._keras.replicas.local import train_together
 from keras_paragrad._keras.replicas.workers import barrier
 from keras_paragrad.distribution.data import DistributedData
@@ -75,7 +75,7 @@ class MeshPreparation:
             make_mesh(mesh.shape, mesh.devices, mesh.workers, mesh.worker),
             *(mesh.batch_axis, self._place, self._tracing, self._check_first),
         )
-        # The layouts with which the gradient of the first batch was that of one device.
+        # What was compiled, and trained, when the gradient of the first batch was that of one device.
         self._compared: Any = None
         self._jit_compile = self.model.jit_compile
         self.renew()
@@ -117,8 +117,9 @@ class MeshPreparation:
     def _check_first(self, data: Any, on_mesh: OnMesh) -> None:
         """Refuses what the first batch to be trained on shows to be wrong."""
         check_batch(rows_in(data), self.mesh)
-        layouts = tuple(self._layouts.values())
-        if has_own_train_step(self.model) or self._compared == layouts:
+        # What is compiled again may have another loss, and train what was frozen before.
+        asked = compiled_as(self.model), [id(variable) for variable in self.model.trainable_variables]
+        if has_own_train_step(self.model) or self._compared == asked:
             return
         error, path = gradient_differs(self.model, data, on_mesh)
         if error > tolerance(self.model):
@@ -128,7 +129,7 @@ class MeshPreparation:
                 "that are computed with it no layout, so that each device has them whole; or train with "
                 'DistributedFit("mirrored", shard="parameters").'
             )
-        self._compared = layouts
+        self._compared = asked
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:

@@ -63,10 +63,8 @@ class PipelinePreparation:
         parts = cut(model, pipeline, devices[0][0])
         self._refuse()
         self._stages: list[tuple[tuple[str, ...], Part]] = list(zip(devices, parts, strict=True))
-        self._homes: dict[str, list[keras.Variable]] = {}
-        for variable in [each for part in parts for each in _variables(part)]:
-            self._homes.setdefault(home_of(variable), []).append(variable)
-        move_with_slots({named[0]: _variables(part) for named, part in self._stages}, self.model.optimizer)
+        # By the `id` of a variable, it and where it was.
+        self._homes: dict[int, tuple[keras.Variable, str]] = {}
         placed = functools.partial(_placed, columns, model, jit)
         wraps = [(part, functools.partial(placed, index, named)) for index, (named, part) in enumerate(self._stages)]
         self._undo = run_in_stages(functional_of(model), wraps)
@@ -80,13 +78,21 @@ class PipelinePreparation:
         """Prepares what `compile` may have replaced."""
         # XLA compiles for one device: stages, and not the step.
         self.model.jit_compile = False
+        homes = {named[0]: _variables(part) for named, part in self._stages}
+        for variable in [each for variables in homes.values() for each in variables]:
+            # A layer may have got more variables since, as by `enable_lora`.
+            self._homes.setdefault(id(variable), (variable, home_of(variable)))
+        move_with_slots(homes, self.model.optimizer)
         build_optimizer(self.model)
         self._forget()
 
     def undo(self) -> None:
         """Puts the variables back to where they were, and restores the model's own methods and settings."""
         self._undo()
-        move_with_slots(self._homes, self.model.optimizer)
+        homes: dict[str, list[keras.Variable]] = {}
+        for variable, home in self._homes.values():
+            homes.setdefault(home, []).append(variable)
+        move_with_slots(homes, self.model.optimizer)
         StepBuilder.of(self.model).fill(split=None, place=None)
         self.model.jit_compile = self._jit_compile
         self._forget()
