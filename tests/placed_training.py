@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from counting import counting_model
 from keras import layers
 from pipelined_training import DEVICES, apart, configure
 
@@ -103,4 +104,25 @@ def compared(asked: dict[str, list[str]]) -> dict[str, dict[str, list[float]]]:
             keras.backend.clear_session(free_memory=False)
             ours = SCENARIOS[scenario](Way(name))
             found.setdefault(scenario, {})[name] = [apart(*pair) for pair in zip(ours, expected, strict=True)]
+    return found
+
+
+def counted(_: None) -> dict[str, list[float]]:
+    """What a model that counts its batches, and the computations of its loss, has counted in each way."""
+    configure()
+    ways: dict[str, Any] = {
+        "alone": None,
+        "mesh": WAYS["mesh"](),
+        "pipeline": DistributedFit(Pipeline(cuts=["first"], microbatches=1), devices=TWO),
+    }
+    found = {}
+    for name, dist in ways.items():
+        with dist.scope() if dist else contextlib.nullcontext():
+            model = counting_model(8, loss="mse")
+        x = data()[0]
+        fit: Any = functools.partial(dist.fit, model) if dist else model.fit
+        shown = fit(x, x, batch_size=8, verbose=0).history
+        counts = model.get_layer("counting")
+        found[name] = [*(float(np.asarray(each)) for each in (counts.number, *counts.seeds.state.numpy()))]
+        found[name] += [shown["losses_computed"][0], shown["inputs_seen"][0]]
     return found

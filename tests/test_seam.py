@@ -26,8 +26,9 @@ from keras_paragrad import (
     Throughput,
     microbatch,
 )
-from keras_paragrad._keras.hooks.check import check_hooks, check_objects
+from keras_paragrad._keras.hooks.check import check_hooks, check_objects, look_at_objects
 from keras_paragrad._keras.hooks.names import ASSIGNED, HOOKS, OF_OBJECTS, Hook
+from keras_paragrad._keras.step.builder import StepBuilder
 
 PACKAGE = Path(keras_paragrad.__file__).parent
 OUTSIDE = [path for path in PACKAGE.rglob("*.py") if "_keras" not in path.relative_to(PACKAGE).parts]
@@ -139,7 +140,7 @@ def test_the_scan_tells_attributes_of_a_base_from_our_own(monkeypatch):
 
 
 def test_every_attribute_of_instances_is_found():
-    check_objects.cache_clear()
+    look_at_objects.cache_clear()
     check_objects()
 
 
@@ -212,7 +213,7 @@ def test_an_attribute_that_code_no_longer_assigns_is_found(monkeypatch):
 )
 def test_an_attribute_of_instances_that_was_renamed_is_found(monkeypatch, owner, method, attribute, user):
     _renamed(monkeypatch, owner, method, attribute)
-    check_objects.cache_clear()
+    look_at_objects.cache_clear()
     with pytest.raises(ImportError, match="keras_paragrad cannot work with the installed keras") as caught:
         check_objects()
     # Keras may need the attribute too, and then fails to make the sample.
@@ -233,16 +234,30 @@ def test_looking_leaves_names_seeds_and_scopes_alone():
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
     with keras.name_scope("scope"), tf.device("CPU:1"), keras.StatelessScope():
-        check_objects.cache_clear()
+        look_at_objects.cache_clear()
         check_objects()
     assert state() == expected
+
+
+def test_looking_where_compile_is_patched_to_look(monkeypatch):
+    compile_model, compiled = keras.Model.compile, []
+
+    def compile_and_look(self, *arguments, **keywords):
+        compile_model(self, *arguments, **keywords)
+        compiled.append(self.name)
+        StepBuilder.of(self)
+
+    monkeypatch.setattr(keras.Model, "compile", compile_and_look)
+    look_at_objects.cache_clear()
+    check_objects()
+    assert compiled == ["keras_paragrad_sample"]
 
 
 def test_looking_runs_nothing(monkeypatch):
     def start(self):
         raise AssertionError("TensorFlow's devices can no longer be configured")
 
-    check_objects.cache_clear()
+    look_at_objects.cache_clear()
     monkeypatch.setattr(context.Context, "ensure_initialized", start)
     check_objects()
 
@@ -284,7 +299,7 @@ def test_the_first_use_of_a_component_looks(monkeypatch, component):
 
     make, use = FIRST_USES[component]
     made = make()
-    check_objects.cache_clear()
+    look_at_objects.cache_clear()
     monkeypatch.setattr("keras_paragrad._keras.hooks.samples.CompileLoss", break_down)
     with pytest.raises(ImportError, match="a small model can't be made .AttributeError: gone upstream"):
         use(made)

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad._keras.probes.untouched import never_run, untouched
 from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad.inputs.chunks import MOST_ROWS, bytes_in_graph, bytes_of_derivative
 from keras_paragrad.inputs.function import Derivative, RowFunction
@@ -95,7 +96,8 @@ class Execution:
 
         def forward(leaves):
             function, free, _ = self._row_function(leaves)
-            return function(free)
+            with untouched(self.model, never_run()):
+                return function(free)
 
         labels = isinstance(self.options.output, np.ndarray)
         second = len(first) > len(self.selection.names) + labels

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.layers import called_for_training
+from keras_paragrad._keras.probes.untouched import never_run, untouched
 from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad.per_example.capture import Capture
 from keras_paragrad.per_example.units import Unit, layers_holding, units_of
@@ -80,7 +81,8 @@ def _called_on_placeholders(
             probe[place] = placeholder
         captures.append(Capture(layer, units, tf.zeros([])))
         arguments_of_probe, keywords_of_probe = keras.tree.pack_sequence_as((arguments, keywords), probe)
-        captures[0](*arguments_of_probe, **keywords_of_probe)
+        with untouched(layer, never_run()):
+            captures[0](*arguments_of_probe, **keywords_of_probe)
         return tf.zeros([])
 
     specifications = [tf.TensorSpec([size, *flat[place].shape[1:]], flat[place].dtype) for place in places]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.probes.untouched import untouched
 from keras_paragrad._keras.step.segments import Part, functional_of, run_in_parts
 from keras_paragrad._keras.step.stateful_ops import check_operations
 from keras_paragrad.flops import flops_of_operation
@@ -126,7 +127,7 @@ def _traced(model: keras.Model, steps: int) -> tuple[list[tf.Operation], int]:
     def step(inputs, values):
         # Nothing of the model is read or changed.
         scope = keras.StatelessScope(list(zip(variables, values, strict=True)), collect_losses=True)
-        with tf.GradientTape(persistent=False) as tape, scope:
+        with tf.GradientTape(persistent=False) as tape, untouched(model, scope):
             watched = [value for variable, value in zip(variables, values, strict=True) if variable.trainable]
             tape.watch(watched)
             outputs = model(inputs, training=True)

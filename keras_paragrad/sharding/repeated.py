@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_paragrad._keras.objects.layers import children
-from keras_paragrad._keras.objects.model import all_layers
-from keras_paragrad._keras.probes.trial import restored
 from keras_paragrad._keras.step.recompute import recompute_layer
 from keras_paragrad._keras.step.segments import recompute_parts
 from keras_paragrad.sharding.layer_names import check_layer
@@ -40,10 +38,7 @@ class Recomputation(NamedTuple):
 def recomputation_of(model: Any) -> Recomputation:
     """What `recompute(model)` recomputes; of a model that it can't cut, blocks that are alike."""
     try:
-        with contextlib.ExitStack() as stack:
-            for layer in (model, *all_layers(model)):
-                stack.enter_context(restored(vars(layer)))
-            cut = cut_where_it_pays(model)
+        cut = cut_where_it_pays(model)
     except ValueError:
         blocks = repeated_blocks(model)
         return Recomputation([block.name for block in blocks], lambda: _all_again(blocks))

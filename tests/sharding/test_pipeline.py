@@ -150,10 +150,10 @@ def test_small_slices_overflow_no_earlier_than_the_batch():
 
 def test_segments_run_again_on_the_device_of_their_stage():
     (found,) = own_process.call(pipelined_training.recomputed, None, [{}], 120)
-    # The losses are built on a row. Of each of two micro-batches, forward, and backward for inputs and weights.
-    assert found["False"] == {"CPU:0": 3 + 2 * 9, "CPU:1": 3 + 2 * 9}
+    # Of each of two micro-batches, forward, and backward for inputs and weights.
+    assert found["False"] == {"CPU:0": 2 * 9, "CPU:1": 2 * 9}
     # Of the segments of two layers the last is kept; the cut goes through the one before.
-    assert found["True"] == {"CPU:0": 3 + 2 * (9 + 3), "CPU:1": 3 + 2 * (9 + 1)}
+    assert found["True"] == {"CPU:0": 2 * (9 + 3), "CPU:1": 2 * (9 + 1)}
 
 
 @pytest.mark.parametrize(

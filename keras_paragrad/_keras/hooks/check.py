@@ -34,7 +34,6 @@ def check_hooks(hooks: Iterable[Hook] = HOOKS, assigned: Iterable[Hook] = ASSIGN
     _raise([*map(_problem, hooks), *map(_problem_of_code, assigned)])
 
 
-@functools.cache
 def check_objects() -> None:
     """Raises one `ImportError` naming every attribute that instances lack; looks once in a process.
 
@@ -42,6 +41,15 @@ def check_objects() -> None:
         ImportError: An attribute is missing, or a small model can't be made.
     """
     # Not at import: it takes some 20 ms, and nobody needs it who only loads a model.
+    from keras_paragrad._keras.hooks.samples import samples_being_made
+
+    # The small model is compiled as any other, and what does that may have been patched to ask for this again.
+    if not samples_being_made():
+        look_at_objects()
+
+
+@functools.cache
+def look_at_objects() -> None:
     from keras_paragrad._keras.hooks.samples import samples
 
     try:

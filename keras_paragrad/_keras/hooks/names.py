@@ -142,11 +142,16 @@ HOOKS = (
     Hook(
         "keras.src.backend.common.global_state", "get_global_attribute", ("objects.data", "objects.layers"), ("name",)
     ),
+    Hook("keras.src.backend.common.global_state", "GLOBAL_STATE_TRACKER", ("probes.untouched",)),
     Hook("keras.src.backend.common.masking", "get_keras_mask", ("losses.terms", "objects.layers"), ("x",)),
     Hook("keras.src.backend.common.masking", "set_keras_mask", ("objects.layers",), ("x", "mask")),
     Hook("keras.src.backend.common.global_state", "set_global_attribute", ("objects.layers",), ("name", "value")),
     Hook("keras.src.backend.common.stateless_scope", "get_stateless_scope", ("step.reads",)),
-    Hook("keras.src.backend.common.stateless_scope", "in_stateless_scope", ("step.reads", "storage.gathering")),
+    Hook(
+        "keras.src.backend.common.stateless_scope",
+        "in_stateless_scope",
+        ("probes.untouched", "step.reads", "storage.gathering"),
+    ),
     Hook(
         "keras.src.backend.common.symbolic_scope",
         "in_symbolic_scope",
@@ -352,7 +357,12 @@ HOOKS = (
     Hook(
         "tensorflow", "Graph._get_function", ("step.operations", "step.stateful_ops", "storage.regathering"), ("name",)
     ),
-    Hook("tensorflow.python.framework.func_graph", "FuncGraph", ("objects.unallocated", "step.uncut"), ("name",)),
+    Hook(
+        "tensorflow.python.framework.func_graph",
+        "FuncGraph",
+        ("objects.unallocated", "step.symbolic", "step.uncut"),
+        ("name",),
+    ),
     Hook("tensorflow.python.framework.ops", "Operation._add_control_input", ("storage.regathering",)),
     Hook("tensorflow.python.framework.ops", "Operation._update_input", ("storage.regathering",), ("index", "tensor")),
     Hook("tensorflow.python.framework.ops", "gradient_registry._registry", ("step.gradient_functions",)),
@@ -506,7 +516,7 @@ OF_OBJECTS = (
         "Model._compile_loss",
         (
             *("losses.own_logs", "losses.sums", "losses.terms", "losses.tracking", "objects.own_methods"),
-            *("step.symbolic", "step.tracing"),
+            "step.symbolic",
         ),
     ),
     Hook("keras", "Model._compile_metrics", ("losses.logs", "objects.own_methods", "step.symbolic", "step.tracing")),

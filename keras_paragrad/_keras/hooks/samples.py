@@ -1,5 +1,6 @@
 """A small compiled and built model and what goes with it, on which attributes of instances are looked for."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +12,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 
 _NAME = "keras_paragrad_sample"
+_THREAD = threading.local()
 
 
 def samples() -> list[Any]:
@@ -23,7 +25,13 @@ def samples() -> list[Any]:
         return own_thread.submit(_make).result()
 
 
+def samples_being_made() -> bool:
+    """Whether this thread is making samples."""
+    return getattr(_THREAD, "making", False)
+
+
 def _make() -> list[Any]:
+    _THREAD.making = True
     with tf.Graph().as_default():
         # Initializers that draw take a seed from Python's generator.
         layer = keras.layers.Dense(1, kernel_initializer="zeros", name=f"{_NAME}_layer")

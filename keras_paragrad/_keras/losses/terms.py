@@ -12,6 +12,7 @@ from keras.src.backend.common.masking import get_keras_mask
 from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
 
 from keras_paragrad._keras.hooks.check import check_objects
+from keras_paragrad._keras.probes.untouched import untouched, without_assignments
 from keras_paragrad._keras.replicas.collectives import replica_index
 
 _LISTENERS = "_keras_paragrad_listeners"
@@ -53,11 +54,9 @@ class LossTerm:
         def convert(tensor):
             return keras.ops.convert_to_tensor(tensor, dtype=self.loss.dtype)
 
-        return tf.convert_to_tensor(
-            self.loss.call(
-                keras.tree.map_structure(convert, self.y_true), keras.tree.map_structure(convert, self.y_pred)
-            )
-        )
+        given = (keras.tree.map_structure(convert, each) for each in (self.y_true, self.y_pred))
+        with untouched(self.loss, without_assignments()):
+            return tf.convert_to_tensor(self.loss.call(*given))
 
     @property
     def prediction_mask(self) -> Any:

@@ -6,10 +6,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.losses.terms import recorded_terms
-from keras_paragrad._keras.mesh.dtensor import gathered, on_mesh
+from keras_paragrad._keras.mesh.dtensor import assignments_discarded, gathered, on_mesh
 from keras_paragrad._keras.mesh.errors import explained
 from keras_paragrad._keras.mesh.placing import storage_on_mesh
+from keras_paragrad._keras.objects.model import all_variables
+from keras_paragrad._keras.probes.untouched import untouched
 
 # A gradient that is smaller than this share of the largest is rounding, as is that of an attention's key bias.
 SHARE = 1e-3
@@ -58,7 +59,7 @@ def _array(gradient: Any) -> Any:
 def _alone(model: Any, data: Any, variables: list[keras.Variable]) -> list[Any]:
     # In the host's memory, where the model was made.
     with tf.device("CPU:0"):
-        own = list(model.variables)
+        own = all_variables(model)
         places = [index for index, variable in enumerate(own) if any(variable is each for each in variables)]
 
         # In a graph, as `fit` computes: executed eagerly, Keras's layers lose some masks.
@@ -67,19 +68,20 @@ def _alone(model: Any, data: Any, variables: list[keras.Variable]) -> list[Any]:
             watched = [values[place] for place in places]
             with tf.GradientTape() as tape:
                 tape.watch(watched)
-                with keras.StatelessScope(state_mapping=list(zip(own, values, strict=True)), collect_losses=True):
+                mapping = list(zip(own, values, strict=True))
+                with untouched(model, keras.StatelessScope(state_mapping=mapping, collect_losses=True)):
                     loss = _loss(model, data)
             return [_dense(each) for each in tape.gradient(loss, watched, unconnected_gradients=_ZERO)]
 
         data = keras.tree.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
-        values = [tf.convert_to_tensor(storage_on_mesh(variable)) for variable in own]
+        values = [tf.convert_to_tensor(variable.value) for variable in own]
         found = dict(zip((id(own[place]) for place in places), gradient(data, values), strict=True))
     return [found[id(variable)] for variable in variables]
 
 
 def _on_mesh(model: Any, data: Any, variables: list[keras.Variable], on_the_mesh: Any) -> list[Any]:
     with on_the_mesh.tracing():
-        with tf.GradientTape() as tape:
+        with tf.GradientTape() as tape, untouched(model, assignments_discarded()):
             loss = _loss(model, data)
         sources: list[Any] = [storage_on_mesh(variable) for variable in variables]
         return [_dense(each) for each in tape.gradient(loss, sources, unconnected_gradients=_ZERO)]
@@ -88,8 +90,7 @@ def _on_mesh(model: Any, data: Any, variables: list[keras.Variable], on_the_mesh
 def _loss(model: Any, data: Any) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
-    with recorded_terms(model, untracked=True):
-        return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
+    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
 
 
 def _dense(gradient: Any) -> Any:

@@ -20,9 +20,15 @@ Axes = tuple[str | None, ...]
 
 
 class _Inside(threading.local):
-    """The mesh that this thread computes on, if any."""
+    """What this thread computes on.
+
+    Attributes:
+        mesh: The mesh, if any.
+        assigned: By the `id`s of variables, what was assigned and is to be discarded; `None` if assignments count.
+    """
 
     mesh: Any = None
+    assigned: dict[int, Any] | None = None
 
 
 _INSIDE = _Inside()
@@ -89,6 +95,16 @@ def on_mesh(mesh: Any) -> Iterator[None]:
             _INSIDE.mesh = before
     if error is not None:
         raise error
+
+
+@contextlib.contextmanager
+def assignments_discarded() -> Iterator[None]:
+    """Context in which what a step on a mesh assigns to variables is read from them, and then forgotten."""
+    _INSIDE.assigned = {}
+    try:
+        yield
+    finally:
+        _INSIDE.assigned = None
 
 
 def computing_on_mesh() -> bool:
@@ -240,6 +256,8 @@ class MeshVariable(dtensor.DVariable):
         if self.mesh is None:
             return super()._read_variable_op(no_copy)
         if computing_on_mesh():
+            if _INSIDE.assigned is not None and id(self) in _INSIDE.assigned:
+                return _INSIDE.assigned[id(self)]
             value = super()._read_variable_op(no_copy)
             whole = (None,) * len(self.axes)
             return relayout(value, whole, self.axes) if self.whole_in_steps and any(self.axes) else value
@@ -260,6 +278,8 @@ class MeshVariable(dtensor.DVariable):
     def assign(self, value: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
         """Assigns the whole, or in a step what DTensor has of it."""
         if computing_on_mesh():
+            if _INSIDE.assigned is not None:
+                return self._noted(tf.cast(value, self.dtype))
             return super().assign(value, use_locking, name, read_value)
         self._check_eager()
         parts = divided(tf.cast(tf.convert_to_tensor(value), self.dtype), self.mesh, self.axes)
@@ -270,12 +290,16 @@ class MeshVariable(dtensor.DVariable):
     def assign_add(self, delta: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
         """Adds the whole, or in a step what DTensor has of it."""
         if computing_on_mesh():
+            if _INSIDE.assigned is not None:
+                return self._noted(self._read_variable_op() + tf.cast(delta, self.dtype))
             return super().assign_add(delta, use_locking, name, read_value)
         return self.assign(self.read_value() + tf.cast(delta, self.dtype))
 
     def assign_sub(self, delta: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
         """Subtracts the whole, or in a step what DTensor has of it."""
         if computing_on_mesh():
+            if _INSIDE.assigned is not None:
+                return self._noted(self._read_variable_op() - tf.cast(delta, self.dtype))
             return super().assign_sub(delta, use_locking, name, read_value)
         return self.assign(self.read_value() - tf.cast(delta, self.dtype))
 
@@ -286,6 +310,11 @@ class MeshVariable(dtensor.DVariable):
     def scatter_sub(self, sparse_delta: Any, use_locking: bool = False, name: str | None = None) -> Any:
         """Subtracts from rows of it."""
         return self.assign_sub(tf.convert_to_tensor(sparse_delta))
+
+    def _noted(self, value: Any) -> Any:
+        assert _INSIDE.assigned is not None
+        _INSIDE.assigned[id(self)] = value
+        return value
 
     def _check_eager(self) -> None:
         if not tf.executing_eagerly():

@@ -22,6 +22,13 @@ def own_metrics(model: keras.Model) -> list[Any]:
     return [metric for layer in model._flatten_layers() for metric in layer._metrics]
 
 
+def all_variables(model: Any) -> list[keras.Variable]:
+    """Each variable that calling a model or layer, or computing its loss and metrics, may assign to."""
+    metrics = [*own_metrics(model), *getattr(model, "metrics", ())]
+    variables = [*model.variables, *(variable for metric in metrics for variable in metric.variables)]
+    return list({id(variable): variable for variable in variables}.values())
+
+
 def added_losses(model: keras.Model) -> list[Any]:
     """What layers added as losses in this step, as they added it; weight regularizers are not among them."""
     return [loss for layer in model._flatten_layers() for loss in layer._get_own_losses()]

@@ -1,11 +1,9 @@
 """Trial runs on made-up rows, without side effects."""
 
-import contextlib
 import logging
-import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -13,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.layers import attributes
-from keras_paragrad._keras.objects.model import all_layers, own_metrics
+from keras_paragrad._keras.objects.model import all_layers, all_variables
+from keras_paragrad._keras.probes.untouched import untouched
 from keras_paragrad._keras.replicas.local import local_parts
 
 # For axes of unknown size: a short sequence; else an image that can be halved often.
@@ -40,7 +38,7 @@ def attempt(run: Callable[..., Result], *choices: Any, otherwise: Result) -> Res
     """What `run` returns for the first of the choices for which it raises nothing, or `otherwise`.
 
     It is called in a separate thread. No strategy, graph, tape or device is in effect there, nor anything that Keras
-    keeps for a thread: nothing in it waits for other replicas or workers, and global seeds stay as they are.
+    keeps for a thread: nothing in it waits for other replicas or workers.
     """
 
     def alone(choice: Any) -> Result:
@@ -49,18 +47,13 @@ def attempt(run: Callable[..., Result], *choices: Any, otherwise: Result) -> Res
             warnings.simplefilter("ignore")
             return run(choice)
 
-    generators = random.getstate(), np.random.get_state()
-    try:
-        for choice in choices:
-            try:
-                with ThreadPoolExecutor(1) as thread:
-                    return thread.submit(alone, choice).result()
-            except Exception:
-                # A model need not like made-up rows, and trains all the same.
-                _log.debug("A trial on made-up rows was given up.", exc_info=True)
-    finally:
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
+    for choice in choices:
+        try:
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(alone, choice).result()
+        except Exception:
+            # A model need not like made-up rows, and trains all the same.
+            _log.debug("A trial on made-up rows was given up.", exc_info=True)
     return otherwise
 
 
@@ -148,9 +141,7 @@ class Pure:
         if not model.built:
             raise Unknown("made-up rows are not to build a model")
         self.model, self.compute = model, compute
-        metrics = [*own_metrics(model), *getattr(model, "metrics", ())]
-        variables = [*model.variables, *(variable for metric in metrics for variable in metric.variables)]
-        self.variables = list({id(variable): variable for variable in variables}.values())
+        self.variables = all_variables(model)
         self.start = [_value_of(variable) for variable in self.variables]
         # In a graph, so that functions which the model calls are traced for it alone.
         self._function = tf.function(self._computed, autograph=False)
@@ -168,14 +159,11 @@ class Pure:
         return self._function(data, state)
 
     def _computed(self, data: Any, state: State) -> tuple[Any, State]:
-        layers = [self.model, *all_layers(self.model)]
         mapping = list(zip(self.variables, state, strict=True))
-        with contextlib.ExitStack() as stack:
-            for layer in layers:
-                stack.enter_context(restored(vars(layer)))
+        with untouched(self.model, _OfKnownVariables(mapping, collect_losses=True)) as scope:
+            for layer in (self.model, *all_layers(self.model)):
                 if isinstance(layer, keras.layers.BatchNormalization):
-                    stack.enter_context(attributes(layer, call=_to_predict(layer.call)))
-            scope = stack.enter_context(_OfKnownVariables(mapping, collect_losses=True))
+                    vars(layer)["call"] = _to_predict(layer.call)
             results = self.compute(data)
             after = [scope.get_current_value(variable) for variable in self.variables]
             # A variable among them has its value only here.
@@ -207,27 +195,6 @@ def called(model: Any, arguments: tuple, training: bool) -> Any:
 def is_coarse(model: Any) -> bool:
     """Whether a model computes in half precision."""
     return any(layer.compute_dtype not in ("float32", "float64") for layer in (model, *all_layers(model)))
-
-
-@contextlib.contextmanager
-def restored(attributes: dict[str, Any]) -> Iterator[None]:
-    """Gives an object its attributes back, and the lists, dictionaries and sets among them their contents."""
-    before = dict(attributes)
-    kinds = [(kind, each) for each in before.values() for kind in (list, dict, set) if isinstance(each, kind)]
-    contents: list[tuple[Any, Any]] = [(each, kind(each)) for kind, each in kinds]
-    try:
-        yield
-    finally:
-        for each, content in contents:
-            if _members(each) != _members(content):
-                each.clear()
-                each.extend(content) if isinstance(content, list) else each.update(content)
-        attributes.clear()
-        attributes.update(before)
-
-
-def _members(container: Any) -> list[int]:
-    return [id(each) for each in (*container, *(container.values() if isinstance(container, dict) else ()))]
 
 
 def _to_predict(call: Any) -> Any:

@@ -6,6 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.probes.untouched import never_run, untouched
+
 
 def batches(model: Any, rows: int, length: int | None) -> Iterator[Any]:
     """Batches of `tf.TensorSpec` on which a model may be trained, the likeliest first.
@@ -19,7 +21,8 @@ def batches(model: Any, rows: int, length: int | None) -> Iterator[Any]:
         ValueError: The inputs are unknown. The message says what to write.
     """
     x = _inputs(model, rows, length)
-    outputs = model.compute_output_spec(keras.tree.map_structure(_symbolic, x))
+    with untouched(model, never_run()):
+        outputs = model.compute_output_spec(keras.tree.map_structure(_symbolic, x))
     alike = keras.tree.map_structure(lambda each: tf.TensorSpec(each.shape, each.dtype), outputs)
     # Real targets are not in half precision.
     alike = keras.tree.map_structure(_targets, alike)

@@ -5,10 +5,11 @@ from typing import Any
 import keras
 from keras.src.backend import compute_output_spec
 from keras.src.utils.python_utils import is_default
+from tensorflow.python.framework.func_graph import FuncGraph
 
-from keras_paragrad._keras.losses.terms import recorded_terms
 from keras_paragrad._keras.objects.data import counts_readers, first_batch
 from keras_paragrad._keras.objects.model import has_own_compute_loss
+from keras_paragrad._keras.probes.untouched import untouched
 
 
 def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> None:
@@ -98,15 +99,17 @@ def build_losses(model: Any, data: Any, *, metrics: bool = False) -> None:
     if losses_built(model) and (compiled is None or compiled.built):
         return
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred = model(x)
-    if not losses_built(model):
-        with recorded_terms(model, untracked=True):
+    scope = keras.StatelessScope(collect_losses=True)
+    # In a graph that is never run: the model is called to see what its outputs look like.
+    with FuncGraph("losses").as_default(), untouched(model, scope, but=(model._compile_loss, model._compile_metrics)):
+        y_pred = model(x)
+        if not losses_built(model):
             if has_own_compute_loss(model):
                 model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
             else:
                 model._compile_loss(y, y_pred, sample_weight)
-    if compiled is not None and not compiled.built:
-        compiled.build(y, y_pred)
+        if compiled is not None and not compiled.built:
+            compiled.build(y, y_pred)
 
 
 def _all_built(model: Any) -> bool:

@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.capabilities import accumulating
-from keras_paragrad._keras.objects.model import all_layers, own_metrics
+from keras_paragrad._keras.objects.model import all_variables
 from keras_paragrad._keras.objects.unallocated import built_copy, stand_in, without_memory
-from keras_paragrad._keras.probes.trial import restored
+from keras_paragrad._keras.probes.untouched import untouched
 from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad._keras.step.example import batches, sized
 from keras_paragrad._keras.step.operations import Block, block_of
@@ -81,7 +81,7 @@ def traced_step(
 
 
 def _traced(model: Any, rows: int, length: int | None, optimizer: Any, data: Any) -> TracedStep:
-    with _without_values(model):
+    with untouched(model, _without_values(model)):
         problems: list[Exception] = []
         for batch in batches(model, rows, length) if data is None else [sized(data, rows, length)]:
             # What a loss raises for targets that it doesn't take may be anything.
@@ -98,18 +98,12 @@ def _traced(model: Any, rows: int, length: int | None, optimizer: Any, data: Any
 
 def _graph_of(model: Any, batch: Any, optimizer: Any) -> tuple[Any, list[Any], list[_Call]]:
     """The traced step, the optimizers that took part, and their calls."""
-    with contextlib.ExitStack() as stack:
-        for layer in (model, *all_layers(model)):
-            stack.enter_context(restored(vars(layer)))
-        for part in (model._compile_loss, *own_metrics(model)):
-            if part is not None:
-                stack.enter_context(restored(vars(part)))
+    with untouched(model, without_memory()):
         model.__dict__["_compile_metrics"] = None
         optimizers = _replaced_optimizers(model, optimizer)
         calls: list[_Call] = []
         for each in optimizers:
             _record(each, calls)
-        stack.enter_context(without_memory())
         graph = tf.function(_step_of(model), autograph=False).get_concrete_function(batch).graph
     # What makes variables is traced a second time.
     return graph, optimizers, [call for call in calls if call.graph is graph]
@@ -171,9 +165,7 @@ def _record(optimizer: Any, calls: list[_Call]) -> None:
 @contextlib.contextmanager
 def _without_values(model: Any) -> Iterator[None]:
     """Gives a model's variables stand-ins for values, so that neither replicas nor devices take part."""
-    metrics = [*own_metrics(model), *model.metrics]
-    variables = [*model.variables, *(variable for metric in metrics for variable in metric.variables)]
-    before = [(variable, variable._value) for variable in {id(each): each for each in variables}.values()]
+    before = [(variable, variable._value) for variable in all_variables(model)]
     try:
         for variable, _ in before:
             variable._value = stand_in(variable.shape, variable._dtype, variable.trainable, variable.name)

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.hooks.check import check_objects
+from keras_paragrad._keras.probes.untouched import never_run, untouched
 from keras_paragrad._keras.replicas.local import local_parts
 from keras_paragrad._keras.step.gradient_functions import releasing
 
@@ -113,10 +114,11 @@ def gradient_graph(model: Any, spec: Any, examples: int) -> tf.Graph:
 
     def gradients(*parts):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.pack_sequence_as(spec, parts))
-        with tf.GradientTape() as tape:
-            y_pred = model(x, training=True)
-            loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-        return [each for each in tape.gradient(loss, model.trainable_variables) if each is not None]
+        with untouched(model, never_run()):
+            with tf.GradientTape() as tape:
+                y_pred = model(x, training=True)
+                loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+            return [each for each in tape.gradient(loss, model.trainable_variables) if each is not None]
 
     sized = [tf.TensorSpec([examples, *leaf.shape[1:]], leaf.dtype) for leaf in tf.nest.flatten(spec)]
     return tf.function(releasing(gradients), autograph=False).get_concrete_function(*sized).graph

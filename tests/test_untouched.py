@@ -1,0 +1,128 @@
+"""No check, probe, trial or estimate leaves a trace in a model that counts whatever is done with it."""
+
+import counting
+import keras
+import numpy as np
+import own_process
+import placed_training
+import pytest
+import tensorflow as tf
+from counting import CALLED, CountingLoss, counting_model
+
+from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch, recompute
+from keras_paragrad._keras.losses.terms import recorded_terms
+from keras_paragrad._keras.probes.independence import check_metrics, independence_refusal
+from keras_paragrad._keras.probes.losses import mixes_rows
+from keras_paragrad._keras.probes.rows import mixing_layer
+from keras_paragrad._keras.probes.states import layers_that_keep_examples
+from keras_paragrad._keras.probes.untouched import untouched
+from keras_paragrad._keras.step.forward import Normalizer
+from keras_paragrad._keras.telemetry.counts import gradient_graph
+from keras_paragrad.distribution.pipeline.calls import Calls
+from keras_paragrad.distribution.pipeline.timing import measured_times
+from keras_paragrad.inputs.execution import Execution
+from keras_paragrad.inputs.options import DerivativeOptions
+from keras_paragrad.inputs.selection import Selection
+from keras_paragrad.per_example.probing import units_for
+from keras_paragrad.sharding import estimate_memory
+
+ROWS, SIZE = 8, 4
+X, Y = (np.random.default_rng(seed).normal(size=(ROWS, SIZE)).astype("float32") for seed in (0, 1))
+SPEC = tf.TensorSpec((None, SIZE))
+
+
+def refusal(model):
+    """In the step that a component asks in, which has called the loss before."""
+
+    @tf.function(autograph=False)
+    def step(x, y):
+        with untouched(model, keras.StatelessScope()), recorded_terms(model) as terms:
+            loss = model.compute_loss(x, y, model(x, training=True))
+        arguments = {"x": x, "y": y, "y_pred": y, "sample_weight": None}
+        independence_refusal(model, arguments, terms, asked_by="microbatch", normalize=by_examples)
+        assert not mixes_rows(terms[0])
+        return loss
+
+    step(X, Y)
+
+
+def by_examples(arguments):
+    return Normalizer(tf.cast(tf.shape(arguments["y"])[0], "float32"))
+
+
+def bytes_per_row(model):
+    options = DerivativeOptions(0, None, None, False, None, False, 0)
+    Execution(model, Selection.of(model, 0, [X], None), options).bytes_per_row([X], lambda *_: None)
+
+
+def recompute_where_it_pays(model):
+    recompute(model).undo()
+
+
+# What each of them calls.
+PROBES = {
+    "mixing_layer": (lambda model: mixing_layer(model, SPEC), {"layer"}),
+    "independence_refusal": (refusal, {"layer", "model", "loss"}),
+    "check_metrics": (lambda model: check_metrics(model, SPEC, SPEC, None), {"metric"}),
+    "layers_that_keep_examples": (lambda model: layers_that_keep_examples(model, SPEC), {"layer"}),
+    "units_for": (lambda model: units_for(model, (tf.constant(X),), {}), {"layer"}),
+    "estimate_memory": (lambda model: estimate_memory(model, ROWS), {"layer", "loss", "model"}),
+    "recompute": (recompute_where_it_pays, {"layer"}),
+    "measured_times": (lambda model: measured_times(Calls(model), "CPU:0"), {"layer"}),
+    "gradient_graph": (lambda model: gradient_graph(model, (SPEC, SPEC), ROWS), {"layer", "loss", "model"}),
+    "bytes_per_row": (bytes_per_row, {"layer"}),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    keras.utils.set_random_seed(1)
+    made = counting_model(SIZE)
+    made.fit(X, Y, batch_size=ROWS, verbose=0)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:The state of counting", "ignore:The metrics ")
+@pytest.mark.parametrize("probe", PROBES)
+def test_leaves_no_trace(model, probe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, called = PROBES[probe]
+    counting.begin_anew()
+    expected = counting.next_ones()
+    counting.begin_anew()
+    before = counting.state_of(model)
+    CALLED.clear()
+    run(model)
+    assert called <= {what for what, times in CALLED.items() if times}
+    found = counting.state_of(model)
+    for what, was in before.items():
+        assert found[what] == was, what
+    assert counting.next_ones() == expected
+    assert not list(tmp_path.iterdir())
+
+
+def accumulated():
+    made = counting_model(
+        SIZE, keras.Model, CountingLoss(keras.Variable(0.0, trainable=False)), AccumulatingOptimizer("sgd", 2)
+    )
+    made.fit(X, Y, batch_size=2, callbacks=[ExactAccumulation()], verbose=0)
+    return made
+
+
+def sliced():
+    made = counting_model(SIZE, keras.Model, CountingLoss(keras.Variable(0.0, trainable=False)))
+    microbatch(made, 2)
+    made.fit(X, Y, batch_size=4, verbose=0)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:The state of counting", "ignore:The metrics inputs_seen")
+@pytest.mark.parametrize("train", [accumulated, sliced])
+def test_each_part_of_a_batch_is_counted_once(train):
+    made = train()
+    assert [float(each) for each in (made.get_layer("counting").number, made.loss.number)] == [4.0, 4.0]
+
+
+def test_each_batch_is_counted_once_where_a_model_is_placed():
+    (found,) = own_process.call(placed_training.counted, None, [{}], 120)
+    assert found == {"mesh": found["alone"], "pipeline": found["alone"], "alone": found["alone"]}
