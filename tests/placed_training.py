@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from counting import counting_model
 from keras import layers
 from pipelined_training import DEVICES, apart, configure
@@ -17,7 +18,7 @@ from keras_paragrad.distribution import Pipeline
 TWO = DEVICES[:2]
 WAYS: dict[str, Callable[[], DistributedFit]] = {
     "mesh": lambda: DistributedFit(mesh={"batch": 1, "model": 2}, layout="auto", devices=TWO),
-    "pipeline": lambda: DistributedFit(Pipeline(cuts=["a"], microbatches=2), devices=TWO),
+    "pipeline": lambda: DistributedFit(Pipeline(stages=2, microbatches=1), devices=TWO),
     "columns": lambda: DistributedFit(Pipeline(cuts=["a"], microbatches=2), devices=[DEVICES[:2], DEVICES[2:]]),
     "auto": lambda: DistributedFit("mirrored", TWO, shard="auto", min_shard_bytes=64),
     "parameters": lambda: DistributedFit("mirrored", TWO, shard="parameters", min_shard_bytes=64),
@@ -31,6 +32,8 @@ class Way:
 
     def __init__(self, name: str | None):
         self.dist = WAYS[name]() if name else None
+        # Whether its variables are cut, in which case TensorFlow's writes to rows are ours.
+        self.cut = name in ("mesh", "parameters", "optimizer")
 
     def scope(self) -> Any:
         return self.dist.scope() if self.dist else contextlib.nullcontext()
@@ -91,7 +94,72 @@ def changed(way: Way) -> list[list[np.ndarray]]:
     return found
 
 
-SCENARIOS = {"changed": changed}
+class Writes(keras.callbacks.Callback):
+    """Computes with variables after each epoch, writes to them, and takes a gradient."""
+
+    def __init__(self, way: Way):
+        super().__init__()
+        self.way, self.gradients = way, []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        a, b, c = (layer.kernel for layer in self.model.layers)
+        a.assign(0.9 * a - 0.1 * keras.ops.matmul(a, a) + keras.ops.convert_to_tensor(a) ** 2)
+        a.assign_add(0.01 * tf.gather(a.value, [1]))
+        rows = tf.IndexedSlices(tf.ones((1, 8)), tf.constant([1]), tf.constant((8, 8)))
+        if self.way.cut:
+            b.value.scatter_sub(rows)
+        else:
+            # On whole replicas, TensorFlow has none.
+            b.assign_sub(tf.convert_to_tensor(rows))
+        self.model.distribute_strategy.extended.update(c.value, lambda each: each.assign(each / (1 + tf.norm(each))))
+        x, y = data()
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self.model(tf.constant(x[:8]), training=True) - y[:8]))
+        self.gradients += [np.asarray(each) for each in tape.gradient(loss, self.model.trainable_variables)]
+
+
+def written(way: Way) -> list[list[np.ndarray]]:
+    """The weights, losses and gradients where callbacks write to variables, and validate with other weights."""
+    with way.scope():
+        model = perceptron()
+    way.compile(model, lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.5))
+    writes = Writes(way)
+    swaps = keras.callbacks.SwapEMAWeights()
+    shown = way.fit(model, epochs=2, validation_data=data(), validation_batch_size=12, callbacks=[swaps, writes])
+    return [model.get_weights(), [np.asarray(shown["val_loss"])], writes.gradients]
+
+
+def stepped(way: Way) -> list[list[np.ndarray]]:
+    """The weights after a loop of one's own, of a model that was placed before."""
+    with way.scope():
+        model = perceptron()
+    way.compile(model, lambda: keras.optimizers.Adam(0.01, epsilon=1e-2))
+    way.fit(model)
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(model(data()[0], training=True) - data()[1]))
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    return [model.get_weights()]
+
+
+def counted(way: Way) -> list[list[np.ndarray]]:
+    """What a model has counted that counts its batches, and the computations of its loss."""
+    with way.scope():
+        model = counting_model(8, loss="mse")
+    x = data()[0]
+    fit: Any = functools.partial(way.dist.fit, model) if way.dist else model.fit
+    shown = fit(x, x, batch_size=8, verbose=0).history
+    counts = model.get_layer("counting")
+    state = [counts.number.numpy(), counts.seeds.state.numpy().astype("float64")]
+    return [state, [np.asarray(shown[name]) for name in ("losses_computed", "inputs_seen")]]
+
+
+SCENARIOS: dict[str, Callable[[Way], list[list[np.ndarray]]]] = {
+    "changed": changed,
+    "written": written,
+    "counted": counted,
+    "stepped": stepped,
+}
 
 
 def compared(asked: dict[str, list[str]]) -> dict[str, dict[str, list[float]]]:
@@ -104,25 +172,4 @@ def compared(asked: dict[str, list[str]]) -> dict[str, dict[str, list[float]]]:
             keras.backend.clear_session(free_memory=False)
             ours = SCENARIOS[scenario](Way(name))
             found.setdefault(scenario, {})[name] = [apart(*pair) for pair in zip(ours, expected, strict=True)]
-    return found
-
-
-def counted(_: None) -> dict[str, list[float]]:
-    """What a model that counts its batches, and the computations of its loss, has counted in each way."""
-    configure()
-    ways: dict[str, Any] = {
-        "alone": None,
-        "mesh": WAYS["mesh"](),
-        "pipeline": DistributedFit(Pipeline(cuts=["first"], microbatches=1), devices=TWO),
-    }
-    found = {}
-    for name, dist in ways.items():
-        with dist.scope() if dist else contextlib.nullcontext():
-            model = counting_model(8, loss="mse")
-        x = data()[0]
-        fit: Any = functools.partial(dist.fit, model) if dist else model.fit
-        shown = fit(x, x, batch_size=8, verbose=0).history
-        counts = model.get_layer("counting")
-        found[name] = [*(float(np.asarray(each)) for each in (counts.number, *counts.seeds.state.numpy()))]
-        found[name] += [shown["losses_computed"][0], shown["inputs_seen"][0]]
     return found

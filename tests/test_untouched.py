@@ -3,8 +3,6 @@
 import counting
 import keras
 import numpy as np
-import own_process
-import placed_training
 import pytest
 import tensorflow as tf
 from counting import CALLED, CountingLoss, counting_model
@@ -121,8 +119,3 @@ def sliced():
 def test_each_part_of_a_batch_is_counted_once(train):
     made = train()
     assert [float(each) for each in (made.get_layer("counting").number, made.loss.number)] == [4.0, 4.0]
-
-
-def test_each_batch_is_counted_once_where_a_model_is_placed():
-    (found,) = own_process.call(placed_training.counted, None, [{}], 120)
-    assert found == {"mesh": found["alone"], "pipeline": found["alone"], "alone": found["alone"]}

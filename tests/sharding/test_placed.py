@@ -6,21 +6,29 @@ import pytest
 
 # Of float32, over some steps.
 CLOSE = 1e-6
-FEW = ["mesh", "columns", "auto", "optimizer"]
+# The ways that run in `make test`; state is counted, and a loop of one's own goes on, where there is one replica.
+FEW = {
+    "changed": ["mesh", "columns", "auto", "optimizer"],
+    "written": ["mesh", "columns", "optimizer"],
+    "counted": ["mesh", "pipeline"],
+    "stepped": ["mesh"],
+}
+MORE = {
+    "changed": ["pipeline", "parameters", "replicas"],
+    "written": ["pipeline", "auto", "parameters", "replicas"],
+    "stepped": ["pipeline"],
+}
 
 
-def check(asked):
+@pytest.mark.parametrize("asked", [FEW, pytest.param(MORE, marks=pytest.mark.long)], ids=["few", "more"])
+def test_acts_as_on_one_device(asked):
     (found,) = own_process.call(placed_training.compared, asked, [{}], 60 + 30 * sum(map(len, asked.values())))
     for scenario, by_way in found.items():
         for way, differences in by_way.items():
             assert max(differences) <= CLOSE, (scenario, way, differences)
 
 
-@pytest.mark.parametrize("scenario", placed_training.SCENARIOS)
-def test_acts_as_on_one_device(scenario):
-    check({scenario: FEW})
-
-
-@pytest.mark.long
-def test_acts_as_on_one_device_in_more_ways():
-    check({each: [way for way in placed_training.WAYS if way not in FEW] for each in placed_training.SCENARIOS})
+@pytest.mark.parametrize("way", ["optimizer", pytest.param("parameters", marks=pytest.mark.long)])
+def test_a_loop_of_ones_own_does_not_update_shards(way):
+    with pytest.raises(RuntimeError, match=r"in shards, and is to be updated.*dist.fit\(model"):
+        own_process.call(placed_training.compared, {"stepped": [way]}, [{}], 90)

@@ -1,6 +1,7 @@
 """The one place that knows DTensor: tensors, variables and functions on a mesh of devices."""
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,9 @@ import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.dtensor.python import api
 from tensorflow.experimental import dtensor  # pyright: ignore[reportMissingModuleSource]
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
+
+from keras_paragrad._keras.storage.outside import WRITES, written_whole
 
 # With that pass, several all-reduces of a step on a mesh that divides the batch are added up wrong, without a word.
 COMBINE_PASS = "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"
@@ -216,45 +220,45 @@ def bytes_by_device(storage: Any) -> dict[str, int]:
     return held
 
 
-class MeshVariable(dtensor.DVariable):
+# Not a `ResourceVariable`, as DTensor's are: TensorFlow's operations read those themselves, without asking.
+class MeshVariable(BaseResourceVariable):
     """A variable that is divided over a mesh.
 
-    In a step on the mesh it is DTensor's. Anywhere else it is whole: gathered where it is read, and divided where it is
-    assigned.
+    In a step on the mesh it is DTensor's. Anywhere else it is whole: gathered where it is read, with the gradient of
+    the whole, and divided where it is assigned.
 
-    Attributes:
+    Args:
+        value: The whole.
         mesh: The mesh.
         axes: What each dimension is divided along.
+        name: As in `tf.Variable`.
+        trainable: As in `tf.Variable`.
+
+    Attributes:
         whole_in_steps: Whether a step, too, reads it whole on each device. Its gradient is divided again.
     """
 
-    mesh: Any = None
-    axes: Axes = ()
-    whole_in_steps = False
-
-    @classmethod
-    def of(cls, value: Any, mesh: Any, axes: Axes, *, name: str, trainable: bool) -> "MeshVariable":
-        """Divides a value over a mesh.
-
-        Args:
-            value: The whole.
-            mesh: The mesh.
-            axes: What each dimension is divided along.
-            name: As in `tf.Variable`.
-            trainable: As in `tf.Variable`.
-        """
-        made = cls(divided(value, mesh, axes), name=name, trainable=trainable)
-        made.mesh, made.axes = mesh, axes
-        return made
+    def __init__(self, *, value: Any, mesh: Any, axes: Axes, name: str, trainable: bool):
+        # It owns what the handle is of.
+        self._held = held = dtensor.DVariable(divided(value, mesh, axes), name=name, trainable=trainable)
+        super().__init__(
+            trainable=trainable,
+            shape=held.shape,
+            dtype=held.dtype,
+            handle=held.handle,
+            name=name,
+            unique_id=held._unique_id,
+            handle_name=name,
+            in_graph_mode=False,
+        )
+        self.mesh, self.axes = mesh, axes
+        self.whole_in_steps = False
 
     def divided_value(self) -> Any:
         """Its value as DTensor has it."""
         return super()._read_variable_op()
 
     def _read_variable_op(self, no_copy: bool = False) -> Any:
-        # DTensor reads it while it makes it.
-        if self.mesh is None:
-            return super()._read_variable_op(no_copy)
         if computing_on_mesh():
             if _INSIDE.assigned is not None and id(self) in _INSIDE.assigned:
                 return _INSIDE.assigned[id(self)]
@@ -266,7 +270,8 @@ class MeshVariable(dtensor.DVariable):
         self._check_eager()
         with on_mesh(self.mesh):
             value = super()._read_variable_op(no_copy)
-        return gathered(value)
+        found: Any = _gathered_with_gradient(value)
+        return found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.asarray(self.numpy(), dtype)
@@ -274,6 +279,10 @@ class MeshVariable(dtensor.DVariable):
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
         """Rows of it."""
         return tf.gather(self.value(), indices, name=name)
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> Any:
+        """Slices of it."""
+        return tf.gather_nd(self.value(), indices, name=name)
 
     def assign(self, value: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
         """Assigns the whole, or in a step what DTensor has of it."""
@@ -305,11 +314,21 @@ class MeshVariable(dtensor.DVariable):
 
     def scatter_add(self, sparse_delta: Any, use_locking: bool = False, name: str | None = None) -> Any:
         """Adds to rows of it."""
-        return self.assign_add(tf.convert_to_tensor(sparse_delta))
+        return self.assign_add(self._with_shape(sparse_delta))
 
     def scatter_sub(self, sparse_delta: Any, use_locking: bool = False, name: str | None = None) -> Any:
         """Subtracts from rows of it."""
-        return self.assign_sub(tf.convert_to_tensor(sparse_delta))
+        return self.assign_sub(self._with_shape(sparse_delta))
+
+    def _with_shape(self, rows: Any) -> Any:
+        return tf.convert_to_tensor(tf.IndexedSlices(rows.values, rows.indices, tf.constant(self.shape)))
+
+    def _written(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
+        """What else `tf.Variable` can write, done to the whole."""
+        if computing_on_mesh():
+            return getattr(super(), method)(*arguments, **keywords)
+        self._check_eager()
+        return self.assign(written_whole(self.read_value(), method, *arguments, **keywords))
 
     def _noted(self, value: Any) -> Any:
         assert _INSIDE.assigned is not None
@@ -319,6 +338,16 @@ class MeshVariable(dtensor.DVariable):
     def _check_eager(self) -> None:
         if not tf.executing_eagerly():
             raise ValueError(_IN_GRAPH)
+
+
+for _method in WRITES:
+    setattr(MeshVariable, _method, functools.partialmethod(MeshVariable._written, _method))
+
+
+@tf.custom_gradient
+def _gathered_with_gradient(value: Any) -> Any:
+    # The gradient of the variable is that of the whole, on no mesh either.
+    return gathered(value), lambda gradient: gradient
 
 
 _IN_GRAPH = (

@@ -38,8 +38,12 @@ def put_on_mesh(model: Any, mesh: Any, place: Callable[[keras.Variable], Placed]
             own = _belongs_to(variable, known) if own is None else own
             axes, whole = place(own) if own is not None else ((None,) * len(variable.shape), False)
             keys.append((_key(model.optimizer, variable), variable))
-            storage: Any = MeshVariable.of(
-                variable.numpy(), mesh, axes, name=variable.name, trainable=variable._value.trainable
+            storage: Any = MeshVariable(
+                value=variable.numpy(),
+                mesh=mesh,
+                axes=axes,
+                name=variable.name,
+                trainable=variable._value.trainable,
             )
             storage.whole_in_steps = whole and section == "model"
             variable._initialize(storage)

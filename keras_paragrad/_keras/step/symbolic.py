@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 from keras.src.backend import compute_output_spec
+from keras.src.backend.common.symbolic_scope import SymbolicScope
 from keras.src.utils.python_utils import is_default
 from tensorflow.python.framework.func_graph import FuncGraph
 
@@ -101,7 +102,11 @@ def build_losses(model: Any, data: Any, *, metrics: bool = False) -> None:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     scope = keras.StatelessScope(collect_losses=True)
     # In a graph that is never run: the model is called to see what its outputs look like.
-    with FuncGraph("losses").as_default(), untouched(model, scope, but=(model._compile_loss, model._compile_metrics)):
+    with (
+        FuncGraph("losses").as_default(),
+        SymbolicScope(),
+        untouched(model, scope, but=(model._compile_loss, model._compile_metrics)),
+    ):
         y_pred = model(x)
         if not losses_built(model):
             if has_own_compute_loss(model):

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.replicas.collectives import of_first_replica, replica_index
 from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad._keras.storage.outside import updated_outside
 from keras_paragrad._keras.storage.partition import Partition
 from keras_paragrad._keras.storage.sharded import ShardedVariable, storage_of
 
@@ -24,8 +25,9 @@ def create_in_shards(strategy: tf.distribute.Strategy, *, copies: bool, min_byte
         copies: Whether each replica keeps a whole copy of the variables, to compute with.
         min_bytes: The size from which a variable is cut.
     """
-    extended: Any = strategy.extended
-    vars(extended)[_CREATE] = functools.partial(_create, strategy, copies=copies, min_bytes=min_bytes)
+    own = vars(strategy.extended)
+    own[_CREATE] = functools.partial(_create, strategy, copies=copies, min_bytes=min_bytes)
+    own["update"] = functools.partial(updated_outside, strategy)
 
 
 def create_whole(strategy: tf.distribute.Strategy) -> None:

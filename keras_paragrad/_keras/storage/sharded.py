@@ -68,6 +68,8 @@ class ShardedVariable(DistributedVariable):
         self.partition = partition
         self.copies = copies
         self.copies_hold = copies is not None
+        # Whether an optimizer is given the shards.
+        self.being_updated = False
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -169,14 +171,29 @@ class ShardedVariable(DistributedVariable):
         if place_of(self._distribute_strategy).workers > 1:
             with self._distribute_strategy.scope():
                 gathered = self._distribute_strategy.run(lambda: all_gather(self.shard.read_value()))
-            whole = self.partition.whole(self._distribute_strategy.experimental_local_results(gathered)[0])
+            everything = self._distribute_strategy.experimental_local_results(gathered)[0]
             if tf.executing_eagerly():
                 barrier()
-            return whole
+            return self._joined(everything)
         with tf.device("CPU:0"):
-            return self.partition.joined([shard.read_value() for shard in self._values])
+            return self._joined(tf.concat([shard.read_value() for shard in self._values], 0))
+
+    def _joined(self, shards: tf.Tensor) -> tf.Tensor:
+        """The whole of all shards, with the gradient of the first one, which a tape outside of replicas asks for."""
+
+        @tf.custom_gradient
+        def joined(_: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
+            return self.partition.whole(tf.stop_gradient(shards)), lambda gradient: gradient
+
+        found: Any = joined(self._primary.read_value())
+        return found
 
     def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        if isinstance(value, tf.IndexedSlices):
+            # Rows of the whole, which shards don't have.
+            written = tf.Variable(self._assembled(), trainable=False)
+            update_fn(written, value, **kwargs)
+            return self._update_cross_replica(lambda variable, whole: variable.assign(whole), written)
         first = place_of(self._distribute_strategy).first
         whole = tf.convert_to_tensor(value, dtype=self.dtype)
         updates = []

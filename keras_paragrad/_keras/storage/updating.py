@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.capabilities import nested, parts
 from keras_paragrad._keras.replicas.collectives import replica_index, sum_over_replicas
 from keras_paragrad._keras.storage.layout import whole_gradients
+from keras_paragrad._keras.storage.outside import check_being_updated
 from keras_paragrad._keras.storage.sharded import storage_of, updated_whole
 
 _NORMS = "_keras_paragrad_norms"
@@ -82,7 +83,6 @@ def install(optimizer: Any) -> None:
         own[_NORMS] = None
         own["_clip_gradients"] = functools.partial(_clip, part)
         own["_update_model_variables_moving_average"] = functools.partial(_average, part)
-        own["finalize_variable_values"] = functools.partial(_finalize, part)
         if not is_elementwise(part):
             own["_backend_update_step"] = _step(part)
 
@@ -101,12 +101,14 @@ def updating_shards(optimizer: Any, variables: Sequence[keras.Variable], norms: 
     for part in parts(optimizer) if storages else ():
         vars(part)[_NORMS] = keys, norms
     for storage in storages:
+        storage.being_updated = True
         # Until they are refreshed: what is read on the way is gathered.
         storage.copies_hold = False
     try:
         yield
     finally:
         for storage in storages:
+            storage.being_updated = False
             storage.copies_hold = storage.copies is not None
 
 
@@ -165,13 +167,6 @@ def _average(part: Any, trainable_variables: Sequence[keras.Variable]) -> None:
     tf.distribute.get_replica_context().merge_call(merged, args=(momentum,))
 
 
-def _finalize(part: Any, var_list: Sequence[keras.Variable]) -> None:
-    """Keras's end of training, which may overwrite weights with their averages."""
-    type(part).finalize_variable_values(part, var_list)
-    if part.use_ema:
-        part._distribution_strategy.run(refresh, args=(list(var_list),))
-
-
 def _blend(average: Any, value: Any, momentum: Any) -> Any:
     share = tf.cast(momentum, average.dtype)
     return average.assign(share * average + (1 - share) * tf.convert_to_tensor(value))
@@ -187,6 +182,7 @@ def _step(part: Any) -> Callable[[Any, Any, Any], None]:
             if storage is None:
                 type(part)._backend_update_step(part, [gradient], [variable], learning_rate)
                 continue
+            check_being_updated([storage])
             with tf.control_dependencies(done), updated_whole():
                 (whole,) = whole_gradients([gradient], [variable])
                 part.update_step(whole, storage, learning_rate)

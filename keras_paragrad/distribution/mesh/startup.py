@@ -66,7 +66,7 @@ def steps_differ(
         alone: list[Any] = [tf.Variable(tf.constant(weight)) for weight in weights]
         _two_steps(alone, tf.constant(x), tf.constant(y))
     parted: list[Any] = [
-        MeshVariable.of(weight, mesh, each, name="checked", trainable=True)
+        MeshVariable(value=weight, mesh=mesh, axes=each, name="checked", trainable=True)
         for weight, each in zip(weights, axes, strict=True)
     ]
     data = [divided(each, mesh, (batch_axis, None)) for each in (x, y)]
