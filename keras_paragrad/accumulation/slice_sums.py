@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_paragrad._keras.losses.sums import zero_sums
 from keras_paragrad._keras.objects.capabilities import unscaled
 from keras_paragrad._keras.replicas.shard import rows_of
+from keras_paragrad._keras.step.forward import scaled_gradient
 from keras_paragrad._keras.step.gradient import Gradient
 
 
@@ -98,9 +99,12 @@ class SliceSums:
         value = tf.cast(value, dtype)
         if isinstance(gradient, tf.IndexedSlices):
             rows = value * tf.cast(gradient.values, dtype)
-            if total is None:
-                with tf.device(rows.device):
-                    total = _zeros(variable)
+            if total is None or isinstance(total, tf.IndexedSlices):
+                # Not summed: Keras's optimizers square and clip the gradient of each lookup by itself.
+                before = ([total.values], [total.indices]) if total else ([], [])
+                return tf.IndexedSlices(
+                    tf.concat([*before[0], rows], 0), tf.concat([*before[1], gradient.indices], 0), gradient.dense_shape
+                )
             return tf.tensor_scatter_nd_add(total, gradient.indices[:, tf.newaxis], rows)
         found = tf.cast(gradient, dtype)
         found = found if self.alike else value * found
@@ -121,7 +125,7 @@ class SliceSums:
                 return None
             gradient = total.gradients[index]
             if not getattr(variable, "overwrite_with_gradient", False):
-                gradient *= tf.cast(factor, gradient.dtype)
+                gradient = scaled_gradient(gradient, factor)
             return tf.cast(gradient, variable.dtype)
 
         gradients = [mean(index, variable) for index, variable in enumerate(self.variables)]

@@ -15,13 +15,12 @@ from keras_paragrad.distribution.pipeline.cutting import cut
 
 # Rounding of the largest number over six updates.
 CLOSE = 2e-6
-# Keras squares and clips the gradient of each lookup of an embedding before it sums those of the same row.
 # Skips across cuts and shared layers are in distribution/test_exactness.py.
 FEW = [
     # Slots that were there before are moved.
     PipelineCase("mlp", ("one",), "lamb", ("built", "jit")),
     # With a mask that both stages use.
-    PipelineCase("transformer", ("block_0",), "sgd", ("recompute",), 2),
+    PipelineCase("transformer", ("block_0",), "adam", ("recompute", "clipnorm"), 2),
 ]
 # The last batch has one or two rows, for as many of the columns.
 HYBRIDS = [
@@ -57,6 +56,13 @@ MORE = [
         for name in pipelined_training.MODELS
         for cuts in (2, 3)
         if name != "stateful"
+    ),
+    # Keras squares and clips the gradient of each lookup of an embedding before it sums those of the same row.
+    *(
+        PipelineCase(name, 2, "adam", ("clipnorm", more))
+        for name in ("recurrent", "several")
+        for more in ("jit", "columns")
+        if (name, more) != ("several", "jit")
     ),
     *(PipelineCase("mlp", 3, name, ("weight_decay",)) for name in pipelined_training.OPTIMIZERS if name != "adamw"),
     PipelineCase("transformer", 4, "sgd", ("accumulate",)),

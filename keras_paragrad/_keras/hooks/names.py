@@ -103,6 +103,14 @@ HOOKS = (
         ("pipeline.placement", "step.apply", "telemetry.observe", "telemetry.watch"),
         ("grads_and_vars",),
     ),
+    Hook("keras", "Optimizer._apply_weight_decay", ("storage.outside",), ("variables",)),
+    Hook("keras", "Optimizer._backend_increment_gradient_accumulators", ("storage.outside",), ("grads", "acc_grads")),
+    Hook(
+        "keras",
+        "Optimizer._distributed_tf_update_step",
+        ("storage.outside",),
+        ("distribution", "grads_and_vars", "learning_rate"),
+    ),
     Hook("keras", "Optimizer._backend_apply_gradients", ("storage.updating",), ("grads", "trainable_variables")),
     Hook(
         "keras",
@@ -152,6 +160,7 @@ HOOKS = (
         "in_stateless_scope",
         ("probes.untouched", "step.reads", "storage.gathering"),
     ),
+    Hook("keras.src.backend.common.symbolic_scope", "SymbolicScope", ("step.symbolic",)),
     Hook(
         "keras.src.backend.common.symbolic_scope",
         "in_symbolic_scope",
@@ -439,11 +448,17 @@ HOOKS = (
         ),
     ),
     Hook("tensorflow.python.ops.resource_variable_ops", "ResourceVariable", ("storage.regathering",)),
+    Hook("tensorflow.python.ops.resource_variable_ops", "BaseResourceVariable", ("mesh.dtensor",)),
     Hook(
         "tensorflow.python.ops.resource_variable_ops",
-        "ResourceVariable._read_variable_op",
+        "BaseResourceVariable._read_variable_op",
         ("mesh.dtensor",),
         ("no_copy",),
+    ),
+    Hook(
+        "tensorflow.python.ops.resource_variable_ops",
+        "BaseResourceVariable._strided_slice_assign",
+        ("storage.outside",),
     ),
     Hook("tensorflow.python.ops.resource_variable_ops", "UninitializedVariable", ("objects.unallocated",)),
     Hook("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext", ("objects.layers",), ("graph",)),
@@ -530,7 +545,7 @@ OF_OBJECTS = (
     ),
     Hook("keras", "Layer._trainable_variables", ("storage.gathering",)),
     Hook("keras", "Operation._inbound_nodes", ("probes.built_in",)),
-    Hook("keras", "Optimizer._distribution_strategy", ("objects.optimizer", "storage.updating")),
+    Hook("keras", "Optimizer._distribution_strategy", ("objects.optimizer",)),
     Hook("keras", "Optimizer._iterations", ("objects.optimizer",)),
     Hook("keras", "Optimizer._learning_rate", ("objects.optimizer", "objects.unallocated")),
     Hook(

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import threading
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -247,7 +248,7 @@ class MeshVariable(BaseResourceVariable):
             dtype=held.dtype,
             handle=held.handle,
             name=name,
-            unique_id=held._unique_id,
+            unique_id=f"{name}_{uuid.uuid4().hex}",
             handle_name=name,
             in_graph_mode=False,
         )
@@ -323,7 +324,7 @@ class MeshVariable(BaseResourceVariable):
     def _with_shape(self, rows: Any) -> Any:
         return tf.convert_to_tensor(tf.IndexedSlices(rows.values, rows.indices, tf.constant(self.shape)))
 
-    def _written(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
+    def write(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
         """What else `tf.Variable` can write, done to the whole."""
         if computing_on_mesh():
             return getattr(super(), method)(*arguments, **keywords)
@@ -341,7 +342,7 @@ class MeshVariable(BaseResourceVariable):
 
 
 for _method in WRITES:
-    setattr(MeshVariable, _method, functools.partialmethod(MeshVariable._written, _method))
+    setattr(MeshVariable, _method, functools.partialmethod(MeshVariable.write, _method))
 
 
 @tf.custom_gradient

@@ -12,7 +12,7 @@ WRITES = ("scatter_update", "scatter_max", "scatter_min", "scatter_mul", "scatte
 WRITES += ("scatter_nd_add", "scatter_nd_sub", "scatter_nd_update", "scatter_nd_max", "scatter_nd_min")
 WRITES += ("_strided_slice_assign",)
 # Of Keras's optimizers, those with which a step is taken.
-_OF_A_STEP = ("distributed_apply_weight_decay", "_distributed_tf_update_step", "_distributed_tf_increment_grad_acc")
+_OF_A_STEP = ("_apply_weight_decay", "_backend_increment_gradient_accumulators", "_distributed_tf_update_step")
 
 
 def written_whole(value: tf.Tensor, method: str, /, *arguments: Any, **keywords: Any) -> tf.Tensor:
