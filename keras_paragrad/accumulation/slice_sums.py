@@ -90,7 +90,7 @@ class SliceSums:
                 gradients[index] = self._added(index, gradients[index], gradient, tf.constant(1.0))
         return RunningSums(gradients, total.divisor + other.divisor, total.losses + other.losses)
 
-    def _added(self, index: int, total: Any, gradient: Any, value: tf.Tensor) -> tf.Tensor:
+    def _added(self, index: int, total: Any, gradient: Any, value: tf.Tensor) -> Any:
         variable = self.variables[index]
         dtype = _dtype(variable)
         if getattr(variable, "overwrite_with_gradient", False):

@@ -8,14 +8,14 @@ import pytest
 CLOSE = 1e-6
 # The ways that run in `make test`; state is counted, and a loop of one's own goes on, where there is one replica.
 FEW = {
-    "changed": ["mesh", "columns", "auto", "optimizer"],
-    "written": ["mesh", "columns", "optimizer"],
+    "changed": ["mesh", "columns"],
+    "written": ["mesh", "optimizer"],
     "counted": ["mesh", "pipeline"],
     "stepped": ["mesh"],
 }
 MORE = {
-    "changed": ["pipeline", "parameters", "replicas"],
-    "written": ["pipeline", "auto", "parameters", "replicas"],
+    "changed": ["pipeline", "auto", "parameters", "optimizer", "replicas"],
+    "written": ["pipeline", "columns", "auto", "parameters", "replicas"],
     "stepped": ["pipeline"],
 }
 
