@@ -52,6 +52,30 @@ class Shifted(layers.Layer):
         return inputs - ops.stop_gradient(ops.max(inputs)) + ops.stop_gradient(ops.max(inputs))
 
 
+class ByNumberOfRows(layers.Layer):
+    def call(self, inputs):
+        return inputs / ops.cast(ops.shape(inputs)[0], inputs.dtype)
+
+
+class InItsGradient(layers.Layer):
+    """Has a number of the whole batch in its gradient, and not in its output."""
+
+    def call(self, inputs):
+        mean = ops.mean(inputs, 0, keepdims=True)
+        return inputs + mean - ops.stop_gradient(mean)
+
+
+class NormalizesItsGradient(layers.Layer):
+    """Divides what comes back by its norm over the batch."""
+
+    def call(self, inputs):
+        @tf.custom_gradient
+        def identity(values):
+            return tf.identity(values), lambda upstream: upstream / (tf.norm(upstream) + 1e-6)
+
+        return identity(inputs)
+
+
 class RunningMean(layers.Layer):
     def build(self, input_shape):
         self.mean = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="mean")
@@ -75,8 +99,9 @@ class Recommender(keras.Model):
         return ops.sigmoid(score + self.bias(inputs[:, 0]))
 
 
-def sequential(*within):
-    return keras.Sequential([keras.Input((4,)), layers.Dense(3), *within, layers.Dense(2, activation="softmax")])
+def sequential(*within, name=None):
+    kernel, probabilities = layers.Dense(3), layers.Dense(2, activation="softmax")
+    return keras.Sequential([keras.Input((4,)), kernel, *within, probabilities], name=name)
 
 
 def values(variables):
@@ -99,6 +124,9 @@ def recommender():
         (lambda: sequential(MinusBatchMean(name="mixes")), "mixes"),
         (lambda: sequential(layers.Dropout(0.5), OverBatch(name="mixes")), "mixes"),
         (lambda: sequential(InTraining(name="mixes")), "mixes"),
+        (lambda: sequential(layers.Dropout(0.5), ByNumberOfRows(name="mixes")), "mixes"),
+        (lambda: sequential(InItsGradient(), name="whole"), "whole"),
+        (lambda: sequential(NormalizesItsGradient(), name="whole"), "whole"),
         (lambda: sequential(Unseeded(), MinusBatchMean(name="mixes")), "mixes"),
         # The last layer lets nothing through.
         (lambda: sequential(MinusBatchMean(name="mixes"), layers.Dense(2, kernel_initializer="zeros")), "mixes"),
@@ -131,7 +159,8 @@ def test_a_fault_of_the_trial_breaks_no_training(monkeypatch, caplog):
     model.compile("sgd", "sparse_categorical_crossentropy", metrics=[Maximum()], run_eagerly=True)
     with caplog.at_level("DEBUG", "keras_paragrad"), microbatch(model, 3):
         model.fit(X, Y, verbose=0)
-    assert "a fault" in caplog.text
+    for question in ("the outputs of", "metrics depend"):
+        assert re.search(f"not checked whether {question}.*a fault", caplog.text)
 
 
 class Leaves(layers.Layer):
@@ -296,8 +325,10 @@ def test_metrics(metric, beside, one_after_the_other):
 
 def test_states_of_layers():
     model = sequential(layers.Normalization(mean=0, variance=1), RunningMean(name="running"), layers.Dropout(0.5))
-    assert layers_apart(model, tf.zeros((4, 4)), beside=True) == []
-    assert layers_apart(model, tf.zeros((4, 4)), beside=False) == ["running"]
+    # On replicas it is the mean of their means, which is another where one has more rows.
+    for beside in (True, False):
+        assert layers_apart(model, tf.zeros((4, 4)), beside=beside) == ["running"]
+    assert layers_apart(sequential(layers.Dropout(0.5), Unseeded()), tf.zeros((4, 4)), beside=True) == []
     assert float(model.get_layer("running").mean.numpy()) == 0.0
 
 
@@ -330,6 +361,17 @@ def test_who_is_refused(make, loss, says):
         ValueError, match="The (output of 'mixes'|value of the loss .*) for one example depends on the others"
     ):
         wrapped.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("metrics", [[], [["mae"], ["mae"]]])
+def test_a_model_with_several_outputs(metrics):
+    inputs = keras.Input((4,))
+    mixed = MinusBatchMean(name="mixes")(layers.Dense(3)(inputs))
+    model = keras.Model(inputs, [layers.Dense(1)(mixed) for _ in range(2)])
+    # Trackers of its outputs' losses are created in the step that is being traced.
+    model.compile("sgd", "mse", metrics=metrics)
+    with microbatch(model, 3), pytest.raises(ValueError, match="The output of 'mixes' for one example depends"):
+        model.fit(X, (Y, Y), verbose=0)
 
 
 @pytest.mark.parametrize(("make", "loss", "says"), MIXING)
@@ -457,3 +499,52 @@ def test_a_loss_that_is_not_divided_as_was_said(loss, is_right, adds):
         warnings.simplefilter("always")
         model.fit(X, Y, verbose=0)
     assert any("weighted by `weighting`" in str(each.message) for each in caught) == (not is_right)
+
+
+class OfWords(keras.Model):
+    """Averages over the words that are no padding, and predicts them all alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = layers.Embedding(2, 4, embeddings_initializer="zeros")
+        self.logits = layers.Dense(2, kernel_initializer="zeros")
+
+    def call(self, inputs):
+        return self.logits(self.words(inputs))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        losses = keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
+        mask = ops.cast(x != 0, losses.dtype)
+        return ops.sum(losses * mask) / ops.sum(mask)
+
+
+def visible():
+    model = sequential()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight"))
+    return model, (X, Y, np.arange(6.0))
+
+
+def invisible():
+    model = OfWords()
+    model.compile("sgd")
+    return model, (np.arange(24).reshape(6, 4) % 2, np.ones((6, 4), "int32"))
+
+
+@pytest.mark.parametrize(
+    ("make", "weighting", "is_right"),
+    [(visible, "examples", False), (visible, "sample_weight", True), (invisible, "examples", False)],
+)
+def test_a_weighting_that_is_not_the_losss(make, weighting, is_right):
+    model, data = make()
+    with microbatch(model, 3, weighting=weighting), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(*data[:2], sample_weight=(*data, None)[2], verbose=0)
+    assert any("weighted by `weighting`" in str(each.message) for each in caught) == (not is_right)
+
+
+def test_a_loss_that_cannot_be_tried(caplog):
+    model = sequential(Adds(lambda values: ops.mean(values * tf.random.normal(tf.shape(values)))))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    with microbatch(model, 3, weighting="examples"):
+        model.fit(X, Y, verbose=0)
+    assert "not checked whether the loss is divided by what `weighting` says" in caplog.text

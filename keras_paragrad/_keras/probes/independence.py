@@ -8,7 +8,6 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.losses.terms import LossTerm
-from keras_paragrad._keras.objects.model import added_losses, has_own_compute_loss
 from keras_paragrad._keras.probes.losses import mixes_rows, parts_make_up_the_whole
 from keras_paragrad._keras.probes.rows import mixing_layer
 from keras_paragrad._keras.probes.states import layers_apart, metrics_apart, own_metrics_apart
@@ -123,8 +122,7 @@ def _found(
         )
     if not training:
         return _Found(wrong, inexact)
-    cannot_be_seen = has_own_compute_loss(model) or bool(added_losses(model)) or any(map(_is_opaque, terms))
-    if not wrong and normalize and cannot_be_seen and not parts_make_up_the_whole(model, arguments, normalize):
+    if not wrong and normalize and not parts_make_up_the_whole(model, arguments, normalize):
         wrong.append(
             f"The losses of {parts}, weighted by `weighting`, do not sum to the loss of the whole batch: that has "
             "another normalizer, or is not a sum over the examples."
@@ -136,10 +134,6 @@ def _found(
             "update with the whole batch."
         )
     return _Found(wrong, inexact)
-
-
-def _is_opaque(term: LossTerm) -> bool:
-    return term.reduces_itself or term.values.shape.rank == 0
 
 
 def _mixing(model: Any, arguments: dict[str, Any], terms: list[LossTerm], parts: str, training: bool) -> Iterator[str]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.losses.terms import LossTerm
 from keras_paragrad._keras.probes.built_in import values_are_of_examples
+from keras_paragrad._keras.probes.gradients import alike, watched
 from keras_paragrad._keras.probes.trial import (
     SIZES,
     Pure,
@@ -19,11 +20,12 @@ from keras_paragrad._keras.probes.trial import (
     made_up,
     some_rows,
     with_changed_rows,
-    with_other_seeds,
 )
 from keras_paragrad._keras.step.forward import Normalizer
 
 _ROWS = 8
+# Into parts of different sizes.
+_FIRST = 3
 # Whether targets are labels, and between what predictions are: probabilities, logits, embeddings.
 _DRAWS = ((True, 0.1, 0.9), (True, -3.0, 3.0), (False, -3.0, 3.0))
 # Rows before, between and after those that are compared, so that pairs of neighbours are found.
@@ -42,19 +44,30 @@ def mixes_rows(term: LossTerm, *, one_value_each: bool = False) -> bool:
     """
     compute = tf.function(lambda y_true, y_pred: LossTerm(term.loss, y_true, y_pred, None).values, autograph=False)
 
-    def find(draw: tuple[bool, float, float]) -> bool:
-        return not values_are_of_examples(term.loss) and _mixes(term, compute, one_value_each, *draw)
+    def find(draws: tuple[tuple[bool, float, float], ...]) -> bool:
+        if values_are_of_examples(term.loss):
+            return False
+        answers, failures = [], []
+        for draw in draws:
+            try:
+                answers.append(_mixes(term, compute, one_value_each, *draw))
+            except Exception as error:
+                # Labels need not suit a loss of embeddings, nor logits one of probabilities.
+                failures.append(error)
+        if not answers:
+            raise failures[0]
+        return any(answers)
 
-    return any(attempt(find, draw, otherwise=False) for draw in _DRAWS)
+    return attempt(find, _DRAWS, otherwise=False, question=f"whether the loss {term.loss.name!r} compares examples")
 
 
 def parts_make_up_the_whole(
     model: Any, arguments: dict[str, Any], normalize: Callable[[dict[str, Any]], Normalizer]
 ) -> bool:
-    """Whether a model's loss, times what it was divided by, is the sum of those of two parts of a batch.
+    """Whether the gradient of a model's loss, times what that was divided by, is the sum of those of two parts.
 
-    That is what replicas and micro-batches rely on. For losses that can't be seen into: a `compute_loss` of the
-    model's own, and what layers add.
+    That is what replicas and micro-batches rely on. The parts have different sizes. Losses would tell less: where
+    predictions are all alike, as they are before training, every mean of them is the same.
 
     Args:
         model: A built and compiled model.
@@ -67,23 +80,28 @@ def parts_make_up_the_whole(
 
     def undivided(data):
         x, sample_weight, y = data
-        given = {"x": x, "y": y, "y_pred": called(model, (x,), training=False), "sample_weight": sample_weight}
-        loss = model._compute_loss(**given, training=True)
-        weight = normalize(given)
-        # Of several values, Keras differentiates the sum.
-        return tf.cast(tf.reduce_sum(loss), "float32") * (1.0 if weight.summed else weight.value)
+        with watched(model) as gradients_of:
+            given = {"x": x, "y": y, "y_pred": called(model, (x,), training=False), "sample_weight": sample_weight}
+            # Of several values, Keras differentiates the sum.
+            loss = tf.cast(tf.reduce_sum(model._compute_loss(**given, training=True)), "float32")
+        gradients, weight = gradients_of(loss), normalize(given)
+        if not gradients:
+            raise Unknown("the loss has no gradient")
+        return gradients if weight.summed else [gradient * weight.value for gradient in gradients]
 
     def find(size):
         x, y, weights = (arguments[name] for name in ("x", "y", "sample_weight"))
         targets = made_up(y, _ROWS, seed=0, size=size, labels=True)
         data = [*made_up((x, weights), _ROWS, seed=1, size=size), targets]
         compute = Pure(model, undivided)
-        whole, other = float(compute(data)[0]), float(compute(data, with_other_seeds(compute.start))[0])
-        parts = [float(compute(some_rows(data, *rows))[0]) for rows in ((0, _ROWS // 2), (_ROWS // 2, _ROWS))]
-        tolerance = 1e-2 if is_coarse(model) else 1e-3
-        return whole != other or bool(np.isclose(whole, sum(parts), rtol=tolerance))
+        whole, other = compute(data)[0], compute(data, compute.with_other_seeds())[0]
+        coarse = is_coarse(model)
+        if not alike(whole, other, coarse=coarse):
+            raise Unknown("the loss is random")
+        parts = [compute(some_rows(data, *rows))[0] for rows in ((0, _FIRST), (_FIRST, _ROWS))]
+        return alike(whole, [one + other for one, other in zip(*parts, strict=True)], coarse=coarse)
 
-    return attempt(find, *SIZES, otherwise=True)
+    return attempt(find, *SIZES, otherwise=True, question="whether the loss is divided by what `weighting` says")
 
 
 def _mixes(term: LossTerm, compute: Any, one_value_each: bool, labels: bool, low: float, high: float) -> bool:
@@ -110,5 +128,11 @@ def _mixes(term: LossTerm, compute: Any, one_value_each: bool, labels: bool, low
     if not are_alike(together, values(*whole)):
         raise Unknown("the loss is random")
     kept = [row for row in range(_ROWS) if row not in _CHANGED]
-    parts = [values(*some_rows(whole, *rows)) for rows in ((0, _ROWS // 2), (_ROWS // 2, _ROWS))]
-    return not (are_alike(together[kept], beside_others[kept]) and are_alike(together, np.concatenate(parts)))
+    if not are_alike(together[kept], beside_others[kept]):
+        return True
+    try:
+        parts = [values(*some_rows(whole, *rows)) for rows in ((0, _FIRST), (_FIRST, _ROWS))]
+    except Exception:
+        # As of pairs, if their number is odd.
+        return True
+    return not are_alike(together, np.concatenate(parts))

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -12,19 +12,32 @@ from keras_paragrad._keras.hooks.check import check_objects
 from keras_paragrad._keras.objects.layers import attributes
 from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad._keras.probes.built_in import computes_rows_apart
-from keras_paragrad._keras.probes.trial import SIZES, Pure, attempt, called, is_coarse, made_up, with_changed_rows
+from keras_paragrad._keras.probes.gradients import alike, watched
+from keras_paragrad._keras.probes.trial import (
+    SIZES,
+    Pure,
+    attempt,
+    called,
+    is_coarse,
+    made_up,
+    some_rows,
+    with_changed_rows,
+)
 
 # Rows are changed before and after those that are compared, so that sums along the batch are found in either direction,
 # and in pairs with them.
 ROWS, CHANGED, COMPARED = 4, [0, 3], slice(1, 3)
 _DRAWS = ((0, 0.9), (1, 3.0))
+# What the outputs of each row count for, in the number of which a gradient is taken.
+_INNER, _OUTER = np.array([[0, 1, 1, 0], [1, 0, 0, 1]], "float32")
 
 
 def mixing_layer(model: Any, *arguments: Any, training: bool = True) -> str | None:
     """What gives an example another output when the other examples in its batch change, or `None`.
 
-    The model is called twice on four made-up rows, with batch normalization as it predicts. Where outputs are random in
-    training, it is called to predict instead.
+    The model is called on four made-up rows, on those with other rows around two of them, and on three of them, with
+    batch normalization as it predicts. Where outputs are random in training, it is called to predict instead. Outputs
+    are compared, and the gradients of rows.
 
     Args:
         model: A built layer or model.
@@ -44,27 +57,80 @@ def mixing_layer(model: Any, *arguments: Any, training: bool = True) -> str | No
         first, second = (made_up(arguments, ROWS, seed=seed, size=size, high=high) for seed, high in _DRAWS)
         return _mixing(model, *with_changed_rows(first, second, CHANGED), training)
 
-    return attempt(find, *SIZES, otherwise=None)
+    return attempt(
+        find, *SIZES, otherwise=None, question=f"whether the outputs of {model.name!r} depend on other examples"
+    )
+
+
+class _Pair(NamedTuple):
+    """Two batches, and the rows of each that have to have the same outputs."""
+
+    one: Any
+    other: Any
+    of_one: slice
+    of_other: slice
+    atol: float
+
+    def are_alike(self, first: tf.Tensor, second: tf.Tensor) -> bool:
+        """Whether outputs for the two batches are, in these rows; those without rows that can be told apart always."""
+        sizes = [_rows_of(batch) for batch in (self.one, self.other)]
+        if [tensor.shape[0] if tensor.shape.rank else None for tensor in (first, second)] != sizes:
+            return True
+        one, other = np.asarray(first[self.of_one]), np.asarray(second[self.of_other])
+        if one.shape != other.shape or one.dtype.kind not in "fV":
+            return np.array_equal(one, other)
+        one, other = one.astype("float64"), other.astype("float64")
+        scale = np.abs(one[np.isfinite(one)]).max(initial=0)
+        return np.allclose(one, other, rtol=0, atol=self.atol * scale, equal_nan=True)
 
 
 def _mixing(model: Any, first: Any, second: Any, may_train: bool) -> str | None:
-    atol = 0.05 if is_coarse(model) else 1e-5
+    coarse = is_coarse(model)
+    changed = _Pair(first, second, COMPARED, COMPARED, 0.05 if coarse else 1e-5)
+    # A batch of another size is multiplied with other rounding.
+    part = _Pair(first, some_rows(first, 1, ROWS), slice(1, ROWS), slice(None), 0.05 if coarse else 1e-3)
     for training in (True, False) if may_train else (False,):
 
-        def outputs(arguments, training=training):
-            return _tensors(called(model, arguments, training))
+        def passed(data, training=training):
+            arguments, shares = data
+            with watched(model) as gradients_of:
+                outputs = _tensors(called(model, arguments, training))
+                target = _weighted(outputs, shares)
+            return outputs, gradients_of(target) if training else []
 
-        compute = Pure(model, outputs)
-        before, after = (compute(rows)[0] for rows in (first, second))
-        if all(_rows_alike(*pair, atol) for pair in zip(before, after, strict=True)):
-            return None
-        # A random output differs from itself, and says nothing.
-        if all(_rows_alike(*pair, atol) for pair in zip(before, compute(first)[0], strict=True)):
-            return _first_mixing(model, first, second, training, atol)
+        compute = Pure(model, passed)
+        (before, inner), state = compute((first, _INNER))
+        after, inner_after = compute((second, _INNER))[0]
+        # Of the same seeds, so that a dropout drops the same.
+        if not all(map(changed.are_alike, before, after)):
+            # A random output differs from itself, and says nothing.
+            if all(map(changed.are_alike, before, compute((first, _INNER))[0][0])):
+                return _first_mixing(model, changed, training)
+            continue
+        if inner:
+            outer, whole = (compute((first, shares))[0][1] for shares in (_OUTER, _INNER + _OUTER))
+            added = [one + other for one, other in zip(inner, outer, strict=True)]
+            if not (alike(inner, inner_after, coarse=coarse) and alike(whole, added, coarse=coarse)):
+                return model.name
+        # For another number of rows, seeds give other random numbers.
+        if not compute.draws_numbers(state):
+            of_part = Pure(model, lambda rows, training=training: _tensors(called(model, rows, training)))
+            is_alike = all(map(part.are_alike, before, of_part(part.other)[0]))
+            return None if is_alike else _first_mixing(model, part, training)
     return None
 
 
-def _first_mixing(model: Any, first: Any, second: Any, training: bool, atol: float) -> str:
+def _weighted(outputs: list[tf.Tensor], shares: tf.Tensor) -> tf.Tensor:
+    """A number that outputs of rows are in as their shares say, each element of an example with another weight."""
+    total = tf.zeros([])
+    for output in outputs:
+        if output.dtype.is_floating and output.shape.rank and output.shape[0] == shares.shape[0]:
+            flat = tf.cast(tf.reshape(output, [ROWS, -1]), "float32")
+            total += tf.reduce_sum(flat * tf.cos(tf.range(tf.shape(flat)[1], dtype="float32")) * shares[:, None])
+    return total
+
+
+def _first_mixing(model: Any, pair: _Pair, training: bool) -> str:
     names: list[str] = []
 
     def recording(operation, call):
@@ -93,25 +159,16 @@ def _first_mixing(model: Any, first: Any, second: Any, training: bool, atol: flo
 
     recorded: list[tuple[str, list[tf.Tensor]]] = []
     compute = Pure(model, outputs)
-    before, after = (compute(rows)[0] for rows in (first, second))
-    for name, *pair in zip(names, before, after, strict=True):
-        if not all(_rows_alike(one, other, atol) for one, other in zip(*pair, strict=True)):
+    before, after = compute(pair.one)[0], compute(pair.other)[0]
+    for name, *tensors in zip(names, before, after, strict=True):
+        if not all(map(pair.are_alike, *tensors)):
             return name
     return model.name
 
 
+def _rows_of(batch: Any) -> int:
+    return next(len(tensor) for tensor in keras.tree.flatten(batch) if tensor is not None)
+
+
 def _tensors(outputs: Any) -> list[tf.Tensor]:
     return [output for output in keras.tree.flatten(outputs) if tf.is_tensor(output)]
-
-
-def _rows_alike(first: Any, second: Any, atol: float) -> bool:
-    """Whether the rows that were not changed have the outputs that they had."""
-    if first.shape.rank == 0 or first.shape != second.shape or first.shape[0] != ROWS:
-        # No rows that could be told apart.
-        return True
-    one, other = (np.asarray(tensor[COMPARED]) for tensor in (first, second))
-    if one.dtype.kind not in "fV":
-        return bool((one == other).all())
-    one, other = one.astype("float64"), other.astype("float64")
-    scale = np.abs(one[np.isfinite(one)]).max(initial=0)
-    return np.allclose(one, other, rtol=0, atol=atol * scale, equal_nan=True)

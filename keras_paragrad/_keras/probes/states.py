@@ -19,7 +19,6 @@ from keras_paragrad._keras.probes.trial import (
     made_up,
     some_rows,
     with_changed_rows,
-    with_other_seeds,
 )
 
 ROWS = 8
@@ -56,7 +55,7 @@ def metrics_apart(model: Any, y: Any, y_pred: Any, sample_weight: Any, *, beside
         batch = (targets, *made_up((y_pred, sample_weight), ROWS, seed=1, size=size))
         compute = Pure(model, results)
         _, state = Pure(model, start)(None)
-        (whole, _), (again, _) = compute(batch, state), compute(batch, with_other_seeds(state))
+        (whole, _), (again, _) = compute(batch, state), compute(batch, compute.with_other_seeds(state))
         if not all(_close(whole[name], again[name]) for name in whole):
             raise Unknown("a metric is random")
 
@@ -69,7 +68,7 @@ def metrics_apart(model: Any, y: Any, y_pred: Any, sample_weight: Any, *, beside
         return even, [name for name in uneven if name not in even]
 
     nothing: tuple[list[str], list[str]] = [], []
-    return attempt(find, *SIZES, otherwise=nothing)
+    return attempt(find, *SIZES, otherwise=nothing, question="whether metrics depend on how a batch is split")
 
 
 def layers_apart(model: Any, x: Any, *, beside: bool) -> list[str]:
@@ -93,8 +92,8 @@ def layers_apart(model: Any, x: Any, *, beside: bool) -> list[str]:
             return []
         batch = made_up(x, ROWS, seed=0, size=size)
         compute = Pure(model, train)
-        (_, whole), (_, reseeded) = compute(batch), compute(batch, with_other_seeds(compute.start))
-        parts = _after_parts(compute, batch, _EVEN, compute.start, beside=beside)
+        (_, whole), (_, reseeded) = compute(batch), compute(batch, compute.with_other_seeds())
+        parts = _after_parts(compute, batch, _UNEVEN, compute.start, beside=beside)
         return list(
             dict.fromkeys(
                 owners[id(variable)]
@@ -103,7 +102,7 @@ def layers_apart(model: Any, x: Any, *, beside: bool) -> list[str]:
             )
         )
 
-    return attempt(find, *SIZES, otherwise=[])
+    return attempt(find, *SIZES, otherwise=[], question="whether states of layers depend on how a batch is split")
 
 
 def layers_that_keep_examples(model: Any, *arguments: Any) -> list[str]:
@@ -139,7 +138,7 @@ def layers_that_keep_examples(model: Any, *arguments: Any) -> list[str]:
         ]
         return list(dict.fromkeys(found))
 
-    return attempt(find, *SIZES, otherwise=[])
+    return attempt(find, *SIZES, otherwise=[], question="whether states of layers depend on the examples")
 
 
 def own_metrics_apart(model: Any, arguments: dict[str, Any], *, beside: bool, training: bool) -> list[str]:
@@ -168,7 +167,7 @@ def own_metrics_apart(model: Any, arguments: dict[str, Any], *, beside: bool, tr
         data = [*inputs, made_up(arguments["y"], ROWS, seed=0, size=size, labels=True)]
         compute = Pure(model, results)
         _, start = Pure(model, lambda _: model.reset_metrics())(None)
-        (whole, _), (reseeded, _) = compute(data, start), compute(data, with_other_seeds(start))
+        (whole, _), (reseeded, _) = compute(data, start), compute(data, compute.with_other_seeds(start))
         parts, _ = compute(None, _after_parts(compute, data, _UNEVEN, start, beside=beside))
         return [
             metric.name
@@ -176,7 +175,12 @@ def own_metrics_apart(model: Any, arguments: dict[str, Any], *, beside: bool, tr
             if all(map(_close, values[0], values[1])) and not all(map(_close, values[0], values[2]))
         ]
 
-    return attempt(find, *SIZES, otherwise=[])
+    return attempt(
+        find,
+        *SIZES,
+        otherwise=[],
+        question="whether metrics of layers depend on how a batch is split",
+    )
 
 
 def _is_otherwise(start: Any, whole: Any, reseeded: Any, parts: Any) -> bool:

@@ -34,11 +34,17 @@ class Unknown(Exception):  # noqa: N818  (an answer, not a failure)
     """What was asked for can't be found out with made-up rows."""
 
 
-def attempt(run: Callable[..., Result], *choices: Any, otherwise: Result) -> Result:
-    """What `run` returns for the first of the choices for which it raises nothing, or `otherwise`.
+def attempt(run: Callable[..., Result], *choices: Any, otherwise: Result, question: str) -> Result:
+    """What `run` returns for the first of the choices for which it raises nothing, or `otherwise`, which is logged.
 
     It is called in a separate thread. No strategy, graph, tape or device is in effect there, nor anything that Keras
     keeps for a thread: nothing in it waits for other replicas or workers.
+
+    Args:
+        run: Called with each choice.
+        *choices: What to call it with.
+        otherwise: What to return if it raises for each of them.
+        question: What it answers, a clause that begins with "whether", for the log.
     """
 
     def alone(choice: Any) -> Result:
@@ -47,13 +53,18 @@ def attempt(run: Callable[..., Result], *choices: Any, otherwise: Result) -> Res
             warnings.simplefilter("ignore")
             return run(choice)
 
+    failures = []
     for choice in choices:
         try:
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(alone, choice).result()
-        except Exception:
+        except Exception as error:
             # A model need not like made-up rows, and trains all the same.
             _log.debug("A trial on made-up rows was given up.", exc_info=True)
+            failures.append(error)
+    # Only the first line of the first: TensorFlow's errors go on for pages.
+    reason = next(iter(str(failures[0]).strip().splitlines()), type(failures[0]).__name__)
+    _log.warning("It was not checked %s, as a trial on made-up rows failed: %s", question, reason)
     return otherwise
 
 
@@ -158,6 +169,16 @@ class Pure:
             raise Unknown("the model has a state of which Keras does not know")
         return self._function(data, state)
 
+    def with_other_seeds(self, state: State | None = None) -> State:
+        """A state, but for the seeds: what comes of it otherwise is random."""
+        pairs = zip(self.variables, self.start if state is None else state, strict=True)
+        return [value + 1 if _is_seed(variable) else value for variable, value in pairs]
+
+    def draws_numbers(self, after: State) -> bool:
+        """Whether a computation that left this state has drawn random numbers of Keras's."""
+        states = zip(self.variables, self.start, after, strict=True)
+        return any(_is_seed(variable) and not np.array_equal(*values) for variable, *values in states)
+
     def _computed(self, data: Any, state: State) -> tuple[Any, State]:
         mapping = list(zip(self.variables, state, strict=True))
         with untouched(self.model, _OfKnownVariables(mapping, collect_losses=True)) as scope:
@@ -172,6 +193,11 @@ class Pure:
             )
 
 
+def _is_seed(variable: keras.Variable) -> bool:
+    # Of the name that `keras.random.SeedGenerator` gives its state.
+    return variable.name == "seed_generator_state"
+
+
 class _OfKnownVariables(keras.StatelessScope):
     """A scope in which only mapped variables can be read: of others, the state of a metric starts a collective."""
 
@@ -180,11 +206,6 @@ class _OfKnownVariables(keras.StatelessScope):
         if value is None:
             raise Unknown(f"{variable.path} is not among the model's variables")
         return value
-
-
-def with_other_seeds(state: State) -> State:
-    """A state, but for the seeds: what comes of it otherwise is random."""
-    return [value + 1 if value.dtype == tf.uint32 else value for value in state]
 
 
 def called(model: Any, arguments: tuple, training: bool) -> Any:
@@ -208,7 +229,11 @@ def _value_of(variable: keras.Variable) -> tf.Tensor:
     local = local_parts(held)[0]
     if tf.DeviceSpec.from_string(getattr(local, "device", None) or "").job == "ps":
         raise Unknown("weights are not fetched from parameter servers")
-    value = tf.convert_to_tensor(local)
+    if isinstance(local, tf.Variable) and not tf.raw_ops.VarIsInitializedOp(resource=local.handle):
+        # Created in the step that is being traced, as the trackers of outputs' losses are, and without a value yet.
+        value = tf.zeros(variable.shape, local.dtype)
+    else:
+        value = tf.convert_to_tensor(local)
     if not variable.trainable or value.shape.num_elements() > _SMALL_VARIABLE or not value.dtype.is_floating:
         return value
     hides = tf.reduce_max(tf.abs(value)) < _HIDES if value.shape.num_elements() else False
