@@ -12,6 +12,7 @@ from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad.inputs.chunks import MOST_ROWS, bytes_in_graph, bytes_of_derivative
 from keras_paragrad.inputs.function import Derivative, RowFunction
 from keras_paragrad.inputs.options import DerivativeOptions
+from keras_paragrad.inputs.refusal import check_assigns_nothing, check_rows, check_stateless
 from keras_paragrad.inputs.rows import Chunk
 from keras_paragrad.inputs.selection import Selection
 
@@ -80,14 +81,23 @@ class Execution:
 
         function = tf.function(releasing(lambda *parts: self.strategy.run(replica, args=parts)), autograph=False)
         # Concrete, so that another shape raises instead of retracing.
-        return function.get_concrete_function(leaves, tf.constant(True))
+        concrete = function.get_concrete_function(leaves, tf.constant(True))
+        check_assigns_nothing(self.model, concrete.graph)
+        return concrete
 
     def build(self, first: list[np.ndarray]) -> None:
-        """Builds the model on the first row, if it is not built."""
+        """Builds the model on the first row, if it is not built, and leaves its state as it is.
+
+        Raises:
+            ValueError: An output for a row would depend on other rows, or on earlier calls.
+        """
+        inputs = self._cast(first, slice(0, 1))[: len(self.selection.names)]
         if not self.model.built:
-            leaves = [leaf[:1] for leaf in first[: len(self.selection.names)]]
-            with self.strategy.scope():
-                self.model(keras.tree.pack_sequence_as(self.selection.structure, leaves))
+            with self.strategy.scope(), keras.StatelessScope():
+                self.model(keras.tree.pack_sequence_as(self.selection.structure, inputs))
+        check_stateless(self.model)
+        specs = [tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype) for leaf in inputs]
+        check_rows(self.model, keras.tree.pack_sequence_as(self.selection.structure, specs))
 
     def bytes_per_row(self, first: list[np.ndarray], method: Differentiate) -> float:
         """An estimated upper bound of the bytes to differentiate a row, from a trace of the forward pass."""

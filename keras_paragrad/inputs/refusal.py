@@ -1,6 +1,69 @@
-"""Error messages for inputs that have no gradient."""
+"""Refusals: of inputs that have no gradient, and of models whose outputs for a row depend on earlier calls."""
+
+from typing import Any
 
 import keras
+
+from keras_paragrad._keras.objects.model import all_layers
+from keras_paragrad._keras.probes.rows import mixing_layer
+from keras_paragrad._keras.step.stateful_ops import assigned_resources
+
+_KEEPS_STATE = (
+    "so a row's derivatives would depend on the rows before it, and later predictions would be others than before."
+)
+
+
+def check_stateless(model: keras.Model) -> None:
+    """Refuses a model with a layer of `stateful=True`.
+
+    Raises:
+        ValueError: There is one. The message says what to write instead.
+    """
+    names = [layer.name for layer in all_layers(model) if getattr(layer, "stateful", False)]
+    if names:
+        raise ValueError(
+            f"{', '.join(map(repr, dict.fromkeys(names)))}: a stateful layer keeps its state from one call to the "
+            f"next, {_KEEPS_STATE} Build the same model with stateful=False, and copy the weights: for old, new in "
+            "zip(model.trainable_variables, stateless.trainable_variables): new.assign(old)."
+        )
+
+
+def check_rows(model: keras.Model, inputs: Any) -> None:
+    """Refuses a model that mixes rows.
+
+    Args:
+        model: A built model.
+        inputs: A `tf.TensorSpec` of `(None, ...)` for each input, nested as the model takes them.
+
+    Raises:
+        ValueError: It does. The message names the layer.
+    """
+    layer = mixing_layer(model, inputs, training=False)
+    if layer:
+        raise ValueError(
+            f"The output of {layer!r} for one row depends on the other rows, so a row has no derivative of its own. "
+            "Don't reduce over the batch axis 0, or differentiate with a tf.GradientTape."
+        )
+
+
+def check_assigns_nothing(model: keras.Model, graph: Any) -> None:
+    """Refuses a model that assigns to a variable when it is called with `training=False`; seeds may move on.
+
+    Args:
+        model: The model.
+        graph: That of a traced derivative.
+
+    Raises:
+        ValueError: It does. The message names the layer and the variable.
+    """
+    names = {id(variable.handle): variable.name.split(":")[0] for variable in graph.variables}
+    paths = [names.get(id(resource), "a table") for resource in assigned_resources(graph)]
+    found = sorted({path for path in paths if not path.endswith("seed_generator_state")})
+    if found:
+        raise ValueError(
+            f"{model.name!r} assigns to {', '.join(found)} when it is called with training=False, {_KEEPS_STATE} "
+            "In the layer's call(), assign only `if training:`."
+        )
 
 
 def integer_refusal(model: keras.Model, names: list[str], number: int, dtype: str) -> str:

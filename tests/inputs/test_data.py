@@ -1,5 +1,7 @@
 """Rows come from anywhere and go anywhere, and are differentiated in chunks of one size by one function."""
 
+import re
+
 import hypothesis.strategies as st
 import keras
 import numpy as np
@@ -7,9 +9,11 @@ import pytest
 import tensorflow as tf
 from hypothesis import given
 
+from keras_paragrad.inputs.attribution import integrated_gradients
 from keras_paragrad.inputs.gradients import input_gradients
 from keras_paragrad.inputs.jacobian import input_jacobian
 from keras_paragrad.inputs.rows import InputRows
+from keras_paragrad.inputs.second_order import hessian_vector_product
 
 layers = keras.layers
 
@@ -235,3 +239,101 @@ def test_one_way_out(tmp_path):
         input_gradients(build(), rows(3), 0, stream=True, out=tmp_path / "x.npy")
     with pytest.raises(ValueError, match="Write out='0.npy'"):
         input_gradients(build(), rows(3), 0, out=3)
+
+
+class Counts(layers.Layer):
+    """Assigns in each call, or in training alone, to a variable that Keras knows or to another."""
+
+    def __init__(self, always=True, known=True):
+        super().__init__()
+        self.always, self.known = always, known
+        self.count = self.add_weight(shape=(), initializer="ones", trainable=False, name="count")
+        self.other = tf.Variable(1.0, name="other")
+
+    def call(self, inputs, training=False):
+        count = self.count if self.known else self.other
+        if training or self.always:
+            count.assign_add(1.0)
+        return inputs * count
+
+
+class Counting(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.counts, self.dense = Counts(), layers.Dense(1)
+
+    def call(self, inputs):
+        return self.dense(self.counts(inputs))
+
+
+def differentiated(x):
+    """A call of each function that differentiates with respect to inputs, of a model."""
+    return [
+        lambda model: input_gradients(model, x, batch_size=len(x)),
+        lambda model: input_jacobian(model, x, batch_size=len(x)),
+        lambda model: integrated_gradients(model, x, batch_size=len(x)),
+        lambda model: hessian_vector_product(model, x, x, batch_size=len(x)),
+    ]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_stateful_layer_is_refused_with_the_way_out(wrapped):
+    def recurrent(stateful):
+        inputs = keras.Input(batch_shape=(2, 3, 2))
+        rnn = layers.SimpleRNN(2, stateful=stateful, name="rnn")
+        return keras.Model(inputs, layers.Dense(1)((layers.Bidirectional(rnn) if wrapped else rnn)(inputs)))
+
+    model, x = recurrent(True), rows(2, 3, 2)
+    for differentiate in differentiated(x):
+        with pytest.raises(
+            ValueError, match="rnn.*a stateful layer keeps its state.*Build the same model with"
+        ) as said:
+            differentiate(model)
+    stateless = recurrent(False)
+    exec(re.search("for old, new in .*assign\\(old\\)", str(said.value))[0], {"model": model, "stateless": stateless})
+    predicted = model.predict(x, batch_size=2, verbose=0)
+    np.testing.assert_allclose(predicted, stateless.predict(x, verbose=0), rtol=1e-6)
+    assert input_gradients(stateless, x).shape == x.shape
+
+
+def test_a_layer_that_assigns_in_prediction_is_refused():
+    x = rows(2)
+    for layer, name in ((Counts(), "count"), (Counts(known=False), "other"), (None, "count")):
+        # A model that is built by the call too.
+        model = keras.Sequential([keras.Input((3,)), layer, layers.Dense(1)]) if layer else Counting()
+        layer = layer or model.counts
+        for differentiate in differentiated(x):
+            with pytest.raises(ValueError, match=rf"assigns to \S*{name} when it is called with training=False"):
+                differentiate(model)
+        assert (float(layer.count.value), float(layer.other)) == (1.0, 1.0)
+    model = keras.Sequential([keras.Input((3,)), Counts(always=False), layers.Dropout(0.5), layers.Dense(1)])
+    np.testing.assert_allclose(input_gradients(model, x), expected_of(model, x), rtol=1e-6)
+
+
+class MinusMeanOfRows(layers.Layer):
+    def call(self, inputs):
+        return inputs - keras.ops.mean(inputs, 0, keepdims=True)
+
+
+def test_a_layer_that_mixes_rows_is_refused():
+    model = keras.Sequential([keras.Input((3,)), MinusMeanOfRows(name="mixes"), layers.Dense(1)])
+    for differentiate in differentiated(rows(2)):
+        with pytest.raises(ValueError, match="The output of 'mixes' for one row depends on the other rows"):
+            differentiate(model)
+
+
+class DropsAlways(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.dropout = layers.Dropout(0.5, seed=1)
+
+    def call(self, inputs):
+        return self.dropout(inputs, training=True)
+
+
+def test_random_layers_draw_on():
+    model, x = keras.Sequential([keras.Input((3,)), DropsAlways(), layers.Dense(1)]), np.ones((40, 3), "float32")
+    found = input_gradients(model, x, batch_size=20)
+    kernel = model.layers[-1].kernel.numpy().ravel()
+    assert set(np.unique(np.isclose(found, 2 * kernel) | (found == 0))) == {True}
+    assert (found[:20] != found[20:]).any()

@@ -1,6 +1,7 @@
 """Operations that would not do the same if they ran a second time."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,6 +17,8 @@ _HARMLESS = {
 _CALLING = {"Case", "If", "StatefulPartitionedCall", "While"}
 _VARIABLES = ("ReadVariable", "Assign", "Resource", "VarHandle", "VarIsInitialized")
 _RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncated", "Stateful", "Rng")
+
+_ASSIGNING = ("Assign", "Resource", "LookupTableInsert", "LookupTableRemove")
 
 
 def check_operations(name: str, operations: Iterable[tf.Operation]) -> None:
@@ -54,8 +57,35 @@ def _stateful(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
         if operation.type not in _CALLING:
             yield operation
             continue
-        for attribute in operation.node_def.attr.values():
-            called = [*([attribute.func] if attribute.HasField("func") else []), *attribute.list.func]
-            for function in called:
-                body = operation.graph._get_function(function.name)
-                yield from _stateful(body.graph.get_operations())
+        for body in _called(operation):
+            yield from _stateful(body.get_operations())
+
+
+def _called(operation: tf.Operation) -> Iterator[Any]:
+    """The graphs of the functions that an operation calls."""
+    for attribute in operation.node_def.attr.values():
+        for function in [*([attribute.func] if attribute.HasField("func") else []), *attribute.list.func]:
+            yield operation.graph._get_function(function.name).graph
+
+
+def assigned_resources(graph: Any) -> list[tf.Tensor]:
+    """The resources outside of a function's graph, such as variables, that it or a function that it calls assigns to.
+
+    Random generators are not among them.
+    """
+    found = _assigned(graph, {internal.name: outer for outer, internal in graph.captures})
+    return list({id(resource): resource for resource in found}.values())
+
+
+def _assigned(graph: Any, outside: dict[str, tf.Tensor]) -> Iterator[tf.Tensor]:
+    for operation in graph.get_operations():
+        if not operation.op_def.is_stateful:
+            continue
+        if operation.type.startswith(_ASSIGNING):
+            yield from (outside[each.name] for each in operation.inputs[:1] if each.name in outside)
+        # Which branch is taken comes first.
+        given = operation.inputs[1:] if operation.type in ("Case", "If") else operation.inputs
+        for body in _called(operation):
+            pairs = zip(body.inputs, given, strict=False)
+            inner = {one.name: outside[each.name] for one, each in pairs if each.name in outside}
+            yield from _assigned(body, inner)
