@@ -59,7 +59,7 @@ class RowFunction(NamedTuple):
             if gradient is None:
                 names = self.selection.names
                 others = [names[place] for place in self.selection.chosen if place != number]
-                hint = embedding_hint(self.model, number)
+                hint = embedding_hint(self.model)
                 raise ValueError(
                     f"The output does not depend on input {names[number]!r}, or only through operations without a "
                     "derivative, such as rounding or an embedding lookup."

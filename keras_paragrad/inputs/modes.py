@@ -6,8 +6,10 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from keras_paragrad.inputs.function import Derivative, RowFunction
+from keras_paragrad.inputs.refusal import refusing_what_has_no_derivative
 from keras_paragrad.inputs.seeds import one_hot, over_seeds, width
 
+_NO_DERIVATIVE = "TensorFlow can't differentiate a gradient: {}. Write mode='reverse'."
 MODES = ("auto", "forward", "reverse", "vectorized")
 
 
@@ -39,7 +41,8 @@ class Jacobian(NamedTuple):
             seed = tf.random.stateless_normal(tf.shape(flat), (0, 0), dtype=flat.dtype)
             if mode == "forward":
                 outer.watch(seed)
-            pulled = pull(seed) if mode == "forward" else []
+            with refusing_what_has_no_derivative(_NO_DERIVATIVE):
+                pulled = pull(seed) if mode == "forward" else []
 
         sound = tf.constant(True)
         if mode == "vectorized":
@@ -64,10 +67,8 @@ def _pushed(tape: tf.GradientTape, seed: tf.Tensor, pulled: tf.Tensor, tensor: t
     """Pushes forward one input entry at a time: a tensor of shape `(rows, outputs, inputs)`."""
 
     def push(index) -> list:
-        try:
+        with refusing_what_has_no_derivative(_NO_DERIVATIVE):
             (derivative,) = tape.gradient(pulled, [seed], [one_hot(tensor, index)])
-        except LookupError as error:
-            raise ValueError(f"TensorFlow can't differentiate a gradient: {error}. Write mode='reverse'.") from error
         if derivative is None:
             raise ValueError("TensorFlow can't differentiate a gradient in this model. Write mode='reverse'.")
         return [derivative]

@@ -1,11 +1,14 @@
 """Refusals: of inputs that have no gradient, and of models whose outputs for a row depend on earlier calls."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad._keras.probes.rows import mixing_layer
+from keras_paragrad._keras.step.segments import calls_of, functional_of
 from keras_paragrad._keras.step.stateful_ops import assigned_resources
 
 _KEEPS_STATE = (
@@ -66,33 +69,75 @@ def check_assigns_nothing(model: keras.Model, graph: Any) -> None:
         )
 
 
-def integer_refusal(model: keras.Model, names: list[str], number: int, dtype: str) -> str:
-    """The message for an input that is not real-valued."""
-    said = f"Input {names[number]!r} is {dtype}, and only real-valued inputs have a gradient. "
-    others = [name for name in names if name != names[number]]
-    leave_out = f" To exclude it, write wrt={others}." if others else ""
-    hint = embedding_hint(model, number)
+@contextlib.contextmanager
+def refusing_what_has_no_derivative(says: str) -> Iterator[None]:
+    """Context in which gradients are differentiated, which some operations of TensorFlow don't provide for."""
+    try:
+        yield
+    except LookupError as error:
+        raise ValueError(says.format(str(error).split(". ")[0])) from error
+
+
+def integer_refusal(model: keras.Model, name: str, dtype: str, real: list[str]) -> str:
+    """The message for an input that is not real-valued; `real` names the inputs that are."""
+    hint = embedding_hint(model)
     if not hint and dtype not in ("bool", "object") and not dtype.startswith(("<U", "|S")):
         hint = "If its values are numbers and not codes, write x.astype('float32')."
-    return f"{said}{hint}{leave_out}"
+    leave_out = f" To exclude it, write wrt={real}." if real else ""
+    return f"Input {name!r} is {dtype}, and only real-valued inputs have a gradient. {hint}{leave_out}"
 
 
-def embedding_hint(model: keras.Model, number: int) -> str:
-    """How to differentiate with respect to the embedding of an input, if there is one."""
-    embeddings = [layer for layer in getattr(model, "layers", []) if isinstance(layer, keras.layers.Embedding)]
-    tensors = list(getattr(model, "inputs", None) or [])
+def embedding_hint(model: keras.Model) -> str:
+    """How to differentiate with respect to the outputs of a model's embeddings, if it has any."""
+    embeddings = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.Embedding)]
     if not embeddings:
         return ""
-    if not tensors:
-        return f"Differentiate with respect to the output of the embedding {embeddings[0].name!r}, as a model's input."
-    fed = [layer for layer in embeddings if layer.input is tensors[min(number, len(tensors) - 1)]]
-    layer = (fed or embeddings)[0]
-    words = f"model.get_layer({layer.name!r}).output"
-    inputs = [words if place == number else f"model.inputs[{place}]" for place in range(len(tensors))]
-    inputs = inputs[0] if len(inputs) == 1 else f"[{', '.join(inputs)}]"
-    outputs = "model.outputs[0]" if len(model.outputs) == 1 else "model.output"
+    functional = functional_of(model)
+    calls = [call for call in calls_of(functional) if _embeds(call.operation)] if functional else []
+    vectors = [_expression(model, call.outputs[0]) for call in calls if _adds_an_axis(call)]
+    if not vectors or not all(vectors):
+        return (
+            f"Differentiate with respect to the output of the embedding {embeddings[0].name!r}: build a keras.Model "
+            "of the layers after it, and call this function on that."
+        )
+    # The inputs go on too: masks are made of them.
+    inner = f"[{', '.join(vectors)}, *model.inputs]"
+    names = ", ".join(dict.fromkeys(repr(call.operation.name) for call in calls))
+    ends = ("inputs", "outputs") if isinstance(model, keras.Sequential) else ("input", "output")
+    wrt = 0 if len(vectors) == 1 else list(range(len(vectors)))
     return (
-        f"Differentiate with respect to the output of its embedding {layer.name!r}: build before = keras.Model("
-        f"model.inputs[{number}], {words}) and after = keras.Model({inputs}, {outputs}), and call this function on "
-        "`after`, with before.predict(...) for this input."
+        f"Differentiate with respect to the output of the embedding {names}: build before = "
+        f"keras.Model(model.{ends[0]}, {inner}) and after = keras.Model({inner}, model.{ends[1]}), and call this "
+        "function on `after`, with "
+        f"before.predict(x) as its inputs and wrt={wrt}."
     )
+
+
+def _embeds(operation: Any) -> bool:
+    """Whether an operation is an embedding, or a layer around one, such as one that adds positions."""
+    return isinstance(operation, keras.layers.Embedding) or (
+        isinstance(operation, keras.layers.Layer)
+        and not isinstance(operation, keras.Model)
+        and any(isinstance(layer, keras.layers.Embedding) for layer in all_layers(operation))
+    )
+
+
+def _adds_an_axis(call: Any) -> bool:
+    # One that is shared with the output layer also maps vectors to tokens.
+    return len(call.outputs) == 1 and len(call.outputs[0].shape) == len(call.input_tensors[0].shape) + 1
+
+
+def _expression(model: keras.Model, tensor: Any) -> str | None:
+    """What to write for a tensor in a Functional model, by the operation that gives it or takes it; or `None`."""
+    operations = getattr(model, "operations", model.layers)
+    for side in ("output", "input"):
+        for number, operation in enumerate(operations):
+            place = f"get_layer({operation.name!r})" if operation in model.layers else f"operations[{number}]"
+            held = getattr(operation, side, None)
+            if held is tensor:
+                return f"model.{place}.{side}"
+            if isinstance(held, (list, tuple)):
+                for index, each in enumerate(held):
+                    if each is tensor:
+                        return f"model.{place}.{side}[{index}]"
+    return None

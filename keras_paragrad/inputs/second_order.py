@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.inputs.function import Derivative, RowFunction
 from keras_paragrad.inputs.options import DerivativeOptions
+from keras_paragrad.inputs.refusal import refusing_what_has_no_derivative
 from keras_paragrad.inputs.rows import is_batched
 from keras_paragrad.inputs.run import differentiate
 
@@ -66,6 +67,9 @@ def hessian_vector_product(
     return differentiate(model, x, [_hessian_times_vector], options, extra=vector)
 
 
+_NO_DERIVATIVE = "TensorFlow has no second derivative of an operation of the model: {}. Use another one there."
+
+
 def _hessian_times_vector(
     function: RowFunction, free: list[tf.Tensor], extra: Sequence[tf.Tensor], check: tf.Tensor
 ) -> Derivative:
@@ -79,7 +83,8 @@ def _hessian_times_vector(
         with tf.GradientTape(watch_accessed_variables=False) as inner:
             inner.watch(free)
             values = function.values(free)
-        gradients = function.connected(inner.gradient(values, free))
+        with refusing_what_has_no_derivative(_NO_DERIVATIVE):
+            gradients = function.connected(inner.gradient(values, free))
         along = tf.add_n(
             [
                 tf.reduce_sum(gradient * tf.cast(vector, gradient.dtype))
@@ -88,10 +93,8 @@ def _hessian_times_vector(
         )
     _check_second_derivatives(along.graph)
     # An output that is linear in an input has no second derivative there: it is zero.
-    try:
+    with refusing_what_has_no_derivative(_NO_DERIVATIVE):
         products = outer.gradient(along, free, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-    except LookupError as error:
-        raise ValueError(f"TensorFlow has no second derivative of an operation of the model: {error}.") from error
     return Derivative([tf.convert_to_tensor(product) for product in products])
 
 

@@ -36,7 +36,14 @@ class Selection(NamedTuple):
         chosen = keras.tree.flatten(nesting)
         if not chosen or len(set(chosen)) < len(chosen):
             raise ValueError(f"`wrt` is {shown(wrt)}. Name one or more of the inputs {names}, each once.")
-        dtypes = [_dtype(model, names, number, declared[number], leaves[number]) for number in chosen]
+        found = [_dtypes(*each) for each in zip(declared, leaves[: len(names)], strict=True)]
+        real = [name for name, pair in zip(names, found, strict=True) if all("float" in dtype for dtype in pair)]
+        for number in chosen:
+            for dtype in found[number]:
+                if "float" not in dtype:
+                    raise ValueError(integer_refusal(model, names[number], dtype, real))
+        # Half precision is raised to float32.
+        dtypes = ["float64" if found[number][0] == "float64" else "float32" for number in chosen]
         return cls(structure, names, chosen, dtypes, nesting)
 
     def nested(self, results: list) -> Any:
@@ -80,11 +87,7 @@ def _number(name: Any, names: list[str]) -> int:
         raise refusal("wrt", name, f"one of the inputs {names}, or its number") from None
 
 
-def _dtype(model: keras.Model, names: list[str], number: int, declared: Any, leaf: np.ndarray) -> str:
-    """The dtype an input is differentiated in: half precision is raised to float32."""
+def _dtypes(declared: Any, leaf: np.ndarray) -> tuple[str, str]:
+    """The dtype that the model declares for an input, and that of the given values; real ones count as declared."""
     expected = keras.backend.standardize_dtype(declared.dtype) if declared is not None else keras.config.floatx()
-    found = expected if leaf.dtype.kind in "fV" else str(leaf.dtype)
-    for dtype in (expected, found):
-        if "float" not in dtype:
-            raise ValueError(integer_refusal(model, names, number, dtype))
-    return "float64" if expected == "float64" else "float32"
+    return expected, expected if leaf.dtype.kind in "fV" else str(leaf.dtype)

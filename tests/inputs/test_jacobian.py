@@ -153,13 +153,24 @@ def softsign():
     return keras.Sequential([keras.Input((2,)), layers.Dense(9), layers.Lambda(tf.nn.softsign)])
 
 
-@pytest.mark.parametrize("build", [bilinear, softsign])
+def recurrent_softsign():
+    return keras.Sequential([keras.Input((3, 2)), layers.SimpleRNN(9, "softsign")])
+
+
+def recurrent_gates():
+    return keras.Sequential(
+        [keras.Input((3, 1)), layers.Bidirectional(layers.LSTM(4, recurrent_activation="softsign"))]
+    )
+
+
+@pytest.mark.parametrize("build", [bilinear, softsign, recurrent_softsign, recurrent_gates])
 def test_where_forward_mode_cannot_be_had(build):
     model = build()
     x = rows(model, 5)
     check(input_jacobian(model, x, batch_size=2), reference(model, x))
-    with pytest.raises(ValueError, match="mode='reverse'"):
-        input_jacobian(model, x, "forward")
+    for jit_compile in (False, True):
+        with pytest.raises(ValueError, match="mode='reverse'"):
+            input_jacobian(model, x, "forward", jit_compile=jit_compile)
 
 
 def test_vectorized_is_compiled_or_refused():

@@ -71,6 +71,9 @@ def test_a_second_derivative_that_tensorflow_would_leave_out_is_refused():
         hessian_vector_product(model, x, x, lambda y: tf.reduce_sum(tf.tanh(y), axis=-1))
     with pytest.raises(ValueError, match="no second derivative"):
         hessian_vector_product(build("linear"), normal(0, 2, 4), normal(0, 2, 4), lambda y: tf.nn.softsign(y)[:, 0])
+    recurrent = keras.Sequential([keras.Input((3, 2)), keras.layers.GRU(1, "softsign")])
+    with pytest.raises(ValueError, match="no second derivative"):
+        hessian_vector_product(recurrent, normal(0, 2, 3, 2), normal(0, 2, 3, 2))
 
 
 @given(st.integers(1, 9), st.sampled_from(["tanh", "silu"]), st.booleans(), st.booleans(), st.integers(0, 3))

@@ -1,5 +1,7 @@
 """Nested inputs and outputs are picked by name, and what has no gradient is refused with what to write instead."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -148,6 +150,16 @@ def of_words(dtype, several):
     return keras.Model({"words": words, "numbers": numbers}, layers.Dense(1, "tanh")(hidden))
 
 
+def followed(said):
+    """The models that a message says to build, and its `wrt`, from a model."""
+    before, after, wrt = re.search(
+        r"before = (keras\.Model\(.*\)) and after = (keras\.Model\(.*\)), and call this function on `after`, with "
+        r"before\.predict\(x\) as its inputs and wrt=(.*?)\.(?: |$)",
+        said,
+    ).groups()
+    return lambda model: [eval(code, {"keras": keras, "model": model}) for code in (before, after, wrt)]
+
+
 @pytest.mark.parametrize("dtype", ["int32", "float32"])
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("given_as", ["int64", "float32"])
@@ -157,18 +169,80 @@ def test_words_are_refused_and_their_embedding_is_named(dtype, several, given_as
     x = {"words": words, "numbers": normal(5, 2)} if several else words
     with pytest.raises(ValueError, match="embedding 'table'") as caught:
         input_gradients(model, x)
-    # What the message says to write is what works.
-    said = str(caught.value)
-    before = eval(said.split("before = ")[1].split(" and after")[0])
-    after = eval(said.split("after = ")[1].split(", and call")[0])
-    embedded = before.predict(words, verbose=0)
-    if several:
-        x = [normal(5, 2), embedded]
-        assert "wrt=['numbers']" in said
-        numbers = input_gradients(model, {"words": words, "numbers": x[0]}, wrt="numbers")
-        np.testing.assert_allclose(input_gradients(after, x)[0], numbers, atol=1e-6)
-    gradients = input_gradients(after, x if several else embedded)
-    assert (gradients[1] if several else gradients).shape == (5, 6, 4)
+    before, after, wrt = followed(str(caught.value))(model)
+    assert input_gradients(after, before.predict(x, verbose=0), wrt=wrt).shape == (5, 6, 4)
+    assert ("wrt=['numbers']" in str(caught.value)) == several
+
+
+class Positions(layers.Layer):
+    """An embedding within a layer."""
+
+    def __init__(self):
+        super().__init__(name="positions")
+        self.table = layers.Embedding(9, 4)
+
+    def build(self, shape):
+        self.table.build(shape)
+
+    def call(self, ids):
+        return self.table(ids) + keras.ops.arange(6.0)[:, None]
+
+
+def embedded(kind):
+    """A model, its inputs, and its embeddings with the names of what each was given."""
+    ids, mask, other = (keras.Input((6,), dtype="int32", name=name) for name in ("ids", "a_mask", "other"))
+    one, two = layers.Embedding(9, 4, mask_zero=True, name="one"), layers.Embedding(9, 4, name="two")
+    pool = layers.GlobalAveragePooling1D()
+    if kind == "masked":
+        return keras.Model(ids, layers.Dense(1)(layers.Bidirectional(layers.LSTM(3))(one(ids)))), {one: ["ids"]}
+    if kind == "sequential":
+        return keras.Sequential([keras.Input((6,)), two, pool, layers.Dense(1)]), {two: ["ids"]}
+    if kind == "mask as an input":
+        attended = layers.MultiHeadAttention(2, 2)(two(ids), two(ids), attention_mask=layers.Reshape((1, 6))(mask))
+        return keras.Model({"ids": ids, "a_mask": mask}, layers.Dense(1)(pool(attended))), {two: ["ids", "ids"]}
+    if kind == "shared":
+        return keras.Model([ids, other], layers.Dense(1)(pool(one(ids) * one(other)))), {one: ["ids", "other"]}
+    if kind == "several":
+        both = layers.Concatenate()([one(ids), two(other)])
+        return keras.Model({"ids": ids, "other": other}, layers.Dense(1)(pool(both))), {one: ["ids"], two: ["other"]}
+    positions = Positions()
+    return keras.Model(ids, layers.Dense(1)(pool(positions(ids)))), {positions.table: ["ids"]}
+
+
+@pytest.mark.parametrize("kind", ["masked", "sequential", "mask as an input", "shared", "several", "within a layer"])
+def test_the_models_that_the_message_names(kind):
+    model, tables = embedded(kind)
+    drawn = np.random.default_rng(0).integers(1, 9, (3, 5, 6)).astype("int32")
+    drawn[:, :, 4:] = 0
+    drawn[1] = drawn[1] != 0
+    named = dict(zip(["ids", "a_mask", "other"], drawn, strict=True))
+    # By name for inputs that are in a dict or a list, and in the place of the only one.
+    x = {tensor.name: named[tensor.name] for tensor in model.inputs} if len(model.inputs) > 1 else named["ids"]
+    with pytest.raises(ValueError, match="only real-valued inputs have a gradient") as caught:
+        input_gradients(model, x)
+    # Every input is of integers: none is left that could be named.
+    assert "To exclude it" not in str(caught.value)
+    before, after, wrt = followed(str(caught.value))(model)
+    found = input_gradients(after, before.predict(x, verbose=0), wrt=wrt)
+    with tf.GradientTape() as tape:
+        total = tf.reduce_sum(model(x))
+    kernels = [table.embeddings.value for table in tables]
+    parts = iter(found if isinstance(found, list) else [found])
+    for names, expected in zip(tables.values(), tape.gradient(total, kernels), strict=True):
+        scattered = np.zeros((9, 4))
+        for name in names:
+            np.add.at(scattered, named[name], next(parts))
+        expected = tf.convert_to_tensor(expected).numpy()
+        np.testing.assert_allclose(scattered, expected, atol=1e-6 * abs(expected).max())
+
+
+def test_an_embedding_that_cannot_be_cut_at():
+    inner = keras.Sequential(
+        [keras.Input((6,), dtype="int32"), layers.Embedding(9, 4, name="inside"), layers.Flatten()]
+    )
+    words = keras.Input((6,), dtype="int32")
+    with pytest.raises(ValueError, match="embedding 'inside': build a keras.Model of the layers after it"):
+        input_gradients(keras.Model(words, layers.Dense(1)(inner(words))), np.ones((2, 6), "int32"))
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int64", "bool"])
