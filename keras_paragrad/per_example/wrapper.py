@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.layers import compiled_by_xla, may_be_differentiated
 from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad._keras.objects.own_methods import metrics_of_its_own, uncompile
+from keras_paragrad._keras.probes.trial import is_trial
 from keras_paragrad._keras.replicas.collectives import replica_index
 from keras_paragrad._keras.step.gradient_functions import keep_with_graphs_of
 from keras_paragrad._keras.step.symbolic import build_by_calling, has_build
@@ -149,10 +150,12 @@ class PerExampleGradients(keras.layers.Wrapper):
         if "mask" in kwargs and all(each is None for each in keras.tree.flatten(kwargs["mask"])):
             # Keras passes one for nested inputs even if there is none, and not every layer takes it.
             del kwargs["mask"]
-        if may_be_differentiated():
+        # A trial's gradients are the plain ones, and leave no step behind.
+        is_step = may_be_differentiated() and not is_trial()
+        if is_step:
             build_by_calling(self.layer, inputs)
         self._allocate(self.capacity or capacity_for(self.kept))
-        if not may_be_differentiated():
+        if not is_step:
             return self.layer(inputs, *args, **kwargs)
         check_capacity(self.kept, self.capacity)
         if not tf.executing_eagerly():

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.layers import may_be_differentiated
+from keras_paragrad._keras.probes.trial import is_trial
 from keras_paragrad._keras.step.symbolic import build_by_calling
 from keras_paragrad.arguments import check_number, refusal
 from keras_paragrad.per_example.quantities import Quantities
@@ -48,7 +49,7 @@ class PrivateGradients(PerExampleGradients):
         self.__dict__["state"] = None
 
     def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if may_be_differentiated():
+        if may_be_differentiated() and not is_trial():
             # Before an example has left anything behind.
             build_by_calling(self.layer, inputs)
             check_states(self.layer, inputs)
@@ -181,23 +182,25 @@ def _bounds(model: keras.Model, clip: Mapping[str, float] | str) -> list[tuple[k
     if clip == PER_LAYER:
         return [(layer, len(layers) ** -0.5) for layer in layers]
     assert isinstance(clip, Mapping)
-    matching = [next((each for each in clip if re.search(each, _name(layer))), None) for layer in layers]
-    for layer, pattern in zip(layers, matching, strict=True):
+    names = [_name(layer, model) for layer in layers]
+    matching = [next((each for each in clip if re.search(each, name)), None) for name in names]
+    for name, pattern in zip(names, matching, strict=True):
         if pattern is None:
             raise ValueError(
-                f"clip_norm has no bound for the layer {_name(layer)!r}, and each layer with weights needs one. Add "
+                f"clip_norm has no bound for the layer {name!r}, and each layer with weights needs one. Add "
                 "'.*': 1.0 to it, last, for the layers that nothing else matches."
             )
     if unused := [pattern for pattern in clip if pattern not in matching]:
         raise ValueError(
             f"The regular expressions {unused} in clip_norm match no layer that those before them don't. The layers "
-            f"with trainable weights are {', '.join(map(_name, layers))}."
+            f"with trainable weights are {', '.join(names)}."
         )
     return [(layer, clip[pattern]) for layer, pattern in zip(layers, matching, strict=True) if pattern is not None]
 
 
-def _name(layer: keras.layers.Layer) -> str:
-    return layer.path or layer.name
+def _name(layer: keras.layers.Layer, model: keras.Model) -> str:
+    """A layer's path below the model, whose own name is no layer's: a pattern for layers may occur in it."""
+    return (layer.path or layer.name).removeprefix(f"{model.name}/")
 
 
 def _groups(

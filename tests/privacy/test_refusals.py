@@ -9,6 +9,7 @@ from privacy_oracle import CLASSES, FEATURES, cross_entropy, perceptron, some_da
 
 from keras_paragrad import AccumulatingOptimizer, microbatch
 from keras_paragrad.privacy import AdaptiveClip, make_private
+from keras_paragrad.privacy.clipping import PrivateGradients
 
 GIVEN = {"clip_norm": 1.0, "expected_batch_size": 15, "delta": 1e-3, "noise_multiplier": 1.0}
 
@@ -62,6 +63,23 @@ def test_adaptive_clip():
 def test_bounds_by_name(clip_norm, message):
     with pytest.raises(ValueError, match=message):
         fitted(private_of(clip_norm=clip_norm))
+
+
+class HiddenNetwork(keras.Model):
+    def __init__(self):
+        super().__init__(name="hidden_network")
+        self.hidden, self.out = layers.Dense(3, name="hidden"), layers.Dense(2, name="out")
+
+    def call(self, inputs):
+        return self.out(self.hidden(inputs))
+
+
+def test_a_pattern_for_layers_does_not_match_the_models_name():
+    made = [keras.Sequential([layers.Dense(3, name="hidden"), layers.Dense(2, name="out")], name="hidden_network")]
+    for model in (*made, HiddenNetwork()):
+        model(np.zeros((1, 4), "float32"))
+        gradients = PrivateGradients(model, {"hidden": 0.5, ".*": 1.0}, 4)
+        assert [(layer.name, bound) for layer, bound in gradients.bounds()] == [("hidden", 0.5), ("out", 1.0)]
 
 
 class Mixing(layers.Layer):
