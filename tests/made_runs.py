@@ -53,7 +53,7 @@ PIPELINE = PipelineTime(
 
 def step(number: int, scale: float = 1.0) -> StepTime:
     """A step of 10 ms times `scale`, half of it input."""
-    parts = {"input": 5.0, "host": 1.0, "compute": 2.5, "collective": 1.0, "idle": 0.5}
+    parts = {"input": 5.0, "host": 0.75, "compile": 0.25, "compute": 2.5, "collective": 1.0, "idle": 0.5}
     scaled = {part: took * scale for part, took in parts.items()}
     return StepTime(number, number // 4, 10.0 * number, 10.0 * scale, **scaled)
 

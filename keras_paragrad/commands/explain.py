@@ -15,6 +15,7 @@ from keras_paragrad.distribution.choices import (
     LR_SCALINGS,
     MOST_DESCRIBED,
     SHARD_POLICIES,
+    SHARDS,
     STRATEGIES,
 )
 
@@ -80,6 +81,8 @@ def _add_options(group: Any) -> None:
     group.add_argument("--warmup-steps", type=integer(0, LARGEST), default=0, metavar="N")
     group.add_argument("--inexact", action="store_true", help="exact=False")
     group.add_argument("--shard-policy", choices=SHARD_POLICIES, default="auto")
+    group.add_argument("--shard", choices=SHARDS[1:])
+    group.add_argument("--device-bytes", type=integer(1, LARGEST), metavar="BYTES", help="for --shard auto")
     group.add_argument("--pack-bytes", type=integer(0, LARGEST), metavar="BYTES")
     seconds = number(least=1, most=LONGEST_WAIT)
     group.add_argument("--collective-timeout", type=seconds, metavar="SECONDS")
@@ -99,7 +102,8 @@ def _options(arguments: argparse.Namespace) -> "Options":
     from keras_paragrad.distribution.options import Options
 
     same = ("strategy", "devices", "communication", "precision", "batch", "lr_scaling", "warmup_steps", "shard_policy")
-    given = {name: getattr(arguments, name) for name in (*same, "pack_bytes", "collective_timeout")}
+    also = ("pack_bytes", "collective_timeout", "shard", "device_bytes")
+    given = {name: getattr(arguments, name) for name in (*same, *also)}
     return Options(jit=JIT[arguments.jit], exact=not arguments.inexact, **given)
 
 

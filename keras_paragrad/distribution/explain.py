@@ -128,8 +128,14 @@ def _command(plan: Plan, hardware: Hardware) -> str:
     if cluster is None or not (together or plan.strategy.value in ("multi_worker", "parameter_server")):
         return "python train.py"
     if cluster.source == "a description":
-        numbers = _processes(cluster)
-        return f"keras-paragrad launch {numbers} train.py (in a job's tasks without {numbers})"
+        tasks = sum(map(len, cluster.jobs.values()))
+        start = (
+            f"keras-paragrad launch train.py in each of {tasks} tasks, with a machine for each: those of a Slurm or "
+            "Kubernetes job, or processes with TF_CONFIG"
+        )
+        # Several workers on one machine would each take all of its GPUs.
+        here = f"keras-paragrad launch {_processes(cluster)} train.py"
+        return start if hardware.gpus else f"{start}; to try it here, {here}"
     commands = {kind.source: kind.command for kind in cluster_kinds()}
     return commands.get(cluster.source, ClusterKind.command)
 

@@ -71,6 +71,7 @@ class StepTime:
         duration: Total time.
         input: Waiting for data.
         host: On the host, outside operations.
+        compile: Tracing and compiling functions.
         compute: In operations on a device.
         collective: In collectives with other replicas, including waiting for them.
         idle: In none of these.
@@ -82,12 +83,13 @@ class StepTime:
     duration: float
     input: float = 0.0
     host: float = 0.0
+    compile: float = 0.0
     compute: float = 0.0
     collective: float = 0.0
     idle: float = 0.0
 
 
-PARTS = ("input", "host", "compute", "collective", "idle")
+PARTS = ("input", "host", "compile", "compute", "collective", "idle")
 
 
 def shares_of(steps: Sequence[StepTime]) -> dict[str, float]:

@@ -17,6 +17,7 @@ WIDTH = 100
 PARTS = {
     "input": "waiting for input",
     "host": "on the host, between operations",
+    "compile": "compiling functions",
     "compute": "computing",
     "collective": "with other replicas",
     "idle": "nothing recorded: Python",
@@ -102,7 +103,9 @@ def _parts(steps: Sequence[StepTime]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(justify="right")
     for name, words in PARTS.items():
-        table.add_row(f"{shares[name]:.1%}", "█" * round(shares[name] * _BAR), words)
+        # Most windows compile nothing.
+        if name != "compile" or shares[name]:
+            table.add_row(f"{shares[name]:.1%}", "█" * round(shares[name] * _BAR), words)
     return table
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -45,14 +46,14 @@ def test_all_of_the_plan_is_in_it(explanation):
             {"batch": "per_replica", "precision": "mixed_bfloat16"},
             "multi_worker, 8 replicas on GPU:0 to GPU:3 of each of 2 workers, all-reduce by nccl",
             "compiled by XLA on each replica, mixed_bfloat16, a batch for each replica, exact",
-            "keras-paragrad launch --workers 2 train.py (in a job's tasks without --workers 2)",
+            "keras-paragrad launch train.py in each of 2 tasks, with a machine for each",
         ),
         (
             {"workers": 2, "ps": 1},
             {"exact": False},
             "parameter_server, ",
             "not compiled by XLA, float32",
-            "keras-paragrad launch --workers 2 --ps 1 train.py (in a job's tasks without --workers 2 --ps 1)",
+            "keras-paragrad launch train.py in each of 4 tasks",
         ),
         ({"tpu_cores": 8}, {}, "tpu, ", "compiled by XLA", "python train.py"),
     ],
@@ -96,6 +97,42 @@ def test_the_text_is_the_same_everywhere(explanation, columns, monkeypatch):
 )
 def test_values(value, expected):
     assert value_in_words(value) == expected
+
+
+def test_what_to_type_to_try_it_here():
+    for machine, command in (
+        ({"gpus": 8, "workers": 4}, None),
+        ({"workers": 4}, "launch --workers 4 train.py"),
+        ({"workers": 2, "ps": 1}, "launch --workers 2 --ps 1 train.py"),
+    ):
+        hardware = describe(**machine)
+        text = words(str(Explanation(make_plan(hardware, Options(exact=not machine.get("ps"))), hardware)))
+        # GPUs of four machines are not those of this one.
+        assert ("--workers" in text) == bool(command)
+        assert (command or "") in text
+
+
+@pytest.mark.parametrize("machine", [[], ["--gpus=2"], ["--workers=2", "--gpus=4"], ["--tpu"], ["--logical-cpus=2"]])
+def test_the_command_takes_what_its_table_offers(machine, capsys):
+    assert main(["explain", *machine, "--json"]) == 0
+    values = {"devices": "GPU:0,GPU:1", "jit": "false", "pack_bytes": "1", "collective_timeout": "120"}
+    for decision in json.loads(capsys.readouterr().out).values():
+        for name, value in re.findall(r"(\w+)=([^ ,]*)", decision["override"]):
+            given = [] if name == "exact" else [values.get(name, value.strip('"').replace("None", "auto"))]
+            option = "--inexact" if name == "exact" else f"--{name.replace('_', '-')}"
+            together = ["--batch", "per_replica"] if name == "lr_scaling" else []
+            assert main(["explain", *machine, option, *given, *together, "--json"]) in (0, 2), (option, given)
+            assert "unrecognized" not in capsys.readouterr().err
+
+
+def test_the_command_plans_shards(capsys):
+    for options, expected in (
+        (["--shard", "parameters"], "parameters"),
+        (["--shard", "auto", "--device-bytes", "1000"], "auto"),
+        ([], "none"),
+    ):
+        assert main(["explain", "--gpus", "4", *options, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["shard"]["value"] == expected
 
 
 def test_the_command_describes_machines(capsys):

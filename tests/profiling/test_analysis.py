@@ -13,7 +13,7 @@ from keras_paragrad.distribution.plan import make_plan
 from keras_paragrad.profiling.analysis import advice
 from keras_paragrad.profiling.analysis.advice import Evidence, Finding, advise, recommendation
 from keras_paragrad.profiling.analysis.coverage import Coverage
-from keras_paragrad.profiling.analysis.events import Compiled, Marker, Pull, Trace, TracedCall, Work
+from keras_paragrad.profiling.analysis.events import Compiled, FunctionCall, Marker, Pull, Trace, TracedCall, Work
 from keras_paragrad.profiling.analysis.operations import (
     LayerNames,
     Operation,
@@ -331,12 +331,28 @@ def test_input_advice_names_what_the_pipeline_does_not_do_yet(stages, advised, d
     assert not any(part in text for part in done), text
 
 
-def test_functions_that_are_traced_again():
-    trace = Trace()
-    times = spans((0, 5), (5, 25), (30, 31))
-    trace.functions["step"] = [(*times[0], 1), (*times[1], 2), (*times[2], 2)]
-    assert trace.milliseconds_retracing == 20
-    assert advise(Evidence(steps(compute=25), trace=trace)).kind == "compile"
+@pytest.mark.parametrize(("count", "advised"), [(1, "ProfileSchedule(skip_first=5)"), (2, "drop_remainder=True")])
+def test_functions_that_are_compiled(count, advised):
+    trace = Trace(markers=[marker(0, 30, step_num=4, _r=1), marker(30, 32, step_num=5, _r=1)])
+    trace.host[0] = spans((0, 28))
+    trace.operations = spans((22, 24))
+    # What another thread traces holds no step up; the outermost of functions is what was called.
+    calls = ((2, 25, 0, count), (3, 20, 0, 3), (26, 28, 0, 5), (0, 30, 1, 3))
+    trace.functions = [FunctionCall(*spans(call[:2])[0], *call[2:]) for call in calls]
+    trace.graphs = [(begin * MILLISECOND, line) for begin, line in ((4, 0), (5, 0), (1, 1))]
+    found = step_times(trace)
+    assert found[0] == StepTime(4, None, 0.0, 30.0, host=5, compile=21, compute=2, idle=2)
+    advice = advise(Evidence(found, trace=trace))
+    assert advice.kind == "compile"
+    assert advice.evidence == "66% of the step is spent compiling functions (10.50 of 16.00 ms)"
+    assert advised in advice.text
+
+
+@pytest.mark.parametrize(("milliseconds", "says"), [(20.0, "nothing else stands out"), (200.0, "on other machines")])
+def test_other_machines_are_advised_for_steps_that_are_worth_a_network(milliseconds, says):
+    found = [StepTime(number, number, 0.0, milliseconds, compute=milliseconds) for number in range(3)]
+    operations = [OperationTime("MatMul", "dense", 1, milliseconds, 1.0)]
+    assert says in advise(Evidence(found, operations, RunInfo(device_kind="CPU"))).text
 
 
 def test_one_function_is_all_that_a_recommendation_takes(monkeypatch):

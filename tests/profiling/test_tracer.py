@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ import profiled
 import pytest
 import tensorflow as tf
 
-from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, GradientTelemetry
 from keras_paragrad.profiling import on_demand
 from keras_paragrad.profiling.run_info import write_run_info
 from keras_paragrad.profiling.schedule import ProfileSchedule
@@ -39,6 +40,19 @@ class Count(keras.callbacks.Callback):
         self.ran += 1
 
 
+def test_a_window_with_a_step_that_compiles_says_which_to_trace(tmp_path):
+    def advice(schedule):
+        callback, watched = profiler(tmp_path, schedule), GradientTelemetry(tmp_path, every=5)
+        profiled.model().fit(*profiled.arrays(14), batch_size=profiled.ROWS, verbose=0, callbacks=[watched, callback])
+        (summary,) = callback.summaries
+        return summary.advice
+
+    first = advice(ProfileSchedule(skip_first=2, active=3))
+    assert first.kind == "compile"
+    # What it says is what helps.
+    assert advice(eval(re.search(r"ProfileSchedule\(.*?\)", first.text)[0])).kind != "compile"
+
+
 def assert_as_xprof(folder, summary, from_python=False):
     """The steps are those of xprof's overview; it leaves out the first and the last of a trace.
 
@@ -50,7 +64,7 @@ def assert_as_xprof(folder, summary, from_python=False):
         assert len(rows) >= len(ours) - 2 > 0 and rows.keys() <= ours.keys()
         for number, row in rows.items():
             step = ours[number]
-            busy = step.host + step.compute + step.collective
+            busy = step.host + step.compile + step.compute + step.collective
             found = (step.duration, step.input, busy, step.idle)
             expected = [row[name] for name in ("stepTimeMs", "infeedTimeMs", "hostComputeTimeMs", "otherTimeMs")]
             if from_python:

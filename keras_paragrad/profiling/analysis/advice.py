@@ -16,6 +16,8 @@ from keras_paragrad.profiling.analysis.operations import Operation, slowest_of_t
 from keras_paragrad.profiling.summary import Advice, OperationTime, RunInfo, StepTime, shares_of
 
 COMPUTE_BOUND = 0.4
+# How many milliseconds a step takes at least that other machines may shorten: they exchange gradients in each.
+WORTH_A_NETWORK = 100.0
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,14 @@ def advise(evidence: Evidence) -> Advice | None:
 
 
 @recommendation("compile", worth=0.1)
-def _retracing(evidence: Evidence) -> Finding:
-    share = evidence.trace.milliseconds_retracing / evidence.total
-    text = "Give all batches one shape: dataset.batch(n, drop_remainder=True), and pad sequences to few lengths."
-    return Finding(share, "is spent retracing functions", text)
+def _compiling(evidence: Evidence) -> Finding:
+    lines = {marker.line for marker in evidence.trace.markers}
+    if any(call.count > 1 for line in lines for call in evidence.trace.compiling(line)):
+        text = "Give all batches one shape: dataset.batch(n, drop_remainder=True), and pad sequences to few lengths."
+    else:
+        last = max((step.step for step in evidence.steps if step.compile), default=0)
+        text = f"That is once, at a function's first call. Trace later batches: ProfileSchedule(skip_first={last + 1})."
+    return Finding(evidence.shares["compile"], "is spent compiling functions", text)
 
 
 @recommendation("input", worth=0.2)
@@ -191,7 +197,11 @@ def _about_computing(evidence: Evidence) -> Advice:
         "jit_compile=True" if gains_from_xla(kind) and not run.jit else "",
         f'keras.mixed_precision.set_global_policy("{policy}")' if policy and run.precision == "float32" else "",
     ]
-    # CPU replicas on one machine share its cores.
-    replicas = "more replicas" if kind in ("GPU", "TPU") else "more replicas, on other machines,"
-    cheaper = " or ".join(each for each in means if each)
-    return Advice("compute", f"The model itself takes the time; {cheaper or replicas} may help.", figures)
+    if kind in ("GPU", "TPU"):
+        means.append("" if any(means) else "more replicas")
+    elif median >= WORTH_A_NETWORK:
+        # CPU replicas on one machine share its cores.
+        means.append("more replicas, on other machines,")
+    helps = " or ".join(each for each in means if each)
+    text = f"{helps} may help" if helps else "nothing else stands out"
+    return Advice("compute", f"The model itself takes the time; {text}.", figures)

@@ -1,5 +1,6 @@
 """The events of a trace that make up a training step."""
 
+import bisect
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -64,6 +65,21 @@ class Compiled:
     line: int
 
 
+class FunctionCall(NamedTuple):
+    """A call of a `tf.function`.
+
+    Attributes:
+        begin, end: In nanoseconds.
+        line: On which thread it is.
+        count: How often the function had been traced when it returned.
+    """
+
+    begin: float
+    end: float
+    line: int
+    count: int
+
+
 class OfStage(NamedTuple):
     """An operation of a stage of a pipeline, or a run of what XLA compiled of it.
 
@@ -105,7 +121,8 @@ class Trace:
         compiled: Operations compiled by XLA and run on the CPU.
         programs: Runs of programs that XLA compiled for the CPU: the program's number, and when.
         stages: Operations on the CPU that are of a stage of a pipeline, programs included.
-        functions: By name of a `tf.function`, its calls: when, and how often it had been traced.
+        functions: Calls of a `tf.function`.
+        graphs: When, and on which thread, Python began to build the graph of one.
         has_device: Whether there is a GPU or TPU.
     """
 
@@ -124,18 +141,17 @@ class Trace:
     compiled: list[Compiled] = field(default_factory=list)
     programs: list[tuple[str, tuple[float, float]]] = field(default_factory=list)
     stages: list[OfStage] = field(default_factory=list)
-    functions: dict[str, list[tuple[float, float, int]]] = field(default_factory=lambda: defaultdict(list))
+    functions: list[FunctionCall] = field(default_factory=list)
+    graphs: list[tuple[float, int]] = field(default_factory=list)
     has_device: bool = False
 
-    @property
-    def milliseconds_retracing(self) -> float:
-        """The total time of calls that retraced a `tf.function`, in milliseconds.
-
-        A function's first call in the trace is not counted: it may have been traced before.
-        """
-        total = 0.0
-        for calls in self.functions.values():
-            calls = sorted(calls)
-            for (_, _, before), (begin, end, count) in zip(calls, calls[1:], strict=False):
-                total += (end - begin) / 1e6 if count > before else 0.0
-        return total
+    def compiling(self, line: int) -> list[FunctionCall]:
+        """The calls on a thread in which a function was traced and compiled, without those within others of them."""
+        found: list[FunctionCall] = []
+        graphs = sorted(begin for begin, thread in self.graphs if thread == line)
+        calls = [call for call in self.functions if call.line == line]
+        for call in sorted(calls, key=lambda call: (call.begin, -call.end)):
+            is_inner = bool(found) and call.begin < found[-1].end
+            if not is_inner and bisect.bisect(graphs, call.end) > bisect.bisect_left(graphs, call.begin):
+                found.append(call)
+        return found

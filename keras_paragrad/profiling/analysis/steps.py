@@ -18,9 +18,9 @@ def step_times(trace: Trace) -> tuple[StepTime, ...]:
 
     A batch's time runs from its marker's start to its end; if one marker covers several batches, from fetching one to
     fetching the next. Where activities overlap, the time counts for the first of: operations
-    on a GPU or TPU, waiting for input, operations on the host's processors, collectives, other work of the host. That
-    is xprof's order, with its host compute split up. A step that waits for Python's interpreter lock while
-    Python makes batches waits for input too.
+    on a GPU or TPU, waiting for input, operations on the host's processors, collectives, compiling functions, other
+    work of the host. That is xprof's order, with its host compute split up. A step that waits for Python's interpreter
+    lock while Python makes batches waits for input too.
 
     Args:
         trace: What was read from a file.
@@ -95,18 +95,20 @@ def _parts_on(trace: Trace, line: int, markers: list[Marker]) -> Parts:
     # Operations of the input pipeline run concurrently, even when no step is waiting for operations.
     operations = Coverage(trace.operations) & host
     device = Coverage(trace.device)
+    compiling = Coverage(_cut_off([(call.begin, call.end) for call in trace.compiling(line)], steps))
     layers = [device]
-    for more in (waiting, operations, Coverage(_cut_off(trace.collective, steps)), host):
+    for more in (waiting, operations, Coverage(_cut_off(trace.collective, steps)), compiling, host):
         layers.append(layers[-1] | more)
 
     def parts(begin: float, end: float) -> dict[str, float]:
         covered = [layer.within(begin, end) / NANOSECONDS for layer in layers]
-        on_device, with_input, with_operations, with_collectives, all_of_it = covered
+        on_device, with_input, with_operations, with_collectives, with_compiling, all_of_it = covered
         return {
             "input": with_input - on_device,
             "compute": on_device + with_operations - with_input,
             "collective": with_collectives - with_operations,
-            "host": all_of_it - with_collectives,
+            "compile": with_compiling - with_collectives,
+            "host": all_of_it - with_compiling,
             "idle": (end - begin) / NANOSECONDS - all_of_it,
         }
 

@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from keras_paragrad.extras import require
-from keras_paragrad.profiling.analysis.events import Compiled, Marker, OfStage, Pull, Trace, TracedCall, Work
+from keras_paragrad.profiling.analysis.events import (
+    Compiled,
+    FunctionCall,
+    Marker,
+    OfStage,
+    Pull,
+    Trace,
+    TracedCall,
+    Work,
+)
 
 TRACES = "*.xplane.pb"
 # The profiler's device names, and a device's lines that hold what ran rather than what it was part of.
@@ -18,6 +27,8 @@ _STAGE = re.compile(r"pipeline_stage_(\d+)_column_(\d+)(?:_micro_batch_(\d+))?")
 _BACKWARD, _COMPILED_BACKWARD = "gradient_tape/", "__backward_"
 # A program's run by XLA, around its operations, whose statistic tells which program it is.
 _RUN, _PROGRAM = "CpuExecutable::ExecuteAsyncOnStream", "program_id"
+# While Python builds the graph of a `tf.function`.
+_GRAPH = "tf.function-graph_building"
 _COLLECTIVE = re.compile(r"collective|nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter", re.IGNORECASE)
 _COLLECTIVE_CALL, _COLLECTIVE_DONE = "CollectiveOpV2Kernel::Run", "CollectiveExecutor::ExecuteAsync::Done"
 # Events that enclose a call, as in xprof; only their inside counts.
@@ -155,7 +166,7 @@ def _keep_function(trace: Trace, waits: _Waits, event: Any, span: tuple[float, f
     traced = dict(event.stats).get("tracing_count")
     # A call that failed, as at the end of data, lacks the statistic.
     if traced is not None:
-        trace.functions[event.name].append((*span, int(traced)))
+        trace.functions.append(FunctionCall(*span, line, int(traced)))
 
 
 def _keep_python_call(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
@@ -183,6 +194,7 @@ _KEEP = {
     "compiled": _keep_compiled,
     "run": _keep_run,
     "function": _keep_function,
+    "graph": lambda trace, waits, event, span, line: trace.graphs.append((span[0], line)),
     "python call": _keep_python_call,
     "stage": _keep_stage,
     "without lock": _keep_without_lock,
@@ -220,6 +232,8 @@ def _kinds(event: Any) -> tuple[str, ...]:
         return ()
     if event.name == "FunctionRun":
         return ("call",)
+    if event.name == _GRAPH:
+        return ("host", "graph")
     if event.name == _RUN:
         return ("host", "run")
     stats = {key for key, _ in event.stats}

@@ -11,6 +11,7 @@ from keras_paragrad.profiling.summary import StepTime, shares_of
 IN_WORDS = {
     "input": "waiting for input",
     "host": "host",
+    "compile": "compiling",
     "compute": "compute",
     "collective": "collectives",
     "idle": "idle",
