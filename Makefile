@@ -25,7 +25,7 @@ CONSTRAINTS := $(or $(constraints-$(RELEASES)),$(error RELEASES is pinned, oldes
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
-.PHONY: demo test test-all gpu mutants bench bench-peers exactness clean FORCE
+.PHONY: demo browser test test-all gpu mutants bench bench-peers exactness clean FORCE
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
@@ -33,16 +33,34 @@ demo: .venv/.demo
 # With three workers two cores are busy: a fifth of the time of two is spent waiting for other processes.
 # A module's tests share what its fixtures start, so they stay in one worker; tests/order.py says which modules go first.
 # Bytecode is kept, whatever the environment says: a test in a process of its own would compile its module anew.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
+# What was left out is said again at the end of all.
+LEFT_OUT := .venv/left_out.txt
+PYTEST := LEFT_OUT=$(LEFT_OUT) PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
+
+# What opens the report and TensorBoard. Installed where no password is asked for; without it those tests are left out,
+# which is said before the tests begin, and counted after them.
+CHROMIUM := chromium chromium-driver fonts-dejavu-core
+HAS_CHROMIUM := { command -v chromium || command -v chromium-browser || command -v google-chrome; } && command -v chromedriver
+
+browser:
+	@has_chromium() { { $(HAS_CHROMIUM); } >/dev/null 2>&1; }; \
+	if ! has_chromium && command -v apt-get >/dev/null; then \
+		if [ "$$(id -u)" = 0 ]; then as_root=; else as_root="sudo -n"; fi; \
+		if $$as_root true 2>/dev/null; then \
+			$$as_root apt-get update; $$as_root apt-get install -y --no-install-recommends $(CHROMIUM); \
+		fi; \
+	fi; \
+	has_chromium || echo "To be left out: the tests in a browser. To run them, install Chromium and its driver:" \
+		"sudo apt-get install $(CHROMIUM)"
 
 # Types and doctests are checked beside the tests, in one process, and shown after them.
-test: .venv/.wheel
+test: browser .venv/.wheel
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@{ $(BIN)/pyright --pythonpath $(BIN)/python && $(BIN)/python -P -m pytest -q --doctest-modules --pyargs keras_paragrad; } \
+	@rm -f $(LEFT_OUT); { $(BIN)/pyright --pythonpath $(BIN)/python && $(BIN)/python -P -m pytest -q --doctest-modules --pyargs keras_paragrad; } \
 		> .venv/beside.log 2>&1 & beside=$$!; \
 	$(PYTEST); status=$$?; \
-	wait $$beside || status=1; cat .venv/beside.log; exit $$status
+	wait $$beside || status=1; cat .venv/beside.log; cat $(LEFT_OUT) 2>/dev/null; exit $$status
 
 # The tests that take too long for every change as well: each model of others in each way to train it, all combinations
 # of parameters, many cases where cases are drawn, and XLA and Grappler as users have them.

@@ -15,6 +15,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 import covering
 import graphs
 import hypothesis
+import left_out
 import order
 import own_process
 import pytest
@@ -74,6 +75,10 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     covering.mark_long(items)
     order.slowest_first(items, Path(__file__).parent)
+
+
+def pytest_terminal_summary(terminalreporter):
+    left_out.report(terminalreporter)
 
 
 def pytest_collection_finish():

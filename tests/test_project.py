@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -48,6 +49,70 @@ def test_what_is_installed_already_is_not_installed_again(tmp_path):
     written = (tmp_path / ".venv" / ".constraints").stat().st_mtime_ns
     constraints(tmp_path, "oldest")
     assert (tmp_path / ".venv" / ".constraints").stat().st_mtime_ns == written
+
+
+def commands(folder, **scripts):
+    """A folder for the path, with commands of these scripts and those that make's recipes need, and no others."""
+    folder.mkdir()
+    for name in ("sh", "make", "touch", "chmod"):
+        (folder / name).symlink_to(shutil.which(name))
+    for name, script in scripts.items():
+        (folder / name.replace("_", "-")).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name.replace("_", "-")).chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("user", "sudo", "fetched"),
+    [(0, None, True), (1000, 'shift; "$@"', True), (1000, "exit 1", False), (1000, None, False)],
+    ids=["root", "sudo", "sudo that asks for a password", "no sudo"],
+)
+def test_make_gets_a_browser_where_it_may(tmp_path, user, sudo, fetched):
+    """Commands stand in for apt-get and sudo: what they are asked for is written down, and Chromium is there then."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    path, asked = tmp_path / "bin", tmp_path / "asked.txt"
+    install = (
+        f'echo "$*" >> {asked}\nfor name in chromium chromedriver; do echo > {path}/$name; chmod +x {path}/$name; done'
+    )
+    commands(path, id=f"echo {user}", true="exit 0", apt_get=install, **({"sudo": sudo} if sudo else {}))
+
+    def make():
+        return subprocess.run(
+            ["make", "-s", "browser"], cwd=tmp_path, env={"PATH": str(path)}, capture_output=True, text=True, check=True
+        ).stdout
+
+    said = make()
+    assert ("To be left out" in said) == (not fetched)
+    if not fetched:
+        assert not asked.exists()
+        assert "sudo apt-get install chromium chromium-driver fonts-dejavu-core" in said
+        return
+    packages = "install -y --no-install-recommends chromium chromium-driver fonts-dejavu-core"
+    assert asked.read_text().splitlines() == ["update", packages]
+    # What is there is not fetched again.
+    assert make() == ""
+    assert len(asked.read_text().splitlines()) == 2
+
+
+def test_tests_that_need_a_browser_are_left_out_and_counted(tmp_path):
+    """With the fixtures of such tests, and without those of all tests, which import TensorFlow."""
+    shutil.copy(ROOT / "tests" / "left_out.py", tmp_path)
+    shutil.copy(ROOT / "tests" / "profiling" / "browser" / "conftest.py", tmp_path / "conftest.py")
+    summary = (
+        "import left_out\n\ndef pytest_terminal_summary(terminalreporter):\n    left_out.report(terminalreporter)\n"
+    )
+    (tmp_path / "summary.py").write_text(summary)
+    tests = (f"def test_{name}({fixture}): pass\n" for name, fixture in (("a", "browser"), ("b", "browser"), ("c", "")))
+    (tmp_path / "test_page.py").write_text("".join(tests))
+    counted = tmp_path / "left_out.txt"
+    environment = {"PATH": str(commands(tmp_path / "bin")), "LEFT_OUT": str(counted), "PYTHONPATH": str(tmp_path)}
+    options = ["-q", "-p", "no:cacheprovider", "-p", "summary", "--rootdir", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", *options]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert "1 passed, 2 skipped" in ran.stdout, ran.stdout + ran.stderr
+    (line,) = counted.read_text().splitlines()
+    assert line.startswith("Left out: 2 tests: needs Chromium and its driver on the path: sudo apt-get install")
+    assert line in ran.stdout
 
 
 def test_an_unknown_choice_of_releases_is_named():

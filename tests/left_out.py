@@ -1,0 +1,26 @@
+"""Counts the tests that are left out, as the machine lacks what they need, and says how to get it."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+NO_BROWSER = (
+    "needs Chromium and its driver on the path: sudo apt-get install chromium chromium-driver fonts-dejavu-core"
+)
+
+
+def lines(skipped):
+    """What to say of the reports of tests that were skipped for a reason of this module."""
+    reasons = Counter(
+        each.longrepr[2].removeprefix("Skipped: ") for each in skipped if isinstance(each.longrepr, tuple)
+    )
+    return [f"Left out: {reasons[reason]} tests: {reason}" for reason in (NO_BROWSER,) if reasons[reason]]
+
+
+def report(terminal):
+    """Says it last, and to the file that LEFT_OUT names, for who runs more than these tests."""
+    for line in lines(terminal.stats.get("skipped", ())):
+        terminal.write_line(line)
+        if path := os.environ.get("LEFT_OUT"):
+            with Path(path).open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
