@@ -17,7 +17,9 @@ if TYPE_CHECKING or not is_command():
 if TYPE_CHECKING:
     from keras_paragrad.accumulation.callback import ExactAccumulation
     from keras_paragrad.accumulation.slices import microbatch
+    from keras_paragrad.distribution.checkpoint.backup import Backup
     from keras_paragrad.distribution.fit import DistributedFit
+    from keras_paragrad.distribution.pipeline.pipeline import Pipeline
     from keras_paragrad.inputs.attribution import integrated_gradients
     from keras_paragrad.inputs.gradients import input_gradients
     from keras_paragrad.inputs.jacobian import input_jacobian
@@ -25,28 +27,38 @@ if TYPE_CHECKING:
     from keras_paragrad.per_example.example_gradients import ExampleGradients
     from keras_paragrad.per_example.functional import per_example_gradients, per_example_norms
     from keras_paragrad.per_example.noise_scale import GradientNoiseScale
+    from keras_paragrad.privacy.adaptive import AdaptiveClip
+    from keras_paragrad.privacy.batch_norm import fix_batch_norm
+    from keras_paragrad.privacy.private import make_private
     from keras_paragrad.profiling.report import write_report
     from keras_paragrad.profiling.schedule import ProfileSchedule
     from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
     from keras_paragrad.profiling.throughput.callback import Throughput
     from keras_paragrad.profiling.tracer import Profiler
+    from keras_paragrad.sharding.estimate import estimate_memory
     from keras_paragrad.sharding.recomputation import recompute
 
 __all__ = [
     "AccumulatingOptimizer",
+    "AdaptiveClip",
+    "Backup",
     "DistributedFit",
     "ExactAccumulation",
     "ExampleGradients",
     "GradientNoiseScale",
     "GradientTelemetry",
     "PerExampleGradients",
+    "Pipeline",
     "ProfileSchedule",
     "Profiler",
     "Throughput",
+    "estimate_memory",
+    "fix_batch_norm",
     "hessian_vector_product",
     "input_gradients",
     "input_jacobian",
     "integrated_gradients",
+    "make_private",
     "microbatch",
     "per_example_gradients",
     "per_example_norms",
@@ -59,22 +71,28 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "AccumulatingOptimizer": "accumulation",
+        "AdaptiveClip": "privacy",
+        "Backup": "distribution",
         "DistributedFit": "distribution",
         "ExactAccumulation": "accumulation",
         "ExampleGradients": "per_example",
         "GradientNoiseScale": "per_example",
         "GradientTelemetry": "profiling",
         "PerExampleGradients": "per_example",
+        "Pipeline": "distribution",
         "ProfileSchedule": "profiling",
         "Profiler": "profiling",
         "Throughput": "profiling",
         "accumulation": "accumulation",
         "distribution": "distribution",
+        "estimate_memory": "sharding",
+        "fix_batch_norm": "privacy",
         "hessian_vector_product": "inputs",
         "input_gradients": "inputs",
         "input_jacobian": "inputs",
         "inputs": "inputs",
         "integrated_gradients": "inputs",
+        "make_private": "privacy",
         "microbatch": "accumulation",
         "per_example": "per_example",
         "per_example_gradients": "per_example",

@@ -1,11 +1,14 @@
-"""Imports of a package's public names when they are asked for, and of all its modules."""
+"""Public names: imported when they are asked for, and with the parameters that they take."""
 
 import importlib
+import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -32,6 +35,31 @@ def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], An
         return namespace[name]
 
     return get, lambda: sorted({*namespace, *modules})
+
+
+def passing_options_to(function: Callable[..., Any], *, without: Collection[str] = ()) -> Callable[[F], F]:
+    """Decorates a function with `**options`: `help()` and `inspect.signature` show those that another one takes.
+
+    Args:
+        function: What the options are passed on to, a function or a class.
+        without: Its parameters that the decorated function gives itself.
+    """
+    taken = inspect.signature(function).parameters.values()
+
+    def decorate(decorated: F) -> F:
+        signature = inspect.signature(decorated)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        options = [
+            each.replace(kind=each.KEYWORD_ONLY)
+            for each in taken
+            if each.name not in signature.parameters
+            and each.name not in without
+            and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        ]
+        vars(decorated)["__signature__"] = signature.replace(parameters=[*own, *options])
+        return decorated
+
+    return decorate
 
 
 def modules_of(package: ModuleType) -> list[ModuleType]:

@@ -1,11 +1,31 @@
-"""What rich prints, as plain text."""
+"""What rich prints, as plain text, and the same for who looks at an object in a session or a notebook."""
 
+import html
 import io
 from typing import Any
 
 from rich.console import Console
 
 WIDTH = 118
+
+
+class InNotebooks:
+    """Base of objects that are read by people: a notebook shows the text that `print` does, in columns."""
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="white-space: pre; line-height: 1.2">{html.escape(str(self))}</pre>'
+
+
+class Printable(InNotebooks):
+    """Base of objects with a `__rich_console__`: a session, a notebook and a file show it as plain text."""
+
+    width = WIDTH
+
+    def __str__(self) -> str:
+        return plain_text(self, self.width)
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def plain_text(renderable: Any, width: int = WIDTH) -> str:

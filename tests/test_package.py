@@ -3,9 +3,11 @@
 import ast
 import importlib
 import importlib.metadata
+import inspect
 import re
 from pathlib import Path
 
+import keras
 import own_process
 import pytest
 
@@ -31,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 # The map is for those who extend the step from inside.
 DOCS = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "architecture.md"]
 EXAMPLES = [*(ROOT / "examples").rglob("*.py"), ROOT / "README.md"]
-COMPONENTS = ("accumulation", "distribution", "inputs", "per_example", "profiling")
+COMPONENTS = ("accumulation", "distribution", "inputs", "per_example", "privacy", "profiling", "sharding")
 PACKAGES = (keras_paragrad, *(getattr(keras_paragrad, name) for name in COMPONENTS))
 
 
@@ -57,6 +59,48 @@ def test_type_checkers_see_what_is_public_where_it_is(package):
     assert set(seen) == set(package.__all__) - eager
     for name, module in seen.items():
         assert getattr(importlib.import_module(module), name) is getattr(package, name)
+
+
+def test_what_the_readme_names_is_imported_from_the_package():
+    listed = (ROOT / "README.md").read_text().partition("## What is in it")[2].partition("## From a clone")[0]
+    named = {*re.findall(r"(?<=[`(])\w+(?=\()", listed), *re.findall(r"`(\w+)`", listed)}
+    public = {name for each in PACKAGES for name in each.__all__}
+    assert {"make_private", "Pipeline", "wrap", "microbatch"} <= named & public
+    assert named & public <= set(keras_paragrad.__all__)
+    # Not named there as such: backups, and the function behind dist.estimate.
+    assert {"Backup", "estimate_memory"} <= set(keras_paragrad.__all__)
+
+
+def functions_of(package):
+    """The public functions of a package, and those of its public classes, with their names."""
+    for name in package.__all__:
+        each = getattr(package, name)
+        # Keras's layers take the arguments of its own by **kwargs; exceptions have no signature.
+        if inspect.isclass(each) and not issubclass(each, BaseException):
+            if not issubclass(each, keras.layers.Layer):
+                yield name, each
+            for method, function in inspect.getmembers(each, callable):
+                if not method.startswith("_") and f"{function.__module__}.".startswith("keras_paragrad."):
+                    yield f"{name}.{method}", function
+        elif inspect.isfunction(each):
+            yield name, each
+
+
+# What takes any arguments: of the layer that is wrapped, or any number of layers.
+TAKE_ANY = {"PerExampleGradients.call", "register_rule"}
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_help_shows_the_parameters_of_what_is_public(package):
+    for name, function in functions_of(package):
+        kinds = {each.kind for each in inspect.signature(function).parameters.values()}
+        assert name in TAKE_ANY or not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}, name
+    taken = inspect.signature(keras_paragrad.wrap).parameters
+    assert list(taken) == ["model", "quantity", "clip_norm", "transform", "capacity", "loss_reduction", "masked_mean"]
+    assert taken["quantity"].default == "norms"
+    dist = keras_paragrad.DistributedFit
+    assert {"batch_size", "seed"} <= set(inspect.signature(dist.dataset).parameters)
+    assert list(inspect.signature(dist.fit).parameters)[-4:] == ["normalize", "cache", "prefetch", "seed"]
 
 
 def test_docs_and_examples_import_what_is_public():

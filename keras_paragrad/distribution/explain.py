@@ -14,7 +14,7 @@ from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.mesh.table import LayoutTable
 from keras_paragrad.distribution.pipeline.table import StageTable
 from keras_paragrad.distribution.plan import Plan
-from keras_paragrad.plain_text import plain_text
+from keras_paragrad.plain_text import Printable
 from keras_paragrad.sharding.estimated import Estimate
 
 _JIT = {
@@ -26,7 +26,7 @@ _JIT = {
 _BATCH = {"global": "each batch divided among the replicas", "per_replica": "a batch for each replica"}
 
 
-class Explanation:
+class Explanation(Printable):
     """A plan's summary, the command that starts it, and a table of its decisions; for `print` or a rich console.
 
     Args:
@@ -63,9 +63,6 @@ class Explanation:
         yield table
         if self.estimate is not None:
             yield self.estimate
-
-    def __str__(self) -> str:
-        return plain_text(self)
 
 
 def value_in_words(value: Any) -> str:

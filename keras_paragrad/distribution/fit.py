@@ -25,7 +25,7 @@ from keras_paragrad.distribution.data import (
     normalize_inputs,
     whole_on_each_worker,
 )
-from keras_paragrad.distribution.explain import Explanation
+from keras_paragrad.distribution.explain import Explanation, summary_lines
 from keras_paragrad.distribution.fit_arguments import check_fit, check_own_fit
 from keras_paragrad.distribution.hardware import Hardware, detect
 from keras_paragrad.distribution.mesh.preparation import MeshPreparation
@@ -39,10 +39,12 @@ from keras_paragrad.distribution.replicas import building_together, check_scope
 from keras_paragrad.distribution.strategies import make_strategy, strategy_between
 from keras_paragrad.distribution.training import train
 from keras_paragrad.distribution.workers import all_or_none
+from keras_paragrad.exports import passing_options_to
+from keras_paragrad.plain_text import InNotebooks
 from keras_paragrad.sharding.estimated import Estimate
 
 
-class DistributedFit:
+class DistributedFit(InNotebooks):
     """Detects the hardware, plans how to train on it, and makes `fit` take the same steps as on one device.
 
     Build and compile the model within `scope()`, then call `fit` here, or `prepare` the model and call its own. Each
@@ -143,6 +145,9 @@ class DistributedFit:
         self._reader = tf.distribute.get_strategy() if self.plan.on_servers else self.strategy
         self._train = functools.partial(train, plan=self.plan, strategy=self._together, hardware=self.hardware)
 
+    def __repr__(self) -> str:
+        return "\n".join(["DistributedFit", *summary_lines(self.plan, self.hardware)])
+
     def _create_as_planned(self) -> None:
         if self.plan.shard.value == "none":
             # The strategy may be that of another `DistributedFit`.
@@ -238,6 +243,7 @@ class DistributedFit:
         check_alike(self._together, all_or_none(self._together, lambda: fingerprint(model, options, arguments)))
         check_same_weights(self._together, model)
 
+    @passing_options_to(distributed_dataset, without=["strategy", "batch", "shard_policy"])
     def dataset(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> DistributedData:
         """Data for `fit`, `evaluate` or `predict` of a prepared model, each batch sharded over the replicas.
 
@@ -275,6 +281,7 @@ class DistributedFit:
         """
         return [Backup(directory, every, keep, on_sigterm, delete_when_done=delete_when_done)]
 
+    @passing_options_to(distributed_dataset, without=["strategy", "batch", "shard_policy"])
     def fit(
         self,
         model: keras.Model,

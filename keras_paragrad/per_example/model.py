@@ -7,6 +7,7 @@ import keras
 from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad._keras.objects.own_methods import IN_THE_WAY, lend, lent, overrides, preprocesses
 from keras_paragrad.arguments import check_instance
+from keras_paragrad.exports import passing_options_to
 from keras_paragrad.per_example.reads import LossReads
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 
@@ -68,6 +69,7 @@ class PerExampleModel(keras.Model):
         return cls(layer, **config)
 
 
+@passing_options_to(PerExampleGradients, without=["layer"])
 def wrap(model: keras.Model, **options: Any) -> PerExampleModel:
     """Wraps a model so that training also computes per-example gradients; the weights are shared.
 
@@ -77,7 +79,8 @@ def wrap(model: keras.Model, **options: Any) -> PerExampleModel:
 
     Args:
         model: A Sequential, Functional or subclassed model.
-        **options: Arguments of `PerExampleGradients`.
+        **options: `quantity`, `clip_norm`, `transform`, `capacity`, `loss_reduction` and `masked_mean`; see
+            `PerExampleGradients`.
 
     Returns:
         A model to compile and fit, whose attribute `per_example` is the `PerExampleGradients` layer. Training it trains

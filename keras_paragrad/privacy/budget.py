@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from keras_paragrad.plain_text import InNotebooks
 from keras_paragrad.privacy.accounting.adaptive import gradient_noise_multiplier
 from keras_paragrad.privacy.accounting.calibration import noise_multiplier
 from keras_paragrad.privacy.accounting.composition import epsilon
@@ -52,7 +53,7 @@ class Settings:
             )
 
 
-class Privacy:
+class Privacy(InNotebooks):
     """What training has spent of a privacy budget, and what it may spend.
 
     Args:

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.plain_text import plain_text
+from keras_paragrad.plain_text import Printable
 from keras_paragrad.plain_text import show as show_plainly
 from keras_paragrad.profiling.summary import ProfileSummary, StepTime, shares_of
 
@@ -25,7 +25,7 @@ PARTS = {
 _BAR = 24
 
 
-class WindowFigures:
+class WindowFigures(Printable):
     """A readable summary, for `print` and for a rich console.
 
     Args:
@@ -41,6 +41,8 @@ class WindowFigures:
     >>> print(str(WindowFigures(ProfileSummary(steps=steps), "logs")).splitlines()[0])
     Profile of batches 0 to 3: 2.00 ms a batch (median), 2.00 ms (p95)
     """
+
+    width = WIDTH
 
     def __init__(self, summary: ProfileSummary, log_dir: str | Path, most: int = 5):
         self.summary = summary
@@ -65,9 +67,6 @@ class WindowFigures:
         for note in summary.notes:
             yield Text(note, "dim")
         yield Text(f"To look at it: {self.command}", overflow="fold")
-
-    def __str__(self) -> str:
-        return plain_text(self, WIDTH)
 
 
 def show(figures: WindowFigures) -> None:

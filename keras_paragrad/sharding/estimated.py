@@ -7,7 +7,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.plain_text import plain_text
+from keras_paragrad.plain_text import Printable
 from keras_paragrad.sharding.columns import Column
 
 _ROWS = {
@@ -26,7 +26,7 @@ _ALWAYS = ("parameters", "gradients", "slots", "activations", "total")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-class Estimate:
+class Estimate(Printable):
     """What a training step takes on each device, for every way to shard the model; for `print` or a rich console.
 
     `estimate["optimizer"]` is the column of a value of `shard`, and `estimate["optimizer", True]` that with
@@ -89,9 +89,6 @@ class Estimate:
             yield Text(f"recompute: {listed}", "dim", overflow="fold")
         else:
             yield Text("recompute: nothing in the model is worth it, or can run again.", "dim")
-
-    def __str__(self) -> str:
-        return plain_text(self)
 
 
 def bytes_in_words(size: int) -> str:

@@ -351,7 +351,7 @@ def test_functions_that_are_compiled(count, advised):
 @pytest.mark.parametrize(("milliseconds", "says"), [(20.0, "nothing else stands out"), (200.0, "on other machines")])
 def test_other_machines_are_advised_for_steps_that_are_worth_a_network(milliseconds, says):
     found = [StepTime(number, number, 0.0, milliseconds, compute=milliseconds) for number in range(3)]
-    operations = [OperationTime("MatMul", "dense", 1, milliseconds, 1.0)]
+    operations = [OperationTime("dense/MatMul", "MatMul", "dense", 1, milliseconds, 1.0)]
     assert says in advise(Evidence(found, operations, RunInfo(device_kind="CPU"))).text
 
 

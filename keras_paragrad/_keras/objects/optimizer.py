@@ -1,5 +1,6 @@
 """Optimizer wrapper that delegates state and settings to `inner_optimizer`."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -153,6 +154,8 @@ def _delegated_method(name: str):
     def method(self, *args, **kwargs):
         return getattr(self.inner_optimizer, name)(*args, **kwargs)
 
+    # With the parameters of Keras's, for `help()`.
+    vars(method)["__signature__"] = inspect.signature(getattr(keras.optimizers.Optimizer, name))
     method.__name__ = name
     method.__doc__ = f"Calls the inner optimizer's `{name}`."
     return method

@@ -11,7 +11,7 @@ from keras_paragrad._keras.mesh.dtensor import bytes_by_device
 from keras_paragrad._keras.mesh.placing import variables_on_mesh
 from keras_paragrad._keras.objects.unallocated import bytes_of
 from keras_paragrad.distribution.mesh.mesh import Mesh
-from keras_paragrad.plain_text import plain_text
+from keras_paragrad.plain_text import Printable
 from keras_paragrad.sharding.estimated import bytes_in_words
 
 
@@ -31,7 +31,7 @@ class Divided(NamedTuple):
     device_bytes: dict[str, int]
 
 
-class LayoutTable:
+class LayoutTable(Printable):
     """How variables are divided as a table, for `print` or a rich console.
 
     Args:
@@ -79,6 +79,3 @@ class LayoutTable:
         table.add_row("optimizer", "", "as its variables", bytes_in_words(max(self.slots.values())))
         table.add_row("all", "", f"one device: {bytes_in_words(self.whole)}", bytes_in_words(max(self.held.values())))
         yield table
-
-    def __str__(self) -> str:
-        return plain_text(self)

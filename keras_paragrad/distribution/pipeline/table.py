@@ -7,7 +7,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.plain_text import plain_text
+from keras_paragrad.plain_text import Printable
 from keras_paragrad.sharding.estimated import bytes_in_words
 
 
@@ -29,7 +29,7 @@ class Stage(NamedTuple):
     slot_bytes: int
 
 
-class StageTable:
+class StageTable(Printable):
     """The stages of a pipeline as a table, for `print` or a rich console.
 
     Args:
@@ -52,6 +52,3 @@ class StageTable:
                 str(index), " ".join(stage.devices), Text(" ".join(names)), f"{stage.parameters:,}", size, slots
             )
         yield table
-
-    def __str__(self) -> str:
-        return plain_text(self)

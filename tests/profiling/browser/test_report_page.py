@@ -173,7 +173,7 @@ def test_parts_of_a_step_differ_without_colour(browser, pages):
         "return [...document.querySelectorAll('pattern')].map(pattern => pattern.innerHTML.replace(/ground/g, ''))"
     )
     # Those of steps, and those of stages, which are in other charts.
-    assert len(drawings) == 7
+    assert len(drawings) == 8
     assert (len(set(drawings[:5])), len(set(drawings[5:]))) == (5, 2)
     dashes = browser.execute_script(
         "return [0, 1, 2, 3, 4].map(index => document.querySelector('.line-' + index))"

@@ -141,7 +141,7 @@ def test_the_newest_window_comes_first(tmp_path):
     words = Page(write_report(tmp_path)).words
     assert "Step time, median 20 ms" in words
     assert words.index("Window 2026_01_01_00_00_01") < words.index("Window 2026_01_01_00_00_00")
-    assert "2026_01_01_00_00_00 20 10 ms 30 ms 50% 10% 25% 10% 5.0%" in words
+    assert "2026_01_01_00_00_00 20 10 ms 30 ms 50% 7.5% 2.5% 25% 10% 5.0%" in words
 
 
 def test_the_first_worker_is_the_one_at_the_top(tmp_path):

@@ -1,0 +1,85 @@
+"""What a session or a notebook shows of the objects that people look at."""
+
+import html
+import importlib
+import inspect
+import pkgutil
+
+import keras
+import pytest
+
+import keras_paragrad
+from keras_paragrad import DistributedFit, make_private
+from keras_paragrad.distribution import Explanation, Options, describe, make_plan
+from keras_paragrad.distribution.mesh.mesh import Mesh
+from keras_paragrad.distribution.mesh.table import Divided, LayoutTable
+from keras_paragrad.distribution.pipeline.table import Stage, StageTable
+from keras_paragrad.plain_text import InNotebooks, Printable
+from keras_paragrad.privacy.budget import Privacy
+from keras_paragrad.profiling.summary import OperationTime, ProfileSummary, StepTime
+from keras_paragrad.profiling.terminal import WindowFigures
+from keras_paragrad.sharding import Estimate
+from keras_paragrad.sharding.columns import Column
+
+# A layer may have any name.
+NAME = "<b>dense & co</b>"
+MACHINE = describe(gpus=2)
+
+
+def privacy():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    given = {"clip_norm": 1.0, "expected_batch_size": 10, "delta": 1e-5, "noise_multiplier": 1.0, "examples": 100}
+    return make_private(model, **given).privacy
+
+
+def layout():
+    mesh = Mesh({"batch": 1}, ("CPU:0",), "batch", None)
+    return LayoutTable(NAME, mesh, [Divided(NAME, (2,), (None,), {"CPU:0": 8})], {"CPU:0": 0}, 8)
+
+
+def window():
+    steps, longest = (StepTime(0, 0, 0.0, 2.0, compute=2.0),), (OperationTime("a", "MatMul", NAME, 1, 2.0, 1.0),)
+    return WindowFigures(ProfileSummary(steps=steps, operations=longest), "logs")
+
+
+SHOWN = {
+    DistributedFit: (DistributedFit, "Plan: no strategy"),
+    Estimate: (lambda: Estimate(NAME, 8, 1, 8, [Column(None, False, *[1024] * 9, 4096)], []), "Peak"),
+    Explanation: (lambda: Explanation(make_plan(MACHINE, Options()), MACHINE), "To start it: python train.py"),
+    LayoutTable: (layout, "one device: 8 B"),
+    Privacy: (privacy, "differentially private"),
+    StageTable: (lambda: StageTable(NAME, [Stage(("CPU:0",), (NAME,), 4, 16, 0)]), "16 B"),
+    WindowFigures: (window, "Profile of batches 0 to 0"),
+}
+
+
+def subclasses(cls):
+    return {cls}.union(*map(subclasses, cls.__subclasses__()))
+
+
+def test_all_that_is_printed_is_shown_in_notebooks():
+    modules = [
+        importlib.import_module(each.name)
+        for each in pkgutil.walk_packages(keras_paragrad.__path__, "keras_paragrad.")
+        if not each.name.endswith("__main__")
+    ]
+    classes = {each for module in modules for _, each in inspect.getmembers(module, inspect.isclass)}
+    classes = {each for each in classes if each.__module__.startswith("keras_paragrad.")}
+    printed = {each for each in classes if "__rich_console__" in vars(each)}
+    assert all(issubclass(each, Printable) for each in printed)
+    shown = {each for each in subclasses(InNotebooks) if each.__module__.startswith("keras_paragrad")}
+    assert shown - {InNotebooks, Printable} == set(SHOWN)
+
+
+@pytest.mark.parametrize("kind", SHOWN, ids=lambda kind: kind.__name__)
+def test_what_is_shown(kind):
+    make, says = SHOWN[kind]
+    made = make()
+    assert type(made) is kind
+    assert says in repr(made)
+    page = made._repr_html_()
+    assert page.startswith("<pre") and page.endswith("</pre>")
+    assert "<b>" not in page
+    text = html.unescape(page[page.index(">") + 1 : -len("</pre>")])
+    assert text == str(made)
+    assert isinstance(made, Privacy) or repr(made) == text
