@@ -94,8 +94,9 @@ def embedding_hint(model: keras.Model) -> str:
         return ""
     functional = functional_of(model)
     calls = [call for call in calls_of(functional) if _embeds(call.operation)] if functional else []
-    vectors = [_expression(model, call.outputs[0]) for call in calls if _adds_an_axis(call)]
-    if not vectors or not all(vectors):
+    found = [_expression(model, call.outputs[0]) for call in calls if _adds_an_axis(call)]
+    vectors = [expression for expression in found if expression]
+    if not vectors or len(vectors) < len(found):
         return (
             f"Differentiate with respect to the output of the embedding {embeddings[0].name!r}: build a keras.Model "
             "of the layers after it, and call this function on that."

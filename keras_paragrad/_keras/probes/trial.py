@@ -177,7 +177,7 @@ class Pure:
     def draws_numbers(self, after: State) -> bool:
         """Whether a computation that left this state has drawn random numbers of Keras's."""
         states = zip(self.variables, self.start, after, strict=True)
-        return any(_is_seed(variable) and not np.array_equal(*values) for variable, *values in states)
+        return any(_is_seed(variable) and not np.array_equal(one, other) for variable, one, other in states)
 
     def _computed(self, data: Any, state: State) -> tuple[Any, State]:
         mapping = list(zip(self.variables, state, strict=True))

@@ -110,7 +110,7 @@ def advise(evidence: Evidence) -> Advice | None:
 @recommendation("compile", worth=0.1)
 def _compiling(evidence: Evidence) -> Finding:
     lines = {marker.line for marker in evidence.trace.markers}
-    if any(call.count > 1 for line in lines for call in evidence.trace.compiling(line)):
+    if any(call.traced > 1 for line in lines for call in evidence.trace.compiling(line)):
         text = "Give all batches one shape: dataset.batch(n, drop_remainder=True), and pad sequences to few lengths."
     else:
         last = max((step.step for step in evidence.steps if step.compile), default=0)

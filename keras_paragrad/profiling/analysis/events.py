@@ -71,13 +71,13 @@ class FunctionCall(NamedTuple):
     Attributes:
         begin, end: In nanoseconds.
         line: On which thread it is.
-        count: How often the function had been traced when it returned.
+        traced: How often the function had been traced when it returned.
     """
 
     begin: float
     end: float
     line: int
-    count: int
+    traced: int
 
 
 class OfStage(NamedTuple):

@@ -174,7 +174,7 @@ def test_parts_of_a_step_differ_without_colour(browser, pages):
     )
     # Those of steps, and those of stages, which are in other charts.
     assert len(drawings) == 8
-    assert (len(set(drawings[:5])), len(set(drawings[5:]))) == (5, 2)
+    assert (len(set(drawings[:6])), len(set(drawings[6:]))) == (6, 2)
     dashes = browser.execute_script(
         "return [0, 1, 2, 3, 4].map(index => document.querySelector('.line-' + index))"
         ".map(line => getComputedStyle(line).strokeDasharray)"
