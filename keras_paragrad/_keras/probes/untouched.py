@@ -5,7 +5,9 @@ import contextlib
 import functools
 import random
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -17,6 +19,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 _OF_KERAS = (keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, keras.random.SeedGenerator)
 # What they hold is not theirs to change, or in no Python attribute.
 _LEFT_ALONE = (keras.optimizers.Optimizer, keras.Variable, keras.KerasTensor, tf.Tensor, tf.Variable, type)
+_INSTALLED = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
 _LIBRARIES = {"keras", "keras_paragrad", "numpy", "tensorflow", *sys.stdlib_module_names}
 _ATOMS = (bool, bytes, complex, float, int, str, type(None))
 # How containers are emptied and filled; bypassing Keras's, which refuse what a built layer gets.
@@ -34,7 +37,8 @@ def untouched(
 
     What the model and all that it is made of have as Python attributes, at any depth, is put back, and so are the
     random generators of Python and NumPy and what Keras keeps for this thread. What Python can't take back, such as a
-    file that a layer writes, stays.
+    file that a layer writes, stays; and so do the objects of installed libraries that are none of Keras's, such as a
+    logger's, which their own threads may change meanwhile.
 
     Args:
         model: A layer or model.
@@ -92,7 +96,13 @@ def _kept(pending: list[Any], but: tuple[Any, ...]) -> list[Callable[[], None]]:
 def _is_followed(kind: type) -> bool:
     if issubclass(kind, _LEFT_ALONE):
         return False
-    return issubclass(kind, _OF_KERAS) or kind.__module__.partition(".")[0] not in _LIBRARIES
+    return issubclass(kind, _OF_KERAS) or not _is_library(kind.__module__.partition(".")[0])
+
+
+@functools.cache
+def _is_library(package: str) -> bool:
+    path = getattr(sys.modules.get(package), "__file__", None)
+    return package in _LIBRARIES or (path is not None and any(map(Path(path).is_relative_to, _INSTALLED)))
 
 
 def _copied(container: Any) -> Any:
