@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -130,16 +131,20 @@ def written(way: Way) -> list[list[np.ndarray]]:
 
 
 def stepped(way: Way) -> list[list[np.ndarray]]:
-    """The weights after a loop of one's own, of a model that was placed before."""
+    """The weights after a loop of one's own of a model that was placed before, and from a checkpoint before that."""
     with way.scope():
         model = perceptron()
     way.compile(model, lambda: keras.optimizers.Adam(0.01, epsilon=1e-2))
     way.fit(model)
+    checkpoint = tf.train.Checkpoint(model=model)
+    path = checkpoint.save(f"{tempfile.mkdtemp()}/checkpoint")
     for _ in range(2):
         with tf.GradientTape() as tape:
             loss = keras.ops.mean(keras.ops.square(model(data()[0], training=True) - data()[1]))
         model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-    return [model.get_weights()]
+    weights = model.get_weights()
+    checkpoint.restore(path).assert_existing_objects_matched()
+    return [weights, model.get_weights()]
 
 
 def counted(way: Way) -> list[list[np.ndarray]]:

@@ -457,6 +457,15 @@ HOOKS = (
     ),
     Hook(
         "tensorflow.python.ops.resource_variable_ops",
+        "BaseResourceVariable._restore_from_tensors",
+        ("mesh.dtensor",),
+        ("restored_tensors",),
+    ),
+    Hook(
+        "tensorflow.python.ops.resource_variable_ops", "BaseResourceVariable._serialize_to_tensors", ("mesh.dtensor",)
+    ),
+    Hook(
+        "tensorflow.python.ops.resource_variable_ops",
         "BaseResourceVariable._strided_slice_assign",
         ("storage.outside",),
     ),

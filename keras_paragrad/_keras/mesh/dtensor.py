@@ -336,6 +336,13 @@ class MeshVariable(BaseResourceVariable):
         _INSIDE.assigned[id(self)] = value
         return value
 
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        # For `tf.train.Checkpoint`, which would read it in a function of one device.
+        return {"VARIABLE_VALUE": self.read_value()}
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
+        return self.assign(restored_tensors["VARIABLE_VALUE"])
+
     def _check_eager(self) -> None:
         if not tf.executing_eagerly():
             raise ValueError(_IN_GRAPH)
