@@ -35,7 +35,7 @@ def updated_outside(
     storages = {key: storage for key, storage in given.items() if storage is not None}
     if not storages or any(storage.being_updated for storage in storages.values()):
         return type(strategy.extended).update(strategy.extended, var, fn, args, kwargs, group)
-    if not tf.executing_eagerly() or any(name in fn.__qualname__ for name in _OF_A_STEP):
+    if not tf.executing_eagerly() or any(name in getattr(fn, "__qualname__", "") for name in _OF_A_STEP):
         check_being_updated(storages.values())
     # A variable may be given twice, and written to wherever it is.
     wholes = {id(storage): _whole_variable(storage.value()) for storage in storages.values()}
