@@ -68,7 +68,8 @@ def measured_times(calls: Calls, device: str) -> list[int]:
 
 def _made_up(spec: tf.TensorSpec) -> tf.Tensor:
     # Not by TensorFlow, whose next numbers would be others.
-    numbers = np.random.default_rng(0).normal(size=tuple(spec.shape))
+    sizes: Any = tuple(spec.shape)
+    numbers = np.random.default_rng(0).normal(size=sizes)
     return tf.cast(numbers, spec.dtype) if spec.dtype.is_floating else tf.zeros(spec.shape, spec.dtype)
 
 
