@@ -530,9 +530,36 @@ def invisible():
     return model, (np.arange(24).reshape(6, 4) % 2, np.ones((6, 4), "int32"))
 
 
+class Variational(keras.Model):
+    def __init__(self, generator):
+        super().__init__()
+        self.kernel, self.seed = layers.Dense(4), keras.random.SeedGenerator(1)
+        self.generator = tf.random.Generator.from_seed(1) if generator else None
+
+    def call(self, inputs):
+        shape = ops.shape(inputs)
+        noise = self.generator.normal(shape) if self.generator else keras.random.normal(shape, seed=self.seed)
+        return self.kernel(inputs) + 0.1 * noise
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(ops.square(x - y_pred))
+
+
+def random_loss(generator=False):
+    model = Variational(generator)
+    model.compile("sgd")
+    return model, (X, X)
+
+
 @pytest.mark.parametrize(
     ("make", "weighting", "is_right"),
-    [(visible, "examples", False), (visible, "sample_weight", True), (invisible, "examples", False)],
+    [
+        (visible, "examples", False),
+        (visible, "sample_weight", True),
+        (invisible, "examples", False),
+        (random_loss, "examples", True),
+        (random_loss, "sum", False),
+    ],
 )
 def test_a_weighting_that_is_not_the_losss(make, weighting, is_right):
     model, data = make()
@@ -543,8 +570,8 @@ def test_a_weighting_that_is_not_the_losss(make, weighting, is_right):
 
 
 def test_a_loss_that_cannot_be_tried(caplog):
-    model = sequential(Adds(lambda values: ops.mean(values * tf.random.normal(tf.shape(values)))))
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    with microbatch(model, 3, weighting="examples"):
-        model.fit(X, Y, verbose=0)
+    model, data = random_loss(generator=True)
+    with microbatch(model, 3, weighting="sum"):
+        model.fit(*data, verbose=0)
+    assert "a state of which Keras does not know" in caplog.text
     assert "not checked whether the loss is divided by what `weighting` says" in caplog.text

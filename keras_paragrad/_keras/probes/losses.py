@@ -28,6 +28,8 @@ _ROWS = 8
 _FIRST = 3
 # Whether targets are labels, and between what predictions are: probabilities, logits, embeddings.
 _DRAWS = ((True, 0.1, 0.9), (True, -3.0, 3.0), (False, -3.0, 3.0))
+# How often a random loss is drawn.
+_TIMES = 16
 # Rows before, between and after those that are compared, so that pairs of neighbours are found.
 _CHANGED = [0, 3]
 
@@ -75,7 +77,7 @@ def parts_make_up_the_whole(
         normalize: From such arguments to the stated divisor of the loss.
 
     Returns:
-        `True` also where the loss could not be computed on made-up rows, or is random.
+        `True` also where the loss could not be computed on made-up rows. Of a random one, averages are compared.
     """
 
     def undivided(data):
@@ -87,21 +89,36 @@ def parts_make_up_the_whole(
         gradients, weight = gradients_of(loss), normalize(given)
         if not gradients:
             raise Unknown("the loss has no gradient")
-        return gradients if weight.summed else [gradient * weight.value for gradient in gradients]
+        factor = 1.0 if weight.summed else weight.value
+        return [gradient * factor for gradient in gradients], loss * factor
 
     def find(size):
         x, y, weights = (arguments[name] for name in ("x", "y", "sample_weight"))
         targets = made_up(y, _ROWS, seed=0, size=size, labels=True)
         data = [*made_up((x, weights), _ROWS, seed=1, size=size), targets]
         compute = Pure(model, undivided)
-        whole, other = compute(data)[0], compute(data, compute.with_other_seeds())[0]
+        split = [some_rows(data, *rows) for rows in ((0, _FIRST), (_FIRST, _ROWS))]
+        (whole, _), (other, _) = compute(data)[0], compute(data, compute.with_other_seeds())[0]
         coarse = is_coarse(model)
         if not alike(whole, other, coarse=coarse):
-            raise Unknown("the loss is random")
-        parts = [compute(some_rows(data, *rows))[0] for rows in ((0, _FIRST), (_FIRST, _ROWS))]
+            return _add_up_on_average(compute, data, split)
+        parts = [compute(part)[0][0] for part in split]
         return alike(whole, [one + other for one, other in zip(*parts, strict=True)], coarse=coarse)
 
     return attempt(find, *SIZES, otherwise=True, question="whether the loss is divided by what `weighting` says")
+
+
+def _add_up_on_average(compute: Pure, data: Any, parts: list[Any]) -> bool:
+    """Whether random losses of parts may sum to that of the whole: a wrong divisor is mostly wrong by a multiple."""
+
+    def losses(rows, offset):
+        states = (compute.with_other_seeds(by=offset + draw) for draw in range(_TIMES))
+        return np.array([float(compute(rows, state)[0][1]) for state in states])
+
+    whole = losses(data, 0)
+    summed = sum(losses(part, _TIMES * number) for number, part in enumerate(parts, 1))
+    error = np.sqrt((whole.var() + summed.var()) / _TIMES)
+    return abs(whole.mean() - summed.mean()) <= max(0.1 * abs(whole.mean()), 5 * error)
 
 
 def _mixes(term: LossTerm, compute: Any, one_value_each: bool, labels: bool, low: float, high: float) -> bool:

@@ -37,7 +37,7 @@ def mixing_layer(model: Any, *arguments: Any, training: bool = True) -> str | No
 
     The model is called on four made-up rows, on those with other rows around two of them, and on three of them, with
     batch normalization as it predicts. Where outputs are random in training, it is called to predict instead. Outputs
-    are compared, and the gradients of rows.
+    are compared, and gradients where a model has some of its own.
 
     Args:
         model: A built layer or model.
@@ -90,34 +90,50 @@ def _mixing(model: Any, first: Any, second: Any, may_train: bool) -> str | None:
     # A batch of another size is multiplied with other rounding.
     part = _Pair(first, some_rows(first, 1, ROWS), slice(1, ROWS), slice(None), 0.05 if coarse else 1e-3)
     for training in (True, False) if may_train else (False,):
-
-        def passed(data, training=training):
-            arguments, shares = data
-            with watched(model) as gradients_of:
-                outputs = _tensors(called(model, arguments, training))
-                target = _weighted(outputs, shares)
-            return outputs, gradients_of(target) if training else []
-
-        compute = Pure(model, passed)
-        (before, inner), state = compute((first, _INNER))
-        after, inner_after = compute((second, _INNER))[0]
+        compute = Pure(model, lambda rows, training=training: _tensors(called(model, rows, training)))
         # Of the same seeds, so that a dropout drops the same.
+        (before, state), (after, _) = compute(first), compute(second)
         if not all(map(changed.are_alike, before, after)):
             # A random output differs from itself, and says nothing.
-            if all(map(changed.are_alike, before, compute((first, _INNER))[0][0])):
+            if all(map(changed.are_alike, before, compute(first)[0])):
                 return _first_mixing(model, changed, training)
             continue
-        if inner:
-            outer, whole = (compute((first, shares))[0][1] for shares in (_OUTER, _INNER + _OUTER))
-            added = [one + other for one, other in zip(inner, outer, strict=True)]
-            if not (alike(inner, inner_after, coarse=coarse) and alike(whole, added, coarse=coarse)):
-                return model.name
+        suspect = training and _has_gradients_of_its_own(compute.graph(first))
+        if suspect and _mixes_gradients(model, first, second, coarse):
+            return model.name
         # For another number of rows, seeds give other random numbers.
         if not compute.draws_numbers(state):
-            of_part = Pure(model, lambda rows, training=training: _tensors(called(model, rows, training)))
-            is_alike = all(map(part.are_alike, before, of_part(part.other)[0]))
+            is_alike = all(map(part.are_alike, before, compute(part.other)[0]))
             return None if is_alike else _first_mixing(model, part, training)
     return None
+
+
+def _has_gradients_of_its_own(graph: tf.Graph) -> bool:
+    """Whether gradients in a graph may be others than those of its operations, which outputs tell enough about."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+    return any("_gradient_op_type" in node.attr or _stops_a_gradient(node) for node in nodes)
+
+
+def _stops_a_gradient(node: Any) -> bool:
+    # `tf.nn.moments`, of which layer normalization is made, shifts by a mean that it stops the gradient of.
+    return node.op in ("StopGradient", "PreventGradient") and not node.name.endswith("moments/StopGradient")
+
+
+def _mixes_gradients(model: Any, first: Any, second: Any, coarse: bool) -> bool:
+    """Whether the gradient of some rows' outputs depends on the other rows, or on the gradients of theirs."""
+
+    def passed(data):
+        arguments, shares = data
+        with watched(model) as gradients_of:
+            target = _weighted(_tensors(called(model, arguments, training=True)), shares)
+        return gradients_of(target)
+
+    compute = Pure(model, passed)
+    inner, inner_after = (compute((rows, _INNER))[0] for rows in (first, second))
+    outer, whole = (compute((first, shares))[0] for shares in (_OUTER, _INNER + _OUTER))
+    added = [one + other for one, other in zip(inner, outer, strict=True)]
+    return not (alike(inner, inner_after, coarse=coarse) and alike(whole, added, coarse=coarse))
 
 
 def _weighted(outputs: list[tf.Tensor], shares: tf.Tensor) -> tf.Tensor:

@@ -169,10 +169,14 @@ class Pure:
             raise Unknown("the model has a state of which Keras does not know")
         return self._function(data, state)
 
-    def with_other_seeds(self, state: State | None = None) -> State:
+    def graph(self, data: Any) -> tf.Graph:
+        """What is computed of such data."""
+        return self._function.get_concrete_function(data, self.start).graph
+
+    def with_other_seeds(self, state: State | None = None, by: int = 1) -> State:
         """A state, but for the seeds: what comes of it otherwise is random."""
         pairs = zip(self.variables, self.start if state is None else state, strict=True)
-        return [value + 1 if _is_seed(variable) else value for variable, value in pairs]
+        return [value + by if _is_seed(variable) else value for variable, value in pairs]
 
     def draws_numbers(self, after: State) -> bool:
         """Whether a computation that left this state has drawn random numbers of Keras's."""
