@@ -116,7 +116,7 @@ def _add_up_on_average(compute: Pure, data: Any, parts: list[Any]) -> bool:
         return np.array([float(compute(rows, state)[0][1]) for state in states])
 
     whole = losses(data, 0)
-    summed = sum(losses(part, _TIMES * number) for number, part in enumerate(parts, 1))
+    summed = np.sum([losses(part, _TIMES * number) for number, part in enumerate(parts, 1)], axis=0)
     error = np.sqrt((whole.var() + summed.var()) / _TIMES)
     return abs(whole.mean() - summed.mean()) <= max(0.1 * abs(whole.mean()), 5 * error)
 
