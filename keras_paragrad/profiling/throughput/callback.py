@@ -93,6 +93,7 @@ class Throughput(keras.callbacks.Callback):
         self._shown: dict[str, float] = {}
         self._host_memory = can_read_host_memory()
         self._clock: Clock | None = None
+        self._is_over = True
         self._files: Files | None = None
         self._known: Any = None
 
@@ -108,7 +109,7 @@ class Throughput(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts counting the epoch's steps."""
-        self._epoch, self._ended, self._last = epoch, 0.0, None
+        self._epoch, self._ended, self._last, self._is_over = epoch, 0.0, None, False
         self._pace.begin(time.perf_counter())
         self._stops = Stops.seconds
 
@@ -127,15 +128,27 @@ class Throughput(keras.callbacks.Callback):
         if logs is not None:
             logs.update(self._shown)
 
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Updates the figures before validation counts its own examples."""
+        self._end_epoch()
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Updates the figures, and adds them all to the epoch's logs."""
+        self._end_epoch()
+        if logs is not None:
+            logs.update(self.figures)
+
+    def _end_epoch(self) -> None:
+        """Updates the figures once all steps of the epoch have run."""
+        # No epoch is running where `evaluate` is called with this callback.
+        if self._is_over or self._clock is None:
+            return
+        self._is_over = True
         # The last call may have taken fewer steps, if the data ended within it.
         if self._last and (self.params.get("steps") is not None or self._per_call == 1):
             self._times.add(self._last)
         if self._ended:
             self._refresh(self._ended)
-        if logs is not None:
-            logs.update(self.figures)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Closes the files and removes the clock."""
@@ -171,6 +184,9 @@ class Throughput(keras.callbacks.Callback):
             self._compiled(iterator, ended, steps)
         elif ended - self._pace.began > self.interval:
             self._refresh(ended)
+        if (left := self.params.get("steps")) is not None and self._pace.steps >= left:
+            # Other callbacks may evaluate the model before it is this one's turn.
+            self._end_epoch()
 
     def _write_excluded(self, **seconds: float) -> None:
         if self._files:

@@ -60,6 +60,9 @@ class Pace:
             return dict(self._rates)
         examples, updates, share = self.examples(), self.updates(), counted / steps
         new = None if examples is None or self._examples is None else examples - self._examples
+        if new is not None and new <= 0:
+            # The metrics were reset since, as by an `evaluate` in the middle of the epoch.
+            new = None
         self._rates = {
             "examples_per_second": None if new is None else new * share / seconds,
             "updates_per_second": (updates - self.update) * share / seconds,

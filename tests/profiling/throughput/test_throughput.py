@@ -97,6 +97,38 @@ def test_data_of_unknown_length(steps):
     assert throughput.figures["step_time_p50_ms"] > 0
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["steps-known", "unknown"])
+@pytest.mark.parametrize("rows", [16, 96], ids="{}-rows".format)
+def test_rows_of_a_validation_are_none_of_the_epoch(known, rows):
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
+    data = data if known else data.filter(lambda x, y: True)
+    evaluates = [keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.evaluate(X, Y, verbose=0))]
+    model, throughput = inner(), Throughput(interval=1e-6)
+    model.compile("sgd", "mse", jit_compile=False)
+    validation = {"validation_data": (X[:rows], Y[:rows]), "validation_batch_size": 16}
+    arguments = {
+        "epochs": 3,
+        "shuffle": False,
+        "verbose": 0,
+        "callbacks": [*(evaluates if known else []), Pause(), throughput],
+    }
+    history = model.fit(data, **arguments, **validation).history
+    ratios = np.divide(history["examples_per_second"], history["updates_per_second"])
+    np.testing.assert_allclose(ratios, 16, rtol=1e-6)
+    assert_paced(throughput.figures, 16)
+
+
+def test_an_evaluation_between_batches_gives_no_negative_rate():
+    model = inner()
+    model.compile("sgd", "mse", jit_compile=False)
+    evaluates = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batch == 3 and model.evaluate(X[:16], Y[:16], verbose=0)
+    )
+    throughput = Throughput(interval=1e-6)
+    history = model.fit(X, Y, batch_size=16, epochs=2, verbose=0, callbacks=[evaluates, throughput]).history
+    assert all(rate > 0 for rate in history["examples_per_second"])
+
+
 def test_a_generator():
     def batches():
         while True:
