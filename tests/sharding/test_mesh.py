@@ -154,8 +154,8 @@ def test_adapted_means_are_constants():
         pytest.param("loop", "'looped' needs the operation TensorList", marks=pytest.mark.long),
         ("wrong", "on this mesh differs from that on one device"),
         ("eager", "run_eagerly=True"),
-        ("pattern", "second/kernel' of the layout map matches no variable"),
-        pytest.param("output", "second/output' of the layout map matches no variable", marks=pytest.mark.long),
+        ("pattern", "No key of the layout map matches a variable or the output of a layer: '.*second/kernel'"),
+        pytest.param("output", "No key of the layout map matches .* layer: '.*second/output'", marks=pytest.mark.long),
         pytest.param("strided", "segment that is recomputed ends with a strided convolution", marks=pytest.mark.long),
         pytest.param("batch", "Batches of 7 rows can't be divided .* batch_size=8", marks=pytest.mark.long),
     ],
@@ -200,9 +200,24 @@ def test_an_axis_that_is_not_there():
 
 def test_a_pattern_has_to_match():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="dense")])
-    check_patterns(model, parallel(2, 2, dense__kernel=("model", None)), None)
-    with pytest.raises(ValueError, match="'.*kernels' of the layout map matches no variable"):
+    divided = {"dense__kernel": ("model", None)}
+    check_patterns(model, parallel(2, 2, **divided), None)
+    with pytest.raises(ValueError, match=r"No key .* '.*kernels'. The variables of .* match a whole path\.$"):
         check_patterns(model, parallel(2, 2, kernels=("model", None)), None)
+    with pytest.raises(ValueError, match=r"a whole path: write '.*ker.*' instead of '.*ker'\."):
+        check_patterns(model, parallel(2, 2, ker=("model", None)), None)
+
+
+def test_keys_of_other_models_of_a_family_are_named_once():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="dense")])
+    of_a_family = parallel(
+        2, 2, dense__kernel=("model", None), head__kernel=("model", None), head__output=("batch", None)
+    )
+    with pytest.warns(UserWarning, match=r"A key of the layout map matches no .* divides nothing: '.*head/kernel'"):
+        check_patterns(model, of_a_family, None)
+    with pytest.warns(UserWarning, match=r"These keys .* '.*head/kernel', '.*head/output'"):
+        check_patterns(model, of_a_family, [])
+    check_patterns(model, parallel(2, 2, dense__kernel=("model", None), head__bias=("model",)), [])
 
 
 def test_a_batch_has_to_divide():

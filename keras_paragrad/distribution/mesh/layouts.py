@@ -1,6 +1,7 @@
 """How each variable of a model is divided over a mesh, and what can't be."""
 
 import re
+import warnings
 from collections.abc import Iterable
 
 import keras
@@ -79,7 +80,7 @@ def _by_heads(variable: keras.Variable, axes: Axes) -> bool:
 
 
 def check_patterns(model: keras.Model, mesh: Mesh, outputs: Iterable[str] | None) -> None:
-    """Refuses a layout map of which a key matches nothing.
+    """Warns of a layout map of which a key matches nothing, as that of a family of models may, and refuses others.
 
     Args:
         model: A built model.
@@ -87,17 +88,39 @@ def check_patterns(model: keras.Model, mesh: Mesh, outputs: Iterable[str] | None
         outputs: The paths of layers' outputs, or `None` while they aren't known.
 
     Raises:
-        ValueError: The message names the key, and what there is.
+        ValueError: No key matches anything. The message names the keys, and what there is.
     """
     paths = [variable.path for variable in model.variables]
     known = [*paths, *(outputs or ())]
-    for key in layout_keys(mesh.distribution):
-        if any(key == path or re.fullmatch(key, path) for path in known):
-            continue
-        if outputs is None and "output" in key:
-            continue
-        raise ValueError(
-            f"The key {key!r} of the layout map matches no variable of {model.name!r}, nor the output of a layer. Its "
-            f"variables are {shown(paths[:8])}{' and others' * (len(paths) > 8)}. A key matches a whole path: write "
-            f"{'.*' + key!r}, say."
-        )
+    keys = list(layout_keys(mesh.distribution))
+    left = [key for key in keys if not any(key == path or re.fullmatch(key, path) for path in known)]
+    if outputs is None:
+        # These may match the output of a layer, once a step is traced.
+        left = [key for key in left if "output" not in key]
+    elif not any("output" in key for key in left):
+        # They have been named when the outputs weren't known yet.
+        return
+    if not left:
+        return
+    found = (
+        f"The variables of {model.name!r} are {shown(paths[:8])}{' and others' * (len(paths) > 8)}, and a key has to "
+        f"match a whole path{_longer(left, known)}."
+    )
+    named = ", ".join(map(repr, left))
+    if len(left) == len(keys):
+        raise ValueError(f"No key of the layout map matches a variable or the output of a layer: {named}. {found}")
+    many = len(left) > 1
+    warnings.warn(
+        f"{'These keys' if many else 'A key'} of the layout map match{'' if many else 'es'} no variable or output of a "
+        f"layer, and divide{'' if many else 's'} nothing: {named}. {found}",
+        stacklevel=2,
+    )
+
+
+def _longer(keys: list[str], known: list[str]) -> str:
+    """What to write instead of keys that match a part of a path."""
+    for key in keys:
+        for longer in (f".*{key}", f"{key}.*", f".*{key}.*"):
+            if any(re.fullmatch(longer, path) for path in known):
+                return f": write {longer!r} instead of {key!r}"
+    return ""
