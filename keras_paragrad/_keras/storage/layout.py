@@ -6,7 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.collectives import replica_index, sum_over_replicas
+from keras_paragrad._keras.replicas.collectives import replica_index
+from keras_paragrad._keras.replicas.row_gradients import sum_gradients
 from keras_paragrad._keras.storage.exchange import all_gather, reduce_scatter
 from keras_paragrad._keras.storage.sharded import storage_of
 
@@ -26,7 +27,7 @@ def combined(
     """
     found = scattered(gradients, variables)
     whole = [place for place, variable in enumerate(variables) if storage_of(variable) is None]
-    summed = sum_over_replicas([*(gradients[place] for place in whole), *beside])
+    summed = sum_gradients([*(gradients[place] for place in whole), *beside])
     for place, value in zip(whole, summed, strict=False):
         found[place] = value
     return found, summed[len(whole) :]
