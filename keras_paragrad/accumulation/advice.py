@@ -1,14 +1,13 @@
 """Suggested code for a model whose optimizer does not accumulate, or that has several optimizers."""
 
-import logging
+import warnings
 from typing import Any
 
 import keras
 
+from keras_paragrad._keras.losses.normalization import warn_of_batch_statistics
 from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps, unscaled
 from keras_paragrad._keras.objects.model import has_own_train_step
-
-_log = logging.getLogger("keras_paragrad")
 
 
 def advice(model: Any) -> str:
@@ -33,15 +32,22 @@ def advice(model: Any) -> str:
     return f"{found} Write this before fit(), with the other arguments of your compile():\n{_lines_for_one(model)}"
 
 
-def advise_the_callback(name: str) -> None:
-    """Logs what `ExactAccumulation` would add to an accumulating optimizer that is used without it."""
-    _log.warning(
-        "%s weights all micro-batches equally, and its windows continue across epochs. In fit(), pass "
-        "callbacks=[keras_paragrad.ExactAccumulation()] for exact weights, an update before validation and faster "
-        "steps. In a custom training loop, write weighting='uniform', and call optimizer.flush() to close the last "
-        "window.",
-        name,
+def advise_the_callback(name: str, model: Any) -> None:
+    """Warns of what `ExactAccumulation` would make exact in an accumulating optimizer that is used without it.
+
+    Args:
+        name: The optimizer's.
+        model: The model that it is compiled with, if that is known.
+    """
+    warnings.warn(
+        f"{name} weights all micro-batches equally, and its windows continue across epochs, so uneven or weighted "
+        "micro-batches and an epoch's last ones are not trained on as one batch. In fit(), pass "
+        "callbacks=[keras_paragrad.ExactAccumulation()], which is faster as well. In a custom training loop, write "
+        "weighting='uniform', and call optimizer.flush() to close the last window.",
+        stacklevel=2,
     )
+    if model is not None:
+        warn_of_batch_statistics(model)
 
 
 def _class_of(optimizer: Any) -> str:

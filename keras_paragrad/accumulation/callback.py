@@ -50,20 +50,7 @@ class ExactAccumulation(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Installs the weighting of micro-batches and the schedule of updates."""
-        optimizer = accumulating_optimizer(self.model)
-        measure = None if optimizer.weighting == "uniform" else LossNormalization(optimizer.weighting)
-        self._schedule = optimizer.host_schedule
-        self._schedule.foreseen = foreseen = self._foreseen(optimizer, measure)
-        if foreseen:
-            foreseen.check(self.model)
-            measure = None
-        else:
-            if measure:
-                measure.check(self.model)
-            warn_of_batch_statistics(self.model)
-        builder = StepBuilder.of(self.model)
-        builder.fill(combine=measure, apply=self._schedule)
-        builder.build()
+        StepBuilder.of(self.model).begin_fit(self._fillers)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts counting the epoch's batches."""
@@ -81,8 +68,26 @@ class ExactAccumulation(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Restores the model's own training step."""
         if self._schedule:
-            StepBuilder.of(self.model).fill(combine=None, apply=None)
+            StepBuilder.of(self.model).end_fit(self._fillers)
             self._schedule = None
+
+    def _fillers(self) -> dict[str, Any]:
+        """What fills the stages for the optimizer that the model is compiled with now."""
+        optimizer = accumulating_optimizer(self.model)
+        measure = None if optimizer.weighting == "uniform" else LossNormalization(optimizer.weighting)
+        before, self._schedule = self._schedule, optimizer.host_schedule
+        if before not in (None, self._schedule):
+            # Another optimizer in the middle of an epoch.
+            self._schedule.begin_epoch(before.batches_left)
+        self._schedule.foreseen = foreseen = self._foreseen(optimizer, measure)
+        if foreseen:
+            foreseen.check(self.model)
+            measure = None
+        else:
+            if measure:
+                measure.check(self.model)
+            warn_of_batch_statistics(self.model)
+        return {"combine": measure, "apply": self._schedule}
 
     def _foreseen(self, optimizer: AccumulatingOptimizer, measure: LossNormalization | None) -> Foreseen | None:
         """If every batch is a whole window, the check that only logs what a larger window would refuse."""

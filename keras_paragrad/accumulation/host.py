@@ -1,12 +1,15 @@
 """Counts micro-batches on the host, which picks one of two compiled steps for each."""
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from keras_paragrad._keras.step.uncut import Foreseen
 
 if TYPE_CHECKING:
     from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
+
+_log = logging.getLogger("keras_paragrad")
 
 
 class HostSchedule:
@@ -30,6 +33,7 @@ class HostSchedule:
         self._position = 0
         self._update = 0
         self._counting = False
+        self._restored: Any = None
 
     def begin_epoch(self, batches: int | None) -> None:
         """Reads the optimizer's position.
@@ -44,6 +48,7 @@ class HostSchedule:
         """Whether each of the next batches ends with an update."""
         if not self._counting:
             self._read()
+        self._restored = self.optimizer.window.restored if self.optimizer.built else None
         return [self._count() for _ in range(batches)]
 
     def _read(self) -> None:
@@ -65,6 +70,19 @@ class HostSchedule:
         """Skips batches that have already been trained on."""
         if self.batches_left is not None:
             self.batches_left -= batches
+
+    def abandoned(self, name: str) -> None:
+        """Discards what a `fit` that failed left in the window, unless another window was restored since."""
+        if not self.optimizer.built or self._restored != self.optimizer.window.restored:
+            return
+        position = int(self.optimizer.window.position.numpy())
+        if position:
+            self.optimizer.discard()
+            _log.warning(
+                "The last fit of %s failed in the middle of an update: the gradients of %s micro-batch%s are dropped, "
+                "and training goes on from the weights as they are now.",
+                *(name, position, "es" if position > 1 else ""),
+            )
 
     def ended(self, batches: int, exhausted: bool) -> None:
         """Closes the window if the epoch has ended, before any callback sees the weights."""

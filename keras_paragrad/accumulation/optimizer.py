@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.mesh.placing import computing_where, mesh_of
 from keras_paragrad._keras.objects.optimizer import WrappingOptimizer
+from keras_paragrad._keras.objects.running import fit_frame
 from keras_paragrad._keras.replicas.collectives import (
     cross_replica,
     first_replica,
@@ -85,6 +88,9 @@ class AccumulatingOptimizer(WrappingOptimizer):
     """
 
     accumulates = True
+    _with_gradient: dict[int, bool]
+    # The model whose `fit` has built it, or `None`.
+    _model: Callable[[], Any]
 
     def __init__(
         self,
@@ -113,8 +119,10 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self._strategy = tf.distribute.get_strategy()
         # How many replicas are within `gathering`: they are traced by turns.
         self._gathering = 0
-        self._with_gradient: set[int] = set()
+        # By index of the variable, whether it was trainable when it last had a gradient. Bypass Keras's tracking.
+        self.__dict__["_with_gradient"] = {}
         self._advised = False
+        self.__dict__["_model"] = lambda: None
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Creates the accumulators and the inner optimizer's state for the model's trainable `variables`."""
@@ -123,6 +131,9 @@ class AccumulatingOptimizer(WrappingOptimizer):
         # Variables created while tracing would be initialized in a conditional, which fails on several devices.
         with tf.init_scope():
             super().build(variables)
+            # Bypass Keras's tracking. Replicas are traced in threads of their own.
+            found = fit_frame(inspect.currentframe())
+            self.__dict__["_model"] = weakref.ref(found.f_locals["self"]) if found else lambda: None
             self._strategy = tf.distribute.get_strategy()
             self._window = GradientWindow(self, self.accumulator_dtype)
 
@@ -156,7 +167,10 @@ class AccumulatingOptimizer(WrappingOptimizer):
         if not given:
             raise ValueError("No gradients provided for any variable: the loss depends on none of them.")
         indices, gradients = zip(*given, strict=True)
-        self._with_gradient.update(indices)
+        self._with_gradient.update({index: self.trainable_variables[index].trainable for index in indices})
+        if tf.inside_function():
+            # Settings that this trace sees anew hold for the other functions, too.
+            self.__dict__.pop("_compiled_functions", None)
         # With data of unknown length, a counter must not advance for a batch that turns out not to exist.
         with tf.control_dependencies(None if tf.executing_eagerly() else gradients):
             window.add_gradients(indices, gradients, contribution, drop_nonfinite=self._drops_nonfinite)
@@ -197,24 +211,28 @@ class AccumulatingOptimizer(WrappingOptimizer):
         cross_replica(end)
 
     def _update(self, per_replica) -> None:
-        window, count = self.window, len(self.trainable_variables)
+        window, all_variables = self.window, self.trainable_variables
+        # A variable that was frozen since has no gradient any more, and no update by its momentum either.
+        frozen = {index for index, was in self._with_gradient.items() if was and not all_variables[index].trainable}
+        places = [index for index in range(len(all_variables)) if index not in frozen]
+        variables = [all_variables[index] for index in places]
         # A window restored from a checkpoint does not yet know which variables get gradients.
-        indices = sorted(self._with_gradient) or range(count)
+        indices = sorted(self._with_gradient.keys() - frozen) or places
 
         def mean():
-            means, weight = window.mean(indices, [self.trainable_variables[index] for index in indices])
+            means, weight = window.mean(indices, [all_variables[index] for index in indices])
             gradients = dict(zip(indices, means, strict=True))
-            present = [gradients.get(index) for index in range(count)]
+            present = [gradients.get(index) for index in places]
             # Before the branch below, in which TensorFlow can't run collectives.
-            norms = squares(self.inner_optimizer, present, self.trainable_variables) if sharded else []
+            norms = squares(self.inner_optimizer, present, variables) if sharded else []
             return present, weight, norms
 
-        sharded = in_shards(self.trainable_variables)
+        sharded = in_shards(all_variables)
         gradients, weight, norms = per_replica(mean)
         # A window without finite gradients makes no update, not even one with a zero gradient.
         run_if(
             first_replica(weight) > 0 if self._drops_nonfinite else True,
-            lambda: apply_everywhere(per_replica, self.inner_optimizer, gradients, self.trainable_variables, norms),
+            lambda: apply_everywhere(per_replica, self.inner_optimizer, gradients, variables, norms),
         )
         per_replica(window.clear)
         window.position.assign(0)
@@ -279,9 +297,11 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def _advise(self) -> None:
-        if self.weighting != "uniform" and not self._advised:
+        # A window of one micro-batch is a batch.
+        alone = self.schedule.is_constant and self.schedule.at(0) == 1
+        if self.weighting != "uniform" and not alone and not self._advised:
             self._advised = True
-            advise_the_callback(self.name)
+            advise_the_callback(self.name, self._model())
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, serialized."""

@@ -52,6 +52,10 @@ class ScaledLearningRate(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Divides the rate by the factor, so that the next `fit` starts unscaled."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Does the same once, also after a `fit` that failed with an error."""
         if self._rate is not None:
             rate = float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
             self._optimizer.learning_rate = self._rate if self._grows else rate / self.factor

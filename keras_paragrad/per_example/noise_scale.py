@@ -70,9 +70,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
             with self.model.distribute_strategy.scope():
                 self._estimate = self._made()
             self._estimated = self.model
-        builder = StepBuilder.of(self.model)
-        builder.fill(observe=self._estimate)
-        builder.build()
+        StepBuilder.of(self.model).begin_fit(self._fillers)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Discards a window that the previous epoch left unfinished."""
@@ -91,7 +89,11 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Stops observing."""
-        StepBuilder.of(self.model).fill(observe=None)
+        StepBuilder.of(self.model).end_fit(self._fillers)
+
+    def _fillers(self) -> dict[str, Any]:
+        """What fills the stage."""
+        return {"observe": self._estimate}
 
     def _logs(self) -> dict[str, float]:
         noise = self.noise

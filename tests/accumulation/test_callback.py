@@ -1,10 +1,9 @@
 """`ExactAccumulation` says what it needs, leaves no trace, and compiles once."""
 
-import logging
-
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from cases import DataCase, build_model
 from oracles import largest_difference
 
@@ -15,14 +14,28 @@ def fit(model, data=DataCase((4,) * 5), callbacks=(), **arguments):  # noqa: B00
     model.fit(data.dataset(), shuffle=False, verbose=0, callbacks=list(callbacks), **arguments)
 
 
-def test_the_optimizer_alone_says_once_what_the_callback_would_add(caplog):
+@pytest.mark.filterwarnings("always")
+def test_the_optimizer_alone_says_once_what_the_callback_would_add():
     model = build_model(lambda: AccumulatingOptimizer("sgd", 2))
-    with caplog.at_level(logging.WARNING, "keras_paragrad"):
+    with pytest.warns(UserWarning) as said:
         fit(model)
         fit(model)
-    # TensorFlow counts the functions of all optimizers as one, and may warn of retracing.
-    ours = [record for record in caplog.records if record.name == "keras_paragrad"]
-    assert [record.message.count("ExactAccumulation()") for record in ours] == [1]
+    assert [str(each.message).count("ExactAccumulation()") for each in said if "keras" in str(each.message)] == [1]
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize("mirrored", [False, True], ids=["one-device", "strategy"])
+def test_the_optimizer_alone_warns_of_batch_normalization(mirrored):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"]) if mirrored else tf.distribute.get_strategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
+        model.compile(AccumulatingOptimizer("sgd", 2), "mse")
+    with pytest.warns(UserWarning, match="normalize with the statistics of each micro-batch"):
+        model.fit(np.ones((4, 5)), np.ones((4, 2)), batch_size=2, verbose=0)
+
+
+def test_a_window_of_one_micro_batch_is_exact_alone():
+    fit(build_model(lambda: AccumulatingOptimizer("sgd", 1)))
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "auto"])

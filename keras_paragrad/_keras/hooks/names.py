@@ -27,6 +27,7 @@ HOOKS = (
         (
             "objects.layers",
             "objects.model",
+            "objects.trainable",
             "replicas.added_losses",
             "step.compiled_call",
             "step.symbolic",
@@ -37,6 +38,7 @@ HOOKS = (
     Hook("keras", "Layer._get_own_losses", ("objects.model",)),
     Hook("keras", "Layer.losses", ("losses.sums", "objects.own_methods")),
     Hook("keras", "Layer.metrics", ("losses.own_logs", "objects.own_methods")),
+    Hook("keras", "Model._assert_compile_called", ("objects.own_methods",), ("method_name",)),
     Hook(
         "keras",
         "Model._autoconvert_optionals",
@@ -94,7 +96,7 @@ HOOKS = (
     Hook(
         "keras",
         "Model.make_train_function",
-        ("objects.checkpoint_state", "objects.own_methods", "parameter_servers.model", "step.builder"),
+        ("objects.own_methods", "parameter_servers.model", "step.builder"),
         ("force",),
     ),
     Hook(
@@ -360,11 +362,15 @@ HOOKS = (
         ("op_type", "output_tensors", "input_tensors", "backward_function"),
     ),
     Hook("tensorflow.python.eager.record", "stop_recording", ("pipeline.columns",)),
+    Hook("tensorflow.python.trackable.base", "Trackable._update_uid", ("objects.saved",)),
     Hook("tensorflow.dtensor.python", "api", ("mesh.dtensor",)),
     Hook("tensorflow.dtensor.python.api", "_dtensor_singleton", ("mesh.dtensor",)),
     Hook("tensorflow.experimental", "dtensor", ("mesh.dtensor",)),
     Hook(
-        "tensorflow", "Graph._get_function", ("step.operations", "step.stateful_ops", "storage.regathering"), ("name",)
+        "tensorflow",
+        "Graph._get_function",
+        ("replicas.row_gradients", "step.operations", "step.stateful_ops", "storage.regathering"),
+        ("name",),
     ),
     Hook(
         "tensorflow.python.framework.func_graph",
@@ -552,7 +558,7 @@ OF_OBJECTS = (
         "Model._loss_tracker",
         ("losses.sums", "losses.tracking", "objects.own_methods", "step.gradient", "telemetry.counts"),
     ),
-    Hook("keras", "Layer._trainable_variables", ("storage.gathering",)),
+    Hook("keras", "Layer._trainable_variables", ("objects.trainable", "storage.gathering")),
     Hook("keras", "Operation._inbound_nodes", ("probes.built_in",)),
     Hook("keras", "Optimizer._distribution_strategy", ("objects.optimizer",)),
     Hook("keras", "Optimizer._iterations", ("objects.optimizer",)),
@@ -560,7 +566,10 @@ OF_OBJECTS = (
     Hook(
         "keras",
         "Optimizer._trainable_variables",
-        ("objects.optimizer", "step.apply", "step.transform", "storage.updating", "telemetry.watch"),
+        (
+            *("objects.optimizer", "objects.trainable", "step.apply", "step.transform", "storage.updating"),
+            "telemetry.watch",
+        ),
     ),
     Hook("keras", "Optimizer._trainable_variables_indices", ("objects.optimizer",)),
     Hook("keras", "Optimizer._variables", ("objects.optimizer",)),

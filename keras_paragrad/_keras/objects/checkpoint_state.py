@@ -58,11 +58,7 @@ def skip_batches(model: keras.Model, batches: int, then: Callable[[], None] | No
         batches: How many.
         then: Called after them, when all metrics have their variables, and before the first step.
     """
-    builder = StepBuilder.of(model)
-    if batches and "make_train_function" not in model.__dict__:
-        # No stage is filled, and Keras's own train function can't skip batches.
-        builder.build()
-    builder.skip_batches(batches, then)
+    StepBuilder.of(model).skip_batches(batches, then)
 
 
 def with_inner(optimizer: Any) -> list[Any]:

@@ -39,6 +39,8 @@ _STATE = ("_variables", "_iterations", "_learning_rate", "_inner_optimizers")
 class WrappingOptimizer(keras.optimizers.Optimizer):
     """An optimizer whose settings, counters, methods and saved state are those of `inner_optimizer`.
 
+    A setting that only the inner optimizer has, such as `momentum`, is read and set there as well.
+
     Checkpoints and weights files of the wrapper and of the inner optimizer alone are interchangeable: the state that a
     subclass adds is saved separately, in its own attributes.
 
@@ -135,7 +137,20 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         # be clear already, and then no property is asked: Keras assigns nothing that is there.
         if name == "loss_scale_factor" and "inner_optimizer" in self.__dict__:
             self.__dict__["loss_is_scaled_outside"] = value is None
-        super().__setattr__(name, value)
+        if name not in self.__dict__ and not hasattr(type(self), name) and self._is_of_inner(name):
+            setattr(self.inner_optimizer, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name):
+        if self._is_of_inner(name):
+            return getattr(self.inner_optimizer, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _is_of_inner(self, name: str) -> bool:
+        """Whether a name is that of a setting which only the inner optimizer has, such as `momentum`."""
+        inner = self.__dict__.get("inner_optimizer")
+        return inner is not None and not name.startswith("_") and hasattr(inner, name) and name in inner.get_config()
 
 
 def _delegated_setting(name: str) -> property:

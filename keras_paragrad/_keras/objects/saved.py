@@ -16,11 +16,12 @@ class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """
 
     counterparts: dict[int, keras.Variable]
+    loads: int
 
     def __init__(self):
         self.variables: dict[str, keras.Variable] = {}
         # Bypass TensorFlow's tracking.
-        self.__dict__["counterparts"] = {}
+        self.__dict__.update(counterparts={}, loads=0)
 
     def _obj_type(self):
         return "Operation"
@@ -56,6 +57,11 @@ class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
             vars(self)["counterparts"][id(variable)] = like
         return variable
 
+    @property
+    def restored(self) -> tuple[int, int]:
+        """Changes whenever the variables are read from a file of Keras's or TensorFlow's."""
+        return self.loads, getattr(self, "_update_uid", 0)
+
     def save_own_variables(self, store):
         """Writes each variable under its name, summed or averaged over the replicas."""
         for name, variable in self.variables.items():
@@ -63,6 +69,7 @@ class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
     def load_own_variables(self, store):
         """Reads what `save_own_variables` wrote; zeros where nothing was written."""
+        self.__dict__["loads"] += 1
         for name, variable in self.variables.items():
             value = store[name] if name in store else keras.ops.zeros(variable.shape, variable.dtype)
             variable.assign(value)

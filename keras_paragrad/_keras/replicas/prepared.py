@@ -49,6 +49,7 @@ def spread_over_replicas(model: keras.Model, take: Take, cut: Cut | None = None)
         elif iterator is not None:
             read_by_own_workers(iterator.data_adapter)
         build_from(model, iterator, data_batch)
+        builder.read_from(iterator)
 
     own["_maybe_symbolic_build"] = build
     own["make_test_function"] = maker(model, "test_function", lambda: test_function(model, take))

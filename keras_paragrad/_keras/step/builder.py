@@ -6,7 +6,10 @@ the gradients, *transform* that of a whole update, *apply* it, *log*. An unfille
 
 import contextlib
 import functools
+import inspect
+import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import keras
@@ -16,19 +19,26 @@ from keras_paragrad._keras.hooks.check import check_objects
 from keras_paragrad._keras.losses.tracking import LossWindow
 from keras_paragrad._keras.objects.capabilities import updating
 from keras_paragrad._keras.objects.model import has_own_train_step
+from keras_paragrad._keras.objects.running import fit_frame
+from keras_paragrad._keras.objects.trainable import Trainable, traced_as
 from keras_paragrad._keras.replicas.collectives import replica_count
 from keras_paragrad._keras.replicas.shard import Shard
+from keras_paragrad._keras.replicas.unprepared import check_compiled_in_scope
 from keras_paragrad._keras.step.execution import compile_steps
 from keras_paragrad._keras.step.stages import Stages
-from keras_paragrad._keras.step.symbolic import build_losses, losses_built
+from keras_paragrad._keras.step.symbolic import build_from, build_losses, losses_built
 from keras_paragrad._keras.step.train_step import TrainStep
 from keras_paragrad._keras.step.transform import install
 from keras_paragrad._keras.step.uncut import Limit
 from keras_paragrad._keras.storage.layout import in_shards
 from keras_paragrad._keras.storage.updating import install as install_for_shards
+from keras_paragrad._keras.telemetry.counts import compiled_functions
 from keras_paragrad._keras.telemetry.execution import LATEST, LookAhead, Telemetry, pick_watched
 from keras_paragrad._keras.telemetry.observe import observed
 from keras_paragrad._keras.telemetry.watch import updates_each_batch, watched
+
+# What a callback fills stages with, by their names, for the model as it is compiled now.
+Fillers = Callable[[], dict[str, Any]]
 
 
 class StepBuilder:
@@ -50,6 +60,9 @@ class StepBuilder:
         self._built_for: Any = None
         # The optimizer that the transform is installed in.
         self._transformed: Any = None
+        self._of_callbacks: dict[Fillers, tuple[str, ...]] = {}
+        self._trainable: Trainable | None = None
+        self._reads: Callable[[], Any] = lambda: None
 
     @classmethod
     def of(cls, model: keras.Model) -> "StepBuilder":
@@ -63,10 +76,16 @@ class StepBuilder:
         Args:
             **stages: What to fill them with, by the names that `Stages` has.
         """
+        if self.model.compiled:
+            self._by_configuration()
         self.stages = self.stages._replace(**stages)
         self._install_transform()
         self.model.train_function = None
-        if self.stages.filled:
+        self._install()
+
+    def _install(self) -> None:
+        """Builds the model's train function in place of Keras, as long as there is something to do for it."""
+        if self.stages.filled or self._to_skip:
             self.model.__dict__["make_train_function"] = self.make_train_function
         else:
             self.model.__dict__.pop("make_train_function", None)
@@ -76,22 +95,46 @@ class StepBuilder:
         self._built.clear()
         self.model.train_function = None
 
+    def begin_fit(self, fillers: Fillers) -> None:
+        """Fills stages until `end_fit`, for the `fit` that runs; and once more if a callback calls `compile`."""
+        filled = fillers()
+        self.fill(**filled)
+        self._of_callbacks[fillers] = tuple(filled)
+        self.build()
+
+    def end_fit(self, fillers: Fillers) -> None:
+        """Empties the stages that were filled by `begin_fit`, at the end of `fit`."""
+        self.fill(**dict.fromkeys(self._of_callbacks.pop(fillers, ())))
+
     def make_train_function(self, force: bool = False) -> None:
         """Replaces the model's `make_train_function` while a stage is filled."""
-        of_callbacks = {"combine": None, "apply": None, "observe": None, "telemetry": None}
-        if not force and any(getattr(self.stages, stage) for stage in of_callbacks):
-            # Keras calls this before a callback fills its stages: these were left by a `fit` that failed.
-            self.fill(**of_callbacks)
-        if force or self.model.train_function is None:
+        if not self._fit_has_begun(inspect.currentframe()):
+            self._drop_leftovers()
+        if force:
+            self.retrace()
+            self._trainable = None
+        if self.model.train_function is None:
             self.build()
+
+    def _fit_has_begun(self, frame: FrameType | None) -> bool:
+        """Whether a callback of the running `fit` is the caller: `fit` itself calls before its callbacks have begun."""
+        caller = frame and frame.f_back
+        found = fit_frame(caller, self.model)
+        return found is not None and found is not caller
+
+    def _drop_leftovers(self) -> None:
+        """Drops what a `fit` that failed has left: the stages of its callbacks, an open window, batches to skip."""
+        if self._of_callbacks and self.stages.apply:
+            self.stages.apply.abandoned(self.model.name)
+        if self._to_skip:
+            self.skip_batches(0)
+        for fillers in list(self._of_callbacks):
+            self.end_fit(fillers)
 
     def build(self) -> None:
         """Gives the model its train function, compiled before if nothing has changed since."""
-        # `compile` makes a new configuration, and a train function is only good for the one it was traced with.
-        configuration, stages = self.model._compile_config, self.stages
-        if self._built_for is not configuration:
-            self._built_for, self._built, self.loss_window = configuration, {}, None
-            self._install_transform()
+        self._by_configuration()
+        stages = self.stages
         if stages.observe and in_shards(self.model.trainable_variables):
             raise ValueError(
                 f"{type(stages.observe).__name__} looks at the gradients of each replica, and this model's weights and "
@@ -102,6 +145,34 @@ class StepBuilder:
             telemetry = stages.telemetry
             self._built[stages] = self._picked(telemetry) if telemetry else self._compiled(stages.apply)
         self.model.train_function = self._built[stages]
+
+    def read_from(self, iterator: Any) -> None:
+        """Notes what the running `fit` reads, to build metrics from if a callback calls `compile`."""
+        self._reads = weakref.ref(iterator) if iterator is not None else lambda: None
+
+    def _by_configuration(self) -> None:
+        """Begins anew if the model was compiled again: a train function is only good for what it was traced with."""
+        configuration = self.model._compile_config
+        if self._built_for is configuration:
+            return
+        if self._of_callbacks and fit_frame(inspect.currentframe(), self.model) is None:
+            self._drop_leftovers()
+        self._built_for, self._built, self.loss_window = configuration, {}, None
+        optimizer = self.model.optimizer
+        if self.stages.take:
+            # A callback may have called `compile`.
+            check_compiled_in_scope(self.model)
+        functions = compiled_functions(self.model.train_function)
+        traced = any(function.experimental_get_tracing_count() for function in functions)
+        known = traced and optimizer is not None and optimizer.built
+        # Otherwise those of the first trace.
+        self._trainable = Trainable.by_optimizer(self.model) if known else None
+        for fillers in self._of_callbacks:
+            self.stages = self.stages._replace(**fillers())
+        self._install_transform()
+        if self.stages.take and (iterator := self._reads()) is not None:
+            # Variables of metrics can't be created within a step on replicas.
+            build_from(self.model, iterator, None)
 
     def _install_transform(self) -> None:
         """Installs the transform in the optimizer that updates the weights, which `compile` may have replaced."""
@@ -156,7 +227,11 @@ class StepBuilder:
             batches: How many.
             then: Called after them, when the compiled losses and metrics have been built.
         """
+        if batches and not self.stages.filled:
+            # Keras's own train function can't skip batches.
+            self.build()
         self._to_skip, self._then = batches, then
+        self._install()
 
     @property
     def batches_to_skip(self) -> int:
@@ -189,7 +264,9 @@ class StepBuilder:
         step = TrainStep(self.model, self.stages, self._window_of(data), update, limit)
         shard = Shard.of(data)
         place = self.stages.place() if self.stages.place else contextlib.nullcontext()
-        with place, observed(self.model, self.stages.observe, shard.rows), watched(self.model, telemetry):
+        self._trainable = self._trainable or Trainable.of(self.model)
+        traced = traced_as(self.model, self._trainable)
+        with traced, place, observed(self.model, self.stages.observe, shard.rows), watched(self.model, telemetry):
             logs = step.in_its_own_way(data) if has_own_train_step(self.model) else step(data, shard)
             if self.stages.apply:
                 self.stages.apply.end(update)

@@ -79,6 +79,10 @@ class Apply(Protocol):
         """Tells that so many batches of the epoch were taken and not run, as training has seen them already."""
         ...
 
+    def abandoned(self, name: str) -> None:
+        """Tells that the `fit` of the model of that name has failed, and another step is about to be built."""
+        ...
+
     def gathering(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which the optimizer gathers gradients, and `end` ends the micro-batch."""
         ...

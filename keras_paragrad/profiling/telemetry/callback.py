@@ -118,8 +118,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         self._epochs: list[int] = []
         self._flushed = time.monotonic()
         self._updates_before, self._ran, self._reported = self._updates(), False, False
-        builder.fill(telemetry=self._meter)
-        builder.build()
+        builder.begin_fit(self._fillers)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Records the epoch."""
@@ -147,7 +146,14 @@ class GradientTelemetry(keras.callbacks.Callback):
             _log.warning("GradientTelemetry reported no update: %s", self._why_no_update())
         if self._sinks:
             self._sinks.close()
-        StepBuilder.of(self.model).fill(telemetry=None)
+        StepBuilder.of(self.model).end_fit(self._fillers)
+
+    def _fillers(self) -> dict[str, Any]:
+        """What fills the stage for the optimizer that the model is compiled with now."""
+        if self._watched is not self.model.optimizer:
+            self._flush()
+            self._start()
+        return {"telemetry": self._meter}
 
     def _start(self) -> bool:
         """Creates the meter for the model; returns whether it already existed."""

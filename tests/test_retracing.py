@@ -1,0 +1,277 @@
+"""Settings that change during training: forced traces, `compile` in a callback, frozen layers, a `fit` that failed."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from oracles import largest_difference
+
+from keras_paragrad import (
+    AccumulatingOptimizer,
+    DistributedFit,
+    ExactAccumulation,
+    GradientNoiseScale,
+    GradientTelemetry,
+    Throughput,
+    microbatch,
+)
+
+X = np.random.default_rng(0).normal(size=(44, 6)).astype("float32")
+Y = X[:, :1] ** 2
+
+
+def accumulated(optimizer):
+    return AccumulatingOptimizer(optimizer, 4)
+
+
+def sgd():
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def build(optimizer, frozen=False, **arguments):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+    model.layers[0].trainable = not frozen
+    model.compile(optimizer, loss="mse", **arguments)
+    return model
+
+
+def fit(model, batch_size, callbacks=(), epochs=3, x=X):
+    model.fit(x, Y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+
+class SetsMomentum(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.optimizer.momentum = 0.9 - 0.4 * epoch
+        self.model.make_train_function(force=True)
+
+
+class Freezes(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.layers[0].trainable = False
+        self.model.make_train_function(force=True)
+
+
+class Compiles(keras.callbacks.Callback):
+    """Trains all layers from the second epoch on, with another optimizer."""
+
+    def __init__(self, optimizer, when):
+        super().__init__()
+        self.optimizer, self.done = optimizer, False
+        setattr(self, when, self.compile)
+
+    def compile(self, *arguments):
+        if not self.done:
+            self.done = True
+            self.model.layers[0].trainable = True
+            self.model.compile(self.optimizer(), loss="mse", metrics=["mae"])
+            self.model.make_train_function()
+
+
+@pytest.mark.parametrize("change", [SetsMomentum, Freezes])
+def test_a_forced_trace_sees_what_changed(change, tmp_path):
+    one = build(sgd())
+    fit(one, 16, [change()])
+    # The first epoch's last window is closed, in a function of its own, before the setting changes.
+    parts = build(accumulated(sgd()))
+    fit(parts, 4, [change(), ExactAccumulation(), GradientTelemetry(every=1), Throughput(tmp_path)])
+    assert largest_difference(parts, one) < 1e-6
+    slices = build(sgd())
+    microbatch(slices, 8)
+    fit(slices, 16, [change()])
+    assert largest_difference(slices, one) < 1e-6
+
+
+def test_a_forced_trace_holds_for_the_last_window_without_the_callback():
+    def trained(optimizer, batch_size):
+        model = build(optimizer)
+        for momentum in (0.9, 0.1):
+            model.optimizer.momentum = momentum
+            model.make_train_function(force=True)
+            fit(model, batch_size, epochs=1, x=X)
+        return model
+
+    x = X[:44]
+    one, parts = trained(sgd(), 44), trained(AccumulatingOptimizer(sgd(), 20, weighting="uniform"), 4)
+    assert len(x) == 44 and largest_difference(parts, one) < 1e-6
+    assert parts.optimizer.momentum == parts.optimizer.inner_optimizer.momentum == 0.1
+    assert "momentum" not in vars(parts.optimizer)
+    assert not hasattr(parts.optimizer, "rho")
+
+
+@pytest.mark.parametrize("when", ["on_epoch_end", "on_epoch_begin"])
+def test_compile_in_a_callback_keeps_what_other_callbacks_do(when):
+    one = build("sgd", frozen=True)
+    fit(one, 16, [Compiles(lambda: "sgd", when)])
+    parts = build(accumulated("sgd"), frozen=True)
+    telemetry = GradientTelemetry(every=1)
+    exact = ExactAccumulation()
+    callbacks = [exact, telemetry, GradientNoiseScale("accumulation"), Compiles(lambda: accumulated("sgd"), when)]
+    fit(parts, 4, callbacks)
+    assert largest_difference(parts, one) < 1e-6
+    assert int(parts.optimizer.iterations) == int(one.optimizer.iterations)
+    assert len(telemetry.layers) == 2
+    assert "make_train_function" not in vars(parts)
+
+
+def test_compile_in_a_callback_with_an_optimizer_that_does_not_accumulate():
+    model = build(accumulated("sgd"))
+    with pytest.raises(ValueError, match="needs a model that is compiled with an AccumulatingOptimizer"):
+        fit(model, 4, [ExactAccumulation(), Compiles(lambda: "sgd", "on_epoch_end")])
+
+
+class Stops(keras.callbacks.Callback):
+    """Fails after a batch, as Ctrl-C does."""
+
+    def __init__(self, batch):
+        super().__init__()
+        self.batch = batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.batch:
+            raise KeyboardInterrupt
+
+
+def failed(model, callbacks, batch=5, x=X):
+    error = keras.callbacks.TerminateOnNaN(raise_error=True) if np.isnan(x).any() else Stops(batch)
+    with pytest.raises((KeyboardInterrupt, RuntimeError)):
+        fit(model, 4, [*callbacks, error], x=x)
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_what_a_failed_fit_left_in_the_window_is_dropped_and_said_once(nan, caplog):
+    x = X.copy()
+    x[17, 0] = np.nan if nan else x[17, 0]
+    model = build(accumulated("sgd"))
+    good = model.get_weights()
+    failed(model, [ExactAccumulation()], x=x)
+    model.set_weights(good)
+    with caplog.at_level(logging.WARNING, "keras_paragrad"):
+        fit(model, 4, [ExactAccumulation()])
+        fit(model, 4, [ExactAccumulation()])
+    assert [record.message.count("are dropped") for record in caplog.records if record.name == "keras_paragrad"] == [1]
+    one = build("sgd")
+    fit(one, 16, epochs=6)
+    assert largest_difference(model, one) < 1e-6
+    assert "make_train_function" not in vars(model)
+
+
+def test_a_window_restored_after_a_failed_fit_goes_on(tmp_path):
+    def whole():
+        one = build("sgd")
+        fit(one, 16, epochs=1)
+        return one
+
+    class Saves(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 5:
+                self.model.save_weights(tmp_path / "a.weights.h5")
+                self.model.save(tmp_path / "a.keras")
+                self.path = tf.train.Checkpoint(model=self.model, optimizer=self.model.optimizer).save(tmp_path / "c")
+
+    model, saves = build(accumulated("sgd")), Saves()
+    failed(model, [ExactAccumulation(), saves], batch=6)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    for restore in (
+        lambda: model.load_weights(tmp_path / "a.keras"),
+        lambda: checkpoint.restore(saves.path),
+    ):
+        restore()
+        # The rest of the epoch.
+        rest = {"batch_size": 4, "shuffle": False, "verbose": 0, "callbacks": [ExactAccumulation()]}
+        model.fit(X[24:], Y[24:], **rest)
+        assert largest_difference(model, whole()) < 1e-6
+        failed(model, [ExactAccumulation()])
+
+
+def test_a_failed_fit_leaves_no_stage_for_a_single_step_and_no_batches_to_skip():
+    from keras_paragrad._keras.objects.checkpoint_state import skip_batches
+
+    model = build("sgd")
+    skips = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: skip_batches(model, 9))
+    failed(model, [skips, GradientTelemetry()], batch=2)
+    model.train_on_batch(X[:4], Y[:4])
+    one = build("sgd")
+    one.train_on_batch(X[:4], Y[:4])
+    assert largest_difference(model, one) < 1e-6
+    assert "make_train_function" not in vars(model)
+    failed(model, [skips], batch=2)
+    for each in (model, one):
+        fit(each, 4)
+    assert largest_difference(model, one) < 1e-6
+
+
+def test_another_optimizer_after_a_failed_fit():
+    model = build(accumulated("sgd"))
+    failed(model, [ExactAccumulation()])
+    model.compile("sgd", "mse")
+    model.set_weights(build("sgd").get_weights())
+    with microbatch(model, 8):
+        fit(model, 16)
+    one = build("sgd")
+    fit(one, 16)
+    assert largest_difference(model, one) < 1e-6
+
+
+def test_a_single_step_in_a_callback_leaves_the_callbacks_of_fit_alone():
+    step = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.train_on_batch(X[:4], Y[:4]))
+    model = build(accumulated("sgd"))
+    fit(model, 4, [ExactAccumulation(), step], epochs=2)
+    assert int(model.optimizer.iterations) == 8
+
+
+@pytest.mark.parametrize("first", ["nothing", "telemetry"])
+@pytest.mark.parametrize("start", [True, False])
+@pytest.mark.filterwarnings("ignore:A layer's `trainable` state has changed")
+def test_telemetry_trains_what_keras_would_until_compile_or_a_forced_trace(start, first):
+    def trained(callbacks):
+        model = build("sgd", frozen=not start)
+        moved = []
+        for callback in callbacks:
+            before = model.get_weights()
+            fit(model, 16, callback, epochs=1)
+            moved.append([float(np.abs(a - b).max()) for a, b in zip(before, model.get_weights(), strict=True)])
+            model.layers[0].trainable = not start
+        assert model.layers[0].trainable != start
+        return model, moved
+
+    one, expected = trained([[], [], []])
+    first = [] if first == "nothing" else [GradientTelemetry(every=1)]
+    model, moved = trained([first, [GradientTelemetry(every=1)], [GradientTelemetry(every=1)]])
+    assert largest_difference(model, one) < 1e-6
+    assert [bool(each[0]) for each in moved] == [bool(each[0]) for each in expected] == [start] * 3
+
+
+@pytest.mark.filterwarnings("ignore:A layer's `trainable` state has changed")
+def test_layers_frozen_before_the_first_trace_are_frozen():
+    model = build("sgd")
+    microbatch(model, 8)
+    model.layers[0].trainable = False
+    before = model.get_weights()
+    fit(model, 16, [GradientTelemetry(every=1)])
+    assert np.array_equal(before[0], model.get_weights()[0])
+    assert not np.array_equal(before[2], model.get_weights()[2])
+
+
+@pytest.mark.own_process(seconds=60)
+def test_a_forced_trace_on_replicas():
+    one = build(sgd())
+    fit(one, 16, [SetsMomentum()])
+    dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"])
+    with dist.scope():
+        model = build(sgd())
+    arguments = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0, "callbacks": [SetsMomentum()]}
+    dist.fit(model, X, Y, **arguments)
+    assert largest_difference(model, one) < 1e-6
+
+
+@pytest.mark.own_process(seconds=30)
+def test_a_failed_fit_leaves_no_scaled_learning_rate():
+    dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"], batch="per_replica", lr_scaling="linear")
+    with dist.scope():
+        model = build(sgd())
+    with pytest.raises(KeyboardInterrupt):
+        dist.fit(model, X, Y, batch_size=8, verbose=0, callbacks=[Stops(1)])
+    assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.05)
