@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.data import split_for_validation
 from keras_paragrad._keras.objects.model import has_own_fit
 from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad._keras.replicas.unprepared import warn_of_unprepared
 from keras_paragrad._keras.storage.creation import create_in_shards, create_whole
 from keras_paragrad._keras.storage.partition import MIN_SHARD_BYTES
 from keras_paragrad.arguments import check_integer
@@ -25,6 +26,7 @@ from keras_paragrad.distribution.data import (
     normalize_inputs,
     whole_on_each_worker,
 )
+from keras_paragrad.distribution.data.sources import is_batched
 from keras_paragrad.distribution.explain import Explanation, summary_lines
 from keras_paragrad.distribution.fit_arguments import check_fit, check_own_fit
 from keras_paragrad.distribution.hardware import Hardware, detect
@@ -141,6 +143,7 @@ class DistributedFit(InNotebooks):
         self._estimate: Estimate | None = None
         self._stages: StageTable | LayoutTable | None = None
         self._create_as_planned()
+        warn_of_unprepared(self.strategy)
         # With parameter servers the chief reads all data and does not shard it.
         self._reader = tf.distribute.get_strategy() if self.plan.on_servers else self.strategy
         self._train = functools.partial(train, plan=self.plan, strategy=self._together, hardware=self.hardware)
@@ -358,7 +361,12 @@ class DistributedFit(InNotebooks):
             cache = data_options.get("cache", False)
             beside = f"{fspath(cache)}.validation" if isinstance(cache, (str, PathLike)) else cache
             options = {**data_options, "cache": beside}
-            validation_data = self._sharded(rows, validation_batch_size or batch_size, validation_steps, options)
+            # The training batches' size is none of data that is batched already.
+            default = None if is_batched(rows[0]) and self.plan.batch.value == "global" else batch_size
+            given = isinstance(rows[0], DistributedData)
+            validation_data = self._sharded(rows, validation_batch_size or default, validation_steps, options)
+            if not given:
+                validation_data.for_validation(validation_steps)
         self._settle_shard(model, data.batch_size or batch_size or 32, data.batch_spec)
         self._prepared(model)
         arguments = {

@@ -1,5 +1,6 @@
 """Keras's readers of data, and what TensorFlow keeps private of its datasets."""
 
+import itertools
 from typing import Any
 
 import keras
@@ -144,6 +145,20 @@ def read_once(adapter: Any) -> None:
     if isinstance(adapter, GeneratorDataAdapter):
         stream = adapter.generator()
         adapter.generator = lambda: stream
+
+
+def read_as_validation(adapter: Any, steps: int | None) -> None:
+    """Makes every iterator read what it does in Keras's validation: the first two batches, then those not read yet.
+
+    Args:
+        adapter: An adapter that `read_once` was called with, and that nothing was read from.
+        steps: How many batches a validation takes, if not all. No more are read, as an iterator's are lost at its end.
+    """
+    if isinstance(adapter, GeneratorDataAdapter):
+        first, stream = adapter._first_batches, adapter.generator()
+        for _ in first:
+            next(stream)
+        adapter.generator = lambda: itertools.islice(itertools.chain(first, stream), steps)
 
 
 def random_seed() -> int | None:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import (
@@ -18,7 +17,7 @@ from keras_paragrad.arguments import (
     shown,
 )
 from keras_paragrad.distribution.data.policies import check_policy
-from keras_paragrad.distribution.data.sources import is_endless
+from keras_paragrad.distribution.data.sources import is_batched, is_endless
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,7 @@ class Request:
         """
         if isinstance(x, tf.distribute.DistributedDataset):
             raise ValueError("The data is already distributed. Pass the tf.data.Dataset that it was made from.")
-        is_stream = isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__")
-        if is_stream and self.batch_size and self.batch == "global":
+        if is_batched(x) and self.batch_size and self.batch == "global":
             raise ValueError(
                 f"batch_size={self.batch_size} is given for a {type(x).__name__}, which is already batched. Leave it "
                 "out: each of its batches is divided among the replicas."

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.data import OwnAdapter
+from keras_paragrad._keras.objects.data import OwnAdapter, read_as_validation
 from keras_paragrad._keras.replicas.local import Place
 from keras_paragrad.distribution.data.agreement import common_steps
 from keras_paragrad.distribution.data.feed import Feed
@@ -72,6 +72,11 @@ class DistributedData(OwnAdapter):
         """
         self.next_epoch, self._skip = epoch, skip
         self._feed.begin(epoch, skip)
+
+    def for_validation(self, steps: int | None) -> "DistributedData":
+        """This, read by each validation of a `fit` as Keras reads it, of which nothing was read yet."""
+        read_as_validation(self._source.adapter, steps)
+        return self
 
     def check_alike(self, strategy: tf.distribute.Strategy) -> None:
         """Raises on every worker if their data differ, where each of them reads all of it."""

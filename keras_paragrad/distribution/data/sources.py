@@ -126,6 +126,11 @@ def static_rows(batches: tf.data.Dataset) -> int | None:
     return next((shape[0] for shape in shapes if isinstance(shape, tf.TensorShape) and shape.rank), None)
 
 
+def is_batched(x: Any) -> bool:
+    """Whether data comes in batches already: a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator."""
+    return isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__")
+
+
 def is_endless(x: Any) -> bool:
     """Whether data is infinite."""
     if isinstance(x, tf.data.Dataset):

@@ -1,0 +1,68 @@
+"""Validation with data of another kind than that of training, batch by batch as Keras takes it."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_paragrad import DistributedFit
+
+X, Y = np.zeros((16, 2), "float32"), np.zeros((16, 1), "float32")
+
+
+def batch(number):
+    return np.zeros((4, 2), "float32"), np.full((4, 1), number, "float32")
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return batch(index)
+
+
+def generator(batches=4):
+    yield from map(batch, range(batches))
+
+
+def build():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    # What is shown of a validation is the mean of its batches' numbers.
+    model.compile(keras.optimizers.SGD(0.0), "mae")
+    return model
+
+
+def numbers(fit, data, steps, epochs=3):
+    given = {"batch_size": 8, "epochs": epochs, "validation_data": data, "validation_steps": steps}
+    return fit(X, Y, verbose=0, **given).history["val_loss"]
+
+
+@pytest.mark.own_process(seconds=60)
+@pytest.mark.filterwarnings("ignore:.*ran out of data")
+def test_validation_takes_the_batches_that_keras_takes(mirrored):
+    dists = [DistributedFit("none"), DistributedFit(mirrored)]
+    models = []
+    for dist in dists:
+        with dist.scope():
+            models.append(build())
+    one = build()
+    arrays = lambda: tuple(map(np.concatenate, zip(*generator(), strict=True)))  # noqa: E731
+    datasets = lambda: tf.data.Dataset.from_tensor_slices(arrays()).batch(4)  # noqa: E731
+    for make in (datasets, Batches, generator, arrays):
+        for steps in (None, 2):
+            # Of four batches as arrays, two steps of eight rows are all.
+            expected = numbers(one.fit, make(), steps)
+            for dist, model in zip(dists, models, strict=True):
+                assert numbers(functools.partial(dist.fit, model), make(), steps) == expected
+    # Of what a validation doesn't take, Keras loses as much as it happens to have read ahead.
+    for dist, model in zip(dists, models, strict=True):
+        assert numbers(functools.partial(dist.fit, model), generator(100), 4) == [1.5, 2.5, 3.5]
+
+
+def test_a_size_of_validation_batches_that_are_batches_already_is_refused():
+    model, data = build(), Batches()
+    with pytest.raises(ValueError, match="batch_size=4 is given for a Batches, which is already batched"):
+        DistributedFit("none").fit(model, X, Y, batch_size=8, validation_data=data, validation_batch_size=4, verbose=0)
