@@ -5,7 +5,14 @@ from typing import Any
 import keras
 
 from keras_paragrad._keras.objects.model import all_layers
-from keras_paragrad._keras.objects.own_methods import IN_THE_WAY, lend, lent, overrides, preprocesses
+from keras_paragrad._keras.objects.own_methods import (
+    IN_THE_WAY,
+    explain_missing_compile,
+    lend,
+    lent,
+    overrides,
+    preprocesses,
+)
 from keras_paragrad.arguments import check_instance
 from keras_paragrad.exports import passing_options_to
 from keras_paragrad.per_example.reads import LossReads
@@ -34,6 +41,12 @@ class PerExampleModel(keras.Model):
         super().__init__(**{"dtype": per_example.layer.dtype_policy, "autocast": False, **kwargs})
         self.per_example = per_example
         within = per_example.layer
+        before = f" What {within.name!r} was compiled with has no effect." * getattr(within, "compiled", False)
+        explain_missing_compile(
+            self,
+            f"{self.name!r}, the model that wrap returned, has not been compiled.{before} Write wrapped = "
+            "wrap(...), then wrapped.compile(...) with the optimizer, loss and metrics, and wrapped.fit(...).",
+        )
         if isinstance(within, keras.Model):
             _check_methods(within)
             lend(self, within, lambda: LossReads(within.trainable_variables, type(within).__name__))

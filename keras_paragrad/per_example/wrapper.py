@@ -1,7 +1,9 @@
 """`PerExampleGradients`: a layer wrapper that computes per-example gradients during training."""
 
 import collections
+import difflib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.objects.layers import compiled_by_xla, may_be_differentiated
 from keras_paragrad._keras.objects.model import all_layers
-from keras_paragrad._keras.objects.own_methods import metrics_of_its_own, uncompile
+from keras_paragrad._keras.objects.own_methods import metrics_of_its_own, uncompile, warn_of_fit
 from keras_paragrad._keras.probes.trial import is_trial
 from keras_paragrad._keras.replicas.collectives import replica_index
 from keras_paragrad._keras.step.gradient_functions import keep_with_graphs_of
@@ -28,6 +30,7 @@ MASKED_MEANS = ("batch", "example")
 _TRANSFORM = "lambda norms: tf.cast(norms < 10.0, 'float32')"
 # Most calls that may be waiting for a backward pass; some never get one.
 _UNFINISHED = 16
+_OF_LAYERS = ("activity_regularizer", "autocast", "dtype", "input_dim", "input_shape", "name", "trainable")
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
@@ -123,6 +126,7 @@ class PerExampleGradients(keras.layers.Wrapper):
                 f"{layer.name!r} contains a PerExampleGradients layer. Remove one of the two: the outer one has the "
                 "gradients of all weights."
             )
+        _check_options(kwargs)
         # The wrapper itself is float32; casting inputs and weights is left to the wrapped layers.
         super().__init__(layer, **{"dtype": "float32", "autocast": False, **kwargs})
         self.supports_masking = layer.supports_masking
@@ -137,6 +141,13 @@ class PerExampleGradients(keras.layers.Wrapper):
         steps_of_a_replica = functools.partial(collections.deque, maxlen=_UNFINISHED)
         self.__dict__.update(_results=None, _steps=collections.defaultdict(steps_of_a_replica))
         self.__dict__["_note_graph"] = keep_with_graphs_of(self)
+        if self.reweighs and isinstance(layer, keras.Model):
+            warn_of_fit(
+                layer,
+                f"{layer.name!r} is wrapped with {'transform' if clip_norm is None else 'clip_norm'}=..., and its own "
+                "fit does not scale the examples' gradients. Compile and fit the model that contains the wrapper: "
+                "wrapped = wrap(model, ...), then wrapped.compile(...) and wrapped.fit(...).",
+            )
 
     def build(self, input_shape: Any = None) -> None:
         if has_build(self.layer):
@@ -297,3 +308,23 @@ class PerExampleGradients(keras.layers.Wrapper):
                 "return one weight per norm."
             )
         return tf.cast(weights, "float32")
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuses arguments that neither the wrapper nor a Keras layer has.
+
+    Raises:
+        ValueError: The message names the argument, and the one that was meant.
+    """
+    own = [name for name in inspect.signature(PerExampleGradients).parameters if name not in ("layer", "kwargs")]
+    known = [*own, *_OF_LAYERS]
+    for name in options:
+        if name in known:
+            continue
+        close = difflib.get_close_matches(name, own, 1)
+        meant = f"Did you mean {close[0]}=? " if close else ""
+        by_batch = "An optimizer clips the gradient of a batch, and clip_norm= that of each example. "
+        raise ValueError(
+            f"There is no argument {name}. {meant}{by_batch if 'norm' in name or 'clip' in name else ''}"
+            f"The arguments are {', '.join(own)}."
+        )

@@ -470,3 +470,41 @@ def test_a_model_that_is_not_built_in_a_loop_of_one_s_own():
     tape.gradient(loss, [variable.value for variable in model.trainable_variables])
     theirs = norms_of(example_gradients(model, x, mean_loss, y))
     np.testing.assert_allclose(layer.norms, theirs, rtol=0, atol=1e-6 * theirs.max())
+
+
+def test_the_models_own_fit_says_once_that_it_does_not_clip():
+    x, y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    wrap(model)
+    model.fit(x, y, verbose=0)
+    wrapped = wrap(wrap(model, clip_norm=1.0).per_example.layer, transform=lambda norms: norms)
+    with pytest.warns(UserWarning, match=r"is wrapped with clip_norm=.*, then wrapped.compile\(...\) and wrapped.fit"):
+        model.fit(x, y, verbose=0)
+    model.fit(x, y, verbose=0)
+    for method in (wrapped.fit, wrapped.evaluate):
+        with pytest.raises(
+            ValueError, match=r"not been compiled. What 'sequential.*' .* no effect. Write wrapped = wrap"
+        ):
+            method(x, y, verbose=0)
+    wrapped.compile("sgd", "mse")
+    wrapped.fit(x, y, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"clipnorm": 1.0},
+            r"no argument clipnorm. Did you mean clip_norm=\? An optimizer clips the gradient of a batch",
+        ),
+        (
+            {"quantitty": "norms"},
+            r"no argument quantitty. Did you mean quantity=\? The arguments are quantity, clip_norm",
+        ),
+        ({"batch": 3}, "no argument batch. The arguments are quantity"),
+    ],
+)
+def test_an_unknown_argument_is_named(options, says):
+    with pytest.raises(ValueError, match=says):
+        wrap(network(), **options)

@@ -1,6 +1,7 @@
 """Methods of `keras.Model` that a model overrides, run by another model that trains it."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,7 +41,8 @@ _LENT = "_keras_paragrad_lent"
 
 def overrides(model: keras.Model, name: str) -> bool:
     """Whether a model overrides a method or property of `keras.Model`, in its class or on the instance."""
-    return getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model)
+    on_instance = name in vars(model) and not hasattr(vars(model)[name], _SAYS)
+    return getattr(type(model), name) is not getattr(keras.Model, name) or on_instance
 
 
 def preprocesses(model: Any) -> bool:
@@ -54,6 +56,35 @@ def preprocesses(model: Any) -> bool:
         return tuple(model.preprocess_samples(*data)) != data
     except Exception:  # it looked into the data
         return True
+
+
+_SAYS = "_keras_paragrad_says"
+
+
+def warn_of_fit(model: Any, message: str) -> None:
+    """Has a model warn once when its own `fit` makes its train function."""
+    own = vars(model)
+    if "make_train_function" in own:
+        return
+
+    def make_train_function(force: bool = False) -> None:
+        del own["make_train_function"]
+        warnings.warn(message, stacklevel=2)
+        model.make_train_function(force=force)
+
+    setattr(make_train_function, _SAYS, True)
+    own["make_train_function"] = make_train_function
+
+
+def explain_missing_compile(model: Any, message: str) -> None:
+    """Has a model say in these words that it was not compiled, where Keras would say so."""
+
+    def assert_compile_called(method_name: str | None = None) -> None:
+        if not model.compiled:
+            raise ValueError(message)
+        type(model)._assert_compile_called(model, method_name)
+
+    vars(model)["_assert_compile_called"] = assert_compile_called
 
 
 def metrics_of_its_own(layer: keras.layers.Layer) -> list[keras.Metric]:
