@@ -13,9 +13,10 @@ import tensorflow as tf
 
 from keras_paragrad._keras.losses.normalization import LossNormalization
 from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps
-from keras_paragrad._keras.objects.model import all_layers, has_own_predict, has_own_train_step
+from keras_paragrad._keras.objects.model import all_layers, check_no_row_states, has_own_predict, has_own_train_step
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.replicas.prepared import distributing_by, spread_over_replicas, uninstall
+from keras_paragrad._keras.replicas.unprepared import check_compiled_in_scope
 from keras_paragrad._keras.replicas.workers import barrier
 from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.uncut import Foreseen
@@ -61,6 +62,10 @@ class Preparation:
         self._jit_compile = self.model.jit_compile
         check_shards(model)
         replicas = self.model.distribute_strategy.num_replicas_in_sync
+        if replicas > 1:
+            check_no_row_states(
+                model, f"each of {replicas} replicas gets", 'train on one device: DistributedFit("none")'
+            )
         measure = self._measure(weighting) if exact else None
         foreseen = Foreseen(measure, "is trained on one replica. Two") if measure and replicas == 1 else None
         if foreseen:
@@ -213,3 +218,4 @@ def check_scope(model: Any, strategy: tf.distribute.Strategy) -> None:
             f"The model was built under {type(found).__name__}, but is to be trained under {type(strategy).__name__}. "
             "Build and compile it within `with dist.scope():`."
         )
+    check_compiled_in_scope(model)

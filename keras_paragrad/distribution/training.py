@@ -48,7 +48,8 @@ def train(
     sharded = data if isinstance(data, DistributedData) else None
     factor = plan.lr_scaling.value or float(strategy.num_replicas_in_sync)
     rate = [ScaledLearningRate(factor, plan.warmup_steps.value)] if factor != 1 else []
-    together = _arranged(model, sharded, rate, callbacks, hardware.is_chief)
+    alone = hardware.worker_count == 1 and place_of(strategy).workers == 1
+    together = _arranged(model, sharded, rate, callbacks, None if alone else hardware.is_chief)
     if sharded is not None and not plan.on_servers and place_of(strategy).workers > 1:
         together = with_agreement(together, AgreeEachEpoch(strategy, together, sharded))
     shown = verbose if hardware.is_chief or verbose != "auto" else 0
@@ -58,7 +59,7 @@ def train(
     finally:
         # Keras does not notify callbacks of a `fit` that failed.
         for callback in together:
-            if isinstance(callback, Backup):
+            if isinstance(callback, (Backup, ScaledLearningRate)):
                 callback.leave()
 
 
@@ -67,15 +68,19 @@ def _arranged(
     data: DistributedData | None,
     rate: Sequence[keras.callbacks.Callback],
     callbacks: Sequence[keras.callbacks.Callback],
-    is_chief: bool,
+    is_chief: bool | None,
 ) -> list[keras.callbacks.Callback]:
-    """All callbacks in order; a `Backup` comes last, as it saves the state of all others."""
+    """All callbacks in order; a `Backup` comes last, as it saves the state of all others.
+
+    Of several workers only the chief writes; `is_chief` is `None` if there is one.
+    """
     backups = [callback for callback in callbacks if isinstance(callback, Backup)]
     others = [callback for callback in callbacks if not isinstance(callback, Backup)]
     ours: list[keras.callbacks.Callback] = [FollowEpochs(data)] if data is not None else []
     if accumulating(model.optimizer) and not any(isinstance(callback, ExactAccumulation) for callback in others):
         ours.append(ExactAccumulation())
-    written = with_one_writer([*ours, *rate, *others], is_chief)
+    written = [*ours, *rate, *others]
+    written = written if is_chief is None else with_one_writer(written, is_chief)
     for backup in backups:
         backup.callbacks = [*backup.callbacks, *written]
     return [*written, *backups]

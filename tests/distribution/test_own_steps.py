@@ -4,7 +4,9 @@ import keras
 import numpy as np
 import own_steps
 import pytest
+import tensorflow as tf
 from histories import MicroBatches
+from oracles import largest_difference
 
 from keras_paragrad import DistributedFit, microbatch
 
@@ -75,3 +77,52 @@ def test_what_compute_metrics_adds_has_to_be_had_of_parts():
     assert fitted(own_steps.Perplexity, 100)["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
     with pytest.raises(ValueError, match="compute_metrics of Perplexity returns.*Override that too"):
         fitted(own_steps.Perplexity, 3)
+
+
+class Gan(keras.Model):
+    """Two models and their optimizers; neither the model itself nor its own optimizer is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.maker = keras.Sequential([keras.Input((3,)), keras.layers.Dense(6)])
+        self.judge = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+
+    def compile(self, **optimizers):
+        super().compile()
+        self.optimizers = optimizers
+
+    def train_step(self, data):
+        real, noise = data
+        entropy = keras.losses.BinaryCrossentropy(from_logits=True)
+        ones, zeros = tf.ones((tf.shape(real)[0], 1)), tf.zeros((tf.shape(real)[0], 1))
+        for name in ("judge", "maker"):
+            with tf.GradientTape() as tape:
+                judged = self.judge(self.maker(noise))
+                fooled = entropy(ones, judged)
+                loss = entropy(ones, self.judge(real)) + entropy(zeros, judged) if name == "judge" else fooled
+            weights = getattr(self, name).trainable_weights
+            self.optimizers[name].apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {}
+
+
+class GanOfNoise(Gan):
+    def call(self, noise):
+        return self.maker(noise)
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("kind", [Gan, GanOfNoise])
+def test_models_whose_own_step_does_not_call_them(kind):
+    generator = np.random.default_rng(0)
+    real, noise = (generator.normal(size=(16, width)).astype("float32") for width in (6, 3))
+
+    def trained(dist):
+        with dist.scope():
+            keras.utils.set_random_seed(0)
+            model = kind()
+            model.compile(judge=keras.optimizers.Adam(0.01), maker=keras.optimizers.SGD(0.1))
+        dist.fit(model, real, noise, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return model
+
+    # Of even batches without clips, the sum of the replicas' gradients is that of one device.
+    assert largest_difference(trained(on_replicas(exact=False)), trained(DistributedFit("none"))) < 1e-6

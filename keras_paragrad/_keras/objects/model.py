@@ -17,6 +17,25 @@ def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return model._flatten_layers(include_self=False)
 
 
+def check_no_row_states(model: keras.Model, parts: str, instead: str) -> None:
+    """Refuses layers that keep a state for each row of a batch of one size, such as `LSTM(stateful=True)`.
+
+    Args:
+        model: The model.
+        parts: What would be given parts of a batch.
+        instead: What to write.
+
+    Raises:
+        ValueError: There is such a layer. The message names it.
+    """
+    found = next((layer for layer in all_layers(model) if getattr(layer, "stateful", False)), None)
+    if found is not None:
+        raise ValueError(
+            f"{type(found).__name__}(stateful=True), {found.name!r}, keeps a state for each row of a batch, and "
+            f"{parts} parts of it. Write stateful=False, or {instead}."
+        )
+
+
 def own_metrics(model: keras.Model) -> list[Any]:
     """The metrics that the model and its layers have as attributes; `metrics` may be overridden and leave some out."""
     return [metric for layer in model._flatten_layers() for metric in layer._metrics]

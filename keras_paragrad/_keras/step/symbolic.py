@@ -9,7 +9,7 @@ from keras.src.utils.python_utils import is_default
 from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad._keras.objects.data import counts_readers, first_batch
-from keras_paragrad._keras.objects.model import has_own_compute_loss
+from keras_paragrad._keras.objects.model import all_layers, has_own_compute_loss, has_own_train_step
 from keras_paragrad._keras.probes.untouched import untouched
 
 
@@ -62,7 +62,12 @@ def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None
         return keras.KerasTensor((None, *local.shape[1:]), keras.backend.standardize_dtype(local.dtype))
 
     with strategy.scope():
-        model._symbolic_build(data_batch=keras.tree.map_structure(of_any_size, data_batch))
+        try:
+            model._symbolic_build(data_batch=keras.tree.map_structure(of_any_size, data_batch))
+        except Exception:
+            # A step of its own need not call the model, which is not built then for all its layers.
+            if not has_own_train_step(model) or not all(layer.built for layer in all_layers(model)):
+                raise
 
 
 def build_from_inputs(model: Any, data_batch: Any) -> None:

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.losses.logs import SharedResults
@@ -12,7 +13,9 @@ from keras_paragrad._keras.losses.normalization import IndivisibleError
 from keras_paragrad._keras.losses.own_logs import trained_by_own_step
 from keras_paragrad._keras.losses.tracking import LossWindow, TrackedLosses
 from keras_paragrad._keras.objects.capabilities import Accumulating, accumulating
+from keras_paragrad._keras.objects.model import all_layers, check_no_row_states
 from keras_paragrad._keras.replicas.collectives import replica_count, sum_over_replicas
+from keras_paragrad._keras.replicas.own_optimizers import built_outside_of_steps
 from keras_paragrad._keras.replicas.shard import Shard
 from keras_paragrad._keras.step.apply import apply_gradient
 from keras_paragrad._keras.step.compiled_call import compiled_by_layer
@@ -60,7 +63,7 @@ class TrainStep(NamedTuple):
                 "itself, so the gradient of the whole batch can't be transformed. Move what train_step does into "
                 "compute_loss."
             )
-        with self._gathering():
+        with self._gathering(), built_outside_of_steps(self.model):
             if self.stages.take and replica_count() > 1:
                 return trained_by_own_step(self.model, data)
             return self.model.train_step(data)
@@ -75,6 +78,8 @@ class TrainStep(NamedTuple):
         sharing = ReplicaLossScale(shard) if replica_count() > 1 else None
         # An accumulating optimizer weighs the replicas itself.
         gradient = self._gradient(shard.filled(data), shard, None if self._accumulator else sharing)
+        if sharing and tf.executing_eagerly() and not self._accumulator:
+            _check_rows(self.model, data, gradient.gradients)
         losses = None
         if gradient.sums is not None:
             losses = TrackedLosses(self.model, gradient.sums, self.window, ends=self.update)
@@ -141,6 +146,7 @@ class TrainStep(NamedTuple):
         if split.cuts(data) is False:
             # What is not cut needs no weight, but where it is accumulated with what has one.
             return self._of_part(shard, split if self._accumulator else None)(data, replica_scale=replica_scale)
+        check_no_row_states(self.model, "slices are", "give batches that are one slice")
         gradient = split(self.model, self._of_part(shard, split), data)
         return scaled(gradient, replica_scale) if replica_scale else gradient
 
@@ -161,4 +167,15 @@ class TrainStep(NamedTuple):
             sums=parts,
             foreseen=foreseen,
             present=self.stages.present,
+        )
+
+
+def _check_rows(model: Any, data: Any, gradients: list[Any]) -> None:
+    """Refuses gradients of rows of which only a graph shows whether each replica has summed them."""
+    sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in keras.tree.flatten(data))
+    sparse = sparse or any(getattr(layer, "sparse", False) for layer in all_layers(model))
+    if sparse and any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+        raise ValueError(
+            f"{model.name} has sparse inputs, and run_eagerly=True hides whether a replica has summed the gradients of "
+            "a row. Write model.compile(..., run_eagerly=False), or run eagerly on one device: DistributedFit('none')."
         )
