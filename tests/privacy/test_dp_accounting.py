@@ -53,6 +53,20 @@ def test_epsilon(noise, rate, updates, delta):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("noise", [0.1001, 0.0999, 0.08, 0.0501, 0.0499, 0.02])
+def test_epsilon_of_little_noise(noise):
+    accountant = theirs.RdpAccountant()
+    accountant.compose(dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(noise)), 100))
+    assert epsilon(noise, 0.1, 100, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-9)
+
+
+@pytest.mark.parametrize(("noise", "rate", "less"), [(5.0, 1e-6, True), (20.0, 1e-4, False)])
+def test_privacy_loss_distributions_never_cost_more(noise, rate, less):
+    """Losses are rounded up once for each update, so of many at a tiny rate, divergences know more."""
+    by_rdp, by_pld = (epsilon(noise, rate, 10**5, 1e-8, accountant) for accountant in ("rdp", "pld"))
+    assert by_pld < by_rdp if less else by_pld == by_rdp
+
+
 @pytest.mark.parametrize(
     ("noise", "rate", "updates", "published"),
     [(1.1, 256 / 60_000, 14_062, 2.382), (4.0, 0.01, 10_000, 0.947)],

@@ -52,7 +52,7 @@ def epsilon(
         delta: Above 0 and below 1; smaller than 1 / examples.
         accountant: `"rdp"` for Rényi divergences (Mironov et al., 2019, https://arxiv.org/abs/1908.10530), or
             `"pld"` for privacy loss distributions (Koskela et al., 2020, https://arxiv.org/abs/1906.03049), which gives
-            less and takes dp-accounting; below a noise multiplier of 0.01 it is `"rdp"`.
+            less and takes dp-accounting; below a noise multiplier of 0.01, and wherever that is less, it is `"rdp"`.
         truncation: Of draws that are cut at a limit, `truncation_probability`.
 
     Returns:
@@ -126,8 +126,11 @@ def with_truncation(spent: Callable[[float], float], delta: float, truncated: fl
 
 
 def _spent(parts: Sequence[Updates], accountant: str) -> Callable[[float], float]:
-    # With less noise, losses overflow dp-accounting's floats, and no epsilon tells anything.
-    if accountant == "pld" and min(part.noise_multiplier for part in parts) >= pld.LEAST_NOISE:
-        return pld.epsilons([(part.noise_multiplier, part.sampling_rate, part.updates) for part in parts])
     total = np.sum([part.updates * rdp_of_update(part.noise_multiplier, part.sampling_rate) for part in parts], 0)
-    return functools.partial(epsilon_of, total, ORDERS)
+    by_rdp = functools.partial(epsilon_of, total, ORDERS)
+    # With less noise, losses overflow dp-accounting's floats, and no epsilon tells anything.
+    if accountant == "rdp" or min(part.noise_multiplier for part in parts) < pld.LEAST_NOISE:
+        return by_rdp
+    by_pld = pld.epsilons([(part.noise_multiplier, part.sampling_rate, part.updates) for part in parts])
+    # Both are bounds. Losses are rounded up in each update, so of millions at a tiny rate "pld" knows less.
+    return lambda delta: min(by_pld(delta), by_rdp(delta))
