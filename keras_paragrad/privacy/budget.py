@@ -3,15 +3,18 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
+from keras_paragrad.extras import require
 from keras_paragrad.plain_text import InNotebooks
 from keras_paragrad.privacy.accounting.adaptive import gradient_noise_multiplier
-from keras_paragrad.privacy.accounting.calibration import noise_multiplier
-from keras_paragrad.privacy.accounting.composition import epsilon
+from keras_paragrad.privacy.accounting.calibration import last_that, noise_multiplier
+from keras_paragrad.privacy.accounting.composition import checked
 from keras_paragrad.privacy.accounting.truncation import truncation_probability
 from keras_paragrad.privacy.adaptive import AdaptiveClip
+from keras_paragrad.privacy.ledger import Entry, Event, dp_event, epsilon_of
 from keras_paragrad.privacy.physical import rows_of_update
 
 # Of delta, what draws that are cut off may take at most.
@@ -53,29 +56,68 @@ class Settings:
             )
 
 
+class Released(Protocol):
+    """What `Privacy` asks of a model."""
+
+    def entries(self) -> list[Entry]:
+        """All that its weights have released, up to now."""
+        ...
+
+    def replace_unknown(self, entries: Iterable[Entry]) -> None:
+        """Replaces what nothing is known of by what the user states."""
+        ...
+
+
 class Privacy(InNotebooks):
     """What training has spent of a privacy budget, and what it may spend.
 
     Args:
         settings: The arguments of `make_private`.
-        updates: Returns the number of updates made.
+        released: What the model's weights have released.
     """
 
-    def __init__(self, settings: Settings, updates: Callable[[], int]):
+    def __init__(self, settings: Settings, released: Released):
         self.settings = settings
-        self._updates = updates
+        self._released = released
         self._examples = settings.examples
         self._noise: float | None = settings.noise_multiplier
 
     def __repr__(self) -> str:
-        if self._examples is None:
+        if self._examples is None and not self.entries():
             return "<Privacy: before fit(), how many examples there are is unknown>"
         return f"<Privacy: {self.statement()}>"
 
+    def entries(self) -> list[Entry]:
+        """The ledger: an entry for each run that the weights come from."""
+        return self._released.entries()
+
     @property
     def updates(self) -> int:
-        """How many updates have been made."""
-        return self._updates()
+        """How many updates the weights come from, those of weights that were loaded among them."""
+        return sum(entry.updates for entry in self.entries())
+
+    @property
+    def event(self) -> Any:
+        """The ledger as a `dp_accounting.DpEvent`, for any of its accountants. What draws that are cut off take of
+        delta is not in it.
+
+        Raises:
+            MissingExtraError: dp-accounting is not installed.
+        """
+        require("privacy.event", "dp_accounting")
+        return dp_event(self.entries())
+
+    def replace_unknown(self, *updates: tuple[float, float, int]) -> None:
+        """States how weights were trained of which no ledger is known.
+
+        Args:
+            *updates: The noise multiplier, the sampling rate and the number of updates of one kind each. None at all,
+                if no private example had a part in these weights.
+        """
+        stated = [checked(*each) for each in updates]
+        self._released.replace_unknown(
+            Entry(secrets.randbits(62), 0, 0, 0, Event(noise, rate), count) for noise, rate, count, _ in stated
+        )
 
     @property
     def examples(self) -> int:
@@ -105,8 +147,8 @@ class Privacy(InNotebooks):
         if self._examples not in (None, examples):
             raise ValueError(
                 f"The data have {examples} examples, and epsilon is computed for {self._examples}, as stated or as "
-                "fit() was given before. Pass the same data, or make_private(model, ...) anew: it counts from 0, so "
-                "what was spent before has to be added."
+                "fit() was given before. Pass the same data, or write make_private(model, ...) anew, which adds to "
+                "what was spent."
             )
         self.settings.check_examples(examples)
         self._examples = examples
@@ -175,33 +217,62 @@ class Privacy(InNotebooks):
         return gradient_noise_multiplier(self.noise_multiplier, clip.noise_on_count(self.settings.expected_batch_size))
 
     @property
+    def event_of_update(self) -> Event:
+        """What the next update will release."""
+        clip = self.settings.clip_norm
+        norm = clip if isinstance(clip, float) else 0.0
+        return Event(self.noise_multiplier, self.sampling_rate, self.truncation, norm)
+
+    @property
     def epsilon(self) -> float:
-        """Epsilon of the updates made so far."""
-        return self.epsilon_after(self.updates)
+        """Epsilon of all updates that the weights come from; infinite if how some were made isn't known."""
+        return self.epsilon_of(self.entries())
+
+    def epsilon_of(self, entries: Sequence[Entry], further: int = 0) -> float:
+        """Epsilon of entries of a ledger, and of so many further updates with the settings of now."""
+        event = (self.event_of_update, further) if further else None
+        return epsilon_of(entries, self.settings.delta, self.settings.accountant, event)
 
     def epsilon_after(self, updates: int) -> float:
-        """Epsilon of so many updates."""
-        if not updates:
-            return 0.0
-        settings = self.settings
-        return epsilon(
-            *(self.noise_multiplier, self.sampling_rate, updates, settings.delta),
-            settings.accountant,
-            truncation=self.truncation,
-        )
+        """Epsilon of so many updates: those that were made, and then others with the settings of now."""
+        entries = self.entries()
+        return self.epsilon_of(entries, max(0, updates - sum(entry.updates for entry in entries)))
 
     @property
     def updates_left(self) -> int | None:
         """How many more updates the budget allows, or `None` without a `target_epsilon`."""
         planned = self.planned_updates
-        return None if planned is None else max(0, planned - self.updates)
+        if planned is None:
+            return None
+        entries, event = self.entries(), self.event_of_update
+        alike = sum(entry.updates for entry in entries if entry.event[:3] == event[:3])
+        left = max(0, planned - alike)
+        if not any(entry.updates and entry.event[:3] != event[:3] or entry.is_unknown for entry in entries):
+            return left
+        target = self.settings.target_epsilon or 0.0
+        return last_that(lambda further: self.epsilon_of(entries, further) <= target, left, left) if left else 0
+
+    def spent_budget(self) -> str:
+        """The message for training that the budget has no room for."""
+        unknown = any(entry.is_unknown for entry in self.entries())
+        way_out = (
+            "Some weights have no known ledger: if you know how they were trained, write "
+            "private.privacy.replace_unknown((noise_multiplier, sampling_rate, updates))"
+            if unknown
+            else "To train longer, begin anew with make_private(..., epochs=...) of the whole training, or ask for a "
+            "larger target_epsilon"
+        )
+        return (
+            f"The budget is spent: {self.updates} updates were made, for which epsilon is {self.epsilon:.4g}, and "
+            f"target_epsilon is {self.settings.target_epsilon:g}. {way_out}."
+        )
 
     def statement(self) -> str:
         """A paragraph for a paper: what is promised, of what, how it was computed, and what is outside of it."""
-        settings, updates = self.settings, self.updates
+        settings, entries = self.settings, self.entries()
         accountant = {
             "rdp": "Rényi differential privacy (Mironov et al., 2019) with the conversion of Canonne et al. (2020)",
-            "pld": "privacy loss distributions (dp-accounting)",
+            "pld": "privacy loss distributions (dp-accounting), or Rényi differential privacy where that gives less",
         }[settings.accountant]
         noise = (
             "drawn from the operating system's randomness; floating-point arithmetic is not defended against"
@@ -209,17 +280,49 @@ class Privacy(InNotebooks):
             else "drawn by a counter-based generator (Philox) from a secret key, which isn't cryptographically secure; "
             "floating-point arithmetic is not defended against"
         )
-        return (
-            f"Trained with DP-SGD (Abadi et al., 2016): the trained weights are "
-            f"({self.epsilon:.3g}, {settings.delta:g})-differentially private after {updates} updates. The unit of "
-            f"privacy is one example, and neighbouring data sets differ by one example added or removed. Each update "
-            f"draws each of {self.examples} examples with probability {self.sampling_rate:.6g}, independently (Poisson "
-            f"sampling; of draws beyond {self.rows_needed} rows the excess is dropped, at random, which is accounted "
-            f"for). Gradients are clipped per example ({_in_words(settings.clip_norm)}) and summed, and Gaussian noise "
-            f"with noise multiplier {self.noise_multiplier:.6g} is added once per update; it is {noise}. Epsilon is "
-            f"computed with {accountant}. Not covered are metrics and losses on training data, the choice of "
-            "hyperparameters, preprocessing that looks at the data, such as normalization, and what was trained before."
+        spent = self.epsilon_of(entries)
+        promise = (
+            f"the trained weights are ({spent:.3g}, {settings.delta:g})-differentially private after"
+            if math.isfinite(spent)
+            else "nothing can be promised of the trained weights after"
         )
+        return (
+            f"Trained with DP-SGD (Abadi et al., 2016): {promise} {self.updates} updates.{_unknown_in_words(entries)} "
+            f"The unit of privacy is one example, and neighbouring data sets differ by one example added or removed. "
+            f"{self._updates_in_words(entries)} Examples are drawn independently (Poisson sampling; of draws beyond "
+            f"the rows of an update the excess is dropped, at random, which is accounted for). Gradients are clipped per "
+            f"example ({_in_words(settings.clip_norm)}) and summed, and Gaussian noise is added once per update; it is "
+            f"{noise}. Epsilon is computed with {accountant}. Not covered are metrics and losses on training data, the "
+            "choice of hyperparameters, preprocessing that looks at the data, such as normalization, and what the "
+            "model was trained on before make_private."
+        )
+
+    def _updates_in_words(self, entries: Sequence[Entry]) -> str:
+        counts: dict[Event, int] = {}
+        for entry in entries:
+            if not entry.is_unknown and entry.updates:
+                counts[entry.event] = counts.get(entry.event, 0) + entry.updates
+        now = self.event_of_update if self._examples is not None else None
+        if not counts and now is not None:
+            counts[now] = 0
+        said = []
+        for event, updates in counts.items():
+            examples = f"each of {self.examples} examples" if event == now else "each example"
+            clip = f", {event.clip_norm:g}" if event.clip_norm else ""
+            said.append(
+                f"Each of {updates} updates draws {examples} with probability {event.sampling_rate:.6g}, and adds "
+                f"noise with noise multiplier {event.noise_multiplier:.6g} (in units of the clip norm{clip})."
+            )
+        return " ".join(said)
+
+
+def _unknown_in_words(entries: Sequence[Entry]) -> str:
+    unknown = next((entry for entry in entries if entry.is_unknown), None)
+    if unknown is None:
+        return ""
+    if unknown.updates:
+        return f" Of {unknown.updates} updates the noise and the sampling are not known."
+    return " Some weights were replaced outside of training, by others of which nothing is known."
 
 
 # Kept for the next call: an epsilon is asked for after every update.

@@ -1,8 +1,6 @@
 """`PrivateModel`: what `make_private` returns, whose `fit` is DP-SGD."""
 
-import contextlib
 import logging
-import secrets
 from typing import Any
 
 import keras
@@ -16,11 +14,14 @@ from keras_paragrad.privacy.adaptive import AdaptiveClip, ClipState
 from keras_paragrad.privacy.budget import Privacy, Settings
 from keras_paragrad.privacy.callback import Epochs, PrivacyLogs
 from keras_paragrad.privacy.clipping import PrivateGradients
+from keras_paragrad.privacy.ledger import ROWS, WORDS
 from keras_paragrad.privacy.noise import GaussianNoise
 from keras_paragrad.privacy.physical import PhysicalBatches
 from keras_paragrad.privacy.refusals import check_compiled, check_fit
+from keras_paragrad.privacy.releases import Releases
 from keras_paragrad.privacy.rows import rows_from
 from keras_paragrad.privacy.sampling import PoissonSampling, present, private_batches
+from keras_paragrad.privacy.secret import digest_of_rows
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -45,10 +46,6 @@ class PrivateModel(PerExampleModel):
             trainable=False,
             aggregation="only_first_replica",
         )
-        # Bypass Keras's tracking: none of this is state of the model, and the key must be in no file.
-        own = self.__dict__
-        own["privacy"] = Privacy(settings, lambda: int(self._updates.numpy()))
-        own.update(_noise=None, _key=None, _seed=None)
         if isinstance(settings.clip_norm, AdaptiveClip):
             self._log_clip_norm = self.add_weight(
                 name="log_clip_norm",
@@ -61,6 +58,18 @@ class PrivateModel(PerExampleModel):
             per_example.__dict__["state"] = ClipState(
                 settings.clip_norm, settings.expected_batch_size, self._log_clip_norm
             )
+        # The last one: files from before it lack it.
+        self._ledger = self.add_weight(
+            name="ledger",
+            shape=(ROWS, WORDS),
+            dtype="int64",
+            initializer="zeros",
+            trainable=False,
+            aggregation="only_first_replica",
+        )
+        # Bypass Keras's tracking: none of this is state of the model, and the key must be in no file.
+        releases = Releases(self, self._updates, self._ledger)
+        self.__dict__.update(privacy=Privacy(settings, releases), _releases=releases, _noise=None)
 
     @classmethod
     def around(cls, model: keras.Model, settings: Settings, seed: int | None) -> "PrivateModel":
@@ -78,7 +87,31 @@ class PrivateModel(PerExampleModel):
         Args:
             seed: What `make_private` was given; `None` draws one.
         """
-        self.__dict__.update(_seed=seed, _key=None, _noise=None)
+        self._releases.set_seed(seed)
+
+    def get_weights(self) -> list[np.ndarray]:
+        """The values of all weights, with the ledger of what they have released."""
+        self._releases.sync()
+        return super().get_weights()
+
+    def set_weights(self, weights: list[Any]) -> None:
+        """Sets the values of all weights, and adds what they have released to the ledger."""
+        self._releases.sync()
+        super().set_weights(weights)
+        self._releases.sync()
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the ledger as it is now."""
+        self._releases.sync()
+        super().save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Adds what loaded weights have released to the ledger."""
+        self._releases.sync()
+        stored = {name: store[name] for name in store.keys()}  # noqa: SIM118
+        last = str(len(self._non_trainable_variables) - 1)
+        super().load_own_variables({last: np.zeros((ROWS, WORDS), np.int64), **stored})
+        self._releases.sync()
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a batch of one's own is no random sample.
@@ -129,30 +162,33 @@ class PrivateModel(PerExampleModel):
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = callbacks.callbacks
         listed = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
-        check_fit(self, listed, batch_size, validation_split, shuffle, steps_per_epoch)
         check_compiled(self)
+        check_fit(self, listed, batch_size, validation_split, shuffle, steps_per_epoch)
         rows = rows_from(x, y, sample_weight, class_weight)
         self.privacy.given(rows.count)
+        self._releases.begin_fit()
         left = self.privacy.updates_left
         if left == 0:
-            raise ValueError(
-                f"The budget is spent: {self.privacy.updates} updates were made, for which epsilon is "
-                f"{self.privacy.epsilon:.4g}. To train longer, begin anew with make_private(..., epochs=...) of the "
-                "whole training."
-            )
+            raise ValueError(self.privacy.spent_budget())
         self._warn_once()
         padded, physical = self.privacy.rows(replicas := self.distribute_strategy.num_replicas_in_sync)
         builder = StepBuilder.of(self)
         split = PhysicalBatches(physical // replicas, LossNormalization(asked_by="make_private"))
         self._install(builder, split, padded)
-        steps = self.privacy.updates_per_epoch
-        ends = self.privacy.updates + (epochs - initial_epoch) * steps
-        counted = Epochs(self.privacy, lambda: builder.batches_to_skip)
         sampled = self.privacy.examples, self.privacy.sampling_rate, padded
-        sampling = PoissonSampling(self._sampling_key(), *sampled, replicas)
-        data = private_batches(rows, sampling, lambda: self._updates_of_epoch(counted))
-        if left is None or left % steps == 0:
-            # Else the budget ends within an epoch, and the epoch with it.
+        sampling = PoissonSampling((0, 0), *sampled, replicas)
+
+        def begin_epoch() -> int:
+            update = self._releases.begin_epoch(self.privacy.event_of_update, lambda: digest_of_rows(rows))
+            sampling.key = self._sampling_key()
+            return update
+
+        steps = self.privacy.updates_per_epoch
+        # Else the budget ends within an epoch, and the epoch with it.
+        whole = left is None or left % steps == 0
+        counted = Epochs(self.privacy, begin_epoch, lambda: builder.batches_to_skip, whole=whole)
+        data = private_batches(rows, sampling, counted.numbers)
+        if whole:
             data = data.apply(tf.data.experimental.assert_cardinality(steps))
         try:
             return super().fit(
@@ -160,7 +196,7 @@ class PrivateModel(PerExampleModel):
                 epochs=epochs,
                 verbose=verbose,
                 shuffle=False,
-                callbacks=[PrivacyLogs(self.privacy, counted, ends), *listed, counted],
+                callbacks=[PrivacyLogs(self.privacy, counted), *listed, counted],
                 validation_data=validation_data,
                 initial_epoch=initial_epoch,
                 validation_steps=validation_steps,
@@ -170,20 +206,16 @@ class PrivateModel(PerExampleModel):
         finally:
             # Steps that are traced elsewhere are none of an update, and refused.
             self.per_example.rows = None
-
-    def _updates_of_epoch(self, counted: Epochs) -> range:
-        last = counted.first + self.privacy.updates_per_epoch
-        planned = self.privacy.planned_updates
-        return range(counted.first, last if planned is None else min(last, planned))
+            self._releases.end_fit()
 
     def _install(self, builder: StepBuilder, split: PhysicalBatches, padded: int) -> None:
         layer: Any = self.per_example
         layer.rows = padded
         if self._noise is None:
-            own = self.__dict__
             deviation = self.privacy.gradient_noise_multiplier / self.privacy.settings.expected_batch_size
-            own["_noise"] = GaussianNoise(
+            self.__dict__["_noise"] = GaussianNoise(
                 self._noise_key,
+                self._releases.position,
                 self._updates,
                 lambda: deviation * layer.sensitivity,
                 lambda: self.trainable_weights,
@@ -193,22 +225,12 @@ class PrivateModel(PerExampleModel):
         if (builder.stages.split, builder.stages.transform) != (split, self._noise):
             builder.fill(split=split, transform=self._noise, present=present)
 
-    def _secret(self) -> Any:
-        """The key of sampling and noise: four words of 64 bits, the same on every worker."""
-        if self._key is None:
-            words = _words(self._seed)
-            # With several workers, TensorFlow gives a new variable the chief's value everywhere.
-            inside = tf.distribute.has_strategy() or self.distribute_strategy is tf.distribute.get_strategy()
-            with tf.init_scope(), contextlib.nullcontext() if inside else self.distribute_strategy.scope():
-                self.__dict__["_key"] = tf.Variable(tf.constant(words), trainable=False)
-        return self._key
-
     def _sampling_key(self) -> tuple[int, int]:
-        first, second, *_ = np.asarray(self._secret().numpy()).astype(np.uint64).tolist()
+        first, second, *_ = np.asarray(self._releases.key.numpy()).astype(np.uint64).tolist()
         return first, second
 
     def _noise_key(self) -> tf.Tensor:
-        return tf.identity(self._secret())[2:]
+        return tf.identity(self._releases.key)[2:]
 
     def _warn_once(self) -> None:
         if not self.__dict__.get("_warned"):
@@ -230,10 +252,3 @@ class PrivateModel(PerExampleModel):
         layer = keras.saving.deserialize_keras_object(config.pop("per_example"), custom_objects)
         settings = config.pop("settings")
         return cls(layer, Settings(**{**settings, "clip_norm": layer.clip}), **config)
-
-
-def _words(seed: int | None) -> np.ndarray:
-    """Four words of 64 bits, of a seed or of the operating system's randomness."""
-    if seed is None:
-        return np.array([secrets.randbits(64) for _ in range(4)], np.uint64).astype(np.int64)
-    return np.random.SeedSequence(seed).generate_state(4, np.uint64).astype(np.int64)

@@ -25,7 +25,8 @@ class GaussianNoise:
 
     Args:
         key: Returns an int64 tensor `(2,)`.
-        updates: The number of updates made, which this counts.
+        position: The number of updates made with this key, which this counts: in no file, so no load takes it back.
+        updates: The number of updates that the weights have behind them, which this counts.
         deviation: Returns the standard deviation, a number or a scalar.
         variables: Returns the model's trainable variables, which there are once it is built.
         secure: Whether to draw from the operating system instead.
@@ -38,6 +39,7 @@ class GaussianNoise:
     def __init__(
         self,
         key: Callable[[], tf.Tensor],
+        position: tf.Variable,
         updates: keras.Variable,
         deviation: Callable[[], Any],
         variables: Callable[[], list[keras.Variable]],
@@ -45,12 +47,12 @@ class GaussianNoise:
         secure: bool = False,
         ended: Callable[[tf.Tensor], None] | None = None,
     ):
-        self.key, self.updates, self.deviation, self.secure, self.ended = key, updates, deviation, secure, ended
-        self.variables = variables
+        self.key, self.position, self.updates, self.variables = key, position, updates, variables
+        self.deviation, self.secure, self.ended = deviation, secure, ended
 
     def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> list[tf.Tensor]:
         """The gradients with noise."""
-        seed: Any = tf.random.fold_in(self.key(), tf.identity(self.updates.value), alg=_ALGORITHM)
+        seed: Any = tf.random.fold_in(self.key(), tf.identity(self.position), alg=_ALGORITHM)
         deviation = tf.cast(self.deviation(), "float32")
         # The gradient of an embedding doesn't know its shape.
         shapes = [variable.shape for variable in variables]
@@ -68,6 +70,7 @@ class GaussianNoise:
         with tf.control_dependencies(noisy):
             if self.ended:
                 self.ended(last)
+            self.position.assign_add(1)
             self.updates.assign_add(1)
         return noisy
 

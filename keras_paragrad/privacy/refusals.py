@@ -50,8 +50,13 @@ def check_compiled(model: Any) -> None:
     """Refuses what a private model was compiled with.
 
     Raises:
-        ValueError: An optimizer or a loss is refused. The message says what to write.
+        ValueError: It wasn't compiled, or an optimizer or a loss is refused. The message says what to write.
     """
+    if not model.compiled:
+        raise ValueError(
+            "The private model wasn't compiled, and takes over nothing from a compile of the model in it, whose "
+            "optimizer may hold what it saw of examples. Write private.compile(optimizer, loss) before fit."
+        )
     optimizer = model.optimizer
     if any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in nested(optimizer)):
         raise ValueError(

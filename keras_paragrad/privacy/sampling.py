@@ -32,7 +32,7 @@ class PoissonSampling:
     """The batch of each update, drawn by a key and the update's number alone.
 
     Args:
-        key: Two unsigned integers of 64 bits.
+        key: Two unsigned integers of 64 bits. Another one may take its place between epochs.
         examples: How many examples there are.
         rate: The probability of each to be in a batch.
         rows: Rows of the padded batch. Of a larger draw so many are kept, at random.
@@ -61,7 +61,7 @@ class PoissonSampling:
         return Draw(*map(np.stack, zip(*map(self.draw, updates), strict=True)))
 
 
-def private_batches(rows: Rows, sampling: PoissonSampling, updates: Callable[[], range]) -> tf.data.Dataset:
+def private_batches(rows: Rows, sampling: PoissonSampling, updates: Callable[[], Any]) -> tf.data.Dataset:
     """The padded batches `(x, y, sample_weight)` of updates.
 
     Args:

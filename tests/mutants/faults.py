@@ -819,7 +819,7 @@ _PRIVACY = [
     _fault(
         "all updates have the noise of the first",
         "privacy/noise.py",
-        "tf.identity(self.updates.value)",
+        "tf.identity(self.position)",
         "tf.constant(0, tf.int64)",
         "privacy/test_noise.py::test_noise_is_normal_and_independent",
     ),
@@ -847,8 +847,8 @@ _PRIVACY = [
     _fault(
         "noise goes by the optimizer's count, which a new one begins at 0",
         "privacy/model.py",
-        "                self._updates,\n                lambda",
-        "                self.optimizer.iterations,\n                lambda",
+        "                self._releases.position,\n",
+        "                self.optimizer.iterations.value,\n",
         "privacy/test_noise.py::test_a_new_optimizer_does_not_repeat_noise",
     ),
     _fault(
@@ -917,9 +917,8 @@ _PRIVACY = [
     _fault(
         "each replica draws noise of its own",
         "privacy/noise.py",
-        "tf.identity(self.updates.value)",
-        "tf.identity(self.updates.value)"
-        " + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)",
+        "tf.identity(self.position)",
+        "tf.identity(self.position) + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)",
         "privacy/test_replicas.py::test_replicas_take_the_updates_of_one_device",
     ),
     _fault(
@@ -988,9 +987,37 @@ _PRIVACY = [
     _fault(
         "a resumed epoch draws the batches that it skips for those that it trains on",
         "privacy/callback.py",
-        "self.privacy.updates - self._skipped()",
-        "self.privacy.updates",
+        "self._next - self._skipped()",
+        "self._next",
         "privacy/test_saving.py::test_resumed_from_our_backup_equals_undisturbed",
+    ),
+    _fault(
+        "what loaded weights have released is forgotten",
+        "privacy/releases.py",
+        "            self.ledger.add(loaded)\n",
+        "",
+        "privacy/test_ledger.py::test_loaded_weights_bring_what_they_have_released",
+    ),
+    _fault(
+        "noise goes by the count of updates, which loaded weights take back",
+        "privacy/model.py",
+        "                self._releases.position,\n",
+        "                self._updates.value,\n",
+        "privacy/test_ledger.py::test_a_key_gives_noise_to_one_update_alone",
+    ),
+    _fault(
+        "one seed gives one key, whatever is trained",
+        "privacy/releases.py",
+        '"salt", event, context, iterations, released, state, attempt',
+        '"salt", attempt',
+        "privacy/test_ledger.py::test_another_training_has_another_key",
+    ),
+    _fault(
+        "updates that the ledger lacks count as those of now",
+        "privacy/ledger.py",
+        "if damaged or (further > 0 and not entries):",
+        "if damaged:",
+        "privacy/test_ledger.py::test_updates_of_which_nothing_is_known",
     ),
     _fault(
         "a count beside gradients changes by one and not by one half",

@@ -31,6 +31,8 @@ class Recorder(keras.callbacks.Callback):
 
 def moves(seed=None, physical=None, jit=False, secure=False, updates=UPDATES, eager=False):
     """What each update adds to the kernel and the bias of a model whose gradients are 0, in units of the noise."""
+    # What a seed gives goes by the weights that training begins with.
+    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((10,)), keras.layers.Dense(WIDTH)])
     private = make_private(
         *(model,),

@@ -108,7 +108,7 @@ def updates_within(
     if accountant == "pld":
         # It allows as many or more, and takes far more time.
         start = max(1, updates_within(target_epsilon, noise_multiplier, sampling_rate, delta, truncation=truncation))
-    return _last(met, most, start)
+    return last_that(met, most, start)
 
 
 def _unmet(target_epsilon: float, updates: int, delta: float, truncation: float) -> ValueError:
@@ -124,7 +124,7 @@ def _unmet(target_epsilon: float, updates: int, delta: float, truncation: float)
     )
 
 
-def _last(met: Callable[[int], bool], most: int, start: int) -> int:
+def last_that(met: Callable[[int], bool], most: int, start: int) -> int:
     """The last number from 0 to `most` that meets a condition, which those before it meet too."""
     low, high = 0, min(start, most)
     while met(high):
