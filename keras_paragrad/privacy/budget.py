@@ -288,13 +288,13 @@ class Privacy(InNotebooks):
         )
         return (
             f"Trained with DP-SGD (Abadi et al., 2016): {promise} {self.updates} updates.{_unknown_in_words(entries)} "
-            f"The unit of privacy is one example, and neighbouring data sets differ by one example added or removed. "
+            "The unit of privacy is one example, and neighbouring data sets differ by one example added or removed. "
             f"{self._updates_in_words(entries)} Examples are drawn independently (Poisson sampling; of draws beyond "
-            f"the rows of an update the excess is dropped, at random, which is accounted for). Gradients are clipped per "
-            f"example ({_in_words(settings.clip_norm)}) and summed, and Gaussian noise is added once per update; it is "
-            f"{noise}. Epsilon is computed with {accountant}. Not covered are metrics and losses on training data, the "
-            "choice of hyperparameters, preprocessing that looks at the data, such as normalization, and what the "
-            "model was trained on before make_private."
+            "the rows of an update the excess is dropped, at random, which is accounted for). Gradients are clipped "
+            f"per example ({_in_words(settings.clip_norm)}) and summed, and Gaussian noise is added once per update; "
+            f"it is {noise}. Epsilon is computed with {accountant}. Not covered are metrics and losses on training "
+            "data, the choice of hyperparameters, preprocessing that looks at the data, such as normalization, and "
+            "what the model was trained on before make_private."
         )
 
     def _updates_in_words(self, entries: Sequence[Entry]) -> str:

@@ -18,7 +18,7 @@ class Epochs(keras.callbacks.Callback):
 
     Args:
         privacy: The model's budget.
-        begin: Returns the number of the next update.
+        begin: Returns the number of the next update, and how many from there on are counted already.
         skipped: Returns how many batches the epoch skips, as they were trained on before it was broken off.
         whole: Whether each epoch has to have all of its updates.
 
@@ -28,10 +28,12 @@ class Epochs(keras.callbacks.Callback):
         spent: What was released before this epoch.
     """
 
-    def __init__(self, privacy: Privacy, begin: Callable[[], int], skipped: Callable[[], int], *, whole: bool):
+    def __init__(
+        self, privacy: Privacy, begin: Callable[[], tuple[int, int]], skipped: Callable[[], int], *, whole: bool
+    ):
         super().__init__()
         self.privacy, self._begin, self._skipped, self._whole = privacy, begin, skipped, whole
-        self.first, self._next = 0, 0
+        self.first, self._next, self._counted = 0, 0, 0
         self.end: int | None = None
         self.spent: list[Entry] = []
 
@@ -41,12 +43,13 @@ class Epochs(keras.callbacks.Callback):
         Raises:
             ValueError: They leave too little of the budget.
         """
-        self._next = self._begin()
+        self._next, again = self._begin()
+        self._counted = self._next + again
         self.first = self._next - self._skipped()
         self.spent = self.privacy.entries()
         left = self.privacy.updates_left
-        self.end = None if left is None else self._next + left
-        if left == 0:
+        self.end = None if left is None else self._counted + left
+        if self.end == self._next:
             raise ValueError(self.privacy.spent_budget())
         if self.end is not None and self._whole and self.end < self.first + self.privacy.updates_per_epoch:
             raise ValueError(
@@ -66,7 +69,7 @@ class Epochs(keras.callbacks.Callback):
 
     def epsilon_after(self, batch: int) -> float:
         """Epsilon after a batch of the epoch."""
-        return self.privacy.epsilon_of(self.spent, max(0, self.made_after(batch) - self._next))
+        return self.privacy.epsilon_of(self.spent, max(0, self.made_after(batch) - self._counted))
 
     def ends(self, epoch: int) -> int:
         """The number of updates at which `fit` ends by itself."""

@@ -32,7 +32,7 @@ class PrivateModel(PerExampleModel):
 
     Attributes:
         privacy: What has been spent, and what may be: `epsilon`, `updates`, `sampling_rate`, `noise_multiplier`,
-            `statement()`.
+            `statement()`, `event`, and `replace_unknown()` for weights of which no ledger is known.
     """
 
     def __init__(self, per_example: PrivateGradients, settings: Settings, **kwargs: Any):
@@ -178,10 +178,10 @@ class PrivateModel(PerExampleModel):
         sampled = self.privacy.examples, self.privacy.sampling_rate, padded
         sampling = PoissonSampling((0, 0), *sampled, replicas)
 
-        def begin_epoch() -> int:
-            update = self._releases.begin_epoch(self.privacy.event_of_update, lambda: digest_of_rows(rows))
+        def begin_epoch() -> tuple[int, int]:
+            begun = self._releases.begin_epoch(self.privacy.event_of_update, lambda: digest_of_rows(rows))
             sampling.key = self._sampling_key()
-            return update
+            return begun
 
         steps = self.privacy.updates_per_epoch
         # Else the budget ends within an epoch, and the epoch with it.

@@ -41,7 +41,8 @@ def make_private(
         expected_batch_size: Examples in a batch on average; each is drawn with this probability over the number of
             examples.
         delta: Smaller than one over the number of examples.
-        target_epsilon: What epsilon may be after `epochs`; noise is calibrated to it, and training stops there.
+        target_epsilon: What epsilon may be after `epochs`; noise is calibrated to it, and training stops there. What
+            loaded weights have released counts, so less is left of it.
         epochs: The number of epochs that noise is calibrated for, of examples / expected_batch_size updates each.
         noise_multiplier: Instead of these, the standard deviation of the noise in units of the clip norm.
         examples: How many examples there are, if that is to be known before `fit`.
@@ -51,12 +52,12 @@ def make_private(
         accountant: `"rdp"`, or `"pld"` for a tighter epsilon, which takes `pip install keras_paragrad[privacy]`.
         secure_noise: Whether to draw noise from the operating system's randomness. It is slow, and can't be repeated.
             It does not defend against attacks on floating-point arithmetic.
-        seed: Makes sampling and noise repeatable. It has to be kept secret, and must not be used twice; by default it
-            is drawn. It is saved in no file.
+        seed: Makes sampling and noise repeatable: the same training, with the same weights to begin with, ends the
+            same. It has to be kept secret, as `secrets.randbits(64)`; by default it is drawn. It is saved in no file.
 
     Returns:
         A model to compile and fit, with a `privacy` attribute: `epsilon`, `updates`, `sampling_rate`,
-        `noise_multiplier` and `statement()`.
+        `noise_multiplier`, `statement()`, and `event` for the accountants of dp-accounting.
 
     Raises:
         ValueError: An argument is out of its range, or the model mixes examples. The message says what to write.

@@ -165,12 +165,16 @@ class Releases:
         variables = self._model.per_example.layer.trainable_variables
         return {id(variable): digest_of(variable) for variable in variables}
 
-    def begin_epoch(self, event: Event, digest_of_data: Callable[[], bytes]) -> int:
-        """Goes on with a run, or begins one, and returns the number of its next update.
+    def begin_epoch(self, event: Event, digest_of_data: Callable[[], bytes]) -> tuple[int, int]:
+        """Goes on with a run, or begins one.
 
         Args:
             event: What an update will release.
             digest_of_data: Returns what tells the data from others.
+
+        Returns:
+            The number of the run's next update, and how many from there on are counted, as this model has made the same
+            before.
         """
         self.sync()
         secret = self.secret
@@ -188,7 +192,8 @@ class Releases:
         self._begin(run)
         if state is not None:
             _BEGUN.setdefault((run.run, run.updates), state)
-        return run.updates
+        counted = max((entry.updates for entry in self.ledger if entry.run == run.run), default=0)
+        return run.updates, max(0, counted - run.updates)
 
     def _candidates(self, iterations: int) -> Iterator[Entry]:
         """The runs that may go on: what loaded weights were taken from, with the optimizer's state, or that before."""

@@ -159,20 +159,20 @@ def test_another_rate_is_accounted_for(first):
 
 
 def test_the_best_weights_have_the_cost_of_all(tmp_path):
-    x, y = some_data(EXAMPLES)
-    made = []
-    callbacks = [
-        keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: made.append(batch)),
-        keras.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True),
-    ]
-    private = build(0.5, optimizer=keras.optimizers.SGD(20.0))
-    fit(private, 8, callbacks=callbacks, validation_data=(x, y))
-    assert len(made) < 16
-    spent(private, (0.5, RATE, len(made)))
+    # It rises, so the first weights are the best.
+    stops = keras.callbacks.EarlyStopping("epsilon", mode="min", patience=2, restore_best_weights=True)
+    private = build(0.5)
+    ends = []
+    first = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: ends.append(private.get_weights()[-1]))
+    fit(private, 8, callbacks=[first, stops])
+    np.testing.assert_array_equal(private.get_weights()[-1], ends[0])
+    made = 2 * len(ends)
+    assert made == 6
+    spent(private, (0.5, RATE, made))
     private.save_weights(tmp_path / "best.weights.h5")
     second = build(0.5)
     second.load_weights(tmp_path / "best.weights.h5")
-    assert second.privacy.updates == len(made)
+    assert second.privacy.updates == made
 
 
 def test_earlier_weights_do_not_give_the_budget_back():
@@ -257,22 +257,21 @@ def test_another_training_has_another_key():
 def test_the_same_training_ends_the_same():
     """Also where it is broken off and begun anew by the same object, or takes up weights of another."""
 
-    def resumed(private, begun, state):
-        private.set_weights(begun)
-        for variable, value in zip(private.optimizer.variables, state, strict=True):
-            variable.assign(value)
-        fit(private, 3, initial_epoch=1)
-        return private
-
-    private = build(seed=3)
+    options = {"seed": 3, "target_epsilon": 50.0, "epochs": 4}
+    private = build(**options)
     fit(private)
     begun, state = private.get_weights(), [each.numpy() for each in private.optimizer.variables]
-    fit(private, 3, initial_epoch=1)
+    history = fit(private, 3, initial_epoch=1).history
     expected = private.get_weights()
-    for found in (resumed(private, begun, state), resumed(build(seed=3), begun, state)):
+    for found in (private, build(**options)):
+        found.set_weights(begun)
+        for variable, value in zip(found.optimizer.variables, state, strict=True):
+            variable.assign(value)
+        again = fit(found, 3, initial_epoch=1).history
         for one, other in zip(found.get_weights(), expected, strict=True):
             np.testing.assert_array_equal(one, other)
-        spent(found, (0.5, RATE, 6))
+        spent(found, (found.privacy.noise_multiplier, RATE, 6))
+        assert again["epsilon"][-1] == history["epsilon"][-1]
 
 
 @pytest.mark.parametrize("way", ["old file", "averaged", "float32", "old variables"])
