@@ -1,5 +1,6 @@
 """`PrivateModel`: what `make_private` returns, whose `fit` is DP-SGD."""
 
+import functools
 import logging
 from typing import Any
 
@@ -178,8 +179,10 @@ class PrivateModel(PerExampleModel):
         sampled = self.privacy.examples, self.privacy.sampling_rate, padded
         sampling = PoissonSampling((0, 0), *sampled, replicas)
 
+        digest_of_data = functools.cache(lambda: digest_of_rows(rows))
+
         def begin_epoch() -> tuple[int, int]:
-            begun = self._releases.begin_epoch(self.privacy.event_of_update, lambda: digest_of_rows(rows))
+            begun = self._releases.begin_epoch(self.privacy.event_of_update, digest_of_data)
             sampling.key = self._sampling_key()
             return begun
 

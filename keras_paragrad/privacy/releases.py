@@ -59,6 +59,7 @@ class Releases:
         self._run: Entry | None = None
         self._loaded: Entry | None = None
         self._foreign = self._warned = False
+        self._at_begin: dict[int, bytes] = {}
         self._written = np.zeros((ROWS, WORDS), np.int64), 0, 0
 
     def set_seed(self, seed: int | None) -> None:
@@ -143,6 +144,7 @@ class Releases:
         """Looks for weights that were changed since the last `fit`, and for what is known of them."""
         self.sync()
         left, digests = self.ledger.left, self._digests()
+        self._at_begin = digests
         changed = {key: each for key, each in digests.items() if left is None or left.get(key, each) != each}
         known = {key: known_entries(each) for key, each in changed.items()}
         for entries in known.values():
@@ -152,14 +154,15 @@ class Releases:
             variables = self._model.per_example.layer.trainable_variables
             names = [each.path for each in variables if known.get(id(each), ()) is None]
             self._warn_of_unknown(f"{', '.join(names)}, which were changed outside of fit,")
-        remember(digests.values(), self.ledger)
+        if left is None:
+            remember(digests.values(), self.ledger)
         self._write()
 
     def end_fit(self) -> None:
         """Notes what the weights are now, so that they are known where they are found."""
         self.sync()
-        self.ledger.left, self._foreign = self._digests(), False
-        remember(self.ledger.left.values(), self.ledger)
+        before, self.ledger.left, self._foreign = self._at_begin, self._digests(), False
+        remember([each for key, each in self.ledger.left.items() if each != before.get(key)], self.ledger)
 
     def _digests(self) -> dict[int, bytes]:
         variables = self._model.per_example.layer.trainable_variables

@@ -332,6 +332,11 @@ def test_weights_that_are_replaced_outside_of_fit(caplog):
     assert "How sequential" in caplog.text
     assert "hidden/kernel" in caplog.text
     assert "Some weights were replaced outside of training" in private.privacy.statement()
+    # They are no secret of this model's: another one may begin with them.
+    other = build(0.5)
+    other.per_example.layer.layers[0].set_weights([2 * np.ones((5, 6)), 2 * np.ones(6)])
+    fit(other)
+    spent(other, (0.5, RATE, 2))
     with pytest.raises(ValueError, match="`noise_multiplier` is -1"):
         private.privacy.replace_unknown((-1, 0.1, 3))
     private.privacy.replace_unknown()
