@@ -13,10 +13,7 @@ from keras_paragrad.privacy import AdaptiveClip, make_private
 
 
 def trained(dist, clip_norm, jit, *, run_eagerly=False):
-    """Three updates; workers take six, below.
-
-    One has 9 and 8 rows of the draw on two replicas, which without XLA compute 16 and 8.
-    """
+    """Three updates; workers take six, below."""
     x, y = some_data(48)
     with dist.scope():
         model = perceptron("l2")
@@ -26,8 +23,7 @@ def trained(dist, clip_norm, jit, *, run_eagerly=False):
             noise_multiplier=0.5,
             expected_batch_size=16,
             delta=1e-3,
-            # With which one draw is of 17.
-            seed=8 if isinstance(clip_norm, float) else 1,
+            seed=8,
             physical_batch_size=32,
         )
         # Without metrics, XLA compiles all physical batches in one call.
@@ -53,7 +49,8 @@ def test_replicas_take_the_updates_of_one_device(shard, jit, clip_norm):
     _, expected, shown = trained(DistributedFit("none"), clip_norm, jit=False, run_eagerly=True)
     two = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"], shard=shard, min_shard_bytes=1)
     private, found, history = trained(two, clip_norm, jit)
-    assert 17 in [len(each) for each in draws_of(private, private.privacy.updates)]
+    # Of an odd number, replicas have unequal shares.
+    assert any(len(each) % 2 for each in draws_of(private, private.privacy.updates))
     largest = max(np.abs(each).max() for each in expected)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6 * largest, rtol=0)
