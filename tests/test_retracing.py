@@ -255,7 +255,7 @@ def test_layers_frozen_before_the_first_trace_are_frozen():
     assert not np.array_equal(before[2], model.get_weights()[2])
 
 
-@pytest.mark.own_process(seconds=60)
+@pytest.mark.own_process(seconds=120)
 def test_a_forced_trace_on_replicas():
     one = build(sgd())
     fit(one, 16, [SetsMomentum()])
@@ -267,7 +267,7 @@ def test_a_forced_trace_on_replicas():
     assert largest_difference(model, one) < 1e-6
 
 
-@pytest.mark.own_process(seconds=30)
+@pytest.mark.own_process(seconds=120)
 def test_a_failed_fit_leaves_no_scaled_learning_rate():
     dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"], batch="per_replica", lr_scaling="linear")
     with dist.scope():

@@ -50,7 +50,7 @@ def data():
     return tf.data.Dataset.from_tensor_slices((inputs, TARGETS)).batch(5)
 
 
-@pytest.mark.own_process(seconds=60)
+@pytest.mark.own_process(seconds=120)
 @pytest.mark.parametrize("kind", [matrices, words])
 def test_rows_are_summed_over_replicas_before_they_are_squared_and_clipped(kind, mirrored):
     adam = lambda: keras.optimizers.Adam(0.01, clipnorm=0.1)  # noqa: E731

@@ -47,7 +47,7 @@ def fit(fit, callbacks=(), epochs=2):
     return fit(X, Y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks)).history
 
 
-@pytest.mark.own_process(seconds=60)
+@pytest.mark.own_process(seconds=120)
 def test_a_model_that_was_not_prepared_or_compiled_elsewhere(mirrored, tmp_path):
     dist = DistributedFit(mirrored)
     with dist.scope():

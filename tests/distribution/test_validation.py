@@ -40,7 +40,7 @@ def numbers(fit, data, steps, epochs=3):
     return fit(X, Y, verbose=0, **given).history["val_loss"]
 
 
-@pytest.mark.own_process(seconds=60)
+@pytest.mark.own_process(seconds=120)
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 def test_validation_takes_the_batches_that_keras_takes(mirrored):
     dists = [DistributedFit("none"), DistributedFit(mirrored)]
