@@ -35,12 +35,12 @@ def build():
     return model
 
 
-def numbers(fit, data, steps, epochs=3):
+def numbers(fit, data, steps, epochs=2):
     given = {"batch_size": 8, "epochs": epochs, "validation_data": data, "validation_steps": steps}
     return fit(X, Y, verbose=0, **given).history["val_loss"]
 
 
-@pytest.mark.own_process(seconds=120)
+@pytest.mark.own_process(seconds=200)
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 def test_validation_takes_the_batches_that_keras_takes(mirrored):
     dists = [DistributedFit("none"), DistributedFit(mirrored)]
@@ -51,15 +51,13 @@ def test_validation_takes_the_batches_that_keras_takes(mirrored):
     one = build()
     arrays = lambda: tuple(map(np.concatenate, zip(*generator(), strict=True)))  # noqa: E731
     datasets = lambda: tf.data.Dataset.from_tensor_slices(arrays()).batch(4)  # noqa: E731
-    for make in (datasets, Batches, generator, arrays):
-        for steps in (None, 2):
-            # Of four batches as arrays, two steps of eight rows are all.
-            expected = numbers(one.fit, make(), steps)
-            for dist, model in zip(dists, models, strict=True):
-                assert numbers(functools.partial(dist.fit, model), make(), steps) == expected
+    for make, steps in ((arrays, None), (datasets, None), (Batches, 2), (generator, None), (generator, 2)):
+        expected = numbers(one.fit, make(), steps)
+        for dist, model in zip(dists, models, strict=True):
+            assert numbers(functools.partial(dist.fit, model), make(), steps) == expected
     # Of what a validation doesn't take, Keras loses as much as it happens to have read ahead.
     for dist, model in zip(dists, models, strict=True):
-        assert numbers(functools.partial(dist.fit, model), generator(100), 4) == [1.5, 2.5, 3.5]
+        assert numbers(functools.partial(dist.fit, model), generator(100), 4) == [1.5, 2.5]
 
 
 def test_a_size_of_validation_batches_that_are_batches_already_is_refused():
