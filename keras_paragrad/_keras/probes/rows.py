@@ -112,7 +112,12 @@ def _has_gradients_of_its_own(graph: tf.Graph) -> bool:
     """Whether gradients in a graph may be others than those of its operations, which outputs tell enough about."""
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
-    return any("_gradient_op_type" in node.attr or _stops_a_gradient(node) for node in nodes)
+    # Operations of a `tf.custom_gradient` have an attribute that names it.
+    return any(any(map(_names_a_gradient, node.attr)) or _stops_a_gradient(node) for node in nodes)
+
+
+def _names_a_gradient(attribute: str) -> bool:
+    return attribute.endswith("gradient_op_type")
 
 
 def _stops_a_gradient(node: Any) -> bool:
