@@ -184,6 +184,24 @@ def test_recomputed_loops_are_evaluated_in_shards(prepared_first):
     np.testing.assert_allclose([during, model.evaluate(x, y, verbose=0)], expected, rtol=1e-5)
 
 
+class _Centered(keras.layers.Layer):
+    def call(self, inputs):
+        return inputs - keras.ops.mean(inputs, axis=0, keepdims=True)
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_a_layer_that_mixes_examples_is_refused(shard):
+    """A trial runs without the other replicas, which have the other shards of the weights."""
+    dist = DistributedFit("mirrored", ["CPU:0", "CPU:1"], shard=shard, min_shard_bytes=64)
+    with dist.scope():
+        layers = [keras.layers.Dense(16), _Centered(name="centered"), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="'centered' for one example depends on the others"):
+        dist.fit(model, np.ones((16, 8)), np.ones((16, 1)), batch_size=8, verbose=0)
+
+
 def test_an_overflow_on_one_worker_is_an_update_on_none():
     """In the branch of a loss scale, workers gather what an optimizer needs whole, or none of them does."""
     check_scaled([Case("", "lamb", "parameters", ("ema_overwrite", "global_clipnorm"))], 1, [True, False, True, False])

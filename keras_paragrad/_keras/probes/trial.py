@@ -238,8 +238,16 @@ def _value_of(variable: keras.Variable) -> tf.Tensor:
         value = tf.zeros(variable.shape, local.dtype)
     else:
         value = tf.convert_to_tensor(local)
+    if tuple(value.shape) != tuple(variable.shape):
+        # A shard. To gather the others is a collective as well.
+        if np.prod(variable.shape) > _MOST:
+            raise Unknown(f"{variable.path} is in shards, and large")
+        return _drawn(variable, value.dtype)
     if not variable.trainable or value.shape.num_elements() > _SMALL_VARIABLE or not value.dtype.is_floating:
         return value
     hides = tf.reduce_max(tf.abs(value)) < _HIDES if value.shape.num_elements() else False
-    draw = np.random.default_rng(0).uniform(0.05, 0.15, tuple(variable.shape))
-    return tf.cast(draw, value.dtype) if hides else value
+    return _drawn(variable, value.dtype) if hides else value
+
+
+def _drawn(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:
+    return tf.cast(np.random.default_rng(0).uniform(0.05, 0.15, tuple(variable.shape)), dtype)
