@@ -4,6 +4,7 @@ import inspect
 import warnings
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.capabilities import accumulating, nested
@@ -25,7 +26,8 @@ def check_compiled_in_scope(model: Any) -> None:
     """
     if not isinstance(model.distribute_strategy, _MIRRORED):
         return
-    counters = [optimizer.iterations for optimizer in nested(model.optimizer)]
+    # Keras's accumulation computes its count.
+    counters = [each.iterations for each in nested(model.optimizer) if isinstance(each.iterations, keras.Variable)]
     variables = [*counters, *model.metrics_variables]
     if not all(isinstance(variable.value, tf.distribute.DistributedValues) for variable in variables):
         raise ValueError(

@@ -105,6 +105,8 @@ def build_losses(model: Any, data: Any, *, metrics: bool = False) -> None:
     if losses_built(model) and (compiled is None or compiled.built):
         return
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    # Its variables are to stay.
+    build_by_calling(model, x)
     scope = keras.StatelessScope(collect_losses=True)
     # In a graph that is never run: the model is called to see what its outputs look like.
     with (
