@@ -252,12 +252,59 @@ PUBLIC = {
             "validation_batch_size": COUNT | LARGE | NONE,
             "validation_freq": COUNT | LARGE | taken("[1]", "set", "[]", "()"),
             "normalize": FLAG,
-            "data_options": ELSEWHERE,
+            "prefetch": ELSEWHERE,
+            "cache": ELSEWHERE,
+            "seed": ELSEWHERE,
         },
         {"model": model, "x": ROWS, "y": TARGETS},
         costs=True,
     ),
+    "AdaptiveClip": Called(
+        keras_paragrad.AdaptiveClip,
+        {"quantile": HALF, "initial": ABOVE_0, "learning_rate": ABOVE_0, "count_noise": ABOVE_0 | NONE},
+    ),
     "ExactAccumulation": Called(keras_paragrad.ExactAccumulation, {}),
+    "estimate_memory": Called(
+        keras_paragrad.estimate_memory,
+        {
+            "model": NOTHING,
+            "batch_size": COUNT | LARGE,
+            "replicas": COUNT | LARGE,
+            "per_replica": FLAG,
+            "length": COUNT | LARGE | NONE,
+            "optimizer": ELSEWHERE,
+            "min_shard_bytes": COUNT | LARGE,
+            "batch_spec": ELSEWHERE,
+        },
+        {"model": model, "batch_size": 4},
+        costs=True,
+    ),
+    "fix_batch_norm": Called(keras_paragrad.fix_batch_norm, {"model": NOTHING}),
+    "make_private": Called(
+        keras_paragrad.make_private,
+        {
+            "model": NOTHING,
+            "clip_norm": ABOVE_0 | taken("{'a': 1}"),
+            "expected_batch_size": COUNT,
+            "delta": NOTHING,
+            "target_epsilon": NONE,
+            "epochs": NONE,
+            "noise_multiplier": ABOVE_0,
+            "examples": COUNT | LARGE | NONE,
+            "physical_batch_size": COUNT | LARGE | NONE,
+            "accountant": NOTHING,
+            "secure_noise": FLAG,
+            "seed": ZERO | COUNT | LARGE | NONE | taken("2**63"),
+        },
+        {
+            "model": model,
+            "clip_norm": 1.0,
+            "expected_batch_size": 1,
+            "delta": 1e-20,
+            "noise_multiplier": 1.0,
+            "examples": 100,
+        },
+    ),
     "ExampleGradients": Called(
         keras_paragrad.ExampleGradients,
         {
@@ -411,7 +458,17 @@ PUBLIC = {
         {"callbacks": taken("[]", "()", "empty array"), "is_chief": FLAG},
         {"callbacks": [], "is_chief": True},
     ),
-    "wrap": Called(keras_paragrad.wrap, {"model": NOTHING, "options": ELSEWHERE}, {"model": model}),
+    "wrap": Called(
+        keras_paragrad.wrap,
+        {
+            "model": NOTHING,
+            # Those of `PerExampleGradients`.
+            **dict.fromkeys(
+                ("quantity", "clip_norm", "transform", "capacity", "loss_reduction", "masked_mean"), ELSEWHERE
+            ),
+        },
+        {"model": model},
+    ),
     "write_report": Called(
         keras_paragrad.write_report,
         {"log_dir": PATH, "output": PATH | NONE, "compare": PATH | NONE},

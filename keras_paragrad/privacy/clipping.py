@@ -131,8 +131,11 @@ def check_clip(clip: Any) -> ClipNorm:
         ValueError: It is no positive number, `"per_layer"`, mapping from regular expressions to numbers, or
             `AdaptiveClip`.
     """
-    if isinstance(clip, AdaptiveClip) or clip == PER_LAYER:
+    if isinstance(clip, AdaptiveClip):
         return clip
+    # A subclass of str may override comparison.
+    if isinstance(clip, str) and str.__eq__(clip, PER_LAYER):
+        return PER_LAYER
     if isinstance(clip, Mapping) and clip:
         return {
             _compiling(pattern): float(check_number("clip_norm", each, above=0, example=1.0))

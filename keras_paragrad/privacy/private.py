@@ -107,7 +107,7 @@ def make_private(
             "`epochs` calibrates noise to a target_epsilon, and `noise_multiplier` is given instead. Leave epochs out "
             "here, and pass it to fit."
         )
-    if examples is not None:
-        settings.check_examples(examples)
+    if settings.examples is not None:
+        settings.check_examples(settings.examples)
     check_model(model)
     return PrivateModel.around(model, settings, seed)

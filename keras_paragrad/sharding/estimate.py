@@ -6,7 +6,7 @@ import keras
 
 from keras_paragrad._keras.step.tracing import traced_step
 from keras_paragrad._keras.storage.partition import MIN_SHARD_BYTES
-from keras_paragrad.arguments import check_instance, check_integer
+from keras_paragrad.arguments import check_flag, check_instance, check_integer
 from keras_paragrad.sharding.columns import columns_of
 from keras_paragrad.sharding.estimated import Estimate
 from keras_paragrad.sharding.repeated import recomputation_of
@@ -57,6 +57,7 @@ def estimate_memory(
     batch_size = check_integer("batch_size", batch_size, example=64)
     replicas = check_integer("replicas", replicas, example=8)
     min_shard_bytes = check_integer("min_shard_bytes", min_shard_bytes)
+    per_replica = check_flag("per_replica", per_replica)
     length = check_integer("length", length, example=128, optional=True)
     if optimizer is None and (not model.compiled or model.optimizer is None):
         raise ValueError(f"{model.name!r} has no optimizer. Call model.compile(optimizer, loss) first.")
