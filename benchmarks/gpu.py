@@ -92,10 +92,7 @@ def run(arguments: argparse.Namespace, parts: dict[str, Part], path: Path | None
     runner = Runner(
         arguments.cpu, arguments.every or not arguments.cpu, show, meet, began + arguments.seconds, processes
     )
-    shares, used = sum(part.share for part in chosen.values()), 0.0
-    for name, part in chosen.items():
-        used += part.share / shares
-        runner.run(name, part, began + used * arguments.seconds)
+    runner.run(chosen)
     passed = sum(each in PASSED for each in outcomes)
     print(f"{passed} of {len(outcomes)} lines passed, in {time.monotonic() - began:.0f} s.")
     return passed < len(outcomes)

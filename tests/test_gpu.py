@@ -44,7 +44,7 @@ def test_all_parts_run_small_on_cpus(words, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     (card,) = json.loads((tmp_path / "gpu.json").read_text()).values()
-    assert list(card["parts"]) == ["found", "right", "devices", "fast", "memory", "seen"]
+    assert set(card["parts"]) == {"found", "right", "devices", "fast", "memory", "seen"}
     assert all(part["lines"] for part in card["parts"].values())
     # What may be refused on a GPU holds here.
     outcomes = {line["outcome"] for part in card["parts"].values() for line in part["lines"].values()}

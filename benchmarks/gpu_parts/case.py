@@ -46,11 +46,13 @@ class Machine:
         cpu: Whether this is the small form on CPUs.
         devices: The logical devices to train on, as TensorFlow names them: `GPU:0`.
         memory_bytes: The memory of a card, or `None` if it isn't known.
+        eager: Whether steps run without graphs, which take longer to make than to run a few times.
     """
 
     cpu: bool
     devices: tuple[str, ...] = ()
     memory_bytes: int | None = None
+    eager: bool = False
 
     def size(self, gpu: T, cpu: T) -> T:
         """The first on a GPU, and the second in the small form on CPUs."""
@@ -66,21 +68,26 @@ class Case:
         run: The function; gets the `Machine` and the arguments.
         arguments: Its keyword arguments.
         seconds: Its time limit.
-        first: Whether it is the first variant of its function, which the small form runs.
+        small: Whether the small form runs it: the first variant of its function.
     """
 
     name: str
     run: Callable[..., Line | None]
     arguments: dict[str, Any]
     seconds: float
-    first: bool
+    small: bool
 
 
 class Cases(list[Case]):
     """The cases of a module, which `@cases(name)` adds in order."""
 
     def __call__(
-        self, name: str, seconds: float = 60, variants: dict[str, dict[str, Any]] | None = None
+        self,
+        name: str,
+        seconds: float = 60,
+        variants: dict[str, dict[str, Any]] | None = None,
+        *,
+        small: bool = True,
     ) -> Callable[[Callable], Callable]:
         """Adds the decorated function, once for each variant.
 
@@ -88,11 +95,12 @@ class Cases(list[Case]):
             name: The case's name; `{}` in it stands for the variant's.
             seconds: The time limit of each.
             variants: By name, keyword arguments of the function.
+            small: Whether the first of them is in the small form.
         """
 
         def add(function: Callable) -> Callable:
             for place, (variant, arguments) in enumerate((variants or {"": {}}).items()):
-                self.append(Case(name.format(variant), function, arguments, seconds, first=place == 0))
+                self.append(Case(name.format(variant), function, arguments, seconds, small and place == 0))
             return function
 
         return add

@@ -1,5 +1,7 @@
 """Training on two devices, against one of them on whole batches; or a refusal that says what to do."""
 
+from dataclasses import replace
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -30,7 +32,7 @@ def trained(machine: Machine, dist: DistributedFit | None, jit: bool, steps: int
     with dist.scope() if dist else tf.device(None):
         made = model()
         by = AccumulatingOptimizer(optimizer(), steps) if dist and steps > 1 else optimizer()
-        compiled(made, by, jit, eager=machine.cpu and not dist)
+        compiled(machine if dist is None else replace(machine, eager=False), made, by, jit)
     x, y, weights = data_for(made, ROWS)
     size = MICRO_BATCH if dist else MICRO_BATCH * steps
     arguments = {"epochs": 2, "verbose": 0, "shuffle": False, "sample_weight": weights}
@@ -54,7 +56,7 @@ def replicas(machine: Machine, jit: bool) -> Line:
     return compared(machine, DistributedFit("mirrored", list(machine.devices)), jit)
 
 
-@cases("replicas, accumulation over three batches", 90)
+@cases("replicas, accumulation over three batches", 90, small=False)
 def accumulating_replicas(machine: Machine) -> Line:
     return compared(machine, DistributedFit("mirrored", list(machine.devices)), False, STEPS)
 

@@ -31,8 +31,9 @@ def optimizer(name: str = "MLP") -> keras.optimizers.Optimizer:
     return keras.optimizers.Adam(1e-2, epsilon=1e-3, global_clipnorm=0.5)
 
 
-def compiled(model: keras.Model, by: keras.optimizers.Optimizer, jit: bool, eager: bool = False) -> keras.Model:
+def compiled(machine: Machine, model: keras.Model, by: keras.optimizers.Optimizer, jit: bool) -> keras.Model:
     """The model with a loss that is a weighted mean."""
+    eager = machine.eager
     model.compile(by, loss("mean_with_sample_weight"), jit_compile=jit and not eager, run_eagerly=eager)
     return model
 
@@ -47,5 +48,5 @@ def fit(
 
 
 def on_whole_batches(machine: Machine, name: str, jit: bool, batch_size: int) -> list[np.ndarray]:
-    """The weights after two epochs of plain steps; on CPUs without a graph, which takes longer to make than to run."""
-    return fit(compiled(made(name), optimizer(name), jit, eager=machine.cpu), batch_size)
+    """The weights after two epochs of plain steps."""
+    return fit(compiled(machine, made(name), optimizer(name), jit), batch_size)

@@ -21,5 +21,5 @@ cases = Cases()
 @cases("AccumulatingOptimizer, uneven, weighted: {}", variants=OF_ALL)
 def accumulates(machine: Machine, name: str, jit: bool) -> Line:
     whole = on_whole_batches(machine, name, jit, STEPS * MICRO_BATCH)
-    ours = compiled(made(name), AccumulatingOptimizer(optimizer(name), STEPS), jit)
+    ours = compiled(machine, made(name), AccumulatingOptimizer(optimizer(name), STEPS), jit)
     return check(difference(fit(ours, MICRO_BATCH, ExactAccumulation()), whole), LIMIT, optimizer_in_words(name))

@@ -22,8 +22,8 @@ def rounds_as_the_policy_does(machine: Machine, policy: str, jit: bool) -> Line:
     keras.config.set_dtype_policy(policy)
     try:
         whole = on_whole_batches(machine, "MLP", jit, size)
-        accumulating = compiled(made("MLP"), AccumulatingOptimizer(optimizer(), STEPS), jit)
-        sliced = compiled(made("MLP"), optimizer(), jit)
+        accumulating = compiled(machine, made("MLP"), AccumulatingOptimizer(optimizer(), STEPS), jit)
+        sliced = compiled(machine, made("MLP"), optimizer(), jit)
         microbatch(sliced, size=MICRO_BATCH)
         ours = fit(accumulating, MICRO_BATCH, ExactAccumulation()), fit(sliced, size)
     finally:

@@ -29,7 +29,7 @@ def noise(machine: Machine, jit: bool) -> Line:
 
 @cases("make_private, what one example changes{}", variants=XLA)
 def sensitivity(machine: Machine, jit: bool) -> Line:
-    sums = [weights_after(present, jit, eager=machine.cpu) for present in (0.0, 1.0)]
+    sums = [weights_after(present, jit, eager=machine.eager) for present in (0.0, 1.0)]
     changed = float(np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(*sums, strict=True)))) * SIZE
     limit = CLIP * (1 + 1e-5) + SIZE * 1e-6
     text = f"the clipped sum by {changed:.6f}, of the clip norm {CLIP}"

@@ -23,7 +23,7 @@ cases = Cases()
 @cases("microbatch, uneven, weighted: {}", variants=OF_ALL)
 def slices(machine: Machine, name: str, jit: bool) -> Line:
     whole = on_whole_batches(machine, name, jit, 2 * MICRO_BATCH)
-    ours = compiled(made(name), optimizer(name), jit)
+    ours = compiled(machine, made(name), optimizer(name), jit)
     microbatch(ours, size=MICRO_BATCH - 1)
     return check(difference(fit(ours, 2 * MICRO_BATCH), whole), LIMIT, optimizer_in_words(name))
 
@@ -31,12 +31,8 @@ def slices(machine: Machine, name: str, jit: bool) -> Line:
 @cases("recompute, with dropout{}", variants=XLA)
 def recomputes(machine: Machine, jit: bool) -> Line:
     def weights(recomputed: bool) -> list[np.ndarray]:
-        model = compiled(
-            made("Transformer", dropout=0.3, blocks=machine.size(2, 1)),
-            optimizer(),
-            jit,
-            machine.cpu and not recomputed,
-        )
+        made_with_dropout = made("Transformer", dropout=0.3, blocks=machine.size(2, 1))
+        model = compiled(machine, made_with_dropout, optimizer(), jit)
         if recomputed:
             recompute(model, every=1)
         return fit(model, MICRO_BATCH, rows=3 * MICRO_BATCH)

@@ -24,7 +24,7 @@ def with_tensor_float_32(run, *arguments):
 @cases("TensorFloat-32: {}", variants={name: {"name": name} for name in ("MLP", "CNN", "Transformer")})
 def how_far(machine: Machine, name: str) -> Line:
     size = STEPS * MICRO_BATCH
-    jit = not machine.cpu
+    jit = not machine.eager
     exact = on_whole_batches(machine, name, jit, size)
     rounded = with_tensor_float_32(on_whole_batches, machine, name, jit, size)
     steps = with_tensor_float_32(right_accumulation.accumulates, machine, name, jit)

@@ -48,11 +48,11 @@ class Runner:
 
     Args:
         cpu: Whether to run the small form on CPUs.
-        every: Whether to run all variants of each case, or the first alone.
+        every: Whether to run all cases as they are on a GPU, or the small form.
         show: Gets the part, the name and the `Line` of each case, from several threads.
         meet: Gets what there is to be known of the machine, from each process that knows.
         deadline: When all has to have ended, in the seconds of `time.monotonic`.
-        processes: How many run at once, at most, where nothing is timed.
+        processes: How many run at once, at most, where nothing is timed; on CPUs times mean nothing anyway.
     """
 
     def __init__(
@@ -71,17 +71,25 @@ class Runner:
         if cpu:
             self._context.set_forkserver_preload(PRELOADED)
 
-    def run(self, name: str, part: Part, until: float) -> None:
-        """Runs a part's modules.
+    def run(self, parts: dict[str, Part]) -> None:
+        """Runs the modules of parts, one part after another; on CPUs as many at once as there may be.
 
         Args:
-            name: The part's name.
-            part: The part.
-            until: When no further case begins, in the seconds of `time.monotonic`.
+            parts: By name, the parts. When the share of one and those before it is over, no further case of it begins.
         """
-        with ThreadPoolExecutor(self._processes if part.parallel else 1) as threads:
-            for ran in [threads.submit(self._run_module, name, module, until) for module in part.modules]:
-                ran.result()
+        began, shares, used = time.monotonic(), sum(part.share for part in parts.values()), 0.0
+        waiting: list[list[tuple[str, str, float]]] = []
+        for name, part in parts.items():
+            used += part.share / shares
+            until = began + used * (self._deadline - began)
+            modules = [(name, module, until) for module in part.modules]
+            waiting += [modules] if part.parallel else [[module] for module in modules]
+        if self._cpu:
+            waiting = [[module for modules in waiting for module in modules]]
+        for together in waiting:
+            with ThreadPoolExecutor(self._processes) as threads:
+                for ran in [threads.submit(self._run_module, *module) for module in together]:
+                    ran.result()
 
     def _run_module(self, part: str, module: str, until: float) -> None:
         done: int | None = 0
@@ -144,9 +152,9 @@ def run_cases(module: str, first: int, cpu: bool, every: bool, until: float, to:
         if getattr(found, "TENSORFLOW", True):
             from gpu_parts import devices_of
 
-            machine = devices_of.make(cpu, getattr(found, "DEVICES", 1))
+            machine = replace(devices_of.make(cpu, getattr(found, "DEVICES", 1)), eager=cpu and not every)
             to.send(("machine", devices_of.described()))
-        cases: Sequence[Case] = [case for case in found.cases if every or case.first]
+        cases: Sequence[Case] = [case for case in found.cases if every or case.small]
     except Exception as error:
         to.send(("line", Line(in_words(error), RAISED)))
         return

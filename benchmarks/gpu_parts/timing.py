@@ -34,8 +34,8 @@ def sized(machine: Machine, name: str) -> tuple[keras.Model, int]:
 
 
 def compiled(machine: Machine, model: keras.Model, by: Any, jit: bool | str = "auto") -> keras.Model:
-    """The model to be timed; in the small form without a graph, which takes longer to make than to run."""
-    model.compile(by, loss(), jit_compile=False if machine.cpu else jit, run_eagerly=machine.cpu)
+    """The model to be timed."""
+    model.compile(by, loss(), jit_compile=False if machine.cpu else jit, run_eagerly=machine.eager)
     return model
 
 
