@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_paragrad import DistributedFit
-from keras_paragrad._keras.storage.sharded import storage_of
+from keras_paragrad._keras.storage.sharded import sharded_value
 
 X = np.random.default_rng(0).normal(size=(24, 64)).astype("float32")
 
@@ -24,7 +24,7 @@ def made(optimizer=None, run_eagerly=False):
 
 
 def in_shards(variables):
-    return sum(storage_of(variable) is not None for variable in variables)
+    return sum(sharded_value(variable) is not None for variable in variables)
 
 
 def on_a_worker(_):

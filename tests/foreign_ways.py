@@ -23,7 +23,7 @@ from keras_paragrad import (
     recompute,
     wrap,
 )
-from keras_paragrad._keras.storage.sharded import storage_of
+from keras_paragrad._keras.storage.sharded import sharded_value
 
 EPOCHS, MOMENTUM = 2, 0.9
 # Of variables in shards: these models are small.
@@ -154,7 +154,7 @@ def on_replicas(name: str, strategy: tf.distribute.Strategy, *, shard: str | Non
     dist = DistributedFit(strategy=strategy, shard=shard, min_shard_bytes=LEAST_BYTES)
     with dist.scope():
         model = compiled(built(case, start), case, **options)
-    assert any(storage_of(weight) for weight in model.trainable_weights) == (shard is not None)
+    assert any(sharded_value(weight) for weight in model.trainable_weights) == (shard is not None)
     dist.prepare(model)
     return fitted(model, case)
 

@@ -11,7 +11,7 @@ from sharded_training import LEAST_BYTES, Case, Updated, made_optimizer, make_de
 
 from keras_paragrad import DistributedFit
 from keras_paragrad._keras.step.apply import apply_gradient
-from keras_paragrad._keras.storage.sharded import storage_of
+from keras_paragrad._keras.storage.sharded import sharded_value
 from keras_paragrad._keras.storage.updating import install
 
 SCALE, GROWTH = 2.0**10, 2
@@ -39,7 +39,7 @@ def updates(argument: dict[str, Any]) -> list[dict[str, Any]]:
         with dist.scope():
             ours = Updated(scaled(case), variables_to_update())
             ours.optimizer.build(ours.trainable_weights)
-        install(ours.optimizer)
+        install(ours.optimizer, ours.trainable_weights)
 
         def step(ours: Updated, *gradients: tf.Tensor) -> None:
             apply_gradient(ours, list(map(tf.identity, gradients)), whole=True)  # pyright: ignore
@@ -76,7 +76,7 @@ def _compared(strategy: Any, run: Any, ours: Updated, reference: Updated, overfl
     found["weights"] = float(max(np.abs(one.numpy() - other.numpy()).max() for one, other in pairs) / largest)
     slots = zip(*(each.optimizer.inner_optimizer.variables for each in (ours, reference)), strict=True)
     found["slots"] = max(_apart(one.numpy(), other.numpy()) for one, other in slots)
-    found["in_shards"] = sum(storage_of(variable) is not None for variable in ours.trainable_weights)
+    found["in_shards"] = sum(sharded_value(variable) is not None for variable in ours.trainable_weights)
     return found
 
 
@@ -91,7 +91,7 @@ def _state(updated: Updated) -> list[keras.Variable]:
 
 def _held(updated: Updated) -> list[bytes]:
     """What this worker holds of it, to the bit."""
-    storages = [storage_of(variable) or variable.value for variable in _state(updated)]
+    storages = [sharded_value(variable) or variable.value for variable in _state(updated)]
     return [part.numpy().tobytes() for storage in storages for part in getattr(storage, "values", [storage])]
 
 

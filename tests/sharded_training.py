@@ -15,7 +15,7 @@ from keras import layers, optimizers
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, microbatch, recompute
 from keras_paragrad._keras.step.apply import apply_gradient
-from keras_paragrad._keras.storage.sharded import storage_of
+from keras_paragrad._keras.storage.sharded import sharded_value
 from keras_paragrad._keras.storage.updating import install
 
 VOCABULARY, LENGTH = 80, 6
@@ -216,7 +216,7 @@ def updates(argument: dict[str, Any]) -> list[dict[str, float]]:
         with dist.scope():
             ours = Updated(made_optimizer(case), variables_to_update())
             ours.optimizer.build(ours.trainable_weights)
-        install(ours.optimizer)
+        install(ours.optimizer, ours.trainable_weights)
 
         def step(ours: Updated, *gradients: tf.Tensor) -> None:
             apply_gradient(ours, list(gradients), whole=True)  # pyright: ignore
@@ -239,7 +239,7 @@ def updates(argument: dict[str, Any]) -> list[dict[str, float]]:
                 "case": str(case),
                 "weights": _apart(*values),
                 "slots": _apart(*slots),
-                "in_shards": sum(storage_of(variable) is not None for variable in ours.trainable_weights),
+                "in_shards": sum(sharded_value(variable) is not None for variable in ours.trainable_weights),
             }
         )
     return found
@@ -354,8 +354,8 @@ def differences(argument: dict[str, Any]) -> list[dict[str, float]]:
                 "loss": float(np.abs(np.subtract(history["loss"], theirs["loss"])).max()),
                 "evaluation": float(np.abs(np.subtract(shown, expected)).max()),
                 "predictions": float(np.abs(np.subtract(predictions, predicted)).max()),
-                "in_shards": sum(storage_of(variable) is not None for variable in model.trainable_variables),
-                "slots": sum(storage_of(variable) is not None for variable in model.optimizer.variables),
+                "in_shards": sum(sharded_value(variable) is not None for variable in model.trainable_variables),
+                "slots": sum(sharded_value(variable) is not None for variable in model.optimizer.variables),
             }
         )
     return json.loads(json.dumps(found))

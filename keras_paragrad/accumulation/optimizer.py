@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.mesh.placing import computing_where, mesh_of
 from keras_paragrad._keras.objects.optimizer import WrappingOptimizer
 from keras_paragrad._keras.objects.running import fit_frame
 from keras_paragrad._keras.replicas.collectives import (
@@ -22,8 +21,8 @@ from keras_paragrad._keras.replicas.collectives import (
 from keras_paragrad._keras.step.apply import apply_everywhere
 from keras_paragrad._keras.step.gradient_functions import releasing
 from keras_paragrad._keras.step.transform import installed
-from keras_paragrad._keras.storage.layout import in_shards
-from keras_paragrad._keras.storage.updating import squares
+from keras_paragrad._keras.storage.layout import computing_with, mesh_of
+from keras_paragrad._keras.storage.updating import install, squares
 from keras_paragrad.accumulation.advice import advise_the_callback
 from keras_paragrad.accumulation.arguments import (
     ACCUMULATOR_DTYPES,
@@ -136,6 +135,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
             self.__dict__["_model"] = weakref.ref(found.f_locals["self"]) if found else lambda: None
             self._strategy = tf.distribute.get_strategy()
             self._window = GradientWindow(self, self.accumulator_dtype)
+            install(self.inner_optimizer, variables)
 
     @property
     def window(self) -> GradientWindow:
@@ -224,10 +224,8 @@ class AccumulatingOptimizer(WrappingOptimizer):
             gradients = dict(zip(indices, means, strict=True))
             present = [gradients.get(index) for index in places]
             # Before the branch below, in which TensorFlow can't run collectives.
-            norms = squares(self.inner_optimizer, present, variables) if sharded else []
-            return present, weight, norms
+            return present, weight, squares(self.inner_optimizer, present, variables)
 
-        sharded = in_shards(all_variables)
         gradients, weight, norms = per_replica(mean)
         # A window without finite gradients makes no update, not even one with a zero gradient.
         run_if(
@@ -250,14 +248,14 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """
         if not self.built or int(self.window.position.numpy()) == 0:
             return False
-        with computing_where(self.trainable_variables):
+        with computing_with(self.trainable_variables):
             self._compiled_update()
         return True
 
     def discard(self) -> None:
         """Empties the window without an update."""
         if self.built:
-            with computing_where(self.trainable_variables):
+            with computing_with(self.trainable_variables):
                 self._compiled_clear()
             self.window.position.assign(0)
 

@@ -1,17 +1,16 @@
 """The window: each replica's weighted sum of the gradients since the last update."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.mesh.dtensor import computing_on_mesh
 from keras_paragrad._keras.objects.optimizer import WrappingOptimizer
 from keras_paragrad._keras.objects.saved import SavedVariables
-from keras_paragrad._keras.replicas.collectives import sum_over_replicas
 from keras_paragrad._keras.step.apply import Contribution
-from keras_paragrad._keras.storage.layout import in_shards
-from keras_paragrad._keras.storage.sharded import on_this_replica
+from keras_paragrad._keras.storage.layout import reduced_replicated
+from keras_paragrad._keras.storage.storage import storage_of
 
 
 class GradientWindow(SavedVariables):
@@ -40,8 +39,8 @@ class GradientWindow(SavedVariables):
                 variable.shape,
                 variable.dtype if overwrites or dtype is None else dtype,
                 aggregation="mean" if overwrites else "sum",
-                # One of a variable in shards is in shards itself, of the sum over all replicas.
-                local=not in_shards([variable]),
+                # One of a divided variable is divided itself, and has the sum over all replicas.
+                local=not storage_of(variable).divided,
                 like=variable,
             )
             for index, (variable, overwrites) in enumerate(zip(variables, self.overwrites, strict=True))
@@ -69,28 +68,18 @@ class GradientWindow(SavedVariables):
         for index, gradient in zip(indices, gradients, strict=True):
             self._add(index, gradient, scale, finite)
 
-    def _add(self, index: int, gradient, scale, finite) -> None:
-        target = on_this_replica(self.accumulators[index])
-        on_mesh = computing_on_mesh()
-        if on_mesh:
-            gradient = tf.convert_to_tensor(gradient)
-        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-        values = tf.cast(values, target.dtype)
+    def _add(self, index: int, gradient: Any, scale: Any, finite: Any) -> None:
+        storage = storage_of(self.accumulators[index])
+        rows = gradient.indices if isinstance(gradient, tf.IndexedSlices) else None
+        values: Any = gradient if rows is None else gradient.values
+        values = tf.cast(values, storage.local.dtype)
         if finite is not None:
             values = tf.where(finite, values, tf.zeros_like(values))
         if self.overwrites[index]:
-            target.assign(tf.maximum(target, values))
-        elif on_mesh:
-            # The operations below end the process there.
-            target.assign_add(values if scale is None else values * tf.cast(scale, values.dtype))
-        elif isinstance(gradient, tf.IndexedSlices):
-            # Under a strategy the variable has no `scatter_add`.
-            scaled = values if scale is None else values * tf.cast(scale, values.dtype)
-            tf.raw_ops.ResourceScatterAdd(resource=target.handle, indices=gradient.indices, updates=scaled)
+            storage.local.assign(tf.maximum(storage.local, values))
         else:
-            # A scaled addition in one pass over memory: the same operation as a step of gradient descent.
-            alpha = -tf.cast(1.0 if scale is None else scale, values.dtype)
-            tf.raw_ops.ResourceApplyGradientDescent(var=target.handle, alpha=alpha, delta=values)
+            shape = None if rows is None else gradient.dense_shape
+            storage.accumulate(values if rows is None else tf.IndexedSlices(values, rows, shape), scale)
 
     def mean(self, indices: Sequence[int], variables: Sequence[keras.Variable]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The gradient of the whole window over all replicas, combined once, and the weight it was divided by.
@@ -100,23 +89,23 @@ class GradientWindow(SavedVariables):
             variables: Those variables.
         """
         # Without tf.identity, a multi-worker strategy can't place variables that are used inside a conditional.
-        sums = [tf.identity(on_this_replica(self.accumulators[index])) for index in indices]
+        sums = [tf.identity(storage_of(self.accumulators[index]).local) for index in indices]
         averaged = [place for place, index in enumerate(indices) if not self.overwrites[index]]
-        here = [place for place in averaged if not in_shards([variables[place]])]
-        summed = sum_over_replicas([*(sums[place] for place in here), tf.identity(self.weight.value)])
-        weight = summed[-1]
-        for place, total in zip(here, summed[:-1], strict=True):
-            sums[place] = total
+        totals, (weight,) = reduced_replicated(
+            [sums[place] for place in averaged],
+            [variables[place] for place in averaged],
+            [tf.identity(self.weight.value)],
+        )
         # One reciprocal, then multiplications: TensorFlow's `div_no_nan` of a tensor is several times slower.
         factor = tf.math.reciprocal_no_nan(weight)
-        for place in averaged:
-            sums[place] *= tf.cast(factor, sums[place].dtype)
+        for place, total in zip(averaged, totals, strict=True):
+            sums[place] = total * tf.cast(factor, total.dtype)
         return sums, weight
 
     def clear(self) -> None:
         """Resets this replica's part of the window."""
         for variable in (self.weight, *self.accumulators):
-            target = on_this_replica(variable)
+            target = storage_of(variable).local
             target.assign(tf.zeros(target.shape, target.dtype))
 
 

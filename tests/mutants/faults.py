@@ -176,7 +176,7 @@ _STEP = [
     ),
     _fault(
         "workers of a mesh all write the same part of a backup",
-        "distribution/checkpoint/shards.py",
+        "_keras/mesh/variable.py",
         "[place.worker * size : (place.worker + 1) * size]",
         "[:size]",
         "sharding/test_mesh.py::test_two_workers_end_where_one_device_ends",
@@ -184,8 +184,8 @@ _STEP = [
     _fault(
         "gradients are clipped before they are all-reduced, too",
         "_keras/step/apply.py",
-        "applied, sums = combined([gradients[index] for index in present], ",
-        "applied, sums = combined(optimizer._clip_gradients([gradients[index] for index in present]), ",
+        "applied, sums = reduced([gradients[index] for index in present], ",
+        "applied, sums = reduced(optimizer._clip_gradients([gradients[index] for index in present]), ",
         "accumulation/test_microbatch.py::test_on_two_replicas",
     ),
     _fault(
@@ -198,7 +198,7 @@ _STEP = [
     _fault(
         "workers that hold different shards know of an overflow in their own alone",
         "_keras/step/apply.py",
-        "    if in_shards(variables) and unscaled(optimizer) is not optimizer:\n",
+        "    if divided(variables) and unscaled(optimizer) is not optimizer:\n",
         "    if False:\n",
         "sharding/test_shards.py::test_an_overflow_on_one_worker_is_an_update_on_none",
     ),
@@ -788,8 +788,8 @@ _SHARDING = [
     _fault(
         "the check of a mesh's first batch counts",
         "_keras/mesh/dtensor.py",
-        "    _INSIDE.assigned = {}\n",
-        "    _INSIDE.assigned = None\n",
+        "    INSIDE.assigned = {}\n",
+        "    INSIDE.assigned = None\n",
         "sharding/test_placed.py::test_acts_as_on_one_device",
     ),
     _fault(

@@ -11,7 +11,7 @@ import tensorflow as tf
 from auto_shards import X, in_shards, made
 
 from keras_paragrad import DistributedFit
-from keras_paragrad._keras.storage.sharded import storage_of
+from keras_paragrad._keras.storage.sharded import sharded_value
 
 # A step takes 3.5 MiB whole, 2.4 with the optimizer in shards, and 2.3 with everything; a fifth of a device is left.
 CHOSEN = {5_000_000: "none", 3_300_000: "optimizer", 3_050_000: "parameters", 2_000_000: "parameters"}
@@ -44,7 +44,7 @@ def test_the_cheapest_that_fits(caplog):
         assert dist.plan.shard.value == shard
         assert in_shards(model.trainable_variables) == (0 if shard == "none" else 2)
         assert in_shards(model.optimizer.variables) == (0 if shard == "none" else 4)
-        copies = [storage.copies for each in model.trainable_variables if (storage := storage_of(each))]
+        copies = [storage.copies for each in model.trainable_variables if (storage := sharded_value(each))]
         assert all((each is not None) == (shard == "optimizer") for each in copies)
         if trained:
             for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):

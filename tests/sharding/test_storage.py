@@ -17,7 +17,7 @@ from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad._keras.storage import regathering
 from keras_paragrad._keras.storage import sharded as sharded_module
 from keras_paragrad._keras.storage.partition import Partition
-from keras_paragrad._keras.storage.sharded import storage_of
+from keras_paragrad._keras.storage.sharded import sharded_value
 
 X = np.random.default_rng(0).normal(size=(24, 16)).astype("float32")
 Y = X[:, :3] ** 2
@@ -72,16 +72,16 @@ def test_each_replica_holds_its_shard_of_what_one_device_would_draw(shard):
         model = made()
         model.optimizer.build(model.trainable_variables)
     assert_same(model.get_weights(), alone.get_weights())
-    kernel = storage_of(model.layers[0].kernel)
+    kernel = sharded_value(model.layers[0].kernel)
     assert [part.shape for part in kernel.values] == [(160,), (160,)]
     assert (kernel.copies is None) == (shard == "parameters")
     with DistributedFit(dist.strategy).scope():
-        assert storage_of(made().layers[0].kernel) is None
+        assert sharded_value(made().layers[0].kernel) is None
     # The small bias stays whole, and so do its slots.
-    assert storage_of(model.layers[1].bias) is None
-    slots = [variable for variable in model.optimizer.variables if storage_of(variable)]
+    assert sharded_value(model.layers[1].bias) is None
+    slots = [variable for variable in model.optimizer.variables if sharded_value(variable)]
     assert len(slots) == 3 * 3
-    assert all(storage_of(slot).copies is None for slot in slots)
+    assert all(sharded_value(slot).copies is None for slot in slots)
 
 
 @pytest.mark.own_process
@@ -103,7 +103,7 @@ def test_files_are_those_of_whole_variables(shard, tmp_path):
     alone = [keras.models.load_model(tmp_path / "model.keras"), restored(made())]
     with dist.scope():
         again = [keras.models.load_model(tmp_path / "model.keras"), restored(made())]
-    assert storage_of(again[0].layers[0].kernel) is not None
+    assert sharded_value(again[0].layers[0].kernel) is not None
     for other in (*alone, *again):
         assert_same(values(other.variables), values(model.variables))
         assert_same(values(other.optimizer.variables), values(model.optimizer.variables))
@@ -164,7 +164,7 @@ def test_the_backward_pass_gathers_weights_again(monkeypatch):
     dist.fit(model, np.ones((8, 8, 16)), np.ones((8, 8, 16)), batch_size=8, verbose=0)
     graph = losses[0].graph
     places = {operation.name: place for place, operation in enumerate(graph.get_operations())}
-    kernels = [storage_of(layer.kernel) for layer in model.layers if layer.weights]
+    kernels = [sharded_value(layer.kernel) for layer in model.layers if layer.weights]
     for loss in losses:
         ends = places[loss.op.name]
         for kernel in kernels:
@@ -232,7 +232,7 @@ def test_a_model_that_fit_builds():
             model.compile("sgd", "mse", run_eagerly=dist is None)
         (functools.partial(dist.fit, model) if dist else model.fit)(rows, np.ones((8, 8)), batch_size=8, verbose=0)
         found.append(model)
-    assert all(storage_of(variable) for variable in found[1].trainable_variables)
+    assert all(sharded_value(variable) for variable in found[1].trainable_variables)
     assert_same(found[1].get_weights(), found[0].get_weights(), 1e-6)
 
 

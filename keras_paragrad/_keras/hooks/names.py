@@ -117,7 +117,7 @@ HOOKS = (
     Hook(
         "keras",
         "Optimizer._backend_update_step",
-        ("storage.updating", "telemetry.watch"),
+        ("storage.storage", "storage.updating", "telemetry.watch"),
         ("grads", "trainable_variables", "learning_rate"),
     ),
     Hook("keras", "Optimizer._check_variables_are_known", ("objects.optimizer",), ("variables",)),
@@ -167,8 +167,8 @@ HOOKS = (
         "keras.src.backend.common.symbolic_scope",
         "in_symbolic_scope",
         (
-            "mesh.dtensor",
             "mesh.pinning",
+            "mesh.variable",
             "objects.layers",
             "objects.own_methods",
             "storage.gathering",
@@ -454,21 +454,21 @@ HOOKS = (
         ),
     ),
     Hook("tensorflow.python.ops.resource_variable_ops", "ResourceVariable", ("storage.regathering",)),
-    Hook("tensorflow.python.ops.resource_variable_ops", "BaseResourceVariable", ("mesh.dtensor",)),
+    Hook("tensorflow.python.ops.resource_variable_ops", "BaseResourceVariable", ("mesh.variable",)),
     Hook(
         "tensorflow.python.ops.resource_variable_ops",
         "BaseResourceVariable._read_variable_op",
-        ("mesh.dtensor",),
+        ("mesh.variable",),
         ("no_copy",),
     ),
     Hook(
         "tensorflow.python.ops.resource_variable_ops",
         "BaseResourceVariable._restore_from_tensors",
-        ("mesh.dtensor",),
+        ("mesh.variable",),
         ("restored_tensors",),
     ),
     Hook(
-        "tensorflow.python.ops.resource_variable_ops", "BaseResourceVariable._serialize_to_tensors", ("mesh.dtensor",)
+        "tensorflow.python.ops.resource_variable_ops", "BaseResourceVariable._serialize_to_tensors", ("mesh.variable",)
     ),
     Hook(
         "tensorflow.python.ops.resource_variable_ops",
@@ -587,6 +587,7 @@ OF_OBJECTS = (
             "step.tracing",
             "storage.resharding",
             "storage.sharded",
+            "storage.storage",
         ),
     ),
     Hook("keras.metrics", "MeanMetricWrapper._fn", ("probes.built_in",)),

@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from keras_paragrad._keras.mesh.dtensor import assignments_discarded, gathered, on_mesh
 from keras_paragrad._keras.mesh.errors import explained
-from keras_paragrad._keras.mesh.placing import storage_on_mesh
 from keras_paragrad._keras.objects.model import all_variables
 from keras_paragrad._keras.probes.untouched import untouched
+from keras_paragrad._keras.storage.storage import storage_of
 
 # A gradient that is smaller than this share of the largest is rounding, as is that of an attention's key bias.
 SHARE = 1e-3
@@ -83,7 +83,7 @@ def _on_mesh(model: Any, data: Any, variables: list[keras.Variable], on_the_mesh
     with on_the_mesh.tracing():
         with tf.GradientTape() as tape, untouched(model, assignments_discarded()):
             loss = _loss(model, data)
-        sources: list[Any] = [storage_on_mesh(variable) for variable in variables]
+        sources: list[Any] = [storage_of(variable).local for variable in variables]
         return [_dense(each) for each in tape.gradient(loss, sources, unconnected_gradients=_ZERO)]
 
 

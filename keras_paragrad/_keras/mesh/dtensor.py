@@ -1,21 +1,15 @@
 """The one place that knows DTensor: tensors, variables and functions on a mesh of devices."""
 
 import contextlib
-import functools
 import os
 import threading
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.dtensor.python import api
 from tensorflow.experimental import dtensor  # pyright: ignore[reportMissingModuleSource]
-from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
-
-from keras_paragrad._keras.storage.outside import WRITES, written_whole
 
 # With that pass, several all-reduces of a step on a mesh that divides the batch are added up wrong, without a word.
 COMBINE_PASS = "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"
@@ -36,7 +30,7 @@ class _Inside(threading.local):
     assigned: dict[int, Any] | None = None
 
 
-_INSIDE = _Inside()
+INSIDE = _Inside()
 
 
 def turn_combine_pass_off() -> None:
@@ -88,16 +82,16 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[str], workers: int = 1
 @contextlib.contextmanager
 def on_mesh(mesh: Any) -> Iterator[None]:
     """Context in which functions run on a mesh, and variables on it are read and assigned as its tensors."""
-    before, error = _INSIDE.mesh, None
+    before, error = INSIDE.mesh, None
     with dtensor.default_mesh(mesh):
-        _INSIDE.mesh = mesh
+        INSIDE.mesh = mesh
         try:
             yield
         except BaseException as raised:
             # It has to be kept back until the mesh is left: DTensor doesn't undo a scope that ends with an error.
             error = raised
         finally:
-            _INSIDE.mesh = before
+            INSIDE.mesh = before
     if error is not None:
         raise error
 
@@ -105,16 +99,16 @@ def on_mesh(mesh: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def assignments_discarded() -> Iterator[None]:
     """Context in which what a step on a mesh assigns to variables is read from them, and then forgotten."""
-    _INSIDE.assigned = {}
+    INSIDE.assigned = {}
     try:
         yield
     finally:
-        _INSIDE.assigned = None
+        INSIDE.assigned = None
 
 
 def computing_on_mesh() -> bool:
     """Whether this thread computes on a mesh."""
-    return _INSIDE.mesh is not None
+    return INSIDE.mesh is not None
 
 
 def layout_of(mesh: Any, axes: Axes) -> Any:
@@ -192,7 +186,7 @@ def relayout(tensor: Any, axes: Axes, gradient: Axes | None = None) -> Any:
         axes: What its dimensions are to be divided along.
         gradient: The same of its gradient; as the tensor, if `None`.
     """
-    layout = layout_of(_INSIDE.mesh, axes)
+    layout = layout_of(INSIDE.mesh, axes)
     if not tensor.dtype.is_floating:
         return dtensor.relayout(tensor, layout)
 
@@ -204,7 +198,7 @@ def relayout(tensor: Any, axes: Axes, gradient: Axes | None = None) -> Any:
         # DTensor's own gradient is divided as the tensor was, which it does not always know. Nor has it a rule for
         # every operation that is to give a gradient in parts: it gives the whole, which is then divided.
         cotangent = dtensor.relayout(cotangent, layout)
-        return cotangent if gradient is None else dtensor.relayout(cotangent, layout_of(_INSIDE.mesh, gradient))
+        return cotangent if gradient is None else dtensor.relayout(cotangent, layout_of(INSIDE.mesh, gradient))
 
     return laid_out(tensor)
 
@@ -221,145 +215,6 @@ def bytes_by_device(storage: Any) -> dict[str, int]:
     return held
 
 
-# Not a `ResourceVariable`, as DTensor's are: TensorFlow's operations read those themselves, without asking.
-class MeshVariable(BaseResourceVariable):
-    """A variable that is divided over a mesh.
-
-    In a step on the mesh it is DTensor's. Anywhere else it is whole: gathered where it is read, with the gradient of
-    the whole, and divided where it is assigned.
-
-    Args:
-        value: The whole.
-        mesh: The mesh.
-        axes: What each dimension is divided along.
-        name: As in `tf.Variable`.
-        trainable: As in `tf.Variable`.
-
-    Attributes:
-        whole_in_steps: Whether a step, too, reads it whole on each device. Its gradient is divided again.
-    """
-
-    def __init__(self, *, value: Any, mesh: Any, axes: Axes, name: str, trainable: bool):
-        # It owns what the handle is of.
-        self._held = held = dtensor.DVariable(divided(value, mesh, axes), name=name, trainable=trainable)
-        super().__init__(
-            trainable=trainable,
-            shape=held.shape,
-            dtype=held.dtype,
-            handle=held.handle,
-            name=name,
-            unique_id=f"{name}_{uuid.uuid4().hex}",
-            handle_name=name,
-            in_graph_mode=False,
-        )
-        self.mesh, self.axes = mesh, axes
-        self.whole_in_steps = False
-
-    def divided_value(self) -> Any:
-        """Its value as DTensor has it."""
-        return super()._read_variable_op()
-
-    def _read_variable_op(self, no_copy: bool = False) -> Any:
-        if computing_on_mesh():
-            if _INSIDE.assigned is not None and id(self) in _INSIDE.assigned:
-                return _INSIDE.assigned[id(self)]
-            value = super()._read_variable_op(no_copy)
-            whole = (None,) * len(self.axes)
-            return relayout(value, whole, self.axes) if self.whole_in_steps and any(self.axes) else value
-        if in_symbolic_scope():
-            return tf.zeros(self.shape, self.dtype)
-        self._check_eager()
-        with on_mesh(self.mesh):
-            value = super()._read_variable_op(no_copy)
-        found: Any = _gathered_with_gradient(value)
-        return found
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.asarray(self.numpy(), dtype)
-
-    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
-        """Rows of it."""
-        return tf.gather(self.value(), indices, name=name)
-
-    def gather_nd(self, indices: Any, name: str | None = None) -> Any:
-        """Slices of it."""
-        return tf.gather_nd(self.value(), indices, name=name)
-
-    def assign(self, value: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
-        """Assigns the whole, or in a step what DTensor has of it."""
-        if computing_on_mesh():
-            if _INSIDE.assigned is not None:
-                return self._noted(tf.cast(value, self.dtype))
-            return super().assign(value, use_locking, name, read_value)
-        self._check_eager()
-        parts = divided(tf.cast(tf.convert_to_tensor(value), self.dtype), self.mesh, self.axes)
-        with on_mesh(self.mesh):
-            super().assign(parts, read_value=False)
-        return self
-
-    def assign_add(self, delta: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
-        """Adds the whole, or in a step what DTensor has of it."""
-        if computing_on_mesh():
-            if _INSIDE.assigned is not None:
-                return self._noted(self._read_variable_op() + tf.cast(delta, self.dtype))
-            return super().assign_add(delta, use_locking, name, read_value)
-        return self.assign(self.read_value() + tf.cast(delta, self.dtype))
-
-    def assign_sub(self, delta: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
-        """Subtracts the whole, or in a step what DTensor has of it."""
-        if computing_on_mesh():
-            if _INSIDE.assigned is not None:
-                return self._noted(self._read_variable_op() - tf.cast(delta, self.dtype))
-            return super().assign_sub(delta, use_locking, name, read_value)
-        return self.assign(self.read_value() - tf.cast(delta, self.dtype))
-
-    def scatter_add(self, sparse_delta: Any, use_locking: bool = False, name: str | None = None) -> Any:
-        """Adds to rows of it."""
-        return self.assign_add(self._with_shape(sparse_delta))
-
-    def scatter_sub(self, sparse_delta: Any, use_locking: bool = False, name: str | None = None) -> Any:
-        """Subtracts from rows of it."""
-        return self.assign_sub(self._with_shape(sparse_delta))
-
-    def _with_shape(self, rows: Any) -> Any:
-        return tf.convert_to_tensor(tf.IndexedSlices(rows.values, rows.indices, tf.constant(self.shape)))
-
-    def write(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
-        """What else `tf.Variable` can write, done to the whole."""
-        if computing_on_mesh():
-            return getattr(super(), method)(*arguments, **keywords)
-        self._check_eager()
-        return self.assign(written_whole(self.read_value(), method, *arguments, **keywords))
-
-    def _noted(self, value: Any) -> Any:
-        assert _INSIDE.assigned is not None
-        _INSIDE.assigned[id(self)] = value
-        return value
-
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        # For `tf.train.Checkpoint`, which would read it in a function of one device.
-        return {"VARIABLE_VALUE": self.read_value()}
-
-    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
-        return self.assign(restored_tensors["VARIABLE_VALUE"])
-
-    def _check_eager(self) -> None:
-        if not tf.executing_eagerly():
-            raise ValueError(_IN_GRAPH)
-
-
-for _method in WRITES:
-    setattr(MeshVariable, _method, functools.partialmethod(MeshVariable.write, _method))
-
-
-@tf.custom_gradient
-def _gathered_with_gradient(value: Any) -> Any:
-    # The gradient of the variable is that of the whole, on no mesh either.
-    return gathered(value), lambda gradient: gradient
-
-
-_IN_GRAPH = (
-    "The model's variables are on a mesh of devices, and a function of one device reads or assigns them. Call undo() "
-    "of the handle that dist.prepare(model) returned, which puts them back on one device. To export the model, load "
-    "its weights into one that was built without DistributedFit."
-)
+def make_variable(value: Any, *, mesh: Any, axes: Axes, name: str, trainable: bool) -> Any:
+    """DTensor's variable of a value, an array or a tensor, that is divided along axes of a mesh."""
+    return dtensor.DVariable(divided(value, mesh, axes), name=name, trainable=trainable)

@@ -1,13 +1,13 @@
 """Keras's variables, put on a mesh and taken off again."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.mesh.dtensor import Axes, MeshVariable, on_mesh
+from keras_paragrad._keras.mesh.dtensor import Axes
+from keras_paragrad._keras.mesh.variable import MeshVariable
 from keras_paragrad._keras.objects.checkpoint_state import counterparts_in, training_variables
 from keras_paragrad._keras.pipeline.placement import name_stems
 from keras_paragrad._keras.step.builder import StepBuilder
@@ -67,24 +67,6 @@ def storage_on_mesh(variable: keras.Variable) -> MeshVariable | None:
     """What holds a variable on a mesh, or `None` if it isn't on one."""
     storage = variable._value
     return storage if isinstance(storage, MeshVariable) else None
-
-
-def mesh_of(variables: Iterable[keras.Variable]) -> Any:
-    """The mesh that variables are on, or `None`."""
-    return next((storage.mesh for each in variables if (storage := storage_on_mesh(each)) is not None), None)
-
-
-@contextlib.contextmanager
-def computing_where(variables: Iterable[keras.Variable]) -> Iterator[None]:
-    """Context in which functions run on the mesh that variables are on, if they are on one."""
-    mesh = mesh_of(variables)
-    with on_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        yield
-
-
-def on_a_mesh(model: Any) -> bool:
-    """Whether a model's variables are on a mesh."""
-    return any(storage_on_mesh(variable) is not None for variable in model.variables)
 
 
 def _belongs_to(slot: keras.Variable, known: dict[str, keras.Variable]) -> keras.Variable | None:

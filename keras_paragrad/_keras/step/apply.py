@@ -17,8 +17,8 @@ from keras_paragrad._keras.replicas.collectives import (
     sum_over_replicas,
 )
 from keras_paragrad._keras.step.forward import Normalizer, scaled_gradient
-from keras_paragrad._keras.storage.layout import combined, in_shards, scattered
-from keras_paragrad._keras.storage.updating import refresh, squares, updating_shards
+from keras_paragrad._keras.storage.layout import divided, reduced, reduced_divided
+from keras_paragrad._keras.storage.updating import refresh, squares, updating
 
 _REDUCE = "_all_reduce_sum_gradients"
 
@@ -47,10 +47,6 @@ class Contribution(NamedTuple):
             return cls(1.0, share, kept=0.0)
         value = tf.cast(normalizer.value, "float32")
         return cls(value / share, value)
-
-    def apart(self) -> tuple[Any, "Contribution"]:
-        """The scale by itself, and the contribution of a gradient that was multiplied with it."""
-        return self.scale, self._replace(scale=1.0)
 
 
 def apply_gradient(
@@ -82,10 +78,9 @@ def apply_gradient(
     accumulator = accumulating(optimizer)
     if accumulator or replica_count() == 1 or not whole:
         contribution = None if weight is None else Contribution.of(weight)
-        if accumulator and in_shards(variables):
-            # Accumulators are in shards as well, so each micro-batch is reduced, weighted as it counts.
-            scale, contribution = (contribution or Contribution.of(None)).apart()
-            gradients = scattered([scaled_gradient(each, scale) for each in gradients], variables)
+        if accumulator:
+            # What is divided is accumulated in parts, so it is reduced here, weighted as it counts.
+            gradients = reduced_divided(gradients, variables, contribution.scale if contribution else None)
         if accumulator and whole and replica_count() > 1 and _skips_nonfinite(optimizer, variables):
             gradients = _nonfinite_everywhere(gradients)
         pairs = list(zip(gradients, variables, strict=True))
@@ -94,12 +89,12 @@ def apply_gradient(
         optimizer.apply_gradients(pairs)
         return None
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    applied, sums = combined([gradients[index] for index in present], [variables[index] for index in present], beside)
+    applied, sums = reduced([gradients[index] for index in present], [variables[index] for index in present], beside)
     by_index = dict(zip(present, applied, strict=True))
     total = [by_index.get(index) for index in range(len(gradients))]
-    if in_shards(variables) and unscaled(optimizer) is not optimizer:
+    if divided(variables) and unscaled(optimizer) is not optimizer:
         total = _nonfinite_everywhere(total)
-    norms = squares(optimizer, total, variables) if in_shards(variables) else []
+    norms = squares(optimizer, total, variables)
     cross_replica(
         lambda per_replica, total, norms: apply_everywhere(per_replica, optimizer, total, variables, norms),
         total,
@@ -121,8 +116,8 @@ def _weighting(
 def _skips_nonfinite(optimizer: Any, variables: Sequence[keras.Variable]) -> bool:
     """Whether all replicas have to know of an overflow on one."""
     skips = unscaled(optimizer) is not optimizer
-    # Replicas hold different shards of the same gradients.
-    return skips or (in_shards(variables) and any(getattr(each, "skip_nonfinite", False) for each in nested(optimizer)))
+    # Replicas hold different parts of the same gradients.
+    return skips or (divided(variables) and any(getattr(each, "skip_nonfinite", False) for each in nested(optimizer)))
 
 
 def _nonfinite_everywhere(gradients: list[Any]) -> list[Any]:
@@ -142,7 +137,7 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
         optimizer: A built optimizer.
         gradients: A gradient or `None` for each variable, grouped by replica.
         variables: The variables that the optimizer was built with.
-        norms: What `squares` has found for gradients in shards, grouped by replica.
+        norms: What `squares` has found, grouped by replica.
     """
     by_replica: dict[int, Any] = {}
 
@@ -158,7 +153,7 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
         # Keras overwrites in a branch on each replica, and a strategy refuses to update a variable in there.
         part.ema_overwrite_frequency = None
     try:
-        with updating_shards(optimizer, variables, by_replica):
+        with updating(optimizer, variables, by_replica):
             per_replica(apply, gradients, norms)
     finally:
         for (part, frequency), replaced in zip(frequencies, before, strict=True):
@@ -168,7 +163,7 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
             else:
                 part.__dict__[_REDUCE] = replaced
     # The copies are those from before the update, and constraints read the averages.
-    with updating_shards(optimizer, variables, by_replica):
+    with updating(optimizer, variables, by_replica):
         for (part, frequency), earlier in zip(frequencies, made, strict=True):
             if earlier is not None and part.built:
                 now = _updates_made(part)

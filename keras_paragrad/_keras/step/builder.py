@@ -30,8 +30,8 @@ from keras_paragrad._keras.step.symbolic import build_from, build_losses, losses
 from keras_paragrad._keras.step.train_step import TrainStep
 from keras_paragrad._keras.step.transform import install
 from keras_paragrad._keras.step.uncut import Limit
-from keras_paragrad._keras.storage.layout import in_shards
-from keras_paragrad._keras.storage.updating import install as install_for_shards
+from keras_paragrad._keras.storage.layout import divided
+from keras_paragrad._keras.storage.updating import install as install_storages
 from keras_paragrad._keras.telemetry.counts import compiled_functions
 from keras_paragrad._keras.telemetry.execution import LATEST, LookAhead, Telemetry, pick_watched
 from keras_paragrad._keras.telemetry.observe import observed
@@ -135,7 +135,7 @@ class StepBuilder:
         """Gives the model its train function, compiled before if nothing has changed since."""
         self._by_configuration()
         stages = self.stages
-        if stages.observe and in_shards(self.model.trainable_variables):
+        if stages.observe and divided(self.model.trainable_variables):
             raise ValueError(
                 f"{type(stages.observe).__name__} looks at the gradients of each replica, and this model's weights and "
                 "gradients are in shards. Train with DistributedFit(..., shard=None), or without that callback."
@@ -177,8 +177,8 @@ class StepBuilder:
     def _install_transform(self) -> None:
         """Installs the transform in the optimizer that updates the weights, which `compile` may have replaced."""
         optimizer = updating(self.model.optimizer) if self.model.compiled else None
-        if optimizer is not None and in_shards(self.model.trainable_variables):
-            install_for_shards(optimizer)
+        if optimizer is not None:
+            install_storages(optimizer, self.model.trainable_variables)
         if self._transformed not in (None, optimizer):
             install(self._transformed, None)
         if optimizer is not None:

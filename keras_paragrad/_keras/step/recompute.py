@@ -24,7 +24,7 @@ from keras_paragrad._keras.step.leaves import dense_parts, has_gradient, rebuilt
 from keras_paragrad._keras.step.reads import Reads, in_scope_of_others
 from keras_paragrad._keras.step.stateful_ops import check_operations
 from keras_paragrad._keras.storage.gathering import plain_call, settle
-from keras_paragrad._keras.storage.sharded import to_gather
+from keras_paragrad._keras.storage.storage import storage_of
 
 
 class _Known(NamedTuple):
@@ -32,14 +32,14 @@ class _Known(NamedTuple):
 
     Attributes:
         weights: Trainable variables.
-        storages: Those that are gathered for each of the two runs, or `None` for a weight that is whole already.
+        made: What makes each of the weights, in each of the two runs, of what is kept.
         kept: How they are kept from the first run to the second; gradients are taken of these.
         state: Other variables.
         before: Their values before the call.
     """
 
     weights: list[keras.Variable]
-    storages: list[Any]
+    made: list[Callable[[tf.Tensor], tf.Tensor]]
     kept: list[tf.Tensor]
     state: list[keras.Variable]
     before: list[tf.Tensor]
@@ -51,16 +51,13 @@ class _Known(NamedTuple):
         state = [variable for variable in each if not variable.trainable]
         with full_precision():
             before = [tf.identity(tf.convert_to_tensor(variable.value)) for variable in state]
-            storages = [to_gather(variable) for variable in weights]
-            kept = [
-                tf.identity(storage.shard.read_value() if storage else tf.convert_to_tensor(variable.value))
-                for variable, storage in zip(weights, storages, strict=True)
-            ]
-            return cls(weights, storages, kept, state, before)
+            recomputed = [storage_of(variable).recompute() for variable in weights]
+            kept = [tensor for tensor, _ in recomputed]
+            return cls(weights, [made for _, made in recomputed], kept, state, before)
 
     def read(self, kept: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The weights as layers read them, made in each of the two runs from what is kept."""
-        return [storage.whole(each) if storage else each for storage, each in zip(self.storages, kept, strict=True)]
+        return [made(each) for made, each in zip(self.made, kept, strict=True)]
 
 
 class _Function(NamedTuple):

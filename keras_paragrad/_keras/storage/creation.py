@@ -12,7 +12,7 @@ from keras_paragrad._keras.replicas.collectives import of_first_replica, replica
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.storage.outside import updated_outside
 from keras_paragrad._keras.storage.partition import Partition
-from keras_paragrad._keras.storage.sharded import ShardedVariable, storage_of
+from keras_paragrad._keras.storage.sharded import ShardedVariable, sharded_value
 
 _CREATE = "_create_variable"
 
@@ -52,7 +52,7 @@ def may_be_in_shards(model: Any) -> bool:
     """Whether a model has variables in shards, or may get them when it is built."""
     create = vars(model.distribute_strategy.extended).get(_CREATE)
     creates = create is not None and create.keywords["min_bytes"] < math.inf
-    return creates or any(storage_of(variable) for variable in model.variables)
+    return creates or any(sharded_value(variable) for variable in model.variables)
 
 
 def _create(strategy: Any, next_creator: Any, *, copies: bool, min_bytes: float, **kwargs: Any) -> Any:

@@ -15,7 +15,8 @@ from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad._keras.step.compiled_call import compiled_call, compiles, may_be_parted
 from keras_paragrad._keras.storage.creation import may_be_in_shards
 from keras_paragrad._keras.storage.exchange import looked_up
-from keras_paragrad._keras.storage.sharded import ShardedVariable, known, known_cast, read_as, storage_of
+from keras_paragrad._keras.storage.reading import known, known_cast, read_as
+from keras_paragrad._keras.storage.sharded import ShardedVariable, sharded_value
 
 _CALL, _GATHERS = "call", "_keras_paragrad_gathers"
 
@@ -71,16 +72,19 @@ def plain_call(layer: Any, *arguments: Any, **keywords: Any) -> Any:
 
 def compiled_in_pieces(model: keras.Model) -> bool:
     """Whether XLA has to compile a model's layers one by one, as each gathers its weights when it is called."""
-    gathers = any((storage := storage_of(variable)) and storage.copies is None for variable in model.variables)
-    return gathers and may_be_parted(model)
+    return bool(_gathered(model.variables)) and may_be_parted(model)
 
 
 @contextlib.contextmanager
 def gathered_first(model: keras.Model) -> Iterator[None]:
     """Context in which this replica has all of a model's weights whole, for a pass that can't gather."""
-    storages = [storage for variable in model.variables if (storage := storage_of(variable)) and storage.copies is None]
-    with read_as({id(storage): storage.gathered() for storage in storages}):
+    with read_as({id(storage): storage.gathered() for storage in _gathered(model.variables)}):
         yield
+
+
+def _gathered(variables: Sequence[keras.Variable]) -> list[ShardedVariable]:
+    """What has to be gathered to be read."""
+    return [value for variable in variables if (value := sharded_value(variable)) and value.copies is None]
 
 
 @contextlib.contextmanager
@@ -94,7 +98,7 @@ def differentiable(tape: tf.GradientTape) -> Iterator[Callable[[Any], Any]]:
     inside = {key: tf.identity(tensor) for key, tensor in known().items()}
     tape.watch(list(inside.values()))
     with read_as(inside):
-        yield lambda variable: inside.get(id(storage_of(variable)), variable)
+        yield lambda variable: inside.get(id(sharded_value(variable)), variable)
 
 
 def _call(layer: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -104,8 +108,7 @@ def _call(layer: Any, *arguments: Any, **keywords: Any) -> Any:
     if not inside or in_symbolic_scope() or in_stateless_scope() or not layer.built:
         return call(*arguments, **keywords)
     held = {*known(), *known_cast()}
-    storages = [storage for variable in layer.variables if (storage := storage_of(variable)) and storage.copies is None]
-    missing = [storage for storage in storages if id(storage) not in held]
+    missing = [storage for storage in _gathered(layer.variables) if id(storage) not in held]
     if _looks_up(layer, missing, keywords):
         return _rows(call, missing[0], *arguments, **keywords)
     # When the layer before it began: this one's weights arrive while that one computes, and no earlier.
@@ -130,7 +133,7 @@ def _compute_dtypes(layer: Any) -> dict[int, str]:
     dtypes = {}
     for each in layer._flatten_layers():
         for variable in each._trainable_variables if each.autocast else ():
-            storage = storage_of(variable)
+            storage = sharded_value(variable)
             if storage and variable._autocast and each.compute_dtype != storage.dtype.name:
                 dtypes[id(storage)] = each.compute_dtype
     return dtypes

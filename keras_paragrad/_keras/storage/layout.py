@@ -1,68 +1,92 @@
-"""The *combine* stage on several replicas: what becomes of a gradient depends on where its variable lives."""
+"""What becomes of the gradients of several variables, each of which depends on where its variable lives."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.collectives import replica_index
-from keras_paragrad._keras.replicas.row_gradients import sum_gradients
-from keras_paragrad._keras.storage.exchange import all_gather, reduce_scatter
-from keras_paragrad._keras.storage.sharded import storage_of
+from keras_paragrad._keras.step.forward import scaled_gradient
+from keras_paragrad._keras.storage.storage import Whole, storage_of
 
 
-def combined(
+def divided(variables: Sequence[keras.Variable]) -> bool:
+    """Whether each replica holds a part of any of the variables."""
+    return any(storage_of(variable).divided for variable in variables)
+
+
+def reduced(
     gradients: Sequence[Any], variables: Sequence[keras.Variable], beside: Sequence[tf.Tensor] = ()
 ) -> tuple[list[Any], list[tf.Tensor]]:
-    """Sums gradients over the replicas: an all-reduce for variables that are whole, a reduce-scatter for shards.
+    """Sums gradients over the replicas; called on every replica.
 
     Args:
         gradients: This replica's, of whole variables.
         variables: The variable that each of them belongs to.
-        beside: Other tensors to sum over the replicas, in the collective of whole variables' gradients.
+        beside: Other tensors to sum over the replicas, in the collective of replicated variables' gradients.
 
     Returns:
         What this replica applies, and the sums of the other tensors.
     """
-    found = scattered(gradients, variables)
-    whole = [place for place, variable in enumerate(variables) if storage_of(variable) is None]
-    summed = sum_gradients([*(gradients[place] for place in whole), *beside])
-    for place, value in zip(whole, summed, strict=False):
-        found[place] = value
-    return found, summed[len(whole) :]
+    return reduced_replicated(reduced_divided(gradients, variables), variables, beside)
 
 
-def scattered(gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> list[Any]:
-    """Gradients of which those of variables in shards are reduce-scattered, and the others are left as they are."""
-    found: list[Any] = list(gradients)
-    storages = {place: storage for place, variable in enumerate(variables) if (storage := storage_of(variable))}
-    places = [place for place in storages if gradients[place] is not None]
-    sums = reduce_scatter([gradients[place] for place in places], [storages[place].partition for place in places])
-    for place, value in zip(places, sums, strict=True):
-        found[place] = value
+def reduced_divided(gradients: Sequence[Any], variables: Sequence[keras.Variable], scale: Any = None) -> list[Any]:
+    """Gradients, times a scale if that is given, of which those of divided variables alone are scaled and summed."""
+    storages = [storage_of(variable) for variable in variables]
+    places = [index for index, each in enumerate(storages) if each.divided and gradients[index] is not None]
+    scaled = [gradients[index] if scale is None else scaled_gradient(gradients[index], scale) for index in places]
+    return _with_sums(gradients, scaled, storages, places)
+
+
+def reduced_replicated(
+    gradients: Sequence[Any], variables: Sequence[keras.Variable], beside: Sequence[tf.Tensor] = ()
+) -> tuple[list[Any], list[tf.Tensor]]:
+    """Gradients of which those of replicated variables alone are summed, with other tensors."""
+    # Tensors have no part anywhere, as replicated variables.
+    storages = [*map(storage_of, variables), *(Whole(None) for _ in beside)]
+    places = [index for index, each in enumerate(storages) if not each.divided]
+    everything = [*gradients, *beside]
+    sums = _with_sums(everything, [everything[index] for index in places], storages, places)
+    return sums[: len(gradients)], sums[len(gradients) :]
+
+
+def _with_sums(
+    gradients: Sequence[Any], scaled: Sequence[Any], storages: Sequence[Any], places: Sequence[int]
+) -> list[Any]:
+    found, kinds = list(gradients), {}
+    for place, gradient in zip(places, scaled, strict=True):
+        kinds.setdefault(storages[place].reduce, []).append((place, gradient))
+    for reduce, given in kinds.items():
+        sums = reduce([gradient for _, gradient in given], [storages[place] for place, _ in given])
+        for (place, _), total in zip(given, sums, strict=True):
+            found[place] = total
     return found
 
 
-def whole_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Summed gradients of which those in shards are gathered; called on every replica."""
-    storages = [storage_of(variable) for variable in variables]
+def whole_gradients(gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> list[Any]:
+    """The whole of reduced gradients; called on every replica."""
     return [
-        # The identity waits for what this replica waits for.
-        storage.partition.whole(all_gather(tf.identity(gradient))) if storage and gradient is not None else gradient
-        for gradient, storage in zip(gradients, storages, strict=True)
+        None if gradient is None else storage_of(variable).gather(gradient)
+        for gradient, variable in zip(gradients, variables, strict=True)
     ]
 
 
-def own_parts(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Whole gradients, of which this replica keeps its shards where variables are in shards."""
-    storages = [storage_of(variable) for variable in variables]
+def own_parts(gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> list[Any]:
+    """What this replica updates with, of whole gradients."""
     return [
-        storage.partition.shard(gradient, replica_index()) if storage and gradient is not None else gradient
-        for gradient, storage in zip(gradients, storages, strict=True)
+        None if gradient is None else storage_of(variable).scatter(gradient)
+        for gradient, variable in zip(gradients, variables, strict=True)
     ]
 
 
-def in_shards(variables: Sequence[Any]) -> bool:
-    """Whether any of the variables lives in shards."""
-    return any(storage_of(variable) for variable in variables)
+def mesh_of(variables: Sequence[keras.Variable]) -> Any:
+    """The mesh that functions have to run on which compute with variables, or `None`."""
+    return next((mesh for each in variables if (mesh := storage_of(each).mesh) is not None), None)
+
+
+def computing_with(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
+    """The context in which functions run that compute with variables."""
+    storages = map(storage_of, variables)
+    return next((each.computing() for each in storages if each.mesh is not None), contextlib.nullcontext())

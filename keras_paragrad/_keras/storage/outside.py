@@ -1,11 +1,12 @@
 """What is done to variables outside of steps, in callbacks and loops of one's own: done to the whole."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad._keras.storage.sharded import ShardedVariable, storage_of
+from keras_paragrad._keras.storage.sharded import sharded_value
+from keras_paragrad._keras.storage.sharded_storage import check_being_updated
 
 # The methods of a `tf.Variable` that write a part of it.
 WRITES = ("scatter_update", "scatter_max", "scatter_min", "scatter_mul", "scatter_div", "batch_scatter_update")
@@ -31,7 +32,7 @@ def updated_outside(
     Raises:
         ValueError: An optimizer takes a step of a loop of one's own.
     """
-    given = {id(each): storage_of(each) for each in tf.nest.flatten([var, args, kwargs or {}])}
+    given = {id(each): sharded_value(each) for each in tf.nest.flatten([var, args, kwargs or {}])}
     storages = {key: storage for key, storage in given.items() if storage is not None}
     if not storages or any(storage.being_updated for storage in storages.values()):
         return type(strategy.extended).update(strategy.extended, var, fn, args, kwargs, group)
@@ -48,22 +49,6 @@ def updated_outside(
         for storage in {id(each): each for each in storages.values()}.values():
             storage.assign(wholes[id(storage)].read_value())
     return result
-
-
-def check_being_updated(storages: Iterable[ShardedVariable]) -> None:
-    """Refuses to give an optimizer shards, whose gradients would have to be those of shards.
-
-    Raises:
-        ValueError: This is not in a step of ours.
-    """
-    for storage in storages:
-        if not storage.being_updated:
-            raise ValueError(
-                f"{storage.name!r} is in shards, and is to be updated in a step that hands out whole gradients, as a "
-                "loop of your own or a model that isn't prepared does. Train it with dist.fit(model, ...), or with "
-                "model.fit(...) after dist.prepare(model). For a loop of your own, write DistributedFit(..., "
-                "shard=None)."
-            )
 
 
 def _whole_variable(value: Any) -> Any:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.objects.checkpoint_state import training_variables, with_inner
 from keras_paragrad._keras.storage.creation import creating_whole
-from keras_paragrad._keras.storage.sharded import ShardedVariable, storage_of
+from keras_paragrad._keras.storage.sharded import ShardedVariable, sharded_value
 
 
 def hold_whole(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
@@ -64,6 +64,6 @@ def hold_copies(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
 def _in_shards(model: keras.Model, *sections: str) -> Iterator[tuple[Any, ShardedVariable]]:
     found = training_variables(model)
     for variable in [each for section in sections for each in found[section]]:
-        storage = storage_of(variable)
+        storage = sharded_value(variable)
         if storage is not None:
             yield variable, storage

@@ -1,8 +1,6 @@
 """`ShardedVariable`: the storage of a Keras variable of which each replica holds a shard."""
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,25 +16,9 @@ from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.replicas.workers import barrier
 from keras_paragrad._keras.storage.exchange import all_gather
 from keras_paragrad._keras.storage.partition import Partition
+from keras_paragrad._keras.storage.reading import READING, Noted
 from keras_paragrad._keras.storage.regathering import note
-
-
-class _Reading(threading.local):
-    """What reading a variable gives on this replica, whose code runs in a thread of its own.
-
-    Attributes:
-        values: By the `id` of variables, tensors to read instead of gathering them.
-        cast: The same, cast to the dtype that a layer computes in.
-        assigned: Where assignments are noted instead of being made, or `None`.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[int, tf.Tensor] = {}
-        self.cast: dict[int, tf.Tensor] = {}
-        self.assigned: dict[int, tuple[Any, tf.Tensor]] | None = None
-
-
-_READING = _Reading()
+from keras_paragrad._keras.storage.sharded_storage import Sharded
 
 
 class ShardedVariable(DistributedVariable):
@@ -70,6 +52,11 @@ class ShardedVariable(DistributedVariable):
         self.copies_hold = copies is not None
         # Whether an optimizer is given the shards.
         self.being_updated = False
+
+    @property
+    def storage(self) -> Sharded:
+        """What is asked where a variable's value lives."""
+        return Sharded(self)
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -132,12 +119,12 @@ class ShardedVariable(DistributedVariable):
             return tf.zeros(self.partition.shape, self.dtype)
         if not _on_replica_of(self._distribute_strategy):
             return self._assembled()
-        if _READING.assigned is not None and id(self) in _READING.assigned:
-            return _READING.assigned[id(self)][1]
-        cast, scope = _READING.cast.get(id(self)), get_autocast_scope()
+        if READING.assigned is not None and id(self) in READING.assigned:
+            return READING.assigned[id(self)][1]
+        cast, scope = READING.cast.get(id(self)), get_autocast_scope()
         if cast is not None and scope is not None and cast.dtype == scope.dtype:
             return cast
-        known = _READING.values.get(id(self))
+        known = READING.values.get(id(self))
         if known is None and self.copies_hold:
             return self._copy
         return self.gathered() if known is None else known
@@ -206,8 +193,8 @@ class ShardedVariable(DistributedVariable):
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         whole = tf.convert_to_tensor(value, dtype=self.dtype)
-        if _READING.assigned is not None:
-            update_fn(_Noted(self, _READING.assigned), whole)
+        if READING.assigned is not None:
+            update_fn(Noted(self, READING.assigned), whole)
             return None
         if self.copies_hold:
             update_fn(self._copy, whole, **kwargs)
@@ -224,73 +211,17 @@ class ShardedVariable(DistributedVariable):
         if self.copies is not None:
             self._copy.assign(self.partition.whole(all_gather(self.shard.read_value())))
 
-
-def to_gather(variable: Any) -> ShardedVariable | None:
-    """The storage of a variable that this replica has to gather to read it, or `None`."""
-    storage = storage_of(variable)
-    if storage is None or storage.copies_hold or id(storage) in _READING.values:
-        return None
-    return storage if _on_replica_of(storage._distribute_strategy) else None
+    @property
+    def is_gathered(self) -> bool:
+        """Whether this replica gathers the value where it is read now."""
+        known = self.copies_hold or id(self) in READING.values
+        return not known and _on_replica_of(self._distribute_strategy)
 
 
-class _Noted:
-    """Stands for a variable whose assignments are noted."""
-
-    def __init__(self, variable: ShardedVariable, assigned: dict[int, tuple[Any, tf.Tensor]]):
-        self._variable, self._assigned = variable, assigned
-
-    def assign(self, value: tf.Tensor, **_: Any) -> None:
-        self._assigned[id(self._variable)] = self._variable, value
-
-    def assign_add(self, value: tf.Tensor, **_: Any) -> None:
-        self.assign(tf.convert_to_tensor(self._variable) + value)
-
-    def assign_sub(self, value: tf.Tensor, **_: Any) -> None:
-        self.assign(tf.convert_to_tensor(self._variable) - value)
-
-
-@contextlib.contextmanager
-def updated_whole() -> Iterator[None]:
-    """Context in which this replica computes with whole variables; its shards of what is assigned are kept."""
-    _READING.assigned = {}
-    try:
-        yield
-        for variable, value in _READING.assigned.values():
-            variable.shard.assign(variable.partition.kept_shard(tf.cast(value, variable.dtype), replica_index()))
-    finally:
-        _READING.assigned = None
-
-
-def storage_of(variable: Any) -> ShardedVariable | None:
-    """The storage of a variable in shards, of Keras's or TensorFlow's, or `None` if it is whole."""
-    storage = getattr(variable, "_value", variable)
-    return storage if isinstance(storage, ShardedVariable) else None
-
-
-@contextlib.contextmanager
-def read_as(tensors: Mapping[int, tf.Tensor], cast: Mapping[int, tf.Tensor] | None = None) -> Iterator[None]:
-    """Context in which this replica reads variables as given tensors, by the `id` of their storage.
-
-    Args:
-        tensors: Whole variables.
-        cast: Others, to be read only where Keras casts them to this dtype anyway.
-    """
-    before = _READING.values, _READING.cast
-    _READING.values, _READING.cast = {**before[0], **tensors}, {**before[1], **(cast or {})}
-    try:
-        yield
-    finally:
-        _READING.values, _READING.cast = before
-
-
-def known() -> dict[int, tf.Tensor]:
-    """What this replica reads without gathering, by the `id` of storage."""
-    return _READING.values
-
-
-def known_cast() -> dict[int, tf.Tensor]:
-    """What it reads where Keras casts it."""
-    return _READING.cast
+def sharded_value(variable: Any) -> ShardedVariable | None:
+    """The value of a variable in shards, of Keras's or TensorFlow's, or `None` for any other variable."""
+    value = getattr(variable, "_value", variable)
+    return value if isinstance(value, ShardedVariable) else None
 
 
 def _on_replica() -> bool:
@@ -304,9 +235,3 @@ def _on_replica_of(strategy: Any) -> bool:
 def _local_index() -> int:
     index = get_current_replica_id_as_int()
     return 0 if index is None else index
-
-
-def on_this_replica(variable: Any) -> Any:
-    """What a replica holds of a Keras variable: its shard, or its own part or copy of the whole."""
-    storage = storage_of(variable)
-    return storage.shard if storage else variable.value

@@ -1,8 +1,8 @@
-"""Optimizers on shards: what a Keras optimizer does to whole variables, done to shards with the same result."""
+"""Optimizers on variables that live elsewhere: what Keras does to whole variables, done with the same result."""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -10,9 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.objects.capabilities import nested, parts
 from keras_paragrad._keras.replicas.collectives import replica_index, sum_over_replicas
-from keras_paragrad._keras.storage.layout import whole_gradients
-from keras_paragrad._keras.storage.outside import check_being_updated
-from keras_paragrad._keras.storage.sharded import storage_of, updated_whole
+from keras_paragrad._keras.storage.storage import storage_of
 
 _NORMS = "_keras_paragrad_norms"
 # Their steps compute each element from that element alone. All others are given whole variables, one at a time. So is
@@ -61,68 +59,65 @@ def squares(optimizer: Any, gradients: Sequence[Any], variables: Sequence[keras.
         variables: Their variables.
 
     Returns:
-        A scalar for each gradient, or nothing where no optimizer clips by norms.
+        A scalar for each gradient, or nothing where no optimizer clips by norms, or Keras itself can.
     """
-    if not any(part.clipnorm or part.global_clipnorm for part in parts(optimizer)):
+    storages = [storage_of(variable) for variable in variables]
+    clips = any(part.clipnorm or part.global_clipnorm for part in parts(optimizer))
+    if not clips or not any(each.divided for each in storages):
         return []
     scale = optimizer.dynamic_scale if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
-    found: list[Any] = [None if each is None else _square(each, scale) for each in gradients]
-    cut = [place for place, each in enumerate(found) if each is not None and storage_of(variables[place])]
+    found: list[Any] = [
+        None if each is None else storage.square(_unscaled(each, scale))
+        for each, storage in zip(gradients, storages, strict=True)
+    ]
+    cut = [place for place, each in enumerate(found) if each is not None and storages[place].divided]
     for place, total in zip(cut, sum_over_replicas([found[place] for place in cut]), strict=True):
         found[place] = total
     return found
 
 
-def install(optimizer: Any) -> None:
-    """Makes an optimizer, and those that it delegates to, one that can be given shards; once is enough."""
+def install(optimizer: Any, variables: Sequence[keras.Variable]) -> None:
+    """Has an optimizer, and those that it delegates to, update variables where they live; once is enough."""
+    storages = [storage_of(variable) for variable in variables]
     for part in parts(optimizer):
         # Bypass `__setattr__`: Keras tracks what is assigned.
         own = vars(part)
-        if _NORMS in own:
-            continue
-        own[_NORMS] = None
-        own["_clip_gradients"] = functools.partial(_clip, part)
-        own["_update_model_variables_moving_average"] = functools.partial(_average, part)
-        if not is_elementwise(part):
-            own["_backend_update_step"] = _step(part)
+        if any(each.divided for each in storages) and _NORMS not in own:
+            own[_NORMS] = None
+            own["_clip_gradients"] = functools.partial(_clip, part)
+            own["_update_model_variables_moving_average"] = functools.partial(_average, part)
+        if not all(each.takes_steps_of(part) for each in storages):
+            own.setdefault("_backend_update_step", functools.partial(_step, part))
 
 
 @contextlib.contextmanager
-def updating_shards(optimizer: Any, variables: Sequence[keras.Variable], norms: dict[int, list[Any]]) -> Iterator[None]:
-    """Context in which an optimizer updates shards; entered outside of the replicas.
+def updating(optimizer: Any, variables: Sequence[keras.Variable], norms: dict[int, list[Any]]) -> Iterator[None]:
+    """Context in which an optimizer updates variables where they live; entered outside of the replicas.
 
     Args:
         optimizer: A built optimizer.
         variables: The variables that it updates.
         norms: By replica, what `squares` has found.
     """
-    storages = [storage for variable in variables if (storage := storage_of(variable))]
-    keys = [optimizer._var_key(variable) for variable in variables] if storages else []
-    for part in parts(optimizer) if storages else ():
+    installed = [part for part in parts(optimizer) if _NORMS in vars(part)]
+    keys = [optimizer._var_key(variable) for variable in variables] if installed else []
+    for part in installed:
         vars(part)[_NORMS] = keys, norms
-    for storage in storages:
-        storage.being_updated = True
-        # Until they are refreshed: what is read on the way is gathered.
-        storage.copies_hold = False
-    try:
+    with contextlib.ExitStack() as stack:
+        for variable in variables:
+            stack.enter_context(storage_of(variable).updating())
         yield
-    finally:
-        for storage in storages:
-            storage.being_updated = False
-            storage.copies_hold = storage.copies is not None
 
 
 def refresh(variables: Sequence[keras.Variable]) -> None:
-    """Writes what shards hold into the copies that replicas compute with; called on every replica."""
+    """Ends the update of variables; called on every replica."""
     for variable in variables:
-        storage = storage_of(variable)
-        if storage:
-            storage.refresh()
+        storage_of(variable).refresh()
 
 
-def _square(gradient: Any, scale: Any) -> tf.Tensor:
+def _unscaled(gradient: Any, scale: Any) -> tf.Tensor:
     value = tf.cast(tf.convert_to_tensor(gradient), "float32")
-    return tf.reduce_sum(tf.square(value if scale is None else value / scale))
+    return value if scale is None else value / scale
 
 
 def _clip(part: Any, grads: Sequence[Any]) -> list[Any]:
@@ -172,20 +167,8 @@ def _blend(average: Any, value: Any, momentum: Any) -> Any:
     return average.assign(share * average + (1 - share) * tf.convert_to_tensor(value))
 
 
-def _step(part: Any) -> Callable[[Any, Any, Any], None]:
-    """A step of an optimizer that needs whole variables: each is gathered, updated, and let go of before the next."""
-
-    def step(grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any) -> None:
-        done: list[tf.Tensor] = []
-        for gradient, variable in zip(grads, trainable_variables, strict=True):
-            storage = storage_of(variable)
-            if storage is None:
-                type(part)._backend_update_step(part, [gradient], [variable], learning_rate)
-                continue
-            check_being_updated([storage])
-            with tf.control_dependencies(done), updated_whole():
-                (whole,) = whole_gradients([gradient], [variable])
-                part.update_step(whole, storage, learning_rate)
-                done = [tf.identity(whole)]
-
-    return step
+def _step(part: Any, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any) -> None:
+    """Has each variable updated where it lives, one after the other."""
+    done: list[tf.Tensor] = []
+    for gradient, variable in zip(grads, trainable_variables, strict=True):
+        done = storage_of(variable).update(part, gradient, learning_rate, done)

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.replicas.collectives import local_values
 from keras_paragrad._keras.replicas.local import place_of
-from keras_paragrad._keras.storage.layout import in_shards
+from keras_paragrad._keras.storage.storage import storage_of
 from keras_paragrad.distribution.workers import gather
 
 # On different processors rounding differs, and weights diverge slowly: by some 1e-5 over 10^5 steps.
@@ -107,7 +107,4 @@ def variables_to_compare(model: Any) -> list[Any]:
 
 
 def _has_to_be_the_same(variable: Any) -> bool:
-    if in_shards([variable]):
-        return False
-    of_each = getattr(variable.value, "synchronization", None) == tf.VariableSynchronization.ON_READ
-    return not of_each and tf.as_dtype(variable.dtype).is_floating
+    return storage_of(variable).is_replicated() and tf.as_dtype(variable.dtype).is_floating

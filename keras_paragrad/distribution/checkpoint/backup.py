@@ -104,7 +104,7 @@ class Backup(keras.callbacks.Callback):
         model: Any = self.model
         self._strategy = together_of(model)
         place = place_of(self._strategy)
-        self._workers, self._is_chief = place.workers, place.worker == 0
+        self._is_chief = place.worker == 0
         self._checks = StopChecks(self._strategy, place.workers, self.check_every)
         check_storable(self._others)
         self._agree_on_settings()
@@ -181,7 +181,7 @@ class Backup(keras.callbacks.Callback):
             Whether that succeeded, as far as this worker knows: only the chief writes what isn't in shards.
         """
         sections = seam.training_variables(self.model)
-        values = values_of(self._workers, sections)
+        values = values_of(place_of(self._strategy), sections)
         variables = [variable for found in sections.values() for variable in found]
         failure, written = None, NO_SHARDS
         try:

@@ -13,9 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.mesh.placing import storage_on_mesh
 from keras_paragrad._keras.replicas.local import Place, place_of
-from keras_paragrad._keras.storage.sharded import storage_of
+from keras_paragrad._keras.storage.storage import Parts, storage_of
 from keras_paragrad.distribution.checkpoint.content import CutVariable, Values
 from keras_paragrad.distribution.checkpoint.files import BackupFiles
 from keras_paragrad.distribution.checkpoint.manifest import Position, words_of
@@ -46,7 +45,7 @@ class Written(NamedTuple):
 NO_SHARDS = Written("", [])
 
 
-def values_of(workers: int, sections: dict[str, list[keras.Variable]]) -> Values:
+def values_of(place: Place, sections: dict[str, list[keras.Variable]]) -> Values:
     """The values of variables, and how those are cut that are divided; every worker calls this.
 
     Values of which each replica has a part are summed or averaged over the replicas.
@@ -56,26 +55,14 @@ def values_of(workers: int, sections: dict[str, list[keras.Variable]]) -> Values
     for name, variables in sections.items():
         values[name] = found = []
         for variable in variables:
-            size = _size_of_shards(variable, workers)
-            if size is None:
+            parts = storage_of(variable).parts(place)
+            if parts is None:
                 found.append(np.asarray(variable.numpy()))
                 continue
             dtype = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
-            found.append(CutVariable(tuple(variable.shape), dtype, size, begin))
-            begin += size * dtype.itemsize
+            found.append(CutVariable(tuple(variable.shape), dtype, parts.size, begin))
+            begin += parts.size * dtype.itemsize
     return values
-
-
-def _size_of_shards(variable: keras.Variable, workers: int) -> int | None:
-    """How many elements a shard of a divided variable has, or `None` if it is whole everywhere.
-
-    On a mesh, parts may be blocks, and several workers may have the same. So whatever its layout, each worker writes as
-    much of the flat whole, which is gathered for one variable at a time.
-    """
-    if storage := storage_of(variable):
-        return storage.partition.size
-    on_mesh = storage_on_mesh(variable)
-    return -(-math.prod(variable.shape) // workers) if on_mesh is not None and any(on_mesh.axes) else None
 
 
 def write_together(
@@ -87,12 +74,13 @@ def write_together(
         OSError: On every worker, if one of them could not write its own.
     """
     place = place_of(strategy)
-    if all(_size_of_shards(variable, place.workers) is None for variable in variables):
+    parts = [found for each in variables if (found := storage_of(each).parts(place)) is not None]
+    if not parts:
         return NO_SHARDS
     # The chief's, so that it is the same on all workers.
     key = f"{int(gather(strategy, np.array([secrets.randbits(62)]))[0, 0]):016x}"
     names = [name_of_shards(position, key, worker, place.workers) for worker in range(place.workers)]
-    mine, failure, shards = None, None, _local_shards(variables, place)
+    mine, failure, shards = None, None, _local_shards(parts)
     try:
         mine = write_shards(files.directory, names[place.worker], shards)
     except OSError as error:
@@ -191,14 +179,9 @@ class ShardReader:
         return whole[: math.prod(cut.shape)].reshape(cut.shape)
 
 
-def _local_shards(variables: Iterable[keras.Variable], place: Place) -> Iterator[np.ndarray]:
-    for variable in variables:
-        storage, size = storage_of(variable), _size_of_shards(variable, place.workers)
-        if storage:
-            yield from (shard.numpy() for shard in storage.values)
-        elif size is not None:
-            mine = np.ravel(variable.numpy())[place.worker * size : (place.worker + 1) * size]
-            yield np.pad(mine, (0, size - len(mine)))
+def _local_shards(parts: Iterable[Parts]) -> Iterator[np.ndarray]:
+    for each in parts:
+        yield from each.read()
 
 
 def _one_of(workers: np.ndarray, index: int) -> int | None:

@@ -9,12 +9,12 @@ import tensorflow as tf
 
 from keras_paragrad._keras.mesh.dtensor import (
     COMBINE_PASS,
-    MeshVariable,
     divided,
     make_mesh,
     on_mesh,
     turn_combine_pass_off,
 )
+from keras_paragrad._keras.mesh.variable import MeshVariable
 from keras_paragrad.distribution.mesh.mesh import Mesh
 
 _RATE = 0.1
