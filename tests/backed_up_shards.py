@@ -218,4 +218,4 @@ def kill_at(operations: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
     local = shards._local_shards
     touched = counted(lambda shard: shard)
-    shards._local_shards = lambda variables, place: map(touched, local(variables, place))
+    shards._local_shards = lambda parts: map(touched, local(parts))
