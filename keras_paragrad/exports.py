@@ -1,14 +1,16 @@
 """Public names: imported when they are asked for, and with the parameters that they take."""
 
+import functools
 import importlib
 import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 
 
 def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -58,6 +60,30 @@ def passing_options_to(function: Callable[..., Any], *, without: Collection[str]
         ]
         vars(decorated)["__signature__"] = signature.replace(parameters=[*own, *options])
         return decorated
+
+    return decorate
+
+
+def with_arguments_of(
+    source: Callable[P, Any],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Decorates a method that passes its arguments on: it takes, and shows, those of another function or class."""
+    taken = inspect.signature(source).parameters.values()
+
+    def decorate(method: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        signature = inspect.Signature([own, *taken])
+
+        @functools.wraps(method)
+        def call(*arguments: Any, **keywords: Any) -> None:
+            try:
+                signature.bind(*arguments, **keywords)
+            except TypeError as error:
+                raise TypeError(f"{method.__qualname__}() {error}") from None
+            method(*arguments, **keywords)
+
+        vars(call)["__signature__"] = signature
+        return call
 
     return decorate
 

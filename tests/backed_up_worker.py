@@ -19,7 +19,7 @@ from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.failures import WorkerLostError, explained_failures
 from keras_paragrad.distribution.checkpoint.files import DamagedBackupError
 from keras_paragrad.distribution.cluster import find_cluster
-from keras_paragrad.distribution.replicas import Preparation
+from keras_paragrad.distribution.replicas.preparation import ReplicaPreparation
 
 
 class SignalAt(keras.callbacks.Callback):
@@ -58,7 +58,7 @@ class Worker:
     def trained(self, name, callbacks):
         with self.strategy.scope():
             model = build()
-        Preparation(model)
+        ReplicaPreparation(model)
         callbacks = with_one_writer([ExactAccumulation(), *callbacks], self.cluster.is_chief)
         try:
             with explained_failures(self.cluster):

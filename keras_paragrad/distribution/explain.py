@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -11,11 +11,8 @@ from keras_paragrad.distribution.clusters.kind import ClusterKind, cluster_kinds
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.decisions.strategy import found_in_words
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.mesh.table import LayoutTable
-from keras_paragrad.distribution.pipeline.table import StageTable
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.plain_text import Printable
-from keras_paragrad.sharding.estimated import Estimate
 
 _JIT = {
     "none": "not compiled by XLA",
@@ -32,8 +29,8 @@ class Explanation(Printable):
     Args:
         plan: The plan.
         hardware: The hardware it was made for.
-        estimate: The memory of a step, if a decision was made by it; or the stages of a pipeline, or
-            the layout on a mesh.
+        estimate: The memory of a step, if a decision was made by it; or what each device holds, such as the stages of
+            a pipeline.
 
     Example:
 
@@ -46,7 +43,7 @@ class Explanation(Printable):
     Found: 1 CPU in this process; no cluster
     """
 
-    def __init__(self, plan: Plan, hardware: Hardware, estimate: Estimate | StageTable | LayoutTable | None = None):
+    def __init__(self, plan: Plan, hardware: Hardware, estimate: ConsoleRenderable | None = None):
         self.plan = plan
         self.hardware = hardware
         self.estimate = estimate
@@ -104,10 +101,7 @@ def _plan(plan: Plan) -> str:
     if devices and replicas and replicas > len(devices):
         where += f" of each of {replicas // len(devices)} workers"
     counted = "replicas" if replicas is None else f"{replicas} replica{'s' if replicas > 1 else ''}"
-    if plan.strategy.value == "pipeline":
-        counted = plan.replicas.evidence
-    if plan.strategy.value == "mesh":
-        counted = f"{len(devices)} devices"
+    counted = plan.counted or counted
     by = "" if plan.communication.value in ("none", "given") else f", all-reduce by {plan.communication.value}"
     strategy = plan.strategy.value if plan.strategy.value != "none" else "no strategy"
     return f"Plan: {strategy}, {counted}{where}{by}"
@@ -121,8 +115,7 @@ def _step(plan: Plan) -> str:
 
 def _command(plan: Plan, hardware: Hardware) -> str:
     cluster = hardware.cluster
-    together = plan.strategy.value == "mesh" and hardware.worker_count > 1
-    if cluster is None or not (together or plan.strategy.value in ("multi_worker", "parameter_server")):
+    if cluster is None or not plan.launched:
         return "python train.py"
     if cluster.source == "a description":
         tasks = sum(map(len, cluster.jobs.values()))

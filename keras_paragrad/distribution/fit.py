@@ -1,9 +1,8 @@
 """`DistributedFit`: `fit` on the available hardware, with the result of one device."""
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike, fspath
 from typing import Any
 
@@ -15,7 +14,6 @@ from keras_paragrad._keras.objects.model import has_own_fit
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.replicas.unprepared import warn_of_unprepared
 from keras_paragrad._keras.storage.creation import create_in_shards, create_whole
-from keras_paragrad._keras.storage.partition import MIN_SHARD_BYTES
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.distribution.alike import check_alike, check_same_weights, fingerprint, given_callbacks
 from keras_paragrad.distribution.auto_shard import settle_shard
@@ -24,24 +22,19 @@ from keras_paragrad.distribution.data import (
     DistributedData,
     distributed_dataset,
     normalize_inputs,
-    whole_on_each_worker,
 )
 from keras_paragrad.distribution.data.sources import is_batched
 from keras_paragrad.distribution.explain import Explanation, summary_lines
 from keras_paragrad.distribution.fit_arguments import check_fit, check_own_fit
 from keras_paragrad.distribution.hardware import Hardware, detect
-from keras_paragrad.distribution.mesh.preparation import MeshPreparation
-from keras_paragrad.distribution.mesh.table import LayoutTable
 from keras_paragrad.distribution.options import Options
-from keras_paragrad.distribution.pipeline.preparation import PipelinePreparation
-from keras_paragrad.distribution.pipeline.table import StageTable
+from keras_paragrad.distribution.parallelism import PlannedRun, parallelism_of
 from keras_paragrad.distribution.plan import Plan, make_plan
-from keras_paragrad.distribution.preparing import AnyPreparation, estimate_as_planned, prepare_as_planned
-from keras_paragrad.distribution.replicas import building_together, check_scope
-from keras_paragrad.distribution.strategies import make_strategy, strategy_between
+from keras_paragrad.distribution.preparation import Preparation
+from keras_paragrad.distribution.scope import building_together
 from keras_paragrad.distribution.training import train
 from keras_paragrad.distribution.workers import all_or_none
-from keras_paragrad.exports import passing_options_to
+from keras_paragrad.exports import passing_options_to, with_arguments_of
 from keras_paragrad.plain_text import InNotebooks
 from keras_paragrad.sharding.estimated import Estimate
 
@@ -56,8 +49,9 @@ class DistributedFit(InNotebooks):
 
     Args:
         strategy: `"auto"`; or `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`,
-            a `tf.distribute.Strategy`, a `keras_paragrad.distribution.Pipeline`, or Keras's own
-            `keras.distribution.DataParallel` or `ModelParallel`.
+            a `tf.distribute.Strategy`, a `keras_paragrad.distribution.Pipeline`, Keras's own
+            `keras.distribution.DataParallel` or `ModelParallel`, or a
+            `keras_paragrad.distribution.parallelism.Parallelism` of your own.
         devices: Names of this process's devices, such as `["GPU:0", "GPU:1"]`; by default, all available ones. For a
             pipeline, those of its stages, in order; with data parallelism a list of devices for each stage.
         communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
@@ -107,46 +101,27 @@ class DistributedFit(InNotebooks):
     6
     """
 
-    def __init__(
-        self,
-        strategy: Any = "auto",
-        devices: Sequence[Any] | None = None,
-        communication: str = "auto",
-        jit: Any = "auto",
-        precision: str | None = "auto",
-        batch: str = "global",
-        lr_scaling: str | None = None,
-        *,
-        warmup_steps: int = 0,
-        exact: bool = True,
-        weighting: str = "auto",
-        shard_policy: str = "auto",
-        pack_bytes: int | None = None,
-        shard: str | None = None,
-        min_shard_bytes: int = MIN_SHARD_BYTES,
-        device_bytes: int | None = None,
-        mesh: Mapping[str, int] | None = None,
-        layout: str | None = None,
-        startup_timeout: float = 60.0,
-        collective_timeout: float | None = None,
-    ):
-        self.options = Options(
-            *(strategy, devices, communication, jit, precision, batch, lr_scaling, warmup_steps, exact, weighting),
-            *(shard_policy, pack_bytes, startup_timeout, collective_timeout, shard, min_shard_bytes),
-            *(device_bytes, mesh, layout),
-        )
+    @with_arguments_of(Options)
+    def __init__(self, *arguments: Any, **options: Any):
+        self.options = Options(*arguments, **options)
         self.hardware: Hardware = detect()
         self.plan: Plan = make_plan(self.hardware, self.options)
-        self.strategy: tf.distribute.Strategy = make_strategy(self.plan, self.hardware, self.options)
-        # By which workers talk to each other.
-        self._together = strategy_between(self.plan, self.hardware, self.options) or self.strategy
+        self._parallelism = parallelism_of(self.options, self.hardware)
+        self._strategies = self._parallelism.strategy(self.plan, self.hardware, self.options)
+        # What `explain` shows below the plan.
         self._estimate: Estimate | None = None
-        self._stages: StageTable | LayoutTable | None = None
+        self._table: Any = None
         self._create_as_planned()
         warn_of_unprepared(self.strategy)
-        # With parameter servers the chief reads all data and does not shard it.
-        self._reader = tf.distribute.get_strategy() if self.plan.on_servers else self.strategy
-        self._train = functools.partial(train, plan=self.plan, strategy=self._together, hardware=self.hardware)
+
+    @property
+    def strategy(self) -> tf.distribute.Strategy:
+        """What models are built under."""
+        return self._strategies.models
+
+    @property
+    def _run(self) -> PlannedRun:
+        return PlannedRun(self.hardware, self.options, self.plan, self._strategies)
 
     def __repr__(self) -> str:
         return "\n".join(["DistributedFit", *summary_lines(self.plan, self.hardware)])
@@ -170,22 +145,17 @@ class DistributedFit(InNotebooks):
         if self.options.precision not in (None, "auto"):
             keras.config.set_dtype_policy(self.options.precision)
         try:
-            with building_together(self.strategy), self._where_created():
+            with building_together(self.strategy), self._parallelism.placement():
                 yield
         finally:
             keras.config.set_dtype_policy(policy)
-
-    def _where_created(self) -> contextlib.AbstractContextManager[Any]:
-        # A model may be larger than any of the devices of a pipeline or mesh.
-        parted = self.options.pipeline is not None or self.options.on_mesh
-        return tf.device("CPU:0") if parted else contextlib.nullcontext()
 
     def explain(self) -> Explanation:
         """The plan as a table, for `print` and rich: each decision, its reason, and how to override it.
 
         Of a pipeline also the stages, and of a mesh the layout, once `fit` or `prepare` was given the model.
         """
-        return Explanation(self.plan, self.hardware, self._estimate or self._stages)
+        return Explanation(self.plan, self.hardware, self._estimate or self._table)
 
     def estimate(self, model: keras.Model, batch_size: int = 32, *, length: int | None = None) -> Estimate:
         """The memory that `fit` takes on each device, from the traced step; for `print`.
@@ -201,10 +171,9 @@ class DistributedFit(InNotebooks):
         Raises:
             ValueError: The step can't be traced, or its weights are on parameter servers.
         """
-        replicas = self.strategy.num_replicas_in_sync
-        return estimate_as_planned(model, batch_size, length, self.plan, self.options, replicas)
+        return self._parallelism.estimate(model, self._run, batch_size, length)
 
-    def prepare(self, model: keras.Model, *, batch_size: int = 32) -> AnyPreparation:
+    def prepare(self, model: keras.Model, *, batch_size: int = 32) -> Preparation:
         """Makes the model's own `fit`, `evaluate` and `predict` exact on the replicas.
 
         Args:
@@ -217,7 +186,7 @@ class DistributedFit(InNotebooks):
         Raises:
             ValueError: The model was built elsewhere, or can't be trained exactly. The message says what to write.
         """
-        check_scope(model, self.strategy)
+        self._parallelism.check(model, self._run)
         batch_size = check_integer("batch_size", batch_size, example=64)
         self._check_alike(model)
         self._settle_shard(model, batch_size)
@@ -231,20 +200,20 @@ class DistributedFit(InNotebooks):
             )
             self.plan = self.plan.with_decision(decision)
 
-    def _prepared(self, model: keras.Model) -> AnyPreparation:
-        prepared = prepare_as_planned(model, self.plan, self.options, self._together)
-        if isinstance(prepared, (PipelinePreparation, MeshPreparation)):
-            self._stages = prepared.table
+    def _prepared(self, model: keras.Model) -> Preparation:
+        prepared = self._parallelism.prepare(model, self._run)
+        self._table = prepared.table
         return prepared
 
     def _check_alike(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:
         """Raises on every worker if their training differs, before mismatched collectives can hang."""
-        if self.plan.on_servers or place_of(self._together).workers == 1:
+        workers = self._strategies.workers
+        if place_of(workers).workers == 1:
             return
         decided = {decision.name: decision.value for decision in self.plan if decision.name in self.plan.alike}
         options = {"weighting": self.options.weighting, **decided}
-        check_alike(self._together, all_or_none(self._together, lambda: fingerprint(model, options, arguments)))
-        check_same_weights(self._together, model)
+        check_alike(workers, all_or_none(workers, lambda: fingerprint(model, options, arguments)))
+        check_same_weights(workers, model)
 
     @passing_options_to(distributed_dataset, without=["strategy", "batch", "shard_policy"])
     def dataset(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> DistributedData:
@@ -257,9 +226,7 @@ class DistributedFit(InNotebooks):
                 `keras_paragrad.distribution.distributed_dataset`.
         """
         options = {"batch": self.plan.batch.value, "shard_policy": self.options.shard_policy, **options}
-        if self._together is not self.strategy:
-            return whole_on_each_worker(self._together, x, y, sample_weight, **options)
-        return distributed_dataset(self._reader, x, y, sample_weight, **options)
+        return self._parallelism.data(self._run, x, y, sample_weight, **options)
 
     def callbacks(
         self,
@@ -334,7 +301,7 @@ class DistributedFit(InNotebooks):
             validation_freq=validation_freq,
             normalize=normalize,
         )
-        check_scope(model, self.strategy)
+        self._parallelism.check(model, self._run)
         callbacks = given_callbacks(callbacks)
         given = {
             **{"x": x, "y": y, "batch_size": batch_size, "epochs": epochs, "validation_split": validation_split},
@@ -353,7 +320,7 @@ class DistributedFit(InNotebooks):
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_for_validation(x, y, sample_weight, validation_split)
         if normalize:
-            normalize_inputs(model, x, self._reader, shard_policy=self.options.shard_policy)
+            normalize_inputs(model, x, self._strategies.readers, shard_policy=self.options.shard_policy)
         training = {"shuffle": shuffle, "class_weight": class_weight, **data_options}
         data = self._sharded((x, y, sample_weight), batch_size, steps_per_epoch, training)
         if validation_data is not None:
@@ -373,20 +340,21 @@ class DistributedFit(InNotebooks):
             **{"epochs": epochs, "validation_data": validation_data, "initial_epoch": initial_epoch},
             **{"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps},
         }
-        return self._train(model, data, callbacks, {**arguments, "validation_freq": validation_freq}, verbose)
+        return train(self._run, model, data, callbacks, {**arguments, "validation_freq": validation_freq}, verbose)
 
     def _fit_overridden(
         self, model: keras.Model, given: dict[str, Any], verbose: Any, normalize: bool, data_options: dict[str, Any]
     ) -> keras.callbacks.History:
         """Trains a model whose class overrides `fit`, and passes it the data unchanged."""
+        self._parallelism.check_own_fit(model)
         check_own_fit(model, given["x"], data_options, self.plan)
         self.prepare(model, batch_size=given["batch_size"] or 32)
         if normalize:
-            normalize_inputs(model, given["x"], self._reader, shard_policy=self.options.shard_policy)
+            normalize_inputs(model, given["x"], self._strategies.readers, shard_policy=self.options.shard_policy)
         # Such a `fit` need not accept all arguments of Keras's.
         usual = inspect.signature(keras.Model.fit).parameters
         own = {name: each for name, each in given.items() if name != "callbacks" and each is not usual[name].default}
-        return self._train(model, own.pop("x", None), given["callbacks"], own, verbose)
+        return train(self._run, model, own.pop("x", None), given["callbacks"], own, verbose)
 
     @property
     def is_chief(self) -> bool:

@@ -1,15 +1,13 @@
 """Validation of the arguments of `DistributedFit.fit` other than data, before any worker waits for another."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from keras_paragrad.arguments import check_each, check_flag, check_instance, check_integer, check_number
 from keras_paragrad.distribution.data import DistributedData
-
-if TYPE_CHECKING:
-    from keras_paragrad.distribution.plan import Plan
+from keras_paragrad.distribution.plan import Plan
 
 
 def check_fit(
@@ -50,7 +48,7 @@ def checked_callback(name: str, value: Any) -> keras.callbacks.Callback:
     return check_instance(name, value, keras.callbacks.Callback, "a Keras callback")
 
 
-def check_own_fit(model: keras.Model, x: Any, data_options: dict[str, Any], plan: "Plan") -> None:
+def check_own_fit(model: keras.Model, x: Any, data_options: dict[str, Any], plan: Plan) -> None:
     """Refuses what can't be done for a model whose class overrides `fit`, and so reads its data itself.
 
     Args:
@@ -62,13 +60,7 @@ def check_own_fit(model: keras.Model, x: Any, data_options: dict[str, Any], plan
     Raises:
         ValueError: It is refused. The message says what to write.
     """
-    name = type(model).__name__
-    prepared = f"{name} overrides `fit`. Write dist.prepare(model) and then"
-    if plan.on_servers:
-        raise ValueError(
-            f"{name} overrides `fit`, and so can't be trained with parameter servers, where the chief has to read the "
-            "data. Build a plain keras.Model of the same layers, and preprocess the data beforehand."
-        )
+    prepared = f"{type(model).__name__} overrides `fit`. Write dist.prepare(model) and then"
     if isinstance(x, DistributedData):
         raise ValueError(
             f"{prepared} keras.Model.fit(model, data), which takes data that is already sharded; or pass the original "

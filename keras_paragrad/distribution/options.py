@@ -1,13 +1,17 @@
-"""`Options`: the validated arguments of `DistributedFit`."""
+"""`Options`: the validated arguments of `DistributedFit`, and what they ask of a parallelism."""
 
+import abc
 import functools
+import importlib
+import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from keras_paragrad import distribution
 from keras_paragrad._keras.storage.partition import MIN_SHARD_BYTES
 from keras_paragrad.arguments import check_choice, check_integer, check_number, check_text, refusal
 from keras_paragrad.distribution.choices import (
@@ -21,11 +25,9 @@ from keras_paragrad.distribution.choices import (
     STRATEGIES,
     WEIGHTINGS,
 )
-from keras_paragrad.distribution.mesh.checks import check_mesh_options
-from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, check_mesh
+from keras_paragrad.distribution.decisions.decision import Decision
+from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import canonical_devices, kind_of_strategy
-from keras_paragrad.distribution.pipeline.checks import check_pipeline, devices_of_stages
-from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 
 CHOICES = {
     "communication": COMMUNICATIONS,
@@ -42,38 +44,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `DistributedFit`; `"auto"` leaves a decision to the plan.
-
-    Args:
-        strategy: `"auto"`, `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`, or
-            a `tf.distribute.Strategy` to use as is, a `Pipeline`, or a `keras.distribution.DataParallel` or
-            `ModelParallel`.
-        devices: Names of this process's devices, such as `["CPU:0", "CPU:1"]`, all of one kind. For a pipeline with
-            data parallelism, a list of names for each stage.
-        communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
-            `"one_device"`.
-        jit: `"auto"`, or whether to compile with XLA.
-        precision: The name of a Keras dtype policy. `"auto"` keeps the current one and reports whether another would
-            be faster; `None` keeps it silently.
-        batch: Whether the dataset's batch is `"global"`, and divided among the replicas, or `"per_replica"`.
-        lr_scaling: How the learning rate grows with the batch, under `batch="per_replica"`: not (`None`), `"linear"`
-            (Goyal et al., https://arxiv.org/abs/1706.02677) or `"sqrt"` (Krizhevsky, https://arxiv.org/abs/1404.5997).
-        warmup_steps: Number of updates over which the learning rate grows to that.
-        exact: Whether the result must be that of one device.
-        weighting: The weight of a shard if the model has a custom loss: `"examples"`, `"sample_weight"`, `"mask"` or
-            `"sum"`.
-        shard_policy: How workers share the data: `"auto"`, `"data"`, `"file"`, or `"already_sharded"` if each
-            worker's dataset holds its own shard.
-        pack_bytes: Bytes of gradients per bucket; 0 is a single bucket, except that between CPUs gradients of 1 MiB
-            and more are reduced separately.
-        startup_timeout: Seconds to wait for the other workers at startup.
-        collective_timeout: Seconds after which a collective without the other workers fails.
-        shard: What replicas hold shards of: nothing (`None`), the `"optimizer"`'s state, or all `"parameters"`; or
-            `"auto"`, the first of these that fits the devices.
-        min_shard_bytes: The size of variables from which they are cut into shards.
-        device_bytes: The memory of a device, for `shard="auto"`; by default as detected.
-        mesh: The sizes of the axes `"batch"` and `"model"` of a mesh of devices, or `None`.
-        layout: `"auto"`, with `mesh`: variables are divided by the model's structure.
+    """The arguments of `DistributedFit`, which says what they mean; `"auto"` leaves a decision to the plan.
 
     Raises:
         ValueError: An argument is invalid, or two arguments contradict each other.
@@ -92,18 +63,19 @@ class Options:
     precision: str | None = "auto"
     batch: str = "global"
     lr_scaling: str | None = None
+    _: KW_ONLY
     warmup_steps: int = 0
     exact: bool = True
     weighting: str = "auto"
     shard_policy: str = "auto"
     pack_bytes: int | None = None
-    startup_timeout: float = 60.0
-    collective_timeout: float | None = None
     shard: str | None = None
     min_shard_bytes: int = MIN_SHARD_BYTES
     device_bytes: int | None = None
     mesh: Mapping[str, int] | None = None
     layout: str | None = None
+    startup_timeout: float = 60.0
+    collective_timeout: float | None = None
 
     def __post_init__(self):
         checked = {name: check_choice(name, getattr(self, name), choices) for name, choices in CHOICES.items()}
@@ -116,37 +88,18 @@ class Options:
         seconds = functools.partial(check_number, least=1, most=LONGEST_WAIT)
         checked["startup_timeout"] = seconds("startup_timeout", self.startup_timeout)
         checked["collective_timeout"] = seconds("collective_timeout", self.collective_timeout, optional=True)
-        checked["mesh"] = check_mesh(self.mesh)
-        canonical = devices_of_stages if isinstance(checked["strategy"], Pipeline) else canonical_devices
-        checked["devices"] = None if self.devices is None else canonical(self.devices)
+        for planner in planners():
+            checked |= planner.checked_options(self)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.devices is not None:
+            object.__setattr__(self, "devices", planner_of(self).canonical_devices(self.devices))
         self._check_together()
 
     @property
     def given(self) -> tf.distribute.Strategy | None:
         """The strategy object that was passed, if any."""
         return self.strategy if isinstance(self.strategy, tf.distribute.Strategy) else None
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """The pipeline that was passed, if any."""
-        return self.strategy if isinstance(self.strategy, Pipeline) else None
-
-    @property
-    def device_names(self) -> tuple[str, ...]:
-        """The names in `devices`, of all stages of a pipeline."""
-        return tuple(name for each in self.devices or () for name in ([each] if isinstance(each, str) else each))
-
-    @property
-    def distribution(self) -> Any:
-        """The `keras.distribution` that was passed, or `None`."""
-        return self.strategy if isinstance(self.strategy, DISTRIBUTIONS) else None
-
-    @property
-    def on_mesh(self) -> bool:
-        """Whether devices are arranged in a mesh."""
-        return self.mesh is not None or self.distribution is not None
 
     def _check_together(self) -> None:
         if self.lr_scaling and self.batch == "global":
@@ -171,28 +124,110 @@ class Options:
                 f"strategy is a {type(self.given).__name__}, which was created with its own {', '.join(changed)}. "
                 'Leave them out, or name the strategy instead, as in strategy="mirrored".'
             )
-        if self.pipeline is not None:
-            check_pipeline(self, self.pipeline)
-        check_mesh_options(self)
-        self._check_devices()
+        for planner in planners():
+            planner.check_options(self)
+        if isinstance(self.strategy, Planner):
+            self.strategy.check_options(self)
 
-    def _check_devices(self) -> None:
-        if self.devices is None:
-            return
-        if self.strategy in ("none", "tpu", "parameter_server"):
-            raise ValueError(
-                f'strategy="{self.strategy}" takes no devices. Leave devices={list(self.devices)} out, or write '
-                'strategy="one_device" or "mirrored".'
-            )
-        if self.strategy == "one_device" and len(self.devices) > 1:
-            raise ValueError(
-                f'strategy="one_device" takes one device, and devices={list(self.devices)} names {len(self.devices)}. '
-                'Name one of them, or write strategy="mirrored".'
-            )
+
+class Decisions(NamedTuple):
+    """A parallelism's part of the plan.
+
+    Attributes:
+        made: Its decisions. Those that it leaves out are made as for replicas.
+        counted: What the model is divided among, in words such as "2 stages"; replicas, if empty.
+        launched: Whether the processes of a cluster train together, and have to be started together.
+    """
+
+    made: Sequence[Decision]
+    counted: str = ""
+    launched: bool = False
+
+
+class Planner(abc.ABC):
+    """How a parallelism is asked for and planned, which `keras_paragrad.distribution.parallelism` adds the rest to.
+
+    Attributes:
+        precedence: Those in the package are asked in ascending order whether options mean them.
+        accepts: The classes of what can be passed as `strategy` for it.
+    """
+
+    precedence: ClassVar[int] = 0
+    accepts: ClassVar[tuple[type, ...]] = ()
+
+    @classmethod
+    def asked(cls, options: Options, hardware: Hardware | None) -> "Planner | None":
+        """The parallelism, if options mean it on some hardware, or on any if that isn't known yet."""
+        return None
+
+    @classmethod
+    def checked_options(cls, options: Options) -> dict[str, Any]:
+        """The checked values of options that are this parallelism's alone, by name.
+
+        Raises:
+            ValueError: One is invalid. The message says what to write.
+        """
+        return {}
+
+    @classmethod  # noqa: B027  (most options contradict none)
+    def check_options(cls, options: Options) -> None:
+        """Refuses options that contradict it; asked of every parallelism.
+
+        Raises:
+            ValueError: The message says what to write.
+        """
+
+    def canonical_devices(self, devices: Any) -> tuple[Any, ...]:
+        """The argument `devices` in canonical form.
+
+        Raises:
+            ValueError: A name is malformed, or named twice.
+        """
+        return canonical_devices(devices)
+
+    @abc.abstractmethod
+    def decide(self, hardware: Hardware, options: Options) -> Decisions:
+        """Its part of the plan.
+
+        Raises:
+            ValueError: It can't work on the hardware. The message says what to write.
+        """
+
+
+@functools.cache
+def planners() -> tuple[type[Planner], ...]:
+    """The parallelisms in the package: what the module `parallelism` of each folder names `PARALLELISM`."""
+    found = []
+    for folder in pkgutil.iter_modules(distribution.__path__):
+        inside = pkgutil.iter_modules([f"{path}/{folder.name}" for path in distribution.__path__])
+        if "parallelism" in [module.name for module in inside]:
+            found.append(importlib.import_module(f"{distribution.__name__}.{folder.name}.parallelism").PARALLELISM)
+    return tuple(sorted(found, key=lambda each: each.precedence))
+
+
+def planner_of(options: Options, hardware: Hardware | None = None) -> Planner:
+    """The parallelism that options mean: the only place that picks one."""
+    if isinstance(options.strategy, Planner):
+        return options.strategy
+    found = (planner.asked(options, hardware) for planner in planners())
+    return next(each for each in found if each is not None)
+
+
+def refuse_devices(options: Options) -> None:
+    """Refuses `devices` with a named strategy that takes none.
+
+    Raises:
+        ValueError: The message says what to write.
+    """
+    if options.devices is not None:
+        raise ValueError(
+            f'strategy="{options.strategy}" takes no devices. Leave devices={list(options.devices)} out, or write '
+            'strategy="one_device" or "mirrored".'
+        )
 
 
 def _checked_strategy(found: Any) -> Any:
-    if isinstance(found, (Pipeline, *DISTRIBUTIONS)):
+    if isinstance(found, (Planner, *(each for planner in planners() for each in planner.accepts))):
         return found
     if isinstance(found, tf.distribute.Strategy):
         kind_of_strategy(found)

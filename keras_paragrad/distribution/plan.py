@@ -1,5 +1,6 @@
 """`Plan`: the decisions derived from hardware and options, each with its reason."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.decisions.registry import deciders
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.options import Options, planner_of
 
 __all__ = ["Decision", "Plan", "make_plan"]
 
@@ -21,10 +22,14 @@ class Plan:
     Attributes:
         decisions: The decisions.
         alike: The names of those that have to be the same on all workers.
+        counted: What the model is divided among, in words, if that isn't replicas.
+        launched: Whether the processes of a cluster have to be started together.
     """
 
     decisions: tuple[Decision, ...]
     alike: tuple[str, ...] = ()
+    counted: str = ""
+    launched: bool = False
 
     def __getattr__(self, name: str) -> Decision:
         # Not `self.decisions`, which is not there yet while an instance is unpickled.
@@ -36,15 +41,10 @@ class Plan:
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *(decision.name for decision in self)})
 
-    @property
-    def on_servers(self) -> bool:
-        """Whether the weights are on parameter servers, and workers do not step together."""
-        return self.strategy.value == "parameter_server"
-
     def with_decision(self, decision: Decision) -> "Plan":
         """The plan with a decision in place of that of the same name."""
         made = (decision if decision.name == each.name else each for each in self.decisions)
-        return Plan(tuple(made), self.alike)
+        return dataclasses.replace(self, decisions=tuple(made))
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -80,12 +80,14 @@ def make_plan(hardware: Hardware, options: Options) -> Plan:
     >>> plan.strategy.value, plan.communication.value, plan.jit.value
     ('mirrored', 'nccl', 'per_replica')
     """
+    asked = planner_of(options, hardware).decide(hardware, options)
+    made = {decision.name: decision for decision in asked.made}
     known: dict[str, Any] = {"hardware": hardware, "options": options}
     decisions, alike = [], []
     for decider in deciders():
-        decision = decider(known)
+        decision = made.get(decider.name) or decider(known)
         known[decision.name] = decision.value
         decisions.append(decision)
         if decider.alike:
             alike.append(decision.name)
-    return Plan(tuple(decisions), tuple(alike))
+    return Plan(tuple(decisions), tuple(alike), asked.counted, asked.launched)

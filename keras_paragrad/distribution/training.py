@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from keras_paragrad._keras.objects.capabilities import accumulating
 from keras_paragrad._keras.replicas.local import place_of
@@ -14,43 +13,38 @@ from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.failures import explained_failures
 from keras_paragrad.distribution.checkpoint.writers import with_one_writer
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs
-from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.learning_rate import ScaledLearningRate
-from keras_paragrad.distribution.plan import Plan
+from keras_paragrad.distribution.parallelism import PlannedRun
 
 
 def train(
+    run: PlannedRun,
     model: Any,
     data: Any,
     callbacks: Sequence[keras.callbacks.Callback],
     arguments: dict[str, Any],
     verbose: Any,
-    *,
-    plan: Plan,
-    strategy: tf.distribute.Strategy,
-    hardware: Hardware,
 ) -> keras.callbacks.History:
     """Calls the `fit` of a prepared model.
 
     Args:
+        run: What it is trained by.
         model: The model.
         data: `DistributedData`, or whatever an overridden `fit` takes as its first argument.
         callbacks: The user's callbacks; those that write files do so on the chief only.
         arguments: The other arguments of `fit`.
         verbose: As in `fit`; `"auto"` shows progress on the chief only.
-        plan: The plan.
-        strategy: The strategy that was created for it.
-        hardware: The hardware it was made for.
 
     Raises:
         WorkerLostError: Another worker has died or stopped responding.
     """
+    hardware, plan, strategy = run.hardware, run.plan, run.strategies.workers
     sharded = data if isinstance(data, DistributedData) else None
     factor = plan.lr_scaling.value or float(strategy.num_replicas_in_sync)
     rate = [ScaledLearningRate(factor, plan.warmup_steps.value)] if factor != 1 else []
     alone = hardware.worker_count == 1 and place_of(strategy).workers == 1
     together = _arranged(model, sharded, rate, callbacks, None if alone else hardware.is_chief)
-    if sharded is not None and not plan.on_servers and place_of(strategy).workers > 1:
+    if sharded is not None and place_of(strategy).workers > 1:
         together = with_agreement(together, AgreeEachEpoch(strategy, together, sharded))
     shown = verbose if hardware.is_chief or verbose != "auto" else 0
     try:

@@ -325,7 +325,6 @@ def test_a_timeout_is_for_workers():
         ("mirrored", 2, "per_replica"),
         ("multi_worker", 2, "per_replica"),
         ("tpu", None, "whole_step"),
-        ("parameter_server", 1, "none"),
     ],
 )
 def test_how_a_compiled_model_trains(strategy, replicas, form):

@@ -16,7 +16,7 @@ from keras_paragrad import (
     per_example_norms,
     wrap,
 )
-from keras_paragrad.distribution.replicas import Preparation
+from keras_paragrad.distribution.replicas.preparation import ReplicaPreparation
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 
@@ -44,7 +44,7 @@ def test_a_train_step_of_its_own_is_not_spread(mirrored):
     with mirrored.scope():
         model = variational()
     with pytest.raises(ValueError, match="train_step"):
-        Preparation(model)
+        ReplicaPreparation(model)
 
 
 def test_a_train_step_of_its_own_is_looked_at(tmp_path):

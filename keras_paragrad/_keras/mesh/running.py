@@ -11,6 +11,7 @@ from keras_paragrad._keras.mesh.dtensor import divided, gathered, on_mesh
 from keras_paragrad._keras.mesh.errors import explained
 from keras_paragrad._keras.mesh.pinning import ROWS
 from keras_paragrad._keras.mesh.placing import Placed, put_on_mesh
+from keras_paragrad._keras.objects.method_patch import replace_methods, restore_methods
 from keras_paragrad._keras.objects.model import has_own_test_step
 from keras_paragrad._keras.replicas.evaluation import tested
 from keras_paragrad._keras.replicas.prepared import forget_functions, maker
@@ -49,17 +50,18 @@ class OnMesh:
 
     def install(self) -> None:
         """Has the model trained, evaluated and used for prediction on the mesh."""
-        own = self.model.__dict__
         StepBuilder.of(self.model).fill(mesh=self, place=self.tracing)
-        own["make_test_function"] = maker(self.model, "test_function", self._test_function)
-        own["make_predict_function"] = maker(self.model, "predict_function", self._predict_function)
+        replace_methods(
+            self.model,
+            make_test_function=maker(self.model, "test_function", self._test_function),
+            make_predict_function=maker(self.model, "predict_function", self._predict_function),
+        )
         forget_functions(self.model)
         self.put_variables()
 
     def uninstall(self) -> None:
         """Restores the methods of the model's class."""
-        for method in _METHODS:
-            self.model.__dict__.pop(method, None)
+        restore_methods(self.model, *_METHODS)
         StepBuilder.of(self.model).fill(mesh=None, place=None)
         forget_functions(self.model)
 

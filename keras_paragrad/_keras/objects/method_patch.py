@@ -1,4 +1,4 @@
-"""Methods that are replaced while a step is traced, for all replicas together."""
+"""Methods of one object in place of those of its class: until they are restored, or while a step is traced."""
 
 import abc
 import contextlib
@@ -6,6 +6,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 Made = TypeVar("Made", bound="MethodPatch")
+
+
+def replace_methods(owner: Any, **methods: Callable[..., Any]) -> None:
+    """Gives an object methods in place of those of its class, bypassing Keras's tracking of attributes."""
+    vars(owner).update(methods)
+
+
+def restore_methods(owner: Any, *names: str) -> None:
+    """Restores the methods of an object's class."""
+    for name in names:
+        vars(owner).pop(name, None)
 
 
 class MethodPatch(abc.ABC):

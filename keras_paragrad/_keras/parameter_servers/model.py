@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.hooks.check import check_objects
+from keras_paragrad._keras.objects.method_patch import replace_methods, restore_methods
 from keras_paragrad._keras.parameter_servers.metric_states import MetricStates
 from keras_paragrad._keras.parameter_servers.steps import prediction_step, step_on_worker
 from keras_paragrad._keras.step.symbolic import build_from
@@ -60,19 +61,12 @@ class ParameterServerModel:
         """Installs the methods, also after other components have uninstalled theirs."""
         if self._model.__dict__.get("make_train_function") == self._make_train_function:
             return
-        own = self._model.__dict__
-        own["_maybe_symbolic_build"] = self._maybe_symbolic_build
-        own["make_train_function"] = self._make_train_function
-        own["make_test_function"] = self._make_test_function
-        own["make_predict_function"] = self._make_predict_function
-        own["get_metrics_result"] = self._get_metrics_result
-        own["reset_metrics"] = self._reset_metrics
+        replace_methods(self._model, **{name: getattr(self, f"_{name.lstrip('_')}") for name in _METHODS})
         self._forget_functions()
 
     def undo(self) -> None:
         """Restores the methods of the model's class."""
-        for method in _METHODS:
-            self._model.__dict__.pop(method, None)
+        restore_methods(self._model, *_METHODS)
         self._forget_functions()
 
     def predict_soon(self, batch: Any) -> Future:

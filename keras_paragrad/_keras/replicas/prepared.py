@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.objects.method_patch import replace_methods, restore_methods
 from keras_paragrad._keras.replicas.added_losses import keep_apart, keep_together
 from keras_paragrad._keras.replicas.evaluation import predict_function, test_function
 from keras_paragrad._keras.replicas.parallel_reading import read_by_own_workers
@@ -40,7 +41,6 @@ def spread_over_replicas(model: keras.Model, take: Take, cut: Cut | None = None)
         return
     keep_apart(model)
     gather_at_calls(model)
-    own = model.__dict__
 
     def build(iterator: Any = None, data_batch: Any = None) -> None:
         # The first that Keras does with data that it is about to train or evaluate on.
@@ -51,17 +51,19 @@ def spread_over_replicas(model: keras.Model, take: Take, cut: Cut | None = None)
         build_from(model, iterator, data_batch)
         builder.read_from(iterator)
 
-    own["_maybe_symbolic_build"] = build
-    own["make_test_function"] = maker(model, "test_function", lambda: test_function(model, take))
-    own["predict_on_batch"] = functools.partial(predict_on_batch, model)
-    own["make_predict_function"] = maker(model, "predict_function", lambda: predict_function(model, take))
+    replace_methods(
+        model,
+        _maybe_symbolic_build=build,
+        make_test_function=maker(model, "test_function", lambda: test_function(model, take)),
+        predict_on_batch=functools.partial(predict_on_batch, model),
+        make_predict_function=maker(model, "predict_function", lambda: predict_function(model, take)),
+    )
     forget_functions(model)
 
 
 def uninstall(model: keras.Model) -> None:
     """Uninstalls them: restores the methods of the model's class."""
-    for method in _METHODS:
-        model.__dict__.pop(method, None)
+    restore_methods(model, *_METHODS)
     forget_functions(model)
     gather_on_read(model)
     keep_together(model)

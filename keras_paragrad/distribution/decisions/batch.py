@@ -59,7 +59,7 @@ def scaling_factor(rule: str | None, replicas: int | None) -> float | None:
 
 
 @decides(110)
-def decide_warmup(options: Options) -> Decision:
+def decide_warmup_steps(options: Options) -> Decision:
     """Decides over how many updates the learning rate grows to its scaled value."""
     if not options.lr_scaling:
         return Decision("warmup_steps", 0, "the learning rate isn't scaled", "lr_scaling=None", 'lr_scaling="linear"')
@@ -76,12 +76,6 @@ def decide_shard_policy(hardware: Hardware, options: Options, strategy: str) -> 
         `"data"`, `"file"` or `"already_sharded"`.
     """
     name = "shard_policy"
-    if strategy == "parameter_server":
-        reason = "the chief reads the data, and sends each batch to a free worker"
-        return Decision(name, "data", reason, "no worker waits for another", NO_CHOICE)
-    if strategy == "mesh" and hardware.worker_count > 1:
-        reason = "each worker reads every batch, and its devices take their parts"
-        return Decision(name, "data", reason, f"{hardware.worker_count} workers", NO_CHOICE)
     if strategy != "multi_worker":
         return Decision(name, "data", "one process reads all the data", f"strategy is {strategy}", NO_CHOICE)
     evidence = f"{hardware.worker_count} workers"

@@ -7,7 +7,6 @@ from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.distribution.options import Options
 
 NAME = "communication"
-ONE_REPLICA = "there is one replica: nothing to all-reduce"
 MEASURED = (
     "measured on two busy cores, 16 MB over 2 logical devices: 1.2 to 2.5 ms, and 4.5 to 8.9 ms on the ring; a whole "
     "step took 24 and 26 ms"
@@ -16,7 +15,9 @@ LARGE_MEASURED = "measured on two cores: a step with two such gradients takes 1%
 
 
 @decides(40)
-def decide_communication(hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...]) -> Decision:
+def decide_communication(
+    hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...], replicas: int | None
+) -> Decision:
     """Takes the requested all-reduce, or the fastest that works on these devices.
 
     Returns:
@@ -28,19 +29,25 @@ def decide_communication(hardware: Hardware, options: Options, strategy: str, de
     if options.given is not None:
         return Decision(NAME, "given", "the strategy was created with its own", _on(devices), 'strategy="auto"')
     asked = options.communication
+    if strategy == "tpu" or replicas == 1:
+        reason = "a TPU brings its own" if strategy == "tpu" else "there is one replica: nothing to all-reduce"
+        return no_communication(hardware, options, strategy, devices, reason)
     _check_asked(asked, hardware, strategy, devices)
-    if strategy in ("mesh", "none", "one_device", "parameter_server", "pipeline", "tpu") or (
-        strategy == "mirrored" and len(devices) == 1
-    ):
-        reason = {
-            "tpu": "a TPU brings its own",
-            "mesh": "DTensor brings its own",
-            "parameter_server": "workers push gradients to the parameter servers",
-        }
-        return Decision(NAME, "none", reason.get(strategy, ONE_REPLICA), _on(devices), NO_CHOICE)
     if asked != "auto":
         return Decision(NAME, asked, "requested", _on(devices), 'communication="auto"')
     return Decision(NAME, *_fastest(hardware, strategy, kind_of_device(devices[0])))
+
+
+def no_communication(
+    hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...], reason: str
+) -> Decision:
+    """The decision where replicas all-reduce nothing.
+
+    Raises:
+        ValueError: What was requested does not work on the devices.
+    """
+    _check_asked(options.communication, hardware, strategy, devices)
+    return Decision(NAME, "none", reason, _on(devices), NO_CHOICE)
 
 
 def _fastest(hardware: Hardware, strategy: str, kind: str) -> tuple[str, str, str, str]:
@@ -82,7 +89,7 @@ def decide_pack_bytes(options: Options, communication: str) -> Decision:
 
 
 @decides(60, alike=False)
-def decide_timeout(options: Options, strategy: str) -> Decision:
+def decide_collective_timeout(options: Options, strategy: str) -> Decision:
     """Decides after how many seconds a collective without the other workers fails; `None` for never."""
     name = "collective_timeout"
     if strategy != "multi_worker" or options.given is not None:

@@ -10,25 +10,19 @@ from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.distribution.options import Options
 
 ACROSS = "XLA can't compile a step across devices: it fails in a MirroredStrategy, and the ring refuses it"
-_PARTS = {"per_replica": ", on each replica", "per_stage": ", stage by stage"}
 
 
 def compiled_form(strategy: str, replicas: int | None) -> str:
-    """How a model that is compiled with `jit_compile=True` trains.
+    """How replicas train a model that is compiled with `jit_compile=True`.
 
     Args:
         strategy: The strategy's kind, as in the plan.
         replicas: How many step together.
 
     Returns:
-        `"whole_step"`; `"per_replica"` or `"per_stage"` (forward and backward, with all else outside); or `"none"`
-        where XLA can't.
+        `"whole_step"`, or `"per_replica"`: forward and backward, with all else outside.
     """
-    if strategy == "parameter_server":
-        return "none"
-    if strategy == "pipeline":
-        return "per_stage"
-    return "whole_step" if strategy in ("mesh", "none", "one_device", "tpu") or replicas == 1 else "per_replica"
+    return "whole_step" if strategy == "tpu" or replicas == 1 else "per_replica"
 
 
 @decides(70)
@@ -45,30 +39,20 @@ def decide_jit(
     """
     name = "jit"
     form, asked = compiled_form(strategy, replicas), options.jit
-    evidence = ACROSS if form in _PARTS else "one program on one device"
+    several = form == "per_replica"
+    evidence = ACROSS if several else "one program on one device"
     if strategy == "tpu":
         if asked is False:
             raise ValueError("jit=False, but a TPU runs only what XLA has compiled. Leave jit out.")
         return Decision(name, form, "a TPU runs nothing else", "TensorFlow's TPU runtime is XLA", NO_CHOICE)
-    if form == "none":
-        if asked is True:
-            raise ValueError(
-                "jit=True, but XLA can't compile a step whose variables are on parameter servers. Leave jit out."
-            )
-        return Decision(
-            name, form, "variables are in other processes", "XLA needs them on its device", 'strategy="none"'
-        )
     if asked is True:
         return Decision(name, form, "requested", evidence, "jit=False")
     if asked is False:
         return Decision(name, "none", "requested", evidence, "jit=True")
-    if strategy == "pipeline":
-        reason = "left alone, as not every layer can be compiled apart from others; jit_compile=True in compile() holds"
-        return Decision(name, "none", reason, "recurrent layers and added losses can't", "jit=True")
     if not gains_from_xla(_kind(hardware, devices)):
         reason = f'Keras\'s "auto" leaves CPUs alone; jit_compile=True in compile() still holds, as {form}'
         return Decision(name, "none", reason, XLA_ON_CPUS, "jit=True")
-    reason = "what Keras does on one such device" + _PARTS.get(form, "")
+    reason = "what Keras does on one such device" + ", on each replica" * several
     return Decision(name, form, reason, evidence, "jit=False")
 
 

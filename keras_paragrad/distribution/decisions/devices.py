@@ -3,10 +3,8 @@
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, list_of
 from keras_paragrad.distribution.decisions.registry import decides
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.mesh.mesh import planned_mesh
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.distribution.options import Options
-from keras_paragrad.distribution.pipeline.checks import devices_for
 
 NAME = "devices"
 
@@ -22,35 +20,24 @@ def decide_devices(hardware: Hardware, options: Options, strategy: str) -> Decis
         ValueError: A named device does not exist.
     """
     if options.given is not None:
-        return Decision(NAME, (), "the strategy that was passed has its own", _here(hardware), 'strategy="auto"')
-    if strategy == "mesh":
-        mesh = planned_mesh(options, hardware)
-        given = "devices=None" if options.distribution is None else "keras.distribution.DeviceMesh(..., devices=...)"
-        return Decision(NAME, mesh.devices, f"a mesh of {mesh.words}", _here(hardware), given)
+        return Decision(NAME, (), "the strategy that was passed has its own", found_here(hardware), 'strategy="auto"')
     if options.devices is not None:
-        named = options.device_names
-        _check_here(named, hardware)
-        return Decision(NAME, named, "requested", _here(hardware), "devices=None")
-    if options.pipeline is not None:
-        names = devices_for(options.pipeline, hardware)
-        return Decision(NAME, names, "one for each stage", _here(hardware), f"devices={list_of(names[::-1])}")
-    if strategy == "parameter_server":
-        return Decision(NAME, (), "each worker computes on its own", _here(hardware), 'strategy="none"')
+        return requested_devices(tuple(options.devices), hardware)
     if strategy == "tpu":
         names = tuple(device.name for device in hardware.of_kind("TPU"))
         reason = "all of the TPU's cores" if names else "TensorFlow names the TPU's cores once it has connected"
-        return Decision(NAME, names, reason, _here(hardware), 'strategy="none"')
+        return Decision(NAME, names, reason, found_here(hardware), 'strategy="none"')
     names = tuple(device.name for device in hardware.of_kind("GPU") or hardware.of_kind("CPU"))
     if strategy == "mirrored":
         reason = f"a replica on each {kind_of_device(names[0])}"
-        return Decision(NAME, names, reason, _here(hardware), _fewer(names))
+        return Decision(NAME, names, reason, found_here(hardware), _fewer(names))
     if strategy == "multi_worker" and hardware.of_kind("GPU"):
         reason = "a replica on each GPU of each worker; all workers must have the same number"
-        return Decision(NAME, names, reason, _here(hardware), _fewer(names))
+        return Decision(NAME, names, reason, found_here(hardware), _fewer(names))
     kind = kind_of_device(names[0])
     others = names[:2] if strategy == "multi_worker" else names[1:2]
     override = f"devices={list_of(others)}" if len(names) > 1 else NO_CHOICE
-    return Decision(NAME, names[:1], f"the first {kind}", _here(hardware), override)
+    return Decision(NAME, names[:1], f"the first {kind}", found_here(hardware), override)
 
 
 @decides(30, alike=False)
@@ -60,22 +47,9 @@ def decide_replicas(hardware: Hardware, options: Options, strategy: str, devices
         count = int(options.given.num_replicas_in_sync)
         evidence = f"a {type(options.given).__name__}"
         return Decision("replicas", count, "as many as the strategy has", evidence, 'strategy="auto"')
-    if strategy == "pipeline":
-        evidence = f"{options.pipeline.count if options.pipeline else len(devices)} stages"
-        widths = {len(each) for each in options.devices or () if isinstance(each, tuple)}
-        if widths:
-            range_of = " to ".join(str(each) for each in sorted({min(widths), max(widths)}))
-            evidence += f" on {range_of} devices each"
-        return Decision("replicas", 1, "the stages are one model", evidence, 'strategy="mirrored"')
-    if strategy == "mesh":
-        evidence = f"{len(devices)} devices"
-        return Decision("replicas", 1, "the mesh is one model", evidence, 'strategy="mirrored"')
-    if strategy == "parameter_server":
-        reason = "workers take steps independently; none waits for another"
-        return Decision("replicas", 1, reason, f"{hardware.worker_count - 1} workers", 'strategy="none"')
     if strategy == "tpu":
         count = len(devices) or None
-        return Decision("replicas", count, "one on each core", _here(hardware), 'strategy="none"')
+        return Decision("replicas", count, "one on each core", found_here(hardware), 'strategy="none"')
     workers = hardware.worker_count if strategy == "multi_worker" else 1
     count = workers * len(devices)
     evidence = f"{workers} worker{'s' * (workers > 1)} with {len(devices)} device{'s' * (len(devices) > 1)} each"
@@ -87,7 +61,18 @@ def _fewer(names: tuple[str, ...]) -> str:
     return f"devices={list_of(names[1:3])}" if len(names) > 1 else NO_CHOICE
 
 
-def _here(hardware: Hardware) -> str:
+def requested_devices(named: tuple[str, ...], hardware: Hardware) -> Decision:
+    """The decision for named devices.
+
+    Raises:
+        ValueError: One of them does not exist.
+    """
+    _check_here(named, hardware)
+    return Decision(NAME, named, "requested", found_here(hardware), "devices=None")
+
+
+def found_here(hardware: Hardware) -> str:
+    """The devices that were found, in words."""
     found = [f"{one.name} ({one.description})" if one.description else one.name for one in hardware.devices]
     rest = f" and {len(found) - 9} more" if len(found) > 9 else ""
     unseen = [] if hardware.of_kind("TPU") else [device.description or device.name for device in hardware.tpus]

@@ -15,12 +15,14 @@ class Decider(NamedTuple):
     """A function that makes one decision of the plan.
 
     Attributes:
+        name: The decision's, as in `decide_<name>`.
         decide: The function. Its parameters name what it goes by: `hardware`, `options`, and decisions of a lower
             order, whose values it is called with.
         order: Decisions are made, and listed in the plan, in ascending order.
         alike: Whether all workers have to decide the same.
     """
 
+    name: str
     decide: Callable[..., Decision]
     order: int
     alike: bool
@@ -46,7 +48,7 @@ _DECIDERS: dict[str, Decider] = {}
 
 
 def decides(order: int, *, alike: bool = True) -> Callable[[Decide], Decide]:
-    """Decorates a function that makes a decision of the plan; see `Decider`.
+    """Decorates a function `decide_<name>` that makes a decision of the plan; see `Decider`.
 
     Args:
         order: Its place among the decisions.
@@ -54,7 +56,8 @@ def decides(order: int, *, alike: bool = True) -> Callable[[Decide], Decide]:
     """
 
     def register(decide: Decide) -> Decide:
-        _DECIDERS[f"{decide.__module__}.{decide.__name__}"] = Decider(decide, order, alike)
+        name = decide.__name__.removeprefix("decide_")
+        _DECIDERS[f"{decide.__module__}.{decide.__name__}"] = Decider(name, decide, order, alike)
         return decide
 
     return register

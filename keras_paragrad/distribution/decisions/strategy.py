@@ -1,13 +1,10 @@
 """Decides the strategy, and whether the result must be that of one device."""
 
-from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.decisions.registry import decides
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.mesh.mesh import planned_mesh
 from keras_paragrad.distribution.names import kind_of_strategy
 from keras_paragrad.distribution.options import Options
-from keras_paragrad.distribution.pipeline.checks import check_place
 
 NAME = "strategy"
 SHARED_CORES = "logical devices of a CPU share its cores: replicas on them cost time and save none"
@@ -20,8 +17,7 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
     """Takes the requested strategy, or the one that uses all devices.
 
     Returns:
-        `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`, `"pipeline"` or
-        `"mesh"`.
+        `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"` or `"tpu"`.
 
     Raises:
         ValueError: The requested strategy can't work on this hardware, or the cluster is incomplete.
@@ -29,44 +25,22 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
     if options.given is not None:
         kind = kind_of_strategy(options.given)
         return Decision(NAME, kind, "given", f"a {type(options.given).__name__}", 'strategy="auto"')
-    if options.pipeline is not None:
-        check_place(options.pipeline, hardware)
-        reason = f"requested: {options.pipeline.count} stages, {options.pipeline.microbatches} micro-batches"
-        return Decision(NAME, "pipeline", reason, found_in_words(hardware), 'strategy="auto"')
-    if options.on_mesh:
-        mesh = planned_mesh(options, hardware)
-        by = "by a layout from its structure" if options.distribution is None else "as its distribution says"
-        reason = f"requested: a mesh of {mesh.words}, the model divided {by}"
-        return Decision(NAME, "mesh", reason, found_in_words(hardware), 'strategy="auto"')
     if options.strategy != "auto":
         name = str(options.strategy)
         _check_named(name, hardware)
         return Decision(NAME, name, "requested", found_in_words(hardware), 'strategy="auto"')
     value, reason, override = _choose(hardware, options)
-    if value == "parameter_server":
-        _check_servers(hardware.cluster)
     measured = f"; {SHARED_CORES_MEASURED}" if reason == SHARED_CORES else ""
     return Decision(NAME, value, reason, found_in_words(hardware) + measured, override)
 
 
 @decides(130)
-def decide_exact(hardware: Hardware, options: Options, strategy: str) -> Decision:
+def decide_exact(hardware: Hardware, options: Options) -> Decision:
     """Decides whether the result must be that of one device.
 
     Returns:
         `True`, unless the user has given it up.
-
-    Raises:
-        ValueError: The strategy is asynchronous, and the user has not given it up.
     """
-    if strategy == "parameter_server":
-        if options.exact:
-            raise ValueError(
-                "Parameter servers are asynchronous: a gradient is applied to weights that other workers have changed, "
-                "so the result can't be that of one device. Write exact=False, or start the cluster without the job "
-                '"ps".'
-            )
-        return Decision("exact", False, "requested", "parameter servers are asynchronous", 'strategy="none"')
     if not options.exact:
         return Decision("exact", False, "requested", "Keras's own step is used", "exact=True")
     reason = "uneven batches, clipping, weights and non-finite gradients are handled as on one device"
@@ -96,8 +70,6 @@ def _choose(hardware: Hardware, options: Options) -> tuple[str, str, str]:
     cluster, gpus = hardware.cluster, hardware.of_kind("GPU")
     if cluster and cluster.job == "evaluator":
         return "none", "an evaluator doesn't train with the workers", 'strategy="one_device", devices=["CPU:0"]'
-    if cluster and cluster.jobs.get("ps"):
-        return "parameter_server", "the cluster has parameter servers", 'strategy="none", to ignore the cluster'
     if options.devices is None and hardware.tpus:
         return "tpu", "there is a TPU", 'strategy="none"'
     if hardware.worker_count > 1:
@@ -124,8 +96,6 @@ def _check_named(name: str, hardware: Hardware) -> None:
             'strategy="tpu", but no TPU was found: neither TensorFlow nor TPU_NAME names one. Set TPU_NAME, or write '
             'strategy="auto".'
         )
-    if name == "parameter_server":
-        _check_servers(cluster)
     if name == "mirrored" and (workers > 1 or has_servers):
         better = "parameter_server" if has_servers else "multi_worker"
         raise ValueError(
@@ -141,13 +111,4 @@ def _check_named(name: str, hardware: Hardware) -> None:
         raise ValueError(
             f'strategy="multi_worker" needs a cluster of at least two workers, and there is {workers}. '
             f'{_found(hardware)}. Start them with `{LAUNCH}`, or write strategy="auto".'
-        )
-
-
-def _check_servers(cluster: Cluster | None) -> None:
-    missing = [job for job in ("chief", "worker", "ps") if not (cluster and cluster.jobs.get(job))]
-    if missing:
-        raise ValueError(
-            f"Parameter servers need at least a chief, a worker and a ps, and the cluster has no {', '.join(missing)}. "
-            f'Add them to TF_CONFIG, or run `{LAUNCH} --ps 1`; otherwise write strategy="auto".'
         )

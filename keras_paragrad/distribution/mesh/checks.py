@@ -1,19 +1,17 @@
 """What can't be asked for together with a mesh."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad._keras.step.builder import StepBuilder
-from keras_paragrad.distribution.mesh.mesh import Mesh
-
-if TYPE_CHECKING:
-    from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, Mesh
+from keras_paragrad.distribution.options import Options
 
 # Of a component that this one imports nothing from.
 _PER_EXAMPLE = "keras_paragrad.per_example"
 
 
-def check_mesh_options(options: "Options") -> None:
+def check_mesh_options(options: Options) -> None:
     """Refuses options that contradict a mesh.
 
     Raises:
@@ -33,9 +31,10 @@ def check_mesh_options(options: "Options") -> None:
         raise ValueError(
             f"mesh={options.mesh} arranges devices, and so does strategy={options.strategy!r}. Leave one of them out."
         )
-    if not options.on_mesh:
+    distributed = isinstance(options.strategy, DISTRIBUTIONS)
+    if options.mesh is None and not distributed:
         return
-    if options.distribution is not None and options.devices is not None:
+    if distributed and options.devices is not None:
         raise ValueError(
             f"devices={list(options.devices)}, but a keras.distribution has devices of its own. Leave devices out, and "
             "name them in keras.distribution.DeviceMesh(shape, axis_names, devices)."

@@ -1,7 +1,7 @@
 """`Mesh`: how devices are arranged, and what divides batches and variables among them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -9,6 +9,7 @@ import keras
 from keras_paragrad.arguments import refusal, shown
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import canonical_devices
+from keras_paragrad.distribution.options import Options
 
 DISTRIBUTIONS = (keras.distribution.DataParallel, keras.distribution.ModelParallel)
 BATCH_AXIS = "batch"
@@ -83,7 +84,7 @@ def check_mesh(found: Any) -> dict[str, int] | None:
     return pairs
 
 
-def planned_mesh(options: Any, hardware: Hardware) -> Mesh:
+def planned_mesh(options: Options, hardware: Hardware) -> Mesh:
     """The mesh that options ask for: on the devices of its distribution, or on named devices, the GPUs, or CPU devices.
 
     Raises:
@@ -91,19 +92,19 @@ def planned_mesh(options: Any, hardware: Hardware) -> Mesh:
     """
     workers, cluster = hardware.worker_count, hardware.cluster
     place = workers, cluster.rank if cluster is not None and workers > 1 else 0
-    if options.distribution is None:
+    if options.mesh is not None:
         axis = BATCH_AXIS if BATCH_AXIS in options.mesh else None
-        mesh = Mesh(options.mesh, _places(options, hardware), axis, None, *place)
+        mesh = Mesh(dict(options.mesh), _places(options.mesh, options.devices, hardware), axis, None, *place)
     else:
-        whole = Mesh.of(options.distribution)
+        whole = Mesh.of(options.strategy)
         devices = _of_each_worker(whole, workers) if workers > 1 else whole.devices
         mesh = Mesh(whole.shape, devices, whole.batch_axis, whole.distribution, *place)
     check_here(mesh, hardware)
     return mesh
 
 
-def _places(options: Any, hardware: Hardware) -> tuple[str, ...]:
-    shape, named, workers = options.mesh, options.devices, hardware.worker_count
+def _places(shape: Mapping[str, int], named: Sequence[str] | None, hardware: Hardware) -> tuple[str, ...]:
+    workers = hardware.worker_count
     found = list(named) if named else [each.name for each in hardware.of_kind("GPU") or hardware.of_kind("CPU")]
     count, rest = divmod(math.prod(shape.values()), workers)
     # Of the devices that are there by themselves, some may be left over.
@@ -151,7 +152,7 @@ def check_here(mesh: Mesh, hardware: Hardware) -> None:
         )
 
 
-def _mismatch(shape: dict[str, int], found: list[str], workers: int) -> str:
+def _mismatch(shape: Mapping[str, int], found: list[str], workers: int) -> str:
     places, each = math.prod(shape.values()), f" on each of {workers} workers" if workers > 1 else ""
     fits = places // workers or 1
     return (

@@ -24,27 +24,13 @@ from keras_paragrad.distribution.mesh.layouts import check_patterns, computed_di
 from keras_paragrad.distribution.mesh.mesh import Mesh
 from keras_paragrad.distribution.mesh.startup import check_steps
 from keras_paragrad.distribution.mesh.table import LayoutTable
+from keras_paragrad.distribution.preparation import Preparation
 
 # Rounding is 1e-6 of a float32 gradient, and what a wrong rule mixes up is about as large as the gradient itself.
 _TOLERANCES = {"float64": 1e-2, "float32": 1e-2}
-_PREPARED = "_keras_paragrad_mesh"
-_METHODS = ("fit", "evaluate", "predict")
 
 
-def prepare_mesh(
-    model: Any, mesh: Mesh, jit: bool | None, together: tf.distribute.Strategy | None
-) -> "MeshPreparation":
-    """A model's preparation, which it may have already; see `MeshPreparation`."""
-    before = vars(model).get(_PREPARED)
-    if before is not None and before.settings == (mesh, jit):
-        before.renew()
-        return before
-    if before is not None:
-        before.undo()
-    return MeshPreparation(model, mesh, jit, together)
-
-
-class MeshPreparation:
+class MeshPreparation(Preparation):
     """A model whose `fit`, `evaluate` and `predict` run on a mesh, with the results of one device.
 
     Args:
@@ -59,9 +45,10 @@ class MeshPreparation:
     """
 
     def __init__(self, model: keras.Model, mesh: Mesh, jit: bool | None, together: tf.distribute.Strategy | None):
-        self.model: Any = model
-        self._together = together
-        self.settings = mesh, jit
+        super().__init__(model, mesh, jit, together)
+
+    def start(self) -> None:
+        model, mesh = self.model, self.settings[0]
         check_model(model)
         mesh = mesh if mesh.distribution is not None else with_automatic_layout(model, mesh)
         self.mesh = mesh
@@ -70,40 +57,27 @@ class MeshPreparation:
         self._divided = computed_divided(model, self._layouts)
         check_steps(mesh)
         self._outputs = Outputs(mesh.distribution)
-        self._on_mesh = OnMesh(
-            model,
-            make_mesh(mesh.shape, mesh.devices, mesh.workers, mesh.worker),
-            *(mesh.batch_axis, self._place, self._tracing, self._check_first),
-        )
+        devices = make_mesh(mesh.shape, mesh.devices, mesh.workers, mesh.worker)
+        self._on_mesh = OnMesh(model, devices, mesh.batch_axis, self._place, self._tracing, self._check_first)
         # What was compiled, and trained, when the gradient of the first batch was that of one device.
         self._compared: Any = None
-        self._jit_compile = self.model.jit_compile
-        self.renew()
-        # Bypass Keras's tracking.
-        vars(model)[_PREPARED] = self
 
     def renew(self) -> None:
-        """Prepares what `compile` may have replaced."""
         check_model(self.model)
-        jit = self.settings[1]
+        _, jit, together = self.settings
         if jit is not None:
-            self.model.jit_compile = jit
+            self.set_jit_compile(jit)
         build_optimizer(self.model)
-        if self._together is not None:
-            train_together(self.model, self._together)
-            for method in _METHODS:
-                vars(self.model)[method] = functools.partial(_on_workers, method, self.model)
+        if together is not None:
+            train_together(self.model, together)
+            methods = ("fit", "evaluate", "predict")
+            self.replace(**{name: functools.partial(_on_workers, name, self.model) for name in methods})
         self._on_mesh.install()
 
-    def undo(self) -> None:
-        """Puts the variables back into the host's memory, and restores the model's own methods and settings."""
+    def stop(self) -> None:
         self._on_mesh.uninstall()
         train_together(self.model, None)
-        for method in _METHODS:
-            vars(self.model).pop(method, None)
         take_off_mesh(self.model)
-        self.model.jit_compile = self._jit_compile
-        del vars(self.model)[_PREPARED]
 
     @property
     def table(self) -> LayoutTable:

@@ -1,14 +1,12 @@
 """What can't be asked for together with a pipeline."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import canonical_devices
+from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
-
-if TYPE_CHECKING:
-    from keras_paragrad.distribution.options import Options
 
 
 def devices_of_stages(devices: Any) -> Any:
@@ -29,7 +27,7 @@ def devices_of_stages(devices: Any) -> Any:
     return tuple(tuple(next(names) for _ in stage) for stage in stages)
 
 
-def check_pipeline(options: "Options", pipeline: Pipeline) -> None:
+def check_pipeline(options: Options, pipeline: Pipeline) -> None:
     """Refuses options that contradict a pipeline.
 
     Raises:

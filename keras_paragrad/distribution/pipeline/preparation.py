@@ -21,24 +21,10 @@ from keras_paragrad.distribution.pipeline.cutting import cut
 from keras_paragrad.distribution.pipeline.microbatches import MicroBatches
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.distribution.pipeline.table import Stage, StageTable
-
-_PREPARED = "_keras_paragrad_pipeline"
-
-
-def prepare_pipeline(
-    model: Any, pipeline: Pipeline, devices: tuple[tuple[str, ...], ...], weighting: str, jit: bool
-) -> "PipelinePreparation":
-    """A model's preparation, which it may have already; see `PipelinePreparation`."""
-    before = vars(model).get(_PREPARED)
-    if before is not None and before.settings == (pipeline, devices, weighting, jit):
-        before.renew()
-        return before
-    if before is not None:
-        before.undo()
-    return PipelinePreparation(model, pipeline, devices, weighting, jit)
+from keras_paragrad.distribution.preparation import Preparation
 
 
-class PipelinePreparation:
+class PipelinePreparation(Preparation):
     """A model whose `fit`, `evaluate` and `predict` run its stages on their devices.
 
     Args:
@@ -56,8 +42,11 @@ class PipelinePreparation:
     def __init__(
         self, model: keras.Model, pipeline: Pipeline, devices: tuple[tuple[str, ...], ...], weighting: str, jit: bool
     ):
-        self.model: Any = model
-        self.settings = pipeline, devices, weighting, jit
+        super().__init__(model, pipeline, devices, weighting, jit)
+
+    def start(self) -> None:
+        model = self.model
+        pipeline, devices, weighting, jit = self.settings
         columns = Columns()
         split = self._split(pipeline, weighting, columns, max(map(len, devices)))
         parts = cut(model, pipeline, devices[0][0])
@@ -67,17 +56,12 @@ class PipelinePreparation:
         self._homes: dict[int, tuple[keras.Variable, str]] = {}
         placed = functools.partial(_placed, columns, model, jit)
         wraps = [(part, functools.partial(placed, index, named)) for index, (named, part) in enumerate(self._stages)]
-        self._undo = run_in_stages(functional_of(model), wraps)
+        self._whole_again = run_in_stages(functional_of(model), wraps)
         StepBuilder.of(model).fill(split=split, place=functools.partial(placed_by_inputs, model))
-        self._jit_compile = self.model.jit_compile
-        self.renew()
-        # Bypass Keras's tracking.
-        vars(model)[_PREPARED] = self
 
     def renew(self) -> None:
-        """Prepares what `compile` may have replaced."""
         # XLA compiles for one device: stages, and not the step.
-        self.model.jit_compile = False
+        self.set_jit_compile(False)
         homes = {named[0]: _variables(part) for named, part in self._stages}
         for variable in [each for variables in homes.values() for each in variables]:
             # A layer may have got more variables since, as by `enable_lora`.
@@ -86,17 +70,14 @@ class PipelinePreparation:
         build_optimizer(self.model)
         self._forget()
 
-    def undo(self) -> None:
-        """Puts the variables back to where they were, and restores the model's own methods and settings."""
-        self._undo()
+    def stop(self) -> None:
+        self._whole_again()
         homes: dict[str, list[keras.Variable]] = {}
         for variable, home in self._homes.values():
             homes.setdefault(home, []).append(variable)
         move_with_slots(homes, self.model.optimizer)
         StepBuilder.of(self.model).fill(split=None, place=None)
-        self.model.jit_compile = self._jit_compile
         self._forget()
-        del vars(self.model)[_PREPARED]
 
     @property
     def table(self) -> StageTable:

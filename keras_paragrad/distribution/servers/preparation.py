@@ -12,11 +12,10 @@ from keras_paragrad._keras.objects.data import split_for_validation
 from keras_paragrad._keras.parameter_servers.model import ParameterServerModel
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs, distributed_dataset
+from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.distribution.servers.ahead import PredictedAhead
 from keras_paragrad.distribution.servers.dispatch import Dispatcher
 from keras_paragrad.distribution.servers.refusals import check_model
-
-_METHODS = ("fit", "evaluate", "predict")
 
 
 def prepare_for_servers(
@@ -52,15 +51,17 @@ def prepare_for_servers(
         model.fit(np.ones((100, 8)), np.ones((100, 1)), epochs=2)
         int(model.optimizer.iterations)  # 8: batches of 32 rows, the last of 4
     """
-    return ServerPreparation(model, coordinator, in_flight)
+    return ServerPreparation.of(model, coordinator, in_flight)
 
 
-class ServerPreparation:
+class ServerPreparation(Preparation):
     """What `prepare_for_servers` returns.
 
     Attributes:
         model: The model.
     """
+
+    changes_in_place = True
 
     def __init__(
         self,
@@ -68,20 +69,18 @@ class ServerPreparation:
         coordinator: tf.distribute.coordinator.ClusterCoordinator | None = None,
         in_flight: int | None = None,
     ):
-        check_model(model)
+        super().__init__(model, coordinator, in_flight)
+
+    def renew(self) -> None:
+        coordinator, in_flight = self.settings
+        check_model(self.model)
         in_flight = check_integer("in_flight", in_flight, example=4, optional=True)
-        self.model: Any = model
         coordinator = coordinator or tf.distribute.coordinator.ClusterCoordinator(self.model.distribute_strategy)
         self._dispatcher = Dispatcher(coordinator, count_workers(), in_flight)
-        self._served = ParameterServerModel(model, self._dispatcher, lambda: check_model(model))
-        for name in _METHODS:
-            # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
-            self.model.__dict__[name] = getattr(self, f"_{name}")
+        self._served = ParameterServerModel(self.model, self._dispatcher, lambda: check_model(self.model))
+        self.replace(fit=self._fit, evaluate=self._evaluate, predict=self._predict)
 
-    def undo(self) -> None:
-        """Restores the methods of the model's class."""
-        for name in _METHODS:
-            self.model.__dict__.pop(name, None)
+    def stop(self) -> None:
         self._served.undo()
 
     def _fit(self, *arguments: Any, **keywords: Any) -> keras.callbacks.History:

@@ -17,7 +17,7 @@ from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulat
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
 from keras_paragrad.distribution.checkpoint.stopping import TrainingInterrupted
-from keras_paragrad.distribution.replicas import Preparation
+from keras_paragrad.distribution.replicas.preparation import ReplicaPreparation
 
 
 class BreakOff(keras.callbacks.Callback):
@@ -72,7 +72,7 @@ def plain(optimizer=None, jit_compile=False, **options):
 
 def prepared(**options):
     model = plain(**options)
-    Preparation(model)
+    ReplicaPreparation(model)
     return model
 
 
@@ -180,7 +180,7 @@ def test_losses_are_those_of_undisturbed_windows_on_replicas(mirrored, tmp_path)
 def test_two_replicas_to_one(mirrored, tmp_path):
     with mirrored.scope():
         parallel = build()
-    Preparation(parallel)
+    ReplicaPreparation(parallel)
     with pytest.raises(KeyboardInterrupt):
         fit(parallel, [ExactAccumulation(), Backup(tmp_path, every=4), BreakOff(STEPS + 9, interrupt)])
     straight, resumed = build(), build()

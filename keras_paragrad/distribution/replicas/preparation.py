@@ -1,34 +1,31 @@
 """The exact data-parallel step: makes `fit` on replicas take the step of one device."""
 
-import contextlib
 import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from keras_paragrad._keras.losses.normalization import LossNormalization
-from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps
-from keras_paragrad._keras.objects.model import all_layers, check_no_row_states, has_own_predict, has_own_train_step
+from keras_paragrad._keras.objects.capabilities import accumulating
+from keras_paragrad._keras.objects.model import all_layers, check_no_row_states, has_own_predict
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.replicas.prepared import distributing_by, spread_over_replicas, uninstall
-from keras_paragrad._keras.replicas.unprepared import check_compiled_in_scope
 from keras_paragrad._keras.replicas.workers import barrier
 from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.uncut import Foreseen
-from keras_paragrad._keras.storage.creation import may_be_in_shards
-from keras_paragrad._keras.storage.updating import own_update
-from keras_paragrad.distribution.alike import SAME_CODE, ComparedFit
+from keras_paragrad.distribution.alike import ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
+from keras_paragrad.distribution.preparation import Preparation
+from keras_paragrad.distribution.replicas.checks import check_shards
 
 _log = logging.getLogger("keras_paragrad")
 
 
-class Preparation:
+class ReplicaPreparation(Preparation):
     """A model whose `fit`, `evaluate` and `predict` on replicas give the results of one device on whole batches.
 
     Each replica's shard is weighted by its loss normalizer, so uneven and weighted shards are exact; gradients are
@@ -48,20 +45,23 @@ class Preparation:
             shard is unknown. The message says what to write. On one replica, this is logged.
     """
 
+    changes_in_place = True
+
     def __init__(
         self,
         model: keras.Model,
-        *,
         exact: bool = True,
         weighting: str = "auto",
         jit: bool | None = None,
         shard_policy: str = "auto",
-    ) -> None:
-        self.model: Any = model
-        self.exact = exact
-        self._jit_compile = self.model.jit_compile
+    ):
+        super().__init__(model, exact, weighting, jit, shard_policy)
+
+    def renew(self) -> None:
+        model = self.model
+        exact, weighting, jit, shard_policy = self.settings
         check_shards(model)
-        replicas = self.model.distribute_strategy.num_replicas_in_sync
+        replicas = model.distribute_strategy.num_replicas_in_sync
         if replicas > 1:
             check_no_row_states(
                 model, f"each of {replicas} replicas gets", 'train on one device: DistributedFit("none")'
@@ -74,23 +74,19 @@ class Preparation:
             measure.check(model)
             self._warn_of_batch_statistics()
         if jit is not None:
-            self.model.jit_compile = jit
-        by_xla = replicas > 1 and bool(self.model.jit_compile) and not self._reduces_in_the_forward_pass()
-        several = place_of(self.model.distribute_strategy).workers > 1
+            self.set_jit_compile(jit)
+        by_xla = replicas > 1 and bool(model.jit_compile) and not self._reduces_in_the_forward_pass()
+        several = place_of(model.distribute_strategy).workers > 1
         compared = ComparedFit.of(model, shard_policy) if several else None
         spread_over_replicas(
             model, Take(None if foreseen else measure, by_xla, foreseen), compared.sharded if compared else None
         )
         if compared:
-            self.model.__dict__["fit"] = compared
-            for name, method in {"evaluate": type(model).evaluate, "predict": _predict_in_order}.items():
-                self.model.__dict__[name] = functools.partial(_with_barrier, method, model)
+            evaluate = functools.partial(_with_barrier, type(model).evaluate, model)
+            predict = functools.partial(_with_barrier, _predict_in_order, model)
+            self.replace(fit=compared, evaluate=evaluate, predict=predict)
 
-    def undo(self) -> None:
-        """Restores the model's own methods and settings."""
-        self.model.jit_compile = self._jit_compile
-        for method in ("fit", "evaluate", "predict"):
-            self.model.__dict__.pop(method, None)
+    def stop(self) -> None:
         uninstall(self.model)
 
     def _measure(self, weighting: str) -> LossNormalization:
@@ -150,72 +146,3 @@ def _predict_in_order(
     model.make_predict_function()
     with distributing_by(model, lambda data: distributed_dataset(strategy, data, steps_per_epoch=steps)):
         return type(model).predict(model, x, **own)
-
-
-@contextlib.contextmanager
-def building_together(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """The strategy's scope; explains the error if workers with different models fail to build them.
-
-    Raises:
-        RuntimeError: TensorFlow failed while several workers created variables, which is a collective operation.
-    """
-    if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
-        # TensorFlow's default strategy can't be entered within the scope of another.
-        yield
-        return
-    try:
-        with strategy.scope():
-            yield
-    except tf.errors.OpError as error:
-        if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-            raise
-        raise RuntimeError(
-            "This worker could not create the model's variables. The workers create each of them together, so either "
-            f"one of them has died, or their models differ.{SAME_CODE} TensorFlow says: {error.message[:500]}"
-        ) from error
-
-
-def check_shards(model: Any) -> None:
-    """Refuses what would read or update shards as if they were whole.
-
-    Raises:
-        ValueError: The model is refused. The message says what to write.
-    """
-    if not may_be_in_shards(model):
-        return
-    if has_own_train_step(model):
-        raise ValueError(
-            f"{type(model).__name__} defines its own train_step, which hands the optimizer whole gradients, and this "
-            "optimizer updates shards. Move what train_step does into compute_loss, or write DistributedFit(..., "
-            "shard=None)."
-        )
-    optimizer = model.optimizer
-    if accumulation_steps(optimizer) > 1:
-        raise ValueError(
-            f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps), in a branch in which "
-            "TensorFlow can't scatter them. Remove that argument, and compile with AccumulatingOptimizer(optimizer, "
-            f"steps={accumulation_steps(optimizer)})."
-        )
-    if own := own_update(optimizer):
-        raise ValueError(
-            f"{own} is an optimizer's own, and would be given shards in place of whole gradients and weights. Move "
-            "what it does into update_step, as keras.optimizers.Optimizer documents it, which is given whole ones; or "
-            "write DistributedFit(..., shard=None)."
-        )
-
-
-def check_scope(model: Any, strategy: tf.distribute.Strategy) -> None:
-    """Refuses a model that is not compiled, or was built under another strategy.
-
-    Raises:
-        ValueError: The model is refused. The message says what to write.
-    """
-    if not model.compiled:
-        raise ValueError("The model has not been compiled. Write model.compile(...) before dist.prepare(model).")
-    found = model.distribute_strategy
-    if found is not strategy and (found.num_replicas_in_sync, strategy.num_replicas_in_sync) != (1, 1):
-        raise ValueError(
-            f"The model was built under {type(found).__name__}, but is to be trained under {type(strategy).__name__}. "
-            "Build and compile it within `with dist.scope():`."
-        )
-    check_compiled_in_scope(model)

@@ -1,0 +1,121 @@
+"""`Parallelism`: how a model is trained, which is all that `DistributedFit` asks."""
+
+import abc
+import contextlib
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.distribution.data import DistributedData, distributed_dataset
+from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.options import Options, Planner, planner_of
+from keras_paragrad.distribution.plan import Plan
+from keras_paragrad.distribution.preparation import Preparation
+from keras_paragrad.distribution.scope import check_scope
+from keras_paragrad.sharding.estimate import estimate_memory
+from keras_paragrad.sharding.estimated import Estimate
+
+
+class Strategies(NamedTuple):
+    """The strategies of a run.
+
+    Attributes:
+        models: What models are built under.
+        workers: By which workers talk to each other; of a single one, if each works by itself.
+        readers: For which data is read.
+    """
+
+    models: tf.distribute.Strategy
+    workers: tf.distribute.Strategy
+    readers: tf.distribute.Strategy
+
+    @classmethod
+    def same(cls, strategy: tf.distribute.Strategy) -> "Strategies":
+        """One strategy for all."""
+        return cls(strategy, strategy, strategy)
+
+
+class PlannedRun(NamedTuple):
+    """What models are trained by.
+
+    Attributes:
+        hardware: The hardware.
+        options: The arguments of `DistributedFit`.
+        plan: The plan for them.
+        strategies: The strategies that were created for it.
+    """
+
+    hardware: Hardware
+    options: Options
+    plan: Plan
+    strategies: Strategies
+
+
+class Parallelism(Planner):
+    """How a model is trained: what it is built under, how it is made exact, and what it is given.
+
+    Derive from this class, and pass an object as `DistributedFit(strategy=...)`. `decide` and `prepare` have to be
+    written; the other methods are those of one replica.
+    """
+
+    def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:
+        """Creates the planned strategies, and waits for other workers if there are any.
+
+        Raises:
+            RuntimeError: TensorFlow was already set up otherwise in this process.
+        """
+        return Strategies.same(tf.distribute.get_strategy())
+
+    def placement(self) -> contextlib.AbstractContextManager[Any]:
+        """Context, within the strategy's scope, in which models are built."""
+        return contextlib.nullcontext()
+
+    def check(self, model: Any, run: PlannedRun) -> None:
+        """Refuses a model before anything is touched.
+
+        Raises:
+            ValueError: The message says what to write.
+        """
+        check_scope(model, run.strategies.models)
+
+    def check_own_fit(self, model: Any) -> None:
+        """Refuses a model whose class overrides `fit`, and so reads its data itself.
+
+        Raises:
+            ValueError: The message says what to write.
+        """
+
+    @abc.abstractmethod
+    def prepare(self, model: keras.Model, run: PlannedRun) -> Preparation:
+        """Makes the model's own `fit`, `evaluate` and `predict` exact; called again after each `compile`.
+
+        Raises:
+            ValueError: The model can't be trained exactly. The message says what to write.
+        """
+
+    def data(self, run: PlannedRun, x: Any, y: Any, sample_weight: Any, **options: Any) -> DistributedData:
+        """Data for `fit`, `evaluate` or `predict` of a prepared model; see `distributed_dataset`."""
+        return distributed_dataset(run.strategies.readers, x, y, sample_weight, **options)
+
+    def estimate(self, model: keras.Model, run: PlannedRun, batch_size: int, length: int | None) -> Estimate:
+        """The memory of a step on each device; see `DistributedFit.estimate`.
+
+        Raises:
+            ValueError: The step can't be traced, or isn't taken by replicas.
+        """
+        return estimate_memory(
+            model,
+            batch_size,
+            run.strategies.models.num_replicas_in_sync,
+            per_replica=run.plan.batch.value == "per_replica",
+            length=length,
+            min_shard_bytes=run.options.min_shard_bytes,
+        )
+
+
+def parallelism_of(options: Options, hardware: Hardware) -> Parallelism:
+    """The parallelism that options mean on some hardware."""
+    found = planner_of(options, hardware)
+    assert isinstance(found, Parallelism)
+    return found

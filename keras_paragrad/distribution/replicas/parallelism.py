@@ -1,0 +1,96 @@
+"""`DataParallel`: replicas of the model, each of which takes a shard of a batch, on one machine or several."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.objects.model import leaves_xla_open
+from keras_paragrad._keras.replicas.workers import NamedDevicesStrategy
+from keras_paragrad.distribution.decisions.strategy import decide_strategy
+from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.joining import join_workers, meet
+from keras_paragrad.distribution.options import Decisions, Options
+from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Strategies
+from keras_paragrad.distribution.plan import Plan
+from keras_paragrad.distribution.preparation import Preparation
+from keras_paragrad.distribution.replicas.checks import check_devices
+from keras_paragrad.distribution.replicas.preparation import ReplicaPreparation
+
+_ALL_REDUCE = {
+    "nccl": tf.distribute.NcclAllReduce,
+    "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
+    "one_device": tf.distribute.ReductionToOneDevice,
+    # TensorFlow's default between CPUs.
+    "ring": lambda: None,
+    "none": lambda: None,
+}
+_BETWEEN_WORKERS = {
+    "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
+    "ring": tf.distribute.experimental.CommunicationImplementation.RING,
+}
+
+
+class DataParallel(Parallelism):
+    """One replica or several, and what options mean if they mean nothing else."""
+
+    precedence = 100
+
+    @classmethod
+    def asked(cls, options: Options, hardware: Hardware | None) -> "DataParallel":
+        return cls()
+
+    @classmethod
+    def check_options(cls, options: Options) -> None:
+        check_devices(options)
+
+    def decide(self, hardware: Hardware, options: Options) -> Decisions:
+        decided = decide_strategy(hardware, options)
+        return Decisions([decided], launched=decided.value == "multi_worker")
+
+    def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:
+        if options.given is not None:
+            return Strategies.same(options.given)
+        return Strategies.same(_MAKERS[plan.strategy.value](plan, hardware, options))
+
+    def prepare(self, model: keras.Model, run: PlannedRun) -> Preparation:
+        options, jit = run.options, run.options.jit
+        if jit == "auto":
+            # Keras disables XLA under every strategy, unless it is requested explicitly.
+            planned = run.strategies.models.num_replicas_in_sync > 1 and leaves_xla_open(model)
+            jit = run.plan.jit.value != "none" if planned else None
+        return ReplicaPreparation.of(model, options.exact, options.weighting, jit, options.shard_policy)
+
+
+def _mirrored(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy(list(plan.devices.value), _ALL_REDUCE[plan.communication.value]())
+
+
+def _multi_worker(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute.Strategy:
+    cluster, timeout = hardware.cluster, plan.collective_timeout.value
+    if cluster is None:
+        raise ValueError("The plan is for several workers, but the hardware has no cluster.")
+    facts = {"replicas": len(plan.devices.value), "communication": plan.communication.value}
+    instead = ", or pass its strategy on: DistributedFit(strategy=first.strategy)"
+    meet(cluster, options.startup_timeout, facts, instead=instead)
+    communication = tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=plan.pack_bytes.value or 0,
+        timeout_seconds=None if timeout is None else float(timeout),
+        implementation=_BETWEEN_WORKERS[plan.communication.value],
+    )
+    return join_workers(NamedDevicesStrategy, cluster, plan.devices.value, communication)
+
+
+def _tpu(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute.Strategy:
+    resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(hardware.tpu_name or "local")
+    return tf.distribute.TPUStrategy(resolver)
+
+
+_MAKERS: dict[str, Any] = {
+    "none": lambda plan, hardware, options: tf.distribute.get_strategy(),
+    "one_device": lambda plan, hardware, options: tf.distribute.OneDeviceStrategy(f"/{plan.devices.value[0]}"),
+    "mirrored": _mirrored,
+    "multi_worker": _multi_worker,
+    "tpu": _tpu,
+}
+PARALLELISM = DataParallel
