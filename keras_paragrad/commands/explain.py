@@ -79,7 +79,7 @@ def _add_options(group: Any) -> None:
     group.add_argument("--batch", choices=BATCHES, default="global")
     group.add_argument("--lr-scaling", choices=LR_SCALINGS[1:])
     group.add_argument("--warmup-steps", type=integer(0, LARGEST), default=0, metavar="N")
-    group.add_argument("--inexact", action="store_true", help="exact=False")
+    group.add_argument("--inexact", dest="exact", action="store_false", help="exact=False")
     group.add_argument("--shard-policy", choices=SHARD_POLICIES, default="auto")
     group.add_argument("--shard", choices=SHARDS[1:])
     group.add_argument("--device-bytes", type=integer(1, LARGEST), metavar="BYTES", help="for --shard auto")
@@ -101,10 +101,8 @@ def _machine(arguments: argparse.Namespace) -> "Hardware":
 def _options(arguments: argparse.Namespace) -> "Options":
     from keras_paragrad.distribution.options import Options
 
-    same = ("strategy", "devices", "communication", "precision", "batch", "lr_scaling", "warmup_steps", "shard_policy")
-    also = ("pack_bytes", "collective_timeout", "shard", "device_bytes")
-    given = {name: getattr(arguments, name) for name in (*same, *also)}
-    return Options(jit=JIT[arguments.jit], exact=not arguments.inexact, **given)
+    given = {name: value for name, value in vars(arguments).items() if name in Options.__dataclass_fields__}
+    return Options(**{**given, "jit": JIT[arguments.jit]})
 
 
 def _capability(text: str) -> tuple[int, int]:

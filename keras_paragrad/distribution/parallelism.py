@@ -8,13 +8,17 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
+from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.options import Options, Planner, planner_of
+from keras_paragrad.distribution.options import Decisions, Options, Planner, planner_of
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.distribution.scope import check_scope
 from keras_paragrad.sharding.estimate import estimate_memory
 from keras_paragrad.sharding.estimated import Estimate
+
+# All that a parallelism of one's own is written with.
+__all__ = ["Decision", "Decisions", "Parallelism", "PlannedRun", "Preparation", "Strategies", "parallelism_of"]
 
 
 class Strategies(NamedTuple):
