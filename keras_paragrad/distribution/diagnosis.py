@@ -17,14 +17,7 @@ from keras_paragrad.plain_text import show
 
 
 def diagnose(seconds: float) -> int:
-    """Prints the findings.
-
-    Args:
-        seconds: Time limit of the collective.
-
-    Returns:
-        0 if all is well; 1 if the environment is malformed, no plan can be made for it, or the collective failed.
-    """
+    """Prints the findings."""
     _print_pairs("Versions", _versions())
     try:
         hardware = detect()

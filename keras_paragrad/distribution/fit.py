@@ -28,15 +28,17 @@ from keras_paragrad.distribution.explain import Explanation, summary_lines
 from keras_paragrad.distribution.fit_arguments import check_fit, check_own_fit
 from keras_paragrad.distribution.hardware import Hardware, detect
 from keras_paragrad.distribution.options import Options
-from keras_paragrad.distribution.parallelism import PlannedRun, parallelism_of
+from keras_paragrad.distribution.parallelism import PlannedRun, building_together, parallelism_of
 from keras_paragrad.distribution.plan import Plan, make_plan
 from keras_paragrad.distribution.preparation import Preparation
-from keras_paragrad.distribution.scope import building_together
 from keras_paragrad.distribution.training import train
 from keras_paragrad.distribution.workers import all_or_none
 from keras_paragrad.exports import passing_options_to, with_arguments_of
 from keras_paragrad.plain_text import InNotebooks
 from keras_paragrad.sharding.estimated import Estimate
+
+# Of `fit`, those that are not in the data.
+_ARGUMENTS = ("epochs", "validation_data", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq")
 
 
 class DistributedFit(InNotebooks):
@@ -304,11 +306,21 @@ class DistributedFit(InNotebooks):
         self._parallelism.check(model, self._run)
         callbacks = given_callbacks(callbacks)
         given = {
-            **{"x": x, "y": y, "batch_size": batch_size, "epochs": epochs, "validation_split": validation_split},
-            **{"validation_data": validation_data, "shuffle": shuffle, "class_weight": class_weight},
-            **{"sample_weight": sample_weight, "initial_epoch": initial_epoch, "steps_per_epoch": steps_per_epoch},
-            **{"validation_steps": validation_steps, "validation_batch_size": validation_batch_size},
-            **{"validation_freq": validation_freq, "callbacks": callbacks},
+            "x": x,
+            "y": y,
+            "batch_size": batch_size,
+            "epochs": epochs,
+            "validation_split": validation_split,
+            "validation_data": validation_data,
+            "shuffle": shuffle,
+            "class_weight": class_weight,
+            "sample_weight": sample_weight,
+            "initial_epoch": initial_epoch,
+            "steps_per_epoch": steps_per_epoch,
+            "validation_steps": validation_steps,
+            "validation_batch_size": validation_batch_size,
+            "validation_freq": validation_freq,
+            "callbacks": callbacks,
         }
         if has_own_fit(model):
             return self._fit_overridden(model, given, verbose, normalize, data_options)
@@ -330,17 +342,15 @@ class DistributedFit(InNotebooks):
             options = {**data_options, "cache": beside}
             # The training batches' size is none of data that is batched already.
             default = None if is_batched(rows[0]) and self.plan.batch.value == "global" else batch_size
-            given = isinstance(rows[0], DistributedData)
+            already = isinstance(rows[0], DistributedData)
             validation_data = self._sharded(rows, validation_batch_size or default, validation_steps, options)
-            if not given:
+            if not already:
                 validation_data.for_validation(validation_steps)
         self._settle_shard(model, data.batch_size or batch_size or 32, data.batch_spec)
         self._prepared(model)
-        arguments = {
-            **{"epochs": epochs, "validation_data": validation_data, "initial_epoch": initial_epoch},
-            **{"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps},
-        }
-        return train(self._run, model, data, callbacks, {**arguments, "validation_freq": validation_freq}, verbose)
+        given["validation_data"] = validation_data
+        arguments = {name: given[name] for name in _ARGUMENTS}
+        return train(self._run, model, data, callbacks, arguments, verbose)
 
     def _fit_overridden(
         self, model: keras.Model, given: dict[str, Any], verbose: Any, normalize: bool, data_options: dict[str, Any]

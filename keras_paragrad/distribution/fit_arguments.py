@@ -22,11 +22,7 @@ def check_fit(
     validation_freq: Any,
     normalize: Any,
 ) -> Sequence[keras.callbacks.Callback]:
-    """The callbacks as a sequence; a single one is accepted, as in Keras.
-
-    Raises:
-        ValueError: `keras.Model.fit` does not accept an argument. The message names it.
-    """
+    """The callbacks as a sequence; a single one is accepted, as in Keras."""
     check_instance("model", model, keras.Model, "a Keras model")
     check_integer("epochs", epochs, least=0, example=10)
     check_integer("initial_epoch", initial_epoch, least=0, example=0)
@@ -49,17 +45,7 @@ def checked_callback(name: str, value: Any) -> keras.callbacks.Callback:
 
 
 def check_own_fit(model: keras.Model, x: Any, data_options: dict[str, Any], plan: Plan) -> None:
-    """Refuses what can't be done for a model whose class overrides `fit`, and so reads its data itself.
-
-    Args:
-        model: The model.
-        x: The data.
-        data_options: The options of `distributed_dataset` that were given.
-        plan: The plan.
-
-    Raises:
-        ValueError: It is refused. The message says what to write.
-    """
+    """Refuses what can't be done for a model whose class overrides `fit`, and so reads its data itself."""
     prepared = f"{type(model).__name__} overrides `fit`. Write dist.prepare(model) and then"
     if isinstance(x, DistributedData):
         raise ValueError(

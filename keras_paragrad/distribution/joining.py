@@ -13,17 +13,7 @@ from keras_paragrad.distribution.rendezvous import rendezvous
 
 
 def meet(cluster: Cluster, timeout: float, facts: dict[str, Any], *, instead: str = "") -> None:
-    """Waits for the other workers, and compares what has to be the same on all of them.
-
-    Args:
-        cluster: The cluster.
-        timeout: Seconds to wait.
-        facts: What has to be the same, by name.
-        instead: What else to do where the process has joined its cluster already, for the error.
-
-    Raises:
-        RuntimeError: This process has already joined its cluster.
-    """
+    """Waits for the other workers, and compares what has to be the same on all of them."""
     if has_joined_a_cluster():
         # TensorFlow already listens on this worker's address, so a second rendezvous there is impossible.
         raise RuntimeError(
@@ -36,11 +26,7 @@ def meet(cluster: Cluster, timeout: float, facts: dict[str, Any], *, instead: st
 def join_workers(
     kind: type[NamedDevicesStrategy], cluster: Cluster, devices: Sequence[str], communication: Any
 ) -> tf.distribute.Strategy:
-    """The strategy by which workers that have met train together.
-
-    Raises:
-        RuntimeError: TensorFlow was already set up in this process.
-    """
+    """The strategy by which workers that have met train together."""
     # TensorFlow configures collectives from this variable, however the cluster was described.
     os.environ["TF_CONFIG"] = cluster.to_tf_config()
     try:

@@ -20,11 +20,7 @@ _CLASSES = {
 
 
 def canonical_devices(devices: Sequence[str]) -> tuple[str, ...]:
-    """Device names in their shortest form, `CPU:0`.
-
-    Raises:
-        ValueError: There are none, or they are malformed, duplicated or of several kinds.
-    """
+    """Device names in their shortest form, `CPU:0`."""
     names = check_each("devices", devices, _canonical, "names of devices", example="['CPU:0', 'CPU:1']")
     if not names:
         raise ValueError("`devices` is empty. Name one or more, such as ['GPU:0'], or leave it out.")
@@ -45,11 +41,7 @@ def kind_of_device(name: str) -> str:
 
 
 def kind_of_strategy(strategy: tf.distribute.Strategy) -> str:
-    """The plan's name for a strategy.
-
-    Raises:
-        ValueError: `fit` is not exact under a strategy of this class.
-    """
+    """The plan's name for a strategy."""
     for kind, classes in _CLASSES.items():
         if isinstance(strategy, classes):
             return kind

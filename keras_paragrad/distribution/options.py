@@ -214,11 +214,7 @@ def planner_of(options: Options, hardware: Hardware | None = None) -> Planner:
 
 
 def refuse_devices(options: Options) -> None:
-    """Refuses `devices` with a named strategy that takes none.
-
-    Raises:
-        ValueError: The message says what to write.
-    """
+    """Refuses `devices` with a named strategy that takes none."""
     if options.devices is not None:
         raise ValueError(
             f'strategy="{options.strategy}" takes no devices. Leave devices={list(options.devices)} out, or write '

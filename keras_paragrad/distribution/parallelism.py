@@ -2,18 +2,20 @@
 
 import abc
 import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from keras_paragrad._keras.replicas.unprepared import check_compiled_in_scope
+from keras_paragrad.distribution.alike import SAME_CODE
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Decisions, Options, Planner, planner_of
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.preparation import Preparation
-from keras_paragrad.distribution.scope import check_scope
 from keras_paragrad.sharding.estimate import estimate_memory
 from keras_paragrad.sharding.estimated import Estimate
 
@@ -81,7 +83,16 @@ class Parallelism(Planner):
         Raises:
             ValueError: The message says what to write.
         """
-        check_scope(model, run.strategies.models)
+        strategy = run.strategies.models
+        if not model.compiled:
+            raise ValueError("The model has not been compiled. Write model.compile(...) before dist.prepare(model).")
+        found = model.distribute_strategy
+        if found is not strategy and (found.num_replicas_in_sync, strategy.num_replicas_in_sync) != (1, 1):
+            raise ValueError(
+                f"The model was built under {type(found).__name__}, but is to be trained under "
+                f"{type(strategy).__name__}. Build and compile it within `with dist.scope():`."
+            )
+        check_compiled_in_scope(model)
 
     def check_own_fit(self, model: Any) -> None:
         """Refuses a model whose class overrides `fit`, and so reads its data itself.
@@ -123,3 +134,22 @@ def parallelism_of(options: Options, hardware: Hardware) -> Parallelism:
     found = planner_of(options, hardware)
     assert isinstance(found, Parallelism)
     return found
+
+
+@contextlib.contextmanager
+def building_together(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """The strategy's scope; explains the error if workers with different models fail to build them."""
+    if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
+        # TensorFlow's default strategy can't be entered within the scope of another.
+        yield
+        return
+    try:
+        with strategy.scope():
+            yield
+    except tf.errors.OpError as error:
+        if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            raise
+        raise RuntimeError(
+            "This worker could not create the model's variables. The workers create each of them together, so either "
+            f"one of them has died, or their models differ.{SAME_CODE} TensorFlow says: {error.message[:500]}"
+        ) from error

@@ -39,15 +39,7 @@ def probed_devices(hardware: Hardware) -> tuple[str, ...]:
 
 
 def run_probe(devices: tuple[str, ...], seconds: float) -> Probe:
-    """All-reduces known numbers over the devices, in a process with a time limit.
-
-    Args:
-        devices: Two or more, of one kind. Logical CPU devices are created there as needed.
-        seconds: The time limit.
-
-    Returns:
-        Whether the sum was right, and how long it took.
-    """
+    """All-reduces known numbers over the devices, in a process with a time limit."""
     safe = ["-P"] if sys.flags.safe_path else []
     command = [sys.executable, *safe, "-m", "keras_paragrad.distribution.probe", *devices]
     # In a cluster, this process must not join the others.

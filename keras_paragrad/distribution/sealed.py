@@ -45,11 +45,7 @@ class Seal:
         return cls(hashlib.sha256(json.dumps([cluster.jobs, run], sort_keys=True).encode()).digest())
 
     def closed(self, message: Mapping[str, Any]) -> bytes:
-        """A message as a line.
-
-        Raises:
-            ValueError: It is too long.
-        """
+        """A message as a line."""
         body = json.dumps(message).encode()
         line = self._code(body) + b" " + body + b"\n"
         if len(line) > LONGEST:

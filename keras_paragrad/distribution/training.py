@@ -25,19 +25,7 @@ def train(
     arguments: dict[str, Any],
     verbose: Any,
 ) -> keras.callbacks.History:
-    """Calls the `fit` of a prepared model.
-
-    Args:
-        run: What it is trained by.
-        model: The model.
-        data: `DistributedData`, or whatever an overridden `fit` takes as its first argument.
-        callbacks: The user's callbacks; those that write files do so on the chief only.
-        arguments: The other arguments of `fit`.
-        verbose: As in `fit`; `"auto"` shows progress on the chief only.
-
-    Raises:
-        WorkerLostError: Another worker has died or stopped responding.
-    """
+    """Calls the `fit` of a prepared model."""
     hardware, plan, strategy = run.hardware, run.plan, run.strategies.workers
     sharded = data if isinstance(data, DistributedData) else None
     factor = plan.lr_scaling.value or float(strategy.num_replicas_in_sync)

@@ -23,13 +23,6 @@ def check_alike(strategy: tf.distribute.Strategy, entries: Mapping[str, str]) ->
     """Raises the same error on every worker if what they are about to train differs.
 
     Costs one small all-reduce if nothing differs; only otherwise the workers exchange their entries.
-
-    Args:
-        strategy: The strategy; all its workers call this. A single worker compares nothing.
-        entries: This worker's texts by name; see `fingerprint`.
-
-    Raises:
-        ValueError: An entry differs. The message gives its name, the worker, and both values.
     """
     if place_of(strategy).workers == 1:
         return

@@ -33,14 +33,6 @@ def fingerprint(
     layers and how they are connected, the optimizer, the loss, the metrics, the arguments of `fit`, and the callbacks
     that can shape the computation. Functions and custom classes are represented by a checksum of their code.
     Automatic names, seeds, paths and `verbose` are left out.
-
-    Args:
-        model: A compiled model.
-        options: The options and decisions of `DistributedFit`.
-        arguments: The arguments of `fit`, by name; `None` before it is called.
-
-    Returns:
-        Short texts by name, in the order in which an error should list them.
     """
     found = {f"version of {name}": number for name, number in versions().items()}
     found.update(settings_entries())
@@ -55,11 +47,7 @@ def fingerprint(
 
 
 def arguments_of(function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, including defaults.
-
-    Raises:
-        TypeError: The function does not take them.
-    """
+    """The arguments of a call by name, including defaults."""
     signature = inspect.signature(function)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()

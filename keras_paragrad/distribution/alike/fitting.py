@@ -41,11 +41,7 @@ class ComparedFit:
         return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the `fit` of the model's class, after checking that all workers are about to do the same.
-
-        Raises:
-            ValueError: On every worker: they are about to train differently.
-        """
+        """Calls the `fit` of the model's class, after checking that all workers are about to do the same."""
         history = self._compared(*args, **kwargs)
         barrier()
         return history
@@ -70,12 +66,7 @@ class ComparedFit:
             self._agreement = None
 
     def sharded(self, adapter: Any, steps: int | None) -> DistributedData | None:
-        """Data sharded so that each batch is that of one device; `None` if it is sharded already.
-
-        Args:
-            adapter: Keras's adapter of the data.
-            steps: Number of batches per epoch, if that was given.
-        """
+        """Data sharded so that each batch is that of one device; `None` if it is sharded already."""
         found = readable_again(adapter)
         if found is None:
             return None

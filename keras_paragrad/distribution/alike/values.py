@@ -37,11 +37,6 @@ def entries_of(path: str, value: Any, depth: int = 0) -> Entries:
 
     Keras objects are represented by their config, functions by a checksum of their code and the values they capture,
     arrays by a checksum, and other objects by their class and their public attributes of plain types.
-
-    Args:
-        path: The value's path.
-        value: Any value.
-        depth: Its depth of nesting.
     """
     if isinstance(value, np.generic):
         value = value.item()

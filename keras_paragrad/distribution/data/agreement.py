@@ -17,19 +17,7 @@ SEED_IT = (
 
 
 def common_steps(strategy: tf.distribute.Strategy, source: Source, policy: str) -> int | None:
-    """The number of steps per epoch on all workers, after checking that their data agree.
-
-    Args:
-        strategy: The strategy; all its workers call this.
-        source: This worker's data.
-        policy: The shard policy, the same on all workers.
-
-    Returns:
-        The number of steps; `None` if it is unknown until the data is read.
-
-    Raises:
-        ValueError: On every worker: their data differ, although they should be the same.
-    """
+    """The number of steps per epoch on all workers, after checking that their data agree."""
     agree(strategy, {"checksum": _checksum_of_layout(source)}, "nesting, types or shapes of the data")
     if policy == "data":
         _agree_on_content(strategy, source)

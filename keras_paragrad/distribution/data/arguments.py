@@ -59,11 +59,7 @@ class Request:
             )
 
     def check_data(self, x: Any) -> None:
-        """Refuses data that is incompatible with the other arguments.
-
-        Raises:
-            ValueError: It is already distributed, is infinite, or is already batched and a batch size is given.
-        """
+        """Refuses data that is incompatible with the other arguments."""
         if isinstance(x, tf.distribute.DistributedDataset):
             raise ValueError("The data is already distributed. Pass the tf.data.Dataset that it was made from.")
         if is_batched(x) and self.batch_size and self.batch == "global":

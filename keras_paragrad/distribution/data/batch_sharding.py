@@ -12,16 +12,7 @@ _unconverted = tf.autograph.experimental.do_not_convert
 
 
 def shard_batches(batches: tf.data.Dataset, place: Place) -> tf.data.Dataset:
-    """Splits each batch into a shard for each replica, in order, and keeps those of this worker.
-
-    Args:
-        batches: Global batches: nested tensors, dense, ragged or sparse, with rows along their first axis.
-        place: Which replicas are here.
-
-    Returns:
-        A dataset of `place.local` shards per batch. Sizes differ by at most one row, as in `numpy.array_split`; if a
-        batch has fewer rows than replicas, the last shards are empty.
-    """
+    """Splits each batch into a shard for each replica, in order, and keeps those of this worker."""
     if place.local == 1:
         mine = _unconverted(lambda *batch: shard(_whole(batches, batch), place.first, place.replicas))
         return batches.map(mine, num_parallel_calls=tf.data.AUTOTUNE)
@@ -62,11 +53,7 @@ def count_rows(batch: Any) -> tf.Tensor:
 
 
 def check_batches(spec: Any, replicas: int) -> None:
-    """Refuses elements that can't be batches, and batches that are too small for the replicas.
-
-    Raises:
-        ValueError: An element has a scalar, no tensor, or fewer rows than there are replicas.
-    """
+    """Refuses elements that can't be batches, and batches that are too small for the replicas."""
     leaves = [leaf for leaf in tf.nest.flatten(spec) if isinstance(getattr(leaf, "shape", None), tf.TensorShape)]
     if not leaves:
         raise ValueError(f"The elements of the data contain no tensors: {spec}. Pass batches such as (x, y).")

@@ -109,17 +109,7 @@ def distributed_dataset(
 
 
 def whole_on_each_worker(strategy: tf.distribute.Strategy, x: Any, *arrays: Any, **options: Any) -> DistributedData:
-    """Data of which every worker reads whole batches, the same ones in the same order.
-
-    Args:
-        strategy: By which the workers, which all call this, talk to each other.
-        x: As in `distributed_dataset`.
-        *arrays: Targets and sample weights.
-        **options: As in `distributed_dataset`.
-
-    Raises:
-        ValueError: On every worker: their data differ, or `shard_policy` says that each has a part of it.
-    """
+    """Data of which every worker reads whole batches, the same ones in the same order."""
     policy = options.get("shard_policy", "auto")
     if policy not in ("auto", "data"):
         raise ValueError(
@@ -133,18 +123,7 @@ def whole_on_each_worker(strategy: tf.distribute.Strategy, x: Any, *arrays: Any,
 
 
 def open_source(data: tuple[Any, Any, Any], request: Request, policy: str, place: Place, seed: int) -> Source:
-    """Opens data for reading.
-
-    Args:
-        data: `x`, `y` and `sample_weight`, as `fit` takes them.
-        request: The other arguments.
-        policy: The shard policy.
-        place: Which replicas are here.
-        seed: The shuffling seed.
-
-    Raises:
-        ValueError: Keras can't read the data, it is not batched, or its batches are too small for the replicas.
-    """
+    """Opens data for reading."""
     x, reordered = data[0], None
     if request.shuffle and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
         x = reordered = ReorderedDataset(x, seed)

@@ -64,12 +64,7 @@ class DistributedData(OwnAdapter):
         return self._feed.element_spec
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        """Sets the epoch to read next; by default, epochs are counted from the first one read.
-
-        Args:
-            epoch: Its number, which determines the order of its rows.
-            skip: How many of its batches to skip, as they were trained on before an interruption.
-        """
+        """Sets the epoch to read next; by default, epochs are counted from the first one read."""
         self.next_epoch, self._skip = epoch, skip
         self._feed.begin(epoch, skip)
 

@@ -81,12 +81,7 @@ class Feed(tf.distribute.DistributedDataset):
         self.begin(0)
 
     def begin(self, epoch: int, skip: int = 0) -> None:
-        """Makes the next iterator that of an epoch, and those after it that of the next one.
-
-        Args:
-            epoch: Its number.
-            skip: How many of its batches to skip.
-        """
+        """Makes the next iterator that of an epoch, and those after it that of the next one."""
         self._epoch, self._skip = epoch, skip
 
     def __iter__(self) -> Iterator[Any]:

@@ -116,11 +116,7 @@ def normalization_layers(model: keras.Model) -> list[keras.layers.Normalization]
 
 
 def selector(model: keras.Model, layer: keras.layers.Normalization) -> Callable[[Any], Any]:
-    """A function from the inputs of a model to the one that a layer normalizes.
-
-    Raises:
-        ValueError: The layer's input is not an input of the model.
-    """
+    """A function from the inputs of a model to the one that a layer normalizes."""
     if model.layers[:1] == [layer] and isinstance(model, keras.Sequential):
         return lambda x: x
     inputs = list(getattr(model, "inputs", None) or [])

@@ -14,11 +14,7 @@ AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 
 
 def check_policy(policy: str) -> str:
-    """Checks a shard policy, and returns it.
-
-    Raises:
-        ValueError: It is unknown. For "off" the message says what to write instead.
-    """
+    """Checks a shard policy, and returns it."""
     if isinstance(policy, str) and policy.lower() == "off":
         raise ValueError(
             '`shard_policy` is "off", which would train every worker on all the data it reads. If each worker reads '
@@ -28,11 +24,7 @@ def check_policy(policy: str) -> str:
 
 
 def choose_policy(policy: str, x: Any, workers: int) -> str:
-    """The policy for some data: the requested one, that of the dataset's options, or "data".
-
-    Raises:
-        ValueError: The data can't be divided that way.
-    """
+    """The policy for some data: the requested one, that of the dataset's options, or "data"."""
     check_policy(policy)
     if workers == 1:
         return "data"
@@ -44,13 +36,7 @@ def choose_policy(policy: str, x: Any, workers: int) -> str:
 
 
 def worker_batches(batches: tf.data.Dataset, policy: str, place: Place) -> tuple[tf.data.Dataset, Place]:
-    """What this worker reads, and the replicas that it is sharded over.
-
-    Args:
-        batches: Global batches; with "already_sharded", this worker's shards.
-        policy: "data", "file" or "already_sharded".
-        place: Which replicas are here.
-    """
+    """What this worker reads, and the replicas that it is sharded over."""
     if policy == "data" or place.workers == 1:
         return batches, place
     if policy == "file":

@@ -59,12 +59,7 @@ class Tally:
         return batches.scan(start, note)
 
     def up_to(self, reading: int, batches: int) -> tuple[int, int]:
-        """The number of an iterator's first batches that were read, and a checksum of their shapes.
-
-        Args:
-            reading: The iterator's number.
-            batches: How many batches were trained on.
-        """
+        """The number of an iterator's first batches that were read, and a checksum of their shapes."""
         if self._notes is None or not batches:
             return 0, 0
         notes = self._notes.numpy()

@@ -22,9 +22,6 @@ def decide_communication(
 
     Returns:
         `"nccl"`, `"ring"`, `"hierarchical_copy"`, `"one_device"`, `"none"`, or `"given"` for a strategy object.
-
-    Raises:
-        ValueError: The requested one does not work on them.
     """
     if options.given is not None:
         return Decision(NAME, "given", "the strategy was created with its own", _on(devices), 'strategy="auto"')
@@ -41,11 +38,7 @@ def decide_communication(
 def no_communication(
     hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...], reason: str
 ) -> Decision:
-    """The decision where replicas all-reduce nothing.
-
-    Raises:
-        ValueError: What was requested does not work on the devices.
-    """
+    """The decision where replicas all-reduce nothing."""
     _check_asked(options.communication, hardware, strategy, devices)
     return Decision(NAME, "none", reason, _on(devices), NO_CHOICE)
 

@@ -33,9 +33,6 @@ def decide_jit(
 
     Returns:
         `"none"`, `"whole_step"`, `"per_replica"` or `"per_stage"`.
-
-    Raises:
-        ValueError: The strategy does not allow the requested setting.
     """
     name = "jit"
     form, asked = compiled_form(strategy, replicas), options.jit

@@ -15,9 +15,6 @@ def decide_devices(hardware: Hardware, options: Options, strategy: str) -> Decis
 
     Returns:
         The names of this process's devices, as a tuple; empty if the strategy defines its own.
-
-    Raises:
-        ValueError: A named device does not exist.
     """
     if options.given is not None:
         return Decision(NAME, (), "the strategy that was passed has its own", found_here(hardware), 'strategy="auto"')
@@ -62,11 +59,7 @@ def _fewer(names: tuple[str, ...]) -> str:
 
 
 def requested_devices(named: tuple[str, ...], hardware: Hardware) -> Decision:
-    """The decision for named devices.
-
-    Raises:
-        ValueError: One of them does not exist.
-    """
+    """The decision for named devices."""
     _check_here(named, hardware)
     return Decision(NAME, named, "requested", found_here(hardware), "devices=None")
 

@@ -13,9 +13,6 @@ def decide_shard(options: Options, strategy: str, replicas: int | None) -> Decis
 
     Returns:
         `"none"`, `"optimizer"` or `"parameters"`; or `"auto"`, until the model is known.
-
-    Raises:
-        ValueError: The strategy has one replica, or its variables can't be created in shards.
     """
     name = "shard"
     possible = strategy in ("mirrored", "multi_worker")

@@ -18,9 +18,6 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
 
     Returns:
         `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"` or `"tpu"`.
-
-    Raises:
-        ValueError: The requested strategy can't work on this hardware, or the cluster is incomplete.
     """
     if options.given is not None:
         kind = kind_of_strategy(options.given)

@@ -41,21 +41,7 @@ Events = queue.SimpleQueue[Ended | Overdue | Signalled]
 
 
 def launch(layout: Layout, command: Sequence[str], max_restarts: int, grace: float) -> int:
-    """Runs a command as a cluster on this machine.
-
-    Args:
-        layout: The cluster.
-        command: The command line of each of its processes.
-        max_restarts: How often the whole gang is restarted, on other ports, after one of its processes has failed.
-        grace: Seconds between asking a process to end and killing it.
-
-    Returns:
-        The exit status: 0; the failing process's, by the shell's convention; or 128 plus the signal that the launcher
-        received.
-
-    Raises:
-        ValueError: There are not enough free ports or GPUs.
-    """
+    """Runs a command as a cluster on this machine."""
     events: Events = queue.SimpleQueue()
     output = Output(on_closed=lambda: events.put(Signalled(signal.SIGPIPE)))
     restarts = 0
@@ -112,11 +98,7 @@ class Gang:
         ]
 
     def run(self) -> int:
-        """Waits until all members have ended.
-
-        Returns:
-            The exit status.
-        """
+        """Waits until all members have ended."""
         while self._running:
             try:
                 event = self._events.get(timeout=self._grace + _SPARE_SECONDS if self._ending else None)

@@ -41,14 +41,7 @@ class Lines:
         self._rest = ""
 
     def feed(self, data: bytes) -> list[str]:
-        """Adds output.
-
-        Args:
-            data: The bytes.
-
-        Returns:
-            The complete lines, without line ends.
-        """
+        """Adds output."""
         *ended, rest = (self._rest + self._decoder.decode(data)).split("\n")
         lines = [*map(_last_sight, ended), *self._unfinished(rest)]
         if lines:

@@ -55,17 +55,7 @@ class Layout:
     first_port: int | None = None
 
     def tasks(self, environment: Mapping[str, str]) -> list[Task]:
-        """The tasks, on ports that are free now.
-
-        Args:
-            environment: The base of their environment.
-
-        Returns:
-            The chief if there is one, the workers and the parameter servers.
-
-        Raises:
-            ValueError: There are not enough free ports, or fewer GPUs in `CUDA_VISIBLE_DEVICES` than workers need.
-        """
+        """The tasks, on ports that are free now."""
         counts = {"chief": min(self.servers, 1), "worker": self.workers, "ps": self.servers}
         members = [(job, index) for job, count in counts.items() for index in range(count)]
         addresses: dict[str, list[str]] = {}
@@ -98,18 +88,7 @@ class Layout:
 
 
 def free_ports(count: int, first: int | None = None) -> list[int]:
-    """Distinct free ports of this machine.
-
-    Args:
-        count: How many.
-        first: The lowest port to try; `None` leaves the choice to the system.
-
-    Returns:
-        The ports. They are free now, but not reserved.
-
-    Raises:
-        ValueError: There are not enough.
-    """
+    """Distinct free ports of this machine."""
     with contextlib.ExitStack() as held:
         candidates = [0] * count if first is None else range(first, _PORTS.stop)
         ports: list[int] = []

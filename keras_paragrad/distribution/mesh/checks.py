@@ -12,11 +12,7 @@ _PER_EXAMPLE = "keras_paragrad.per_example"
 
 
 def check_mesh_options(options: Options) -> None:
-    """Refuses options that contradict a mesh.
-
-    Raises:
-        ValueError: The message says what to write.
-    """
+    """Refuses options that contradict a mesh."""
     if options.mesh is None and options.layout is not None:
         raise ValueError(
             f"layout={options.layout!r} is how variables are divided over mesh={{...}}, which isn't given. Write "
@@ -55,11 +51,7 @@ def check_mesh_options(options: Options) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuses a model that can't be trained on a mesh.
-
-    Raises:
-        ValueError: The message says what to write.
-    """
+    """Refuses a model that can't be trained on a mesh."""
     if not model.built or not all(layer.built for layer in all_layers(model)):
         raise ValueError(
             f"{model.name!r} has no weights yet, which are to be divided. Call model.build(input_shape), or call it on "
@@ -89,11 +81,7 @@ def check_model(model: Any) -> None:
 
 
 def check_batch(rows: int | None, mesh: Mesh) -> None:
-    """Refuses a batch size that can't be divided.
-
-    Raises:
-        ValueError: The message says what to write.
-    """
+    """Refuses a batch size that can't be divided."""
     size = 1 if mesh.batch_axis is None else mesh.shape[mesh.batch_axis]
     if rows is not None and rows % size:
         fits = -(-rows // size) * size

@@ -20,11 +20,7 @@ HEADS["attention_output/kernel"] = 0
 
 
 def layouts_of(model: keras.Model, mesh: Mesh) -> dict[int, Axes]:
-    """What the dimensions of each of a model's variables are divided along, by the `id` of the variable.
-
-    Raises:
-        ValueError: A layout doesn't fit its variable or the mesh. The message names both.
-    """
+    """What the dimensions of each of a model's variables are divided along, by the `id` of the variable."""
     return {id(variable): _layout(variable, mesh) for variable in model.variables}
 
 
@@ -59,12 +55,7 @@ def _layout(variable: keras.Variable, mesh: Mesh) -> Axes:
 
 
 def computed_divided(model: keras.Model, layouts: dict[int, Axes]) -> set[int]:
-    """The `id`s of variables with which a step computes as they are divided: it gathers all others where it reads them.
-
-    Args:
-        model: A built model.
-        layouts: What its variables are divided along, by their `id`s.
-    """
+    """The `id`s of variables that a step computes with as they are divided; it gathers others where it reads them."""
     found: set[int] = set()
     for layer in all_layers(model):
         by_heads = isinstance(layer, ATTENTION) and all(_by_heads(each, layouts[id(each)]) for each in layer.variables)
@@ -80,16 +71,7 @@ def _by_heads(variable: keras.Variable, axes: Axes) -> bool:
 
 
 def check_patterns(model: keras.Model, mesh: Mesh, outputs: Iterable[str] | None) -> None:
-    """Warns of a layout map of which a key matches nothing, as that of a family of models may, and refuses others.
-
-    Args:
-        model: A built model.
-        mesh: The mesh.
-        outputs: The paths of layers' outputs, or `None` while they aren't known.
-
-    Raises:
-        ValueError: No key matches anything. The message names the keys, and what there is.
-    """
+    """Warns of a layout map of which a key matches nothing, as that of a family of models may, and refuses others."""
     paths = [variable.path for variable in model.variables]
     known = [*paths, *(outputs or ())]
     keys = list(layout_keys(mesh.distribution))

@@ -36,11 +36,7 @@ class Mesh(NamedTuple):
 
     @classmethod
     def of(cls, distribution: Any) -> "Mesh":
-        """The mesh of one of Keras's distributions.
-
-        Raises:
-            ValueError: Its devices have no names that TensorFlow knows.
-        """
+        """The mesh of one of Keras's distributions."""
         mesh = distribution.device_mesh
         devices = canonical_devices([str(name) for name in mesh.devices.flatten()])
         shape = dict(zip(mesh.axis_names, map(int, mesh.shape), strict=True))
@@ -66,11 +62,7 @@ class Mesh(NamedTuple):
 
 
 def check_mesh(found: Any) -> dict[str, int] | None:
-    """The argument `mesh`, or `None` if it isn't given.
-
-    Raises:
-        ValueError: It is no mapping from names of axes to their sizes.
-    """
+    """The argument `mesh`, or `None` if it isn't given."""
     if found is None:
         return None
     pairs = dict(found) if isinstance(found, Mapping) else {}
@@ -85,11 +77,7 @@ def check_mesh(found: Any) -> dict[str, int] | None:
 
 
 def planned_mesh(options: Options, hardware: Hardware) -> Mesh:
-    """The mesh that options ask for: on the devices of its distribution, or on named devices, the GPUs, or CPU devices.
-
-    Raises:
-        ValueError: The hardware doesn't have it.
-    """
+    """The mesh that options ask for: on its distribution's devices, or on named devices, the GPUs, or CPU devices."""
     workers, cluster = hardware.worker_count, hardware.cluster
     place = workers, cluster.rank if cluster is not None and workers > 1 else 0
     if options.mesh is not None:
@@ -126,11 +114,7 @@ def _of_each_worker(mesh: Mesh, workers: int) -> tuple[str, ...]:
 
 
 def check_here(mesh: Mesh, hardware: Hardware) -> None:
-    """Refuses a mesh of devices that this process doesn't have, or that workers can't share.
-
-    Raises:
-        ValueError: The message says what to write.
-    """
+    """Refuses a mesh of devices that this process doesn't have, or that workers can't share."""
     cluster, instead = hardware.cluster, 'strategy="multi_worker" with shard="parameters"'
     if cluster is not None and hardware.worker_count > 1:
         if set(cluster.jobs) != {"worker"}:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from keras_paragrad._keras.mesh.comparing import gradient_differs
 from keras_paragrad._keras.mesh.dtensor import make_mesh
@@ -21,7 +20,6 @@ from keras_paragrad.distribution.data import DistributedData
 from keras_paragrad.distribution.mesh.auto import with_automatic_layout
 from keras_paragrad.distribution.mesh.checks import check_batch, check_model
 from keras_paragrad.distribution.mesh.layouts import check_patterns, computed_divided, layouts_of
-from keras_paragrad.distribution.mesh.mesh import Mesh
 from keras_paragrad.distribution.mesh.startup import check_steps
 from keras_paragrad.distribution.mesh.table import LayoutTable
 from keras_paragrad.distribution.preparation import Preparation
@@ -43,9 +41,6 @@ class MeshPreparation(Preparation):
         ValueError: A layout doesn't fit, or the model can't be trained on a mesh. The message says what to write.
         RuntimeError: This TensorFlow trains wrong on such a mesh.
     """
-
-    def __init__(self, model: keras.Model, mesh: Mesh, jit: bool | None, together: tf.distribute.Strategy | None):
-        super().__init__(model, mesh, jit, together)
 
     def start(self) -> None:
         model, mesh = self.model, self.settings[0]

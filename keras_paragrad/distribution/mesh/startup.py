@@ -21,12 +21,7 @@ _RATE = 0.1
 
 
 def check_steps(mesh: Mesh) -> None:
-    """Compares two steps of a small model on a mesh with those of one device.
-
-    Raises:
-        ValueError: The environment asks for what makes training wrong.
-        RuntimeError: The steps differ.
-    """
+    """Compares two steps of a small model on a mesh with those of one device."""
     turn_combine_pass_off()
     error = steps_differ(tuple(mesh.shape.items()), mesh.devices, mesh.batch_axis, mesh.workers, mesh.worker)
     if error > 1e-5:
@@ -42,15 +37,7 @@ def check_steps(mesh: Mesh) -> None:
 def steps_differ(
     shape: tuple[tuple[str, int], ...], devices: tuple[str, ...], batch_axis: str | None, workers: int, worker: int
 ) -> float:
-    """How far two steps of a perceptron with several all-reduces are from those of one device, of its largest weight.
-
-    Args:
-        shape: The mesh's axes and their sizes.
-        devices: Its devices in this process.
-        batch_axis: The axis along which rows are divided.
-        workers: How many processes it is of.
-        worker: The number of this one.
-    """
+    """How far two steps of a perceptron with several all-reduces are from one device's, of its largest weight."""
     sizes = dict(shape)
     mesh = make_mesh(sizes, devices, workers, worker)
     # Every axis divides every size.

@@ -14,14 +14,6 @@ def balanced(calls: Calls, stages: int, sizes: Sequence[int]) -> list[int]:
 
     The largest stage is at most a tenth larger than it has to be; of these cuts, those are taken that the fewest
     tensors cross.
-
-    Args:
-        calls: The model.
-        stages: How many stages there are to be.
-        sizes: How large each call is: the bytes of its variables, or how long it takes.
-
-    Raises:
-        ValueError: It can't be cut into so many.
     """
     weighted = [place for place, size in enumerate(sizes) if size]
     candidates = []

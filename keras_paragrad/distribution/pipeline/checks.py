@@ -10,11 +10,7 @@ from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 
 
 def devices_of_stages(devices: Any) -> Any:
-    """What is passed as `devices` for a pipeline, in canonical form: a list for each stage where one has several.
-
-    Raises:
-        ValueError: A name is malformed, or named twice, or a stage has no device.
-    """
+    """What is passed as `devices` for a pipeline, in canonical form: a list for each stage where one has several."""
     if not isinstance(devices, (list, tuple)) or not any(isinstance(each, (list, tuple)) for each in devices):
         return canonical_devices(devices)
     stages = [list(each) if isinstance(each, (list, tuple)) else [each] for each in devices]
@@ -28,11 +24,7 @@ def devices_of_stages(devices: Any) -> Any:
 
 
 def check_pipeline(options: Options, pipeline: Pipeline) -> None:
-    """Refuses options that contradict a pipeline.
-
-    Raises:
-        ValueError: The message says what to write.
-    """
+    """Refuses options that contradict a pipeline."""
     if options.devices is not None:
         _check_devices(options.devices, pipeline)
     if not options.exact:
@@ -75,11 +67,7 @@ def _check_devices(devices: Sequence[Any], pipeline: Pipeline) -> None:
 
 
 def check_place(pipeline: Pipeline, hardware: Hardware) -> None:
-    """Refuses a pipeline where there are several processes, or too few devices.
-
-    Raises:
-        ValueError: The message says what to write.
-    """
+    """Refuses a pipeline where there are several processes, or too few devices."""
     if hardware.worker_count > 1:
         raise ValueError(
             f"A pipeline works within one process, and this one is of a cluster of {hardware.worker_count} workers. "
@@ -88,11 +76,7 @@ def check_place(pipeline: Pipeline, hardware: Hardware) -> None:
 
 
 def devices_for(pipeline: Pipeline, hardware: Hardware) -> tuple[str, ...]:
-    """The devices of the stages, if none are named: the GPUs, or else logical devices of the CPU.
-
-    Raises:
-        ValueError: There are fewer than stages.
-    """
+    """The devices of the stages, if none are named: the GPUs, or else logical devices of the CPU."""
     found = [device.name for device in hardware.of_kind("GPU") or hardware.of_kind("CPU")]
     if len(found) < pipeline.count:
         raise ValueError(

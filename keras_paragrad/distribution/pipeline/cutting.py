@@ -16,16 +16,7 @@ from keras_paragrad.distribution.pipeline.timing import measured_times
 
 
 def cut(model: keras.Model, pipeline: Pipeline, device: str) -> list[Part]:
-    """The stages of a built model, in order.
-
-    Args:
-        model: The model.
-        pipeline: How it is cut.
-        device: Where time is measured, if stages are balanced by that.
-
-    Raises:
-        ValueError: It can't be cut so. The message says what to write.
-    """
+    """The stages of a built model, in order."""
     calls = Calls(model)
     if pipeline.cuts is not None:
         after = _named(calls, list(pipeline.cuts))

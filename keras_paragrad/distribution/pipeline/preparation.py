@@ -39,11 +39,6 @@ class PipelinePreparation(Preparation):
             write.
     """
 
-    def __init__(
-        self, model: keras.Model, pipeline: Pipeline, devices: tuple[tuple[str, ...], ...], weighting: str, jit: bool
-    ):
-        super().__init__(model, pipeline, devices, weighting, jit)
-
     def start(self) -> None:
         model = self.model
         pipeline, devices, weighting, jit = self.settings

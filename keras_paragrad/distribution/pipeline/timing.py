@@ -25,13 +25,6 @@ def measured_times(calls: Calls, device: str) -> list[int]:
 
     Calls between which the model can't be cut are measured together, and their time is that of the last of them.
     Nothing of the model is changed.
-
-    Args:
-        calls: The model.
-        device: The device to measure on.
-
-    Raises:
-        ValueError: The model can't be run on made-up examples.
     """
     last = len(calls.nodes) - 1
     ends = [place for place in range(last + 1) if place == last or calls.separated(place) is None]

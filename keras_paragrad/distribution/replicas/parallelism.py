@@ -10,11 +10,10 @@ from keras_paragrad._keras.replicas.workers import NamedDevicesStrategy
 from keras_paragrad.distribution.decisions.strategy import decide_strategy
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.joining import join_workers, meet
-from keras_paragrad.distribution.options import Decisions, Options
+from keras_paragrad.distribution.options import Decisions, Options, refuse_devices
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.preparation import Preparation
-from keras_paragrad.distribution.replicas.checks import check_devices
 from keras_paragrad.distribution.replicas.preparation import ReplicaPreparation
 
 _ALL_REDUCE = {
@@ -42,7 +41,15 @@ class DataParallel(Parallelism):
 
     @classmethod
     def check_options(cls, options: Options) -> None:
-        check_devices(options)
+        if options.devices is None:
+            return
+        if options.strategy in ("none", "tpu"):
+            refuse_devices(options)
+        if options.strategy == "one_device" and len(options.devices) > 1:
+            raise ValueError(
+                f'strategy="one_device" takes one device, and devices={list(options.devices)} names '
+                f'{len(options.devices)}. Name one of them, or write strategy="mirrored".'
+            )
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
         decided = decide_strategy(hardware, options)

@@ -10,17 +10,18 @@ from typing import Any
 import keras
 
 from keras_paragrad._keras.losses.normalization import LossNormalization
-from keras_paragrad._keras.objects.capabilities import accumulating
-from keras_paragrad._keras.objects.model import all_layers, check_no_row_states, has_own_predict
+from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps
+from keras_paragrad._keras.objects.model import all_layers, check_no_row_states, has_own_predict, has_own_train_step
 from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad._keras.replicas.prepared import distributing_by, spread_over_replicas, uninstall
 from keras_paragrad._keras.replicas.workers import barrier
 from keras_paragrad._keras.step.stages import Take
 from keras_paragrad._keras.step.uncut import Foreseen
+from keras_paragrad._keras.storage.creation import may_be_in_shards
+from keras_paragrad._keras.storage.updating import own_update
 from keras_paragrad.distribution.alike import ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.preparation import Preparation
-from keras_paragrad.distribution.replicas.checks import check_shards
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -60,7 +61,7 @@ class ReplicaPreparation(Preparation):
     def renew(self) -> None:
         model = self.model
         exact, weighting, jit, shard_policy = self.settings
-        check_shards(model)
+        _check_shards(model)
         replicas = model.distribute_strategy.num_replicas_in_sync
         if replicas > 1:
             check_no_row_states(
@@ -146,3 +147,28 @@ def _predict_in_order(
     model.make_predict_function()
     with distributing_by(model, lambda data: distributed_dataset(strategy, data, steps_per_epoch=steps)):
         return type(model).predict(model, x, **own)
+
+
+def _check_shards(model: Any) -> None:
+    """Refuses what would read or update shards as if they were whole."""
+    if not may_be_in_shards(model):
+        return
+    if has_own_train_step(model):
+        raise ValueError(
+            f"{type(model).__name__} defines its own train_step, which hands the optimizer whole gradients, and this "
+            "optimizer updates shards. Move what train_step does into compute_loss, or write DistributedFit(..., "
+            "shard=None)."
+        )
+    optimizer = model.optimizer
+    if accumulation_steps(optimizer) > 1:
+        raise ValueError(
+            f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps), in a branch in which "
+            "TensorFlow can't scatter them. Remove that argument, and compile with AccumulatingOptimizer(optimizer, "
+            f"steps={accumulation_steps(optimizer)})."
+        )
+    if own := own_update(optimizer):
+        raise ValueError(
+            f"{own} is an optimizer's own, and would be given shards in place of whole gradients and weights. Move "
+            "what it does into update_step, as keras.optimizers.Optimizer documents it, which is given whole ones; or "
+            "write DistributedFit(..., shard=None)."
+        )

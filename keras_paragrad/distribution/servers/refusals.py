@@ -10,12 +10,7 @@ from keras_paragrad._keras.step.builder import StepBuilder
 
 
 def check_model(model: Any) -> None:
-    """Refuses a model that can't be trained with parameter servers.
-
-    Raises:
-        ValueError: It was built elsewhere, is not compiled, or was compiled with something that needs sequential
-            steps. The message says what to write.
-    """
+    """Refuses a model that can't be trained with parameter servers."""
     strategy = model.distribute_strategy
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise ValueError(
