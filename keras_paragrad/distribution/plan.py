@@ -17,7 +17,8 @@ __all__ = ["Decision", "Plan", "make_plan"]
 class Plan:
     """Decisions in the order they were made; iterable. Each is also an attribute, such as `plan.strategy`.
 
-    The functions in `keras_paragrad.distribution.decisions` make them, and say which values each can have.
+    A parallelism makes some, and the functions in `keras_paragrad.distribution.decisions` the others; those say which
+    values each can have.
 
     Attributes:
         decisions: The decisions.
