@@ -99,3 +99,23 @@ def test_training_is_that_of_keras_and_is_undone(dist):
     assert not {"make_train_function", "_keras_paragrad_prepared"} & set(vars(model))
     assert_same(alone.fit(X, Y, **given).history, model.fit(X, Y, **given).history)
     assert_same(alone.get_weights(), model.get_weights())
+
+
+def test_undo_leaves_what_was_compiled_since(dist):
+    with dist.scope():
+        model = build()
+        for since in (False, True):
+            model.compile("sgd", "mse", jit_compile=not since)
+            prepared = dist.prepare(model)
+            assert model.jit_compile is False
+            if since:
+                model.compile("sgd", "mae", jit_compile=True)
+            prepared.undo()
+            assert model.jit_compile is True
+        prepared = dist.prepare(model)
+        model.compile("sgd", "mae", jit_compile=True)
+        assert dist.prepare(model) is prepared
+        assert model.jit_compile is False
+        prepared.undo()
+        prepared.undo()
+        assert model.jit_compile is True
