@@ -1,6 +1,7 @@
 """Imports run downward, and a class name means one thing."""
 
 import ast
+import graphlib
 from collections import Counter
 from pathlib import Path
 
@@ -46,6 +47,16 @@ def test_imports_run_downward(component):
     others = {each.split(".")[1] for name in inside for each in imported(name) if each in SOURCES and "." in each}
     allowed = BELOW[component] | {component} | (SHARED | {"_keras"} if component != "_keras" else set())
     assert others <= allowed
+
+
+def test_imports_within_distribution_run_one_way():
+    graph = {}
+    for name, tree in TREES.items():
+        if name.startswith("keras_paragrad.distribution"):
+            nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+            pairs = [(node.module, f"{node.module}.{alias.name}") for node in nodes for alias in node.names]
+            graph[name] = {inner if inner in SOURCES else outer for outer, inner in pairs} - {name}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_no_class_name_means_two_things():

@@ -1,6 +1,7 @@
 """Print the plan for this machine, or for one that the options describe."""
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -71,21 +72,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _add_options(group: Any) -> None:
-    group.add_argument("--strategy", choices=STRATEGIES, default="auto")
-    group.add_argument("--devices", type=lambda text: text.split(","), metavar="CPU:0,CPU:1")
-    group.add_argument("--communication", choices=COMMUNICATIONS, default="auto")
-    group.add_argument("--jit", choices=JIT, default="auto")
-    group.add_argument("--precision", default="auto", metavar="POLICY")
-    group.add_argument("--batch", choices=BATCHES, default="global")
-    group.add_argument("--lr-scaling", choices=LR_SCALINGS[1:])
-    group.add_argument("--warmup-steps", type=integer(0, LARGEST), default=0, metavar="N")
-    group.add_argument("--inexact", dest="exact", action="store_false", help="exact=False")
-    group.add_argument("--shard-policy", choices=SHARD_POLICIES, default="auto")
-    group.add_argument("--shard", choices=SHARDS[1:])
-    group.add_argument("--device-bytes", type=integer(1, LARGEST), metavar="BYTES", help="for --shard auto")
-    group.add_argument("--pack-bytes", type=integer(0, LARGEST), metavar="BYTES")
-    seconds = number(least=1, most=LONGEST_WAIT)
-    group.add_argument("--collective-timeout", type=seconds, metavar="SECONDS")
+    # What isn't given is left to the defaults of `Options`.
+    option = functools.partial(group.add_argument, default=argparse.SUPPRESS)
+    option("--strategy", choices=STRATEGIES)
+    option("--devices", type=lambda text: text.split(","), metavar="CPU:0,CPU:1")
+    option("--communication", choices=COMMUNICATIONS)
+    option("--jit", choices=JIT)
+    option("--precision", metavar="POLICY")
+    option("--batch", choices=BATCHES)
+    option("--lr-scaling", choices=LR_SCALINGS[1:])
+    option("--warmup-steps", type=integer(0, LARGEST), metavar="N")
+    option("--inexact", dest="exact", action="store_false", help="exact=False")
+    option("--shard-policy", choices=SHARD_POLICIES)
+    option("--shard", choices=SHARDS[1:])
+    option("--device-bytes", type=integer(1, LARGEST), metavar="BYTES", help="for --shard auto")
+    option("--pack-bytes", type=integer(0, LARGEST), metavar="BYTES")
+    option("--collective-timeout", type=number(least=1, most=LONGEST_WAIT), metavar="SECONDS")
 
 
 def _machine(arguments: argparse.Namespace) -> "Hardware":
@@ -102,7 +104,7 @@ def _options(arguments: argparse.Namespace) -> "Options":
     from keras_paragrad.distribution.options import Options
 
     given = {name: value for name, value in vars(arguments).items() if name in Options.__dataclass_fields__}
-    return Options(**{**given, "jit": JIT[arguments.jit]})
+    return Options(**{name: JIT[value] if name == "jit" else value for name, value in given.items()})
 
 
 def _capability(text: str) -> tuple[int, int]:

@@ -3,15 +3,14 @@
 import abc
 import functools
 import importlib
-import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad import distribution
 from keras_paragrad._keras.storage.partition import MIN_SHARD_BYTES
 from keras_paragrad.arguments import check_choice, check_integer, check_number, check_text, refusal
 from keras_paragrad.distribution.choices import (
@@ -197,11 +196,8 @@ class Planner(abc.ABC):
 @functools.cache
 def planners() -> tuple[type[Planner], ...]:
     """The parallelisms in the package: what the module `parallelism` of each folder names `PARALLELISM`."""
-    found = []
-    for folder in pkgutil.iter_modules(distribution.__path__):
-        inside = pkgutil.iter_modules([f"{path}/{folder.name}" for path in distribution.__path__])
-        if "parallelism" in [module.name for module in inside]:
-            found.append(importlib.import_module(f"{distribution.__name__}.{folder.name}.parallelism").PARALLELISM)
+    folders = [each.parent.name for each in Path(__file__).parent.glob("*/parallelism.py")]
+    found = [importlib.import_module(f"{__package__}.{folder}.parallelism").PARALLELISM for folder in folders]
     return tuple(sorted(found, key=lambda each: each.precedence))
 
 
