@@ -63,6 +63,20 @@ class Parallelism(Planner):
 
     Derive from this class, and pass an object as `DistributedFit(strategy=...)`. `decide` and `prepare` have to be
     written; the other methods are those of one replica.
+
+    Example:
+
+    >>> from keras_paragrad.distribution import Options, describe, make_plan
+    >>> from keras_paragrad.distribution.parallelism import Decision, Decisions, Parallelism
+    >>> class OnTheLast(Parallelism):
+    ...     def decide(self, hardware, options):
+    ...         last = hardware.devices[-1].name
+    ...         return Decisions([Decision("devices", (last,), "the last device", "", 'strategy="auto"')])
+    ...
+    ...     def prepare(self, model, run): ...
+    >>> plan = make_plan(describe(gpus=4), Options(strategy=OnTheLast()))
+    >>> plan.strategy.value, plan.devices.value, plan.replicas.value
+    ('OnTheLast', ('GPU:3',), 1)
     """
 
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:

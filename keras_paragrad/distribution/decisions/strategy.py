@@ -4,7 +4,7 @@ from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.decisions.registry import decides
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import kind_of_strategy
-from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.options import Options, Planner
 
 NAME = "strategy"
 SHARED_CORES = "logical devices of a CPU share its cores: replicas on them cost time and save none"
@@ -22,6 +22,8 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
     if options.given is not None:
         kind = kind_of_strategy(options.given)
         return Decision(NAME, kind, "given", f"a {type(options.given).__name__}", 'strategy="auto"')
+    if isinstance(options.strategy, Planner):
+        return Decision(NAME, type(options.strategy).__name__, "given", found_in_words(hardware), 'strategy="auto"')
     if options.strategy != "auto":
         name = str(options.strategy)
         _check_named(name, hardware)
