@@ -17,9 +17,8 @@ from keras_paragrad._keras.objects.model import all_layers, compiled_as, has_own
 from keras_paragrad._keras.replicas.local import train_together
 from keras_paragrad._keras.replicas.workers import barrier
 from keras_paragrad.distribution.data import DistributedData
-from keras_paragrad.distribution.mesh.auto import with_automatic_layout
 from keras_paragrad.distribution.mesh.checks import check_batch, check_model
-from keras_paragrad.distribution.mesh.layouts import check_patterns, computed_divided, layouts_of
+from keras_paragrad.distribution.mesh.layouts import check_patterns, computed_divided, layouts_of, with_automatic_layout
 from keras_paragrad.distribution.mesh.startup import check_steps
 from keras_paragrad.distribution.mesh.table import LayoutTable
 from keras_paragrad.distribution.preparation import Preparation
