@@ -59,6 +59,15 @@ def test_imports_within_distribution_run_one_way():
     graphlib.TopologicalSorter(graph).prepare()
 
 
+@pytest.mark.parametrize("folder", ["mesh", "pipeline", "replicas", "servers"])
+def test_only_its_folder_names_a_way_to_train(folder):
+    package = f"keras_paragrad.distribution.{folder}"
+    others = [name for name in SOURCES if not f"{name}.".startswith(f"{package}.")]
+    users = {name for name in others if any(f"{each}.".startswith(f"{package}.") for each in imported(name))}
+    # They name what is public.
+    assert users <= {"keras_paragrad", "keras_paragrad.distribution"}
+
+
 def test_no_class_name_means_two_things():
     names = Counter(
         node.name
