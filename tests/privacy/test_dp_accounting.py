@@ -53,6 +53,23 @@ def test_epsilon(noise, rate, updates, delta):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("noise", "rate", "updates", "ours", "by_series"),
+    [(10.0, 0.5, 1000, 8.119, 8.132), (4.0, 0.5, 1000, 25.97, 26.12), (0.7, 0.1, 1000, 58.07, 64.18)],
+)
+def test_large_epsilons_take_fractional_orders(noise, rate, updates, ours, by_series):
+    """There theirs is the looser bound, and ours is one still: above the true epsilon, rounded down."""
+    accountant = theirs.RdpAccountant()
+    accountant.compose(dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(noise)), updates)
+    found = epsilon(noise, rate, updates, 1e-5)
+    below = privacy_loss_distribution.from_gaussian_mechanism(
+        noise, sampling_prob=rate, value_discretization_interval=1e-3, pessimistic_estimate=False
+    ).self_compose(updates)
+    assert below.get_epsilon_for_delta(1e-5) <= found
+    assert found == pytest.approx(ours, rel=2e-4)
+    assert accountant.get_epsilon(1e-5) == pytest.approx(by_series, rel=2e-4)
+
+
 @pytest.mark.parametrize("noise", [0.1001, 0.0999, 0.08, 0.0501, 0.0499, 0.02])
 def test_epsilon_of_little_noise(noise):
     accountant = theirs.RdpAccountant()
