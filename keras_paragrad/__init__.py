@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from keras_paragrad.profiling.tracer import Profiler
     from keras_paragrad.sharding.estimate import estimate_memory
     from keras_paragrad.sharding.recomputation import recompute
+    from keras_paragrad.transforms import transform_gradients
 
 __all__ = [
     "AccumulatingOptimizer",
@@ -63,6 +64,7 @@ __all__ = [
     "per_example_gradients",
     "per_example_norms",
     "recompute",
+    "transform_gradients",
     "wrap",
     "write_report",
 ]
@@ -101,6 +103,7 @@ __getattr__, __dir__ = lazily(
         "profiling": "profiling",
         "recompute": "sharding",
         "sharding": "sharding",
+        "transform_gradients": "transforms",
         "wrap": "per_example",
         "write_report": "profiling",
     },

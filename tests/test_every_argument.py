@@ -433,6 +433,11 @@ PUBLIC = {
         {"model": model, "x": ROWS},
         costs=True,
     ),
+    "transform_gradients": Called(
+        keras_paragrad.transform_gradients,
+        {"model": NOTHING, "f": NOTHING},
+        {"model": model, "f": lambda given, _: given},
+    ),
     "microbatch": Called(
         keras_paragrad.microbatch, {"model": NOTHING, "size": COUNT, "weighting": AUTO}, {"model": model, "size": 4}
     ),

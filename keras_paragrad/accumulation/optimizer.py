@@ -285,7 +285,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         known = self.__dict__.setdefault("_compiled_functions", {})
         transform, mesh = installed(self.inner_optimizer), mesh_of(self.trainable_variables)
         before = known.get(name)
-        if before is None or before[0] is not transform or before[1] is not mesh:
+        if before is None or before[0] != transform or before[1] is not mesh:
             known[name] = transform, mesh, tf.function(releasing(run), autograph=False)
         return known[name][2]
 

@@ -121,7 +121,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
             )
         stages = StepBuilder.of(model).stages
         weighed = stages.take is not None and stages.take.normalize is not None
-        sums_first = there["accumulation"] or weighed or stages.transform is not None
+        sums_first = there["accumulation"] or weighed or stages.chain is not None
         if replicas > 1 and clips(model.optimizer) and not sums_first:
             raise ValueError(
                 "Under a strategy, Keras clips gradients before the all-reduce, so the gradient of the whole batch "

@@ -269,7 +269,7 @@ _STEP = [
     _fault(
         "a transform sees each replica's gradient before the all-reduce",
         "_keras/step/train_step.py",
-        "whole = gradient.weight is not None or self.stages.transform is not None",
+        "whole = gradient.weight is not None or self.stages.chain is not None",
         "whole = gradient.weight is not None",
         "test_transform.py::test_on_replicas_that_are_not_weighed",
     ),

@@ -28,7 +28,7 @@ from keras_paragrad._keras.step.execution import compile_steps
 from keras_paragrad._keras.step.stages import Stages
 from keras_paragrad._keras.step.symbolic import build_from, build_losses, losses_built
 from keras_paragrad._keras.step.train_step import TrainStep
-from keras_paragrad._keras.step.transform import install
+from keras_paragrad._keras.step.transform import install, save_states
 from keras_paragrad._keras.step.uncut import Limit
 from keras_paragrad._keras.storage.layout import divided
 from keras_paragrad._keras.storage.updating import install as install_storages
@@ -182,7 +182,8 @@ class StepBuilder:
         if self._transformed not in (None, optimizer):
             install(self._transformed, None)
         if optimizer is not None:
-            install(optimizer, self.stages.transform)
+            install(optimizer, self.stages.chain)
+            save_states(self.model.optimizer, self.stages.transforms or ())
         self._transformed = optimizer
 
     def _compiled(self, apply: Any, telemetry: Telemetry | None = None) -> Callable[[Any], dict]:

@@ -10,7 +10,7 @@ from keras_paragrad._keras.losses.normalization import LossNormalization
 from keras_paragrad._keras.objects.model import has_own_train_step
 from keras_paragrad._keras.step.forward import Normalize
 from keras_paragrad._keras.step.gradient import Gradient, Present, is_slower_in_xla_loop
-from keras_paragrad._keras.step.transform import Transform
+from keras_paragrad._keras.step.transform import Chain, Transform
 from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad._keras.telemetry.execution import Telemetry
 from keras_paragrad._keras.telemetry.observe import Observe
@@ -108,6 +108,7 @@ class Stages(NamedTuple):
         split: Cuts a batch and combines the gradients of its slices, or `None`.
         combine: The loss normalization of micro-batches, by which their gradients are weighted, or `None`.
         transform: Changes the gradient of a whole update, or `None`.
+        transforms: Change what `transform` has made of it, in this order, or `None`.
         apply: Decides when gradients reach the weights, or `None`.
         observe: Is shown gradients before they are transformed, or `None`. It changes nothing.
         telemetry: Is shown some updates of the weights, or `None`. It changes nothing.
@@ -122,12 +123,19 @@ class Stages(NamedTuple):
     split: Split | None = None
     combine: Normalize | None = None
     transform: Transform | None = None
+    transforms: tuple[Transform, ...] | None = None
     apply: Apply | None = None
     observe: Observe | None = None
     telemetry: Telemetry | None = None
     present: Present | None = None
     place: Callable[[], contextlib.AbstractContextManager[None]] | None = None
     mesh: MeshRunner | None = None
+
+    @property
+    def chain(self) -> Chain | None:
+        """All that changes the gradient of a whole update, in order, or `None`."""
+        transforms = (*((self.transform,) if self.transform else ()), *(self.transforms or ()))
+        return Chain(transforms) if transforms else None
 
     @property
     def filled(self) -> list[str]:
@@ -150,7 +158,7 @@ class Stages(NamedTuple):
         """Whether XLA compiles each forward and backward pass by itself, and nothing else of the step."""
         if replicas > 1:
             return bool(self.take and self.take.by_xla)
-        transform = self.transform and getattr(self.transform, "outside_xla", False)
+        transform = self.chain and self.chain.outside_xla
         slices = self.split and is_slower_in_xla_loop(model) and not has_own_train_step(model)
         return bool(model.jit_compile and (transform or slices))
 

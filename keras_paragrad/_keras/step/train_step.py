@@ -57,7 +57,7 @@ class TrainStep(NamedTuple):
                 self.stages.split.normalize.check(self.model)
             except IndivisibleError as refusal:
                 self.limit.leave_whole(data, refusal)
-        if self.stages.transform and replica_count() > 1 and not self._accumulator:
+        if self.stages.chain and replica_count() > 1 and not self._accumulator:
             raise ValueError(
                 f"{type(self.model).__name__} defines its own train_step, which applies each replica's gradients "
                 "itself, so the gradient of the whole batch can't be transformed. Move what train_step does into "
@@ -85,7 +85,7 @@ class TrainStep(NamedTuple):
             losses = TrackedLosses(self.model, gradient.sums, self.window, ends=self.update)
         elif gradient.show is None and (loss := gradient.loss) is not None:
             shard.run(lambda: track_loss(self.model, loss, shard.rows))
-        whole = gradient.weight is not None or self.stages.transform is not None
+        whole = gradient.weight is not None or self.stages.chain is not None
         if sharing and whole and not self._accumulator:
             replica_scale = tf.constant(1.0) if gradient.weight is None else sharing(gradient.weight)
             show_before_sum(self.model, gradient.gradients, replica_scale)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import tensorflow as tf
@@ -11,6 +11,8 @@ from keras_paragrad._keras.objects.capabilities import accumulation_steps
 from keras_paragrad._keras.storage.layout import own_parts, whole_gradients
 
 _TRANSFORM = "_keras_paragrad_transform"
+# In files, the state of a transform is that of an attribute of the optimizer, numbered in their order.
+_STATE = "_gradient_transform_"
 
 
 class Transform(Protocol):
@@ -29,6 +31,34 @@ class Transform(Protocol):
             variables: The weights that they belong to: all that have a gradient.
         """
         ...
+
+
+class Chain(NamedTuple):
+    """Transforms that are applied one after the other."""
+
+    transforms: tuple[Transform, ...]
+
+    @property
+    def outside_xla(self) -> bool:
+        """Whether one of them is not to be compiled by XLA."""
+        return any(getattr(each, "outside_xla", False) for each in self.transforms)
+
+    def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> Sequence[tf.Tensor]:
+        """What the last one returns."""
+        for transform in self.transforms:
+            gradients = list(transform(gradients, variables))
+        return gradients
+
+
+def save_states(optimizer: Any, transforms: Sequence[Any]) -> None:
+    """Has the outermost optimizer save the `state` of each transform that has one, and no other, with its own."""
+    states = {f"{_STATE}{place}": each.state for place, each in enumerate(transforms) if each.state is not None}
+    for name in [name for name in vars(optimizer) if name.startswith(_STATE)]:
+        if states.get(name) is not getattr(optimizer, name):
+            delattr(optimizer, name)
+    for name, state in states.items():
+        if name not in vars(optimizer):
+            setattr(optimizer, name, state)
 
 
 def install(optimizer: Any, transform: Transform | None) -> None:

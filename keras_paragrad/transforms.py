@@ -1,0 +1,202 @@
+"""`transform_gradients`: a function of the gradient of each whole update, however its batch is divided."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad._keras.objects.saved import SavedVariables
+from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad._keras.storage.layout import divided, mesh_of
+from keras_paragrad.arguments import check_instance, refusal
+
+_EXAMPLE = "lambda gradients, variables: gradients"
+
+
+class StatefulTransform(Protocol):
+    """A transform with a state, as optax's `GradientTransformation`: two pure functions."""
+
+    def init(self, variables: list[keras.Variable]) -> Any:
+        """The state before the first update: a tensor, or a nested structure of tensors."""
+        ...
+
+    def update(self, gradients: list[Any], state: Any, variables: list[keras.Variable]) -> tuple[Sequence[Any], Any]:
+        """The transformed gradients, and the state after the update, in the structure of `init`'s."""
+        ...
+
+
+class transform_gradients:  # noqa: N801  (used as a function and as a context manager, as microbatch is)
+    """Makes `fit` transform the gradient of each update before the optimizer clips and applies it.
+
+    `f` is called once for an update, with the gradient of the whole batch: of all replicas, and of all slices and
+    micro-batches that `microbatch` and `AccumulatingOptimizer` divide it into, without loss scale. Several transforms
+    run in the order in which they were installed; on a model of `make_private` after the noise.
+
+    `f` is traced. On several replicas each calls it with the same gradient, and it must return the same: derive random
+    numbers from the state or from `optimizer.iterations`, by `tf.random.stateless_normal`.
+
+    Args:
+        model: A built and compiled model. Compiling it anew keeps transform and state.
+        f: A function `f(gradients, variables) -> gradients`, or an object with `init(variables) -> state` and
+            `update(gradients, state, variables) -> (gradients, state)`, such as those of optax for TensorFlow's
+            tensors. Both lists have an item for each of the model's `trainable_variables`; where there is no gradient,
+            it is zeros and stays without effect. The gradients returned have the shapes and dtypes of those given.
+
+    Returns:
+        A handle: `undo()`, or leaving a `with` block, removes the transform. `state` has the state's variables.
+
+    Raises:
+        ValueError: The model isn't built or compiled, its weights are in shards or on a mesh, its optimizer has
+            `gradient_accumulation_steps`, or `f` fails on symbolic gradients or returns other shapes. The message says
+            what to write. On replicas, `fit` raises it for a model with a custom `train_step`.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import transform_gradients
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", loss="mse")
+    >>> with transform_gradients(model, lambda gradients, variables: [keras.ops.sign(each) for each in gradients]):
+    ...     history = model.fit(np.ones((32, 8)), np.ones((32, 1)), verbose=0)
+    """
+
+    def __init__(self, model: keras.Model, f: Callable[..., Any] | StatefulTransform):
+        check_instance("model", model, keras.Model, "a Keras model")
+        if not model.built:
+            raise ValueError(f"{model.name} has no weights yet. Give it a keras.Input, or call it on a batch first.")
+        if not model.compiled or model.optimizer is None:
+            raise ValueError(f"{model.name} was not compiled. Write model.compile(...) before transform_gradients.")
+        self.model = model
+        self._transform = _Transform(model, f)
+        builder = StepBuilder.of(model)
+        before = builder.stages.transforms
+        try:
+            builder.fill(transforms=(*(before or ()), self._transform))
+        except ValueError:
+            builder.fill(transforms=before)
+            raise
+
+    @property
+    def state(self) -> Any:
+        """The variables of the state, in its structure, or `None` for a function."""
+        return self._transform.state_variables
+
+    def undo(self) -> None:
+        """Removes the transform; others stay."""
+        builder = StepBuilder.of(self.model)
+        left = tuple(each for each in builder.stages.transforms or () if each is not self._transform)
+        builder.fill(transforms=left or None)
+
+    def __enter__(self) -> "transform_gradients":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+
+class _Transform:
+    """Calls `f` as a filler of the *transform* stage is called."""
+
+    def __init__(self, model: Any, f: Any):
+        self.model, self.state, self.state_variables = model, None, None
+        self.known: list[keras.Variable] | None = None
+        init, update = getattr(f, "init", None), getattr(f, "update", None)
+        self.stateful = callable(init) and callable(update) and not isinstance(f, type)
+        if not self.stateful and (not callable(f) or isinstance(f, type)):
+            raise refusal("f", f, "a function, or an object with init(variables) and update(...)", _EXAMPLE)
+        self.update: Any = update if self.stateful else f
+        self._check_storage(model.trainable_variables)
+        if callable(init) and self.stateful:
+            self._add_state(init)
+        specs = [tf.TensorSpec(each.shape, each.dtype) for each in self._variables()]
+        traced = tf.function(lambda *gradients: self._transformed(list(gradients)), autograph=False)
+        try:
+            traced.get_concrete_function(*specs)
+        except Exception as error:
+            raise ValueError(f"f fails on the gradients of {model.name}, as a step is traced: {error}") from error
+
+    def _add_state(self, init: Callable[[list[keras.Variable]], Any]) -> None:
+        self.known = list(self.model.trainable_variables)
+        with self.model.distribute_strategy.scope():
+            start = tf.nest.map_structure(tf.convert_to_tensor, init(list(self.known)))
+            self.state = _State()
+            variables = []
+            for place, value in enumerate(tf.nest.flatten(start)):
+                variables.append(self.state.add(str(place), value.shape, value.dtype.name))
+                variables[-1].assign(value)
+        self.state_variables = tf.nest.pack_sequence_as(start, variables)
+
+    def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> list[tf.Tensor]:
+        self._check_storage(variables)
+        given = {id(variable): gradient for gradient, variable in zip(gradients, variables, strict=True)}
+        everything = self._variables()
+        unknown = [each.path for each in variables if all(each is not other for other in everything)]
+        if unknown:
+            raise ValueError(
+                f"{', '.join(unknown)} can't be transformed: not among the trainable variables that "
+                f"{self.model.name} had when transform_gradients was called. undo() it, and call it again."
+            )
+        filled = [given.get(id(each)) for each in everything]
+        filled = [
+            tf.zeros(each.shape, each.dtype) if gradient is None else tf.ensure_shape(gradient, each.shape)
+            for gradient, each in zip(filled, everything, strict=True)
+        ]
+        transformed, state = self._transformed(filled)
+        if self.state_variables is not None:
+            for variable, value in zip(tf.nest.flatten(self.state_variables), state, strict=True):
+                variable.assign(value)
+        by_variable = {id(each): value for each, value in zip(everything, transformed, strict=True)}
+        return [by_variable[id(variable)] for variable in variables]
+
+    def _variables(self) -> list[keras.Variable]:
+        return list(self.model.trainable_variables) if self.known is None else self.known
+
+    def _transformed(self, gradients: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """What `f` makes of the gradients and, flat, of its state."""
+        variables = self._variables()
+        if not self.stateful:
+            return _checked("gradients", self.update(list(gradients), list(variables)), gradients), []
+        before = tf.nest.map_structure(tf.convert_to_tensor, self.state_variables)
+        returned = self.update(list(gradients), before, list(variables))
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise ValueError("update returns no pair. Write return gradients, state.")
+        transformed, after = returned
+        tf.nest.assert_same_structure(before, after)
+        checked = _checked("gradients", transformed, gradients)
+        return checked, _checked("state", tf.nest.flatten(after), tf.nest.flatten(before))
+
+    def _check_storage(self, variables: Sequence[keras.Variable]) -> None:
+        if divided(variables):
+            raise ValueError(
+                f"The weights of {self.model.name} are in shards, and f takes whole ones. Train with "
+                "DistributedFit(..., shard=None), or without transform_gradients."
+            )
+        if mesh_of(variables) is not None:
+            raise ValueError(
+                f"{self.model.name} is on a mesh, where f can't be given whole gradients. Train with "
+                "DistributedFit() without mesh=, or without transform_gradients."
+            )
+
+
+class _State(SavedVariables):
+    """The state of a transform, saved with the optimizer's."""
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads what was saved; from a file without a state of this transform, nothing."""
+        if all(name in store for name in self.variables):
+            super().load_own_variables(store)
+
+
+def _checked(what: str, returned: Any, expected: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    if not isinstance(returned, (list, tuple)) or len(returned) != len(expected):
+        found = f"{len(returned)} items" if isinstance(returned, (list, tuple)) else type(returned).__name__
+        raise ValueError(f"Return a list of {len(expected)} {what}, one for each given; this is {found}.")
+    values = [tf.convert_to_tensor(each) for each in returned]
+    for place, (value, like) in enumerate(zip(values, expected, strict=True)):
+        if value.dtype != like.dtype or not value.shape.is_compatible_with(like.shape):
+            raise ValueError(
+                f"Return {what} of the shapes and dtypes given: number {place} is {value.dtype.name}{value.shape}, and "
+                f"{like.dtype.name}{like.shape} was given. Write tf.cast or tf.reshape."
+            )
+    return values
