@@ -114,7 +114,7 @@ class _Transform:
         try:
             traced.get_concrete_function(*specs)
         except Exception as error:
-            raise ValueError(f"f fails on the gradients of {model.name}, as a step is traced: {error}") from error
+            raise ValueError(f"`f` fails on symbolic gradients of {model.name}: {str(error)[:500]}") from error
 
     def _add_state(self, init: Callable[[list[keras.Variable]], Any]) -> None:
         self.known = list(self.model.trainable_variables)

@@ -436,7 +436,7 @@ PUBLIC = {
     "transform_gradients": Called(
         keras_paragrad.transform_gradients,
         {"model": NOTHING, "f": NOTHING},
-        {"model": model, "f": lambda given, _: given},
+        {"model": model, "f": lambda: lambda given, _: given},
     ),
     "microbatch": Called(
         keras_paragrad.microbatch, {"model": NOTHING, "size": COUNT, "weighting": AUTO}, {"model": model, "size": 4}

@@ -182,7 +182,7 @@ class Bad:
         (lambda gradients, variables: gradients[1:], r"Return a list of 6 gradients, .*5 items"),
         (lambda gradients, variables: [tf.reshape(each, [-1]) for each in gradients], "tf.reshape"),
         (lambda gradients, variables: [tf.cast(each, "float64") for each in gradients], "tf.cast"),
-        (lambda gradients: gradients, "f fails on the gradients"),
+        (lambda gradients: gradients, "`f` fails on symbolic gradients"),
         (Bad(), "Return state of the shapes"),
         (3, "init"),
     ],
