@@ -7,6 +7,7 @@ import tensorflow as tf
 from transforms import BATCH, EPOCHS, MICRO_BATCH, ROWS, columns, inner, made, scaled
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch, transform_gradients
+from keras_paragrad._keras.objects.checkpoint_state import training_variables
 from keras_paragrad.privacy import make_private
 
 # Keras says so of the weight without a gradient.
@@ -82,6 +83,8 @@ def test_the_state_advances_once_for_each_update(way):
     expected, (state,) = by_hand(Remembering())
     check(model, expected)
     assert int(handle.state["updates"]) == int(state["updates"])
+    # Backups hold it.
+    assert any(each is handle.state["updates"] for each in training_variables(model)["optimizer"])
     handle.undo()
     assert not [name for name in vars(model.optimizer) if name.startswith("_gradient_transform")]
 
