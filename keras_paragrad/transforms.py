@@ -109,7 +109,7 @@ class _Transform:
         self._check_storage(model.trainable_variables)
         if callable(init) and self.stateful:
             self._add_state(init)
-        specs = [tf.TensorSpec(each.shape, each.dtype) for each in self._variables()]
+        specs = [tf.TensorSpec(each.shape, each.dtype) for each in self._transformable()]
         traced = tf.function(lambda *gradients: self._transformed(list(gradients)), autograph=False)
         try:
             traced.get_concrete_function(*specs)
@@ -130,7 +130,7 @@ class _Transform:
     def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> list[tf.Tensor]:
         self._check_storage(variables)
         given = {id(variable): gradient for gradient, variable in zip(gradients, variables, strict=True)}
-        everything = self._variables()
+        everything = self._transformable()
         unknown = [each.path for each in variables if all(each is not other for other in everything)]
         if unknown:
             raise ValueError(
@@ -149,12 +149,12 @@ class _Transform:
         by_variable = {id(each): value for each, value in zip(everything, transformed, strict=True)}
         return [by_variable[id(variable)] for variable in variables]
 
-    def _variables(self) -> list[keras.Variable]:
+    def _transformable(self) -> list[keras.Variable]:
         return list(self.model.trainable_variables) if self.known is None else self.known
 
     def _transformed(self, gradients: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """What `f` makes of the gradients and, flat, of its state."""
-        variables = self._variables()
+        variables = self._transformable()
         if not self.stateful:
             return _checked("gradients", self.update(list(gradients), list(variables)), gradients), []
         before = tf.nest.map_structure(tf.convert_to_tensor, self.state_variables)

@@ -86,7 +86,7 @@ def test_the_state_advances_once_for_each_update(way):
     # Backups hold it.
     assert any(each is handle.state["updates"] for each in training_variables(model)["optimizer"])
     handle.undo()
-    assert not [name for name in vars(model.optimizer) if name.startswith("_gradient_transform")]
+    assert not [name for name in vars(model.optimizer) if name.startswith("gradient_transform")]
 
 
 @pytest.mark.own_process(seconds=240)

@@ -12,7 +12,7 @@ from keras_paragrad._keras.storage.layout import own_parts, whole_gradients
 
 _TRANSFORM = "_keras_paragrad_transform"
 # In files, the state of a transform is that of an attribute of the optimizer, numbered in their order.
-_STATE = "_gradient_transform_"
+_STATE = "gradient_transform_"
 
 
 class Transform(Protocol):
