@@ -1,5 +1,7 @@
 """`transform_gradients`: its own state, saved and resumed, in any order and number, on whole updates only."""
 
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ def doubled(gradients, variables):
 def by_hand(*functions, epochs=EPOCHS):
     """The loop on one device, whose functions take gradients and variables, or have a state."""
     model = made(inner)
-    states = [f.init(model.trainable_variables) if hasattr(f, "init") else None for f in functions]
+    states: list[Any] = [f.init(model.trainable_variables) if hasattr(f, "init") else None for f in functions]
     for _ in range(epochs):
         for start in range(0, ROWS, BATCH):
             x, y, weights = (column[start : start + BATCH] for column in columns())
