@@ -171,9 +171,9 @@ class AccumulatingOptimizer(WrappingOptimizer):
         if tf.inside_function():
             # Settings that this trace sees anew hold for the other functions, too.
             self.__dict__.pop("_compiled_functions", None)
-        # With data of unknown length, a counter must not advance for a batch that turns out not to exist.
+        window.add_gradients(indices, gradients, contribution, drop_nonfinite=self._drops_nonfinite)
+        # As above, a counter waits for the batch.
         with tf.control_dependencies(None if tf.executing_eagerly() else gradients):
-            window.add_gradients(indices, gradients, contribution, drop_nonfinite=self._drops_nonfinite)
             if not self._gathering:
                 if contribution is None:
                     self._advise()

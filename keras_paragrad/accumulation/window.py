@@ -49,7 +49,7 @@ class GradientWindow(SavedVariables):
     def add_gradients(
         self, indices: Sequence[int], gradients: Sequence, contribution: tf.Tensor | None, *, drop_nonfinite: bool
     ) -> None:
-        """Adds one micro-batch's gradients.
+        """Adds one micro-batch's gradients, or begins anew with them, after an update.
 
         Args:
             indices: Indices of the optimizer's variables that the gradients belong to.
@@ -60,15 +60,22 @@ class GradientWindow(SavedVariables):
         given = Contribution.of(None) if contribution is None else Contribution(*tf.unstack(contribution, 3))
         scale = None if contribution is None else given.scale
         before = tf.convert_to_tensor(self.weight.value)
-        weight = before * given.kept + given.weight
+        # The sums of an emptied window are still there, and have the weight zero; that of sums to add to is minus zero.
+        first = tf.equal(tf.math.reciprocal(before), float("inf"))
         finite = _all_finite(gradients) if drop_nonfinite else None
-        if finite is not None:
-            weight = tf.where(finite, weight, before)
-        self.weight.value.assign(weight)
+        # With data of unknown length, a counter must not advance for a batch that turns out not to exist.
+        with tf.control_dependencies(None if tf.executing_eagerly() else gradients):
+            weight = before * given.kept + given.weight
+            weight = tf.where(tf.equal(weight, 0.0), -tf.abs(weight), weight)
+            if finite is not None:
+                weight = tf.where(finite, weight, before)
+            self.weight.value.assign(weight)
         for index, gradient in zip(indices, gradients, strict=True):
-            self._add(index, gradient, scale, finite)
+            self._add(index, gradient, scale, finite, first)
+        for index in sorted(set(range(len(self.accumulators))).difference(indices)):
+            storage_of(self.accumulators[index]).reset(first)
 
-    def _add(self, index: int, gradient: Any, scale: Any, finite: Any) -> None:
+    def _add(self, index: int, gradient: Any, scale: Any, finite: Any, first: Any) -> None:
         storage = storage_of(self.accumulators[index])
         rows = gradient.indices if isinstance(gradient, tf.IndexedSlices) else None
         values: Any = gradient if rows is None else gradient.values
@@ -76,10 +83,10 @@ class GradientWindow(SavedVariables):
         if finite is not None:
             values = tf.where(finite, values, tf.zeros_like(values))
         if self.overwrites[index]:
-            storage.local.assign(tf.maximum(storage.local, values))
+            storage.local.assign(tf.maximum(tf.where(first, tf.zeros_like(values), storage.local), values))
         else:
             shape = None if rows is None else gradient.dense_shape
-            storage.accumulate(values if rows is None else tf.IndexedSlices(values, rows, shape), scale)
+            storage.accumulate(values if rows is None else tf.IndexedSlices(values, rows, shape), scale, first)
 
     def mean(self, indices: Sequence[int], variables: Sequence[keras.Variable]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The gradient of the whole window over all replicas, combined once, and the weight it was divided by.
@@ -103,10 +110,8 @@ class GradientWindow(SavedVariables):
         return sums, weight
 
     def clear(self) -> None:
-        """Resets this replica's part of the window."""
-        for variable in (self.weight, *self.accumulators):
-            target = storage_of(variable).local
-            target.assign(tf.zeros(target.shape, target.dtype))
+        """Empties this replica's part of the window, whose sums the next gradients replace."""
+        self.weight.value.assign(0.0)
 
 
 def _all_finite(gradients: Sequence) -> tf.Tensor:

@@ -170,10 +170,14 @@ class Meshed(Whole):
     def local(self) -> Any:
         return self.variable
 
-    def accumulate(self, gradient: Any, scale: Any) -> None:
-        # Operations on the variable's handle end the process there.
+    def accumulate(self, gradient: Any, scale: Any, first: Any) -> None:
+        # Operations on the variable's handle end the process there, and there are no branches.
         value = tf.convert_to_tensor(gradient)
-        self.variable.assign_add(value if scale is None else value * tf.cast(scale, value.dtype))
+        value = value if scale is None else value * tf.cast(scale, value.dtype)
+        self.variable.assign(tf.where(first, value, self.variable + value))
+
+    def reset(self, first: Any) -> None:
+        self.variable.assign(tf.where(first, tf.zeros_like(self.variable), self.variable))
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         return on_mesh(self.mesh)

@@ -114,18 +114,17 @@ def of_first_replica(strategy: tf.distribute.Strategy, values: Any) -> Any:
     return tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], values)
 
 
-def run_if(predicate: Any, action: Callable[[], None]) -> None:
-    """Runs `action` where `predicate` holds, in a graph and eagerly; a Python bool is decided while tracing."""
+def run_if(predicate: Any, action: Callable[[], Any], otherwise: Callable[[], Any] = lambda: None) -> None:
+    """Runs an action where a predicate holds, in a graph and eagerly; a Python bool is decided while tracing."""
     if isinstance(predicate, bool) or tf.executing_eagerly():
-        if predicate:
-            action()
+        (action if predicate else otherwise)()
         return
 
-    def taken():
-        action()
-        return tf.constant(True)
+    def taken(run: Callable[[], Any], answer: bool) -> tf.Tensor:
+        run()
+        return tf.constant(answer)
 
-    tf.cond(predicate, taken, lambda: tf.constant(False))
+    tf.cond(predicate, lambda: taken(action, True), lambda: taken(otherwise, False))
 
 
 def local_values(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> list[np.ndarray]:

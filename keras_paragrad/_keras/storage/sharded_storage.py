@@ -46,9 +46,9 @@ class Sharded(Whole):
     def scatter(self, gradient: Any) -> Any:
         return self.variable.partition.shard(gradient, replica_index())
 
-    def accumulate(self, gradient: Any, scale: Any) -> None:
-        # It was scaled on each replica, when it was reduced.
-        super().accumulate(gradient, None)
+    def accumulate(self, gradient: Any, scale: Any, first: Any) -> None:
+        # It was scaled on each replica, when it was reduced. A slice of the sum would keep all of that in memory.
+        super().accumulate(tf.raw_ops.DeepCopy(x=gradient), None, first)
 
     def takes_steps_of(self, optimizer: Any) -> bool:
         return is_elementwise(optimizer)

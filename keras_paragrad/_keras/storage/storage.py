@@ -1,6 +1,7 @@
 """`Storage`: where a variable's value lives, and all that steps, optimizers, windows and backups ask of it."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -8,6 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad._keras.objects.layers import compiled_by_xla
+from keras_paragrad._keras.replicas.collectives import run_if
 from keras_paragrad._keras.replicas.local import Place
 from keras_paragrad._keras.replicas.row_gradients import sum_gradients
 
@@ -71,17 +74,42 @@ class Storage(Protocol):
         """The squared norm of what this replica has of a reduced gradient."""
         return tf.reduce_sum(tf.square(gradient))
 
-    def accumulate(self, gradient: Any, scale: Any) -> None:
-        """Adds a gradient, times a scale if that is not `None`, to the value of an accumulator."""
-        handle = self.local.handle
-        if isinstance(gradient, tf.IndexedSlices):
-            # Under a strategy the variable has no `scatter_add`.
-            values = gradient.values if scale is None else gradient.values * tf.cast(scale, gradient.dtype)
-            tf.raw_ops.ResourceScatterAdd(resource=handle, indices=gradient.indices, updates=values)
-        else:
+    def accumulate(self, gradient: Any, scale: Any, first: Any) -> None:
+        """Adds a gradient, times a scale if that is not `None`, to the value of an accumulator.
+
+        Args:
+            gradient: Dense or `tf.IndexedSlices`.
+            scale: A scalar or `None`.
+            first: Whether it replaces the value, a scalar.
+        """
+        target = self.local
+
+        def scaled() -> Any:
+            values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+            return values if scale is None else values * tf.cast(scale, values.dtype)
+
+        def add() -> None:
             # A scaled addition in one pass over memory: the same operation as a step of gradient descent.
             alpha = -tf.cast(1.0 if scale is None else scale, gradient.dtype)
-            tf.raw_ops.ResourceApplyGradientDescent(var=handle, alpha=alpha, delta=gradient)
+            tf.raw_ops.ResourceApplyGradientDescent(var=target.handle, alpha=alpha, delta=gradient)
+
+        if isinstance(gradient, tf.IndexedSlices):
+            self.reset(first)
+            # Under a strategy the variable has no `scatter_add`.
+            tf.raw_ops.ResourceScatterAdd(resource=target.handle, indices=gradient.indices, updates=scaled())
+        elif compiled_by_xla():
+            # It fuses both, and in a branch copies the accumulator.
+            target.assign(tf.where(first, scaled(), target + scaled()))
+        else:
+            run_if(first, lambda: target.assign(scaled()), add)
+
+    def reset(self, first: Any) -> None:
+        """Zeroes the value of an accumulator where it has no gradient of the first micro-batch."""
+        zeros = functools.partial(tf.zeros, self.local.shape, self.local.dtype)
+        if compiled_by_xla():
+            self.local.assign(tf.where(first, zeros(), self.local))
+        else:
+            run_if(first, lambda: self.local.assign(zeros()))
 
     def takes_steps_of(self, optimizer: Any) -> bool:
         """Whether the step of a Keras optimizer may be taken with it as with any variable."""

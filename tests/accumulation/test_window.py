@@ -1,0 +1,108 @@
+"""An emptied window keeps its sums: the first gradients of the next one replace them, whenever they come."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_paragrad import AccumulatingOptimizer
+
+MODES = {"eager": lambda step: step, "graph": tf.function, "xla": lambda step: tf.function(step, jit_compile=True)}
+
+
+def weights():
+    return [keras.Variable(np.zeros(3, "float32")) for _ in range(2)]
+
+
+def stepping(optimizer, variables, mode):
+    """A micro-batch: calls of `apply`, each of gradients and the contribution's scale and weight."""
+
+    def gather(*calls):
+        with optimizer.gathering():
+            for gradients, scale, weight in calls:
+                contribution = tf.stack([scale, weight, 1.0])
+                optimizer.apply([*gradients, contribution], [*variables, optimizer.gradient_weight])
+
+    def step(update, *calls):
+        tensors = [([g if g is None else tf.fill([3], g) for g in given], *rest) for given, *rest in calls]
+        MODES[mode](lambda: gather(*tensors))()
+        optimizer.end_micro_batch(update)
+
+    return step
+
+
+def updates(mode, windows, inner=None):
+    """What each window of micro-batches adds to the weights, by the mean of its gradients."""
+    variables = weights()
+    optimizer = AccumulatingOptimizer(inner or keras.optimizers.SGD(1.0), steps=100)
+    optimizer.build(variables)
+    step = stepping(optimizer, variables, mode)
+    found = []
+    for window in windows:
+        before = [variable.numpy() for variable in variables]
+        for place, calls in enumerate(window):
+            step(place == len(window) - 1, *calls)
+        found.append([float((old - new.numpy())[0]) for old, new in zip(before, variables, strict=True)])
+    return found
+
+
+FULL = [[([8.0, 16.0], 1.0, 1.0)]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        ([[([2.0, 4.0], 1.0, 1.0)], [([4.0, 2.0], 3.0, 3.0)]], [3.5, 2.5]),
+        # A variable without a gradient at first, and one without any.
+        ([[([2.0, None], 1.0, 1.0)], [([4.0, 2.0], 1.0, 1.0)]], [3.0, 1.0]),
+        ([[([2.0, None], 1.0, 1.0)], [([4.0, None], 1.0, 1.0)]], [3.0, 0.0]),
+        # A step of one's own that applies gradients twice, or not at all.
+        ([[([2.0, None], 1.0, 1.0), ([None, 4.0], 1.0, 1.0)], [([2.0, 4.0], 2.0, 2.0)]], [1.5, 3.0]),
+        ([[], [([2.0, 4.0], 1.0, 1.0)]], [2.0, 4.0]),
+        # Micro-batches without weight, and weights that cancel on the way.
+        ([[([9.0, 9.0], 0.0, 0.0)], [([2.0, 4.0], 1.0, 1.0)]], [2.0, 4.0]),
+        ([[([2.0, 4.0], 2.0, 2.0)], [([1.0, 1.0], -2.0, -2.0)], [([2.0, 4.0], 2.0, 2.0)]], [3.0, 7.0]),
+        ([[([np.nan, 4.0], 0.0, 0.0)], [([2.0, 4.0], 1.0, 1.0)]], [np.nan, 4.0]),
+    ],
+)
+def test_sums_are_those_of_the_window_alone(mode, window, expected):
+    np.testing.assert_allclose(updates(mode, [FULL, window])[1], expected, rtol=1e-6)
+
+
+def test_what_a_loss_scale_skips_is_in_no_window():
+    """It has the optimizer apply nothing, though the micro-batch is counted."""
+    variables = weights()
+    inner = AccumulatingOptimizer(keras.optimizers.SGD(1.0), steps=2)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=1.0)
+
+    @tf.function
+    def micro_batch(gradient, update):
+        with inner.gathering():
+            optimizer.apply([tf.fill([3], gradient), tf.fill([3], gradient)], variables)
+        inner.end_micro_batch(update)
+
+    optimizer.build(variables)
+    for gradient, update in ((8.0, False), (8.0, True), (np.inf, False), (2.0, True)):
+        micro_batch(tf.constant(gradient), update)
+    # A loss scale that falls to a half is that of the next gradients.
+    assert variables[0].numpy()[0] in (-8.0 - 2.0, -8.0 - 4.0)
+
+
+def test_emptied_windows_are_restored_empty(tmp_path):
+    """The sums of the last update, in a file, are no part of the window that begins."""
+    found = []
+    for restored in (False, True):
+        variables = weights()
+        optimizer = AccumulatingOptimizer(keras.optimizers.SGD(1.0), steps=2)
+        optimizer.build(variables)
+        step = stepping(optimizer, variables, "graph")
+        if not restored:
+            step(True, ([8.0, 16.0], 1.0, 1.0))
+            saved = {}
+            optimizer.window.save_own_variables(saved)
+        else:
+            optimizer.window.load_own_variables(saved)
+            step(True, ([2.0, 4.0], 1.0, 1.0))
+        found.append(variables[0].numpy()[0])
+    assert found == [-8.0, -2.0]
