@@ -23,8 +23,13 @@ class GradientWindow(SavedVariables):
         dtype: The accumulators' dtype, or `None` for that of each variable.
     """
 
+    _dense: set[int]
+    _sparse: set[int]
+
     def __init__(self, optimizer: WrappingOptimizer, dtype: str | None):
         super().__init__()
+        # Those whose gradients were dense, and sparse, in any trace. Bypass tracking.
+        self.__dict__.update(_dense=set(), _sparse=set())
         variables = optimizer.trainable_variables
         self.overwrites = [optimizer.overwrites(variable) for variable in variables]
         self.position = self.add("position", dtype="int64")
@@ -70,14 +75,20 @@ class GradientWindow(SavedVariables):
             if finite is not None:
                 weight = tf.where(finite, weight, before)
             self.weight.value.assign(weight)
+        sparse = {index for index, gradient in zip(indices, gradients, strict=True) if _is_sparse(gradient)}
+        dense = set(indices) - sparse
+        for index, accumulator in enumerate(self.accumulators):
+            # Of gradients that were sparse wherever they were traced, each update clears the sums: adding touches rows.
+            if index not in dense and not (index in sparse and index not in self._dense):
+                storage_of(accumulator).reset(first)
+        self._dense |= dense
+        self._sparse |= sparse
         for index, gradient in zip(indices, gradients, strict=True):
             self._add(index, gradient, scale, finite, first)
-        for index in sorted(set(range(len(self.accumulators))).difference(indices)):
-            storage_of(self.accumulators[index]).reset(first)
 
     def _add(self, index: int, gradient: Any, scale: Any, finite: Any, first: Any) -> None:
         storage = storage_of(self.accumulators[index])
-        rows = gradient.indices if isinstance(gradient, tf.IndexedSlices) else None
+        rows = gradient.indices if _is_sparse(gradient) else None
         values: Any = gradient if rows is None else gradient.values
         values = tf.cast(values, storage.local.dtype)
         if finite is not None:
@@ -110,10 +121,18 @@ class GradientWindow(SavedVariables):
         return sums, weight
 
     def clear(self) -> None:
-        """Empties this replica's part of the window, whose sums the next gradients replace."""
+        """Empties this replica's part of the window. The next gradients replace sums of dense ones."""
         self.weight.value.assign(0.0)
+        for index, accumulator in enumerate(self.accumulators):
+            if index not in self._dense - self._sparse:
+                storage_of(accumulator).reset(True)
+
+
+def _is_sparse(gradient: Any) -> bool:
+    """Whether a gradient has single rows alone."""
+    return isinstance(gradient, tf.IndexedSlices)
 
 
 def _all_finite(gradients: Sequence) -> tf.Tensor:
-    values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
+    values = [gradient.values if _is_sparse(gradient) else gradient for gradient in gradients]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])

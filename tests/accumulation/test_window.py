@@ -1,5 +1,7 @@
 """An emptied window keeps its sums: the first gradients of the next one replace them, whenever they come."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -68,6 +70,44 @@ FULL = [[([8.0, 16.0], 1.0, 1.0)]]
 )
 def test_sums_are_those_of_the_window_alone(mode, window, expected):
     np.testing.assert_allclose(updates(mode, [FULL, window])[1], expected, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kinds", ["ss", "sd", "ds", "dd", "sn", "ns", "dn", "nd"])
+def test_sparse_gradients_and_dense_ones(mode, kinds):
+    """Each of two functions of a loop takes gradients of a kind, in whatever order they are traced."""
+    variables = weights()
+    optimizer = AccumulatingOptimizer(keras.optimizers.SGD(1.0), steps=100)
+    optimizer.build(variables)
+    of_kind = {
+        "s": lambda value: tf.IndexedSlices(tf.reshape(value, [1]), tf.constant([0]), tf.constant([3])),
+        "d": lambda value: tf.stack([value, 0.0, 0.0]),
+        "n": lambda value: None,
+    }
+
+    def adding(kind):
+        def add(value):
+            gradients = [of_kind[kind](value), tf.fill([3], value)]
+            optimizer.apply([*gradients, tf.ones([3])], [*variables, optimizer.gradient_weight])
+
+        return MODES[mode](add)
+
+    functions = [adding(kind) for kind in kinds]
+    # An update knows the variables that had gradients when it was traced.
+    mode_of_ends = "eager" if "n" in kinds else "graph"
+    ends = [MODES[mode_of_ends](functools.partial(optimizer.end_micro_batch, True)) for _ in kinds]
+    expected = 0.0
+    for window in ([0], [1], [0, 1], [1, 0], [0, 0], [1, 1], [0], [1]):
+        for place, function in enumerate(window):
+            with optimizer.gathering():
+                functions[function](tf.constant(2.0 + function))
+            if place < len(window) - 1:
+                optimizer.end_micro_batch(False)
+            else:
+                ends[function]()
+        expected -= np.mean([0.0 if kinds[each] == "n" else 2.0 + each for each in window])
+        np.testing.assert_allclose(variables[0].numpy(), [expected, 0.0, 0.0], rtol=1e-6)
 
 
 def test_what_a_loss_scale_skips_is_in_no_window():

@@ -80,7 +80,7 @@ class Storage(Protocol):
         Args:
             gradient: Dense or `tf.IndexedSlices`.
             scale: A scalar or `None`.
-            first: Whether it replaces the value, a scalar.
+            first: Whether a dense one replaces the value, a scalar.
         """
         target = self.local
 
@@ -94,7 +94,6 @@ class Storage(Protocol):
             tf.raw_ops.ResourceApplyGradientDescent(var=target.handle, alpha=alpha, delta=gradient)
 
         if isinstance(gradient, tf.IndexedSlices):
-            self.reset(first)
             # Under a strategy the variable has no `scatter_add`.
             tf.raw_ops.ResourceScatterAdd(resource=target.handle, indices=gradient.indices, updates=scaled())
         elif compiled_by_xla():
@@ -104,7 +103,7 @@ class Storage(Protocol):
             run_if(first, lambda: target.assign(scaled()), add)
 
     def reset(self, first: Any) -> None:
-        """Zeroes the value of an accumulator where it has no gradient of the first micro-batch."""
+        """Zeroes the value of an accumulator, if a scalar or a Python bool says so."""
         zeros = functools.partial(tf.zeros, self.local.shape, self.local.dtype)
         if compiled_by_xla():
             self.local.assign(tf.where(first, zeros(), self.local))
