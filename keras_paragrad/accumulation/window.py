@@ -23,13 +23,13 @@ class GradientWindow(SavedVariables):
         dtype: The accumulators' dtype, or `None` for that of each variable.
     """
 
-    _dense: set[int]
-    _sparse: set[int]
+    _replaced: set[int]
+    _added: set[int]
 
     def __init__(self, optimizer: WrappingOptimizer, dtype: str | None):
         super().__init__()
-        # Those whose gradients were dense, and sparse, in any trace. Bypass tracking.
-        self.__dict__.update(_dense=set(), _sparse=set())
+        # Whose sums gradients have replaced, and been added to, in any trace. Bypass tracking.
+        self.__dict__.update(_replaced=set(), _added=set())
         variables = optimizer.trainable_variables
         self.overwrites = [optimizer.overwrites(variable) for variable in variables]
         self.position = self.add("position", dtype="int64")
@@ -75,14 +75,16 @@ class GradientWindow(SavedVariables):
             if finite is not None:
                 weight = tf.where(finite, weight, before)
             self.weight.value.assign(weight)
-        sparse = {index for index, gradient in zip(indices, gradients, strict=True) if _is_sparse(gradient)}
-        dense = set(indices) - sparse
-        for index, accumulator in enumerate(self.accumulators):
-            # Of gradients that were sparse wherever they were traced, each update clears the sums: adding touches rows.
-            if index not in dense and not (index in sparse and index not in self._dense):
-                storage_of(accumulator).reset(first)
-        self._dense |= dense
-        self._sparse |= sparse
+        storages = [storage_of(accumulator) for accumulator in self.accumulators]
+        pairs = zip(indices, gradients, strict=True)
+        replaced = {index for index, each in pairs if storages[index].replaces and not _is_sparse(each)}
+        added = set(indices) - replaced
+        for index, storage in enumerate(storages):
+            # What is never replaced is cleared by each update: adding single rows is not to touch the others.
+            if index not in replaced and (index not in added or index in self._replaced):
+                storage.reset(first)
+        self._replaced |= replaced
+        self._added |= added
         for index, gradient in zip(indices, gradients, strict=True):
             self._add(index, gradient, scale, finite, first)
 
@@ -121,10 +123,10 @@ class GradientWindow(SavedVariables):
         return sums, weight
 
     def clear(self) -> None:
-        """Empties this replica's part of the window. The next gradients replace sums of dense ones."""
+        """Empties this replica's part of the window. The next gradients replace the sums that aren't cleared."""
         self.weight.value.assign(0.0)
         for index, accumulator in enumerate(self.accumulators):
-            if index not in self._dense - self._sparse:
+            if index not in self._replaced - self._added:
                 storage_of(accumulator).reset(True)
 
 

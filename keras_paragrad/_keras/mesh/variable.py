@@ -162,6 +162,9 @@ class MeshVariable(BaseResourceVariable):
 class Meshed(Whole):
     """The storage of a variable whose value is a `MeshVariable`: in a step it is as one device's."""
 
+    # Choosing between tensors that are divided in ways of their own ends the process.
+    replaces = False
+
     @property
     def mesh(self) -> Any:
         return self.variable.mesh
@@ -171,13 +174,12 @@ class Meshed(Whole):
         return self.variable
 
     def accumulate(self, gradient: Any, scale: Any, first: Any) -> None:
-        # Operations on the variable's handle end the process there, and there are no branches.
+        # Operations on the variable's handle end the process there.
         value = tf.convert_to_tensor(gradient)
-        value = value if scale is None else value * tf.cast(scale, value.dtype)
-        self.variable.assign(tf.where(first, value, self.variable + value))
+        self.variable.assign_add(value if scale is None else value * tf.cast(scale, value.dtype))
 
     def reset(self, first: Any) -> None:
-        self.variable.assign(tf.where(first, tf.zeros_like(self.variable), self.variable))
+        self.variable.assign(self.variable * tf.cast(tf.logical_not(first), self.variable.dtype))
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         return on_mesh(self.mesh)

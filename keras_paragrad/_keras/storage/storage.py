@@ -33,11 +33,13 @@ class Storage(Protocol):
     Attributes:
         variable: The variable, of Keras's or TensorFlow's.
         divided: Whether each replica holds a part. Then gradients are reduced before they are accumulated.
+        replaces: Whether the first gradient of a window can replace an accumulator's value, which is zeroed otherwise.
         mesh: The mesh that functions have to run on which compute with it, or `None`.
     """
 
     variable: Any
     divided: bool = False
+    replaces: bool = True
     mesh: Any = None
 
     @property
@@ -80,7 +82,7 @@ class Storage(Protocol):
         Args:
             gradient: Dense or `tf.IndexedSlices`.
             scale: A scalar or `None`.
-            first: Whether a dense one replaces the value, a scalar.
+            first: Whether a dense one replaces the value, a scalar; if it can at all.
         """
         target = self.local
 
@@ -105,7 +107,7 @@ class Storage(Protocol):
     def reset(self, first: Any) -> None:
         """Zeroes the value of an accumulator, if a scalar or a Python bool says so."""
         zeros = functools.partial(tf.zeros, self.local.shape, self.local.dtype)
-        if compiled_by_xla():
+        if first is not True and compiled_by_xla():
             self.local.assign(tf.where(first, zeros(), self.local))
         else:
             run_if(first, lambda: self.local.assign(zeros()))
