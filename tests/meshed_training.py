@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras import layers
 from pipelined_training import DEVICES, LENGTH, VOCABULARY, apart, configure
 
-from keras_paragrad import AccumulatingOptimizer, DistributedFit, recompute
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, recompute
 from keras_paragrad._keras.mesh.dtensor import bytes_by_device, computing_on_mesh, relayout
 from keras_paragrad._keras.mesh.placing import variables_on_mesh
 from keras_paragrad.distribution import Backup
@@ -384,6 +384,26 @@ def reloaded(given: tuple[str, list[tuple[str, str]]]) -> list[float]:
         for second in [after for before, after in pairs if before == first]:
             copied = shutil.copytree(f"{directory}/{first}", f"{directory}/{first} {second}")
             found.append(apart(fit(second, Backup(copied)).get_weights(), alone.get_weights()))
+    return found
+
+
+def undone(_: Any) -> list[float]:
+    """How far training ends from that of one device, if it was there first, then on a mesh, and then there again."""
+    configure()
+    found = []
+    x, y, weights = data_for("mlp")
+    for options in ((), ("accumulate",)):
+        case = MeshCase("mlp", (2, 2), "adam", options)
+        alone, model = made(case, alone=True), made(case, alone=False)
+        alone.fit(x, y, sample_weight=weights, batch_size=8, epochs=3, shuffle=False, verbose=0)
+        settings = {"sample_weight": weights, "batch_size": 4 if options else 8, "shuffle": False, "verbose": 0}
+        settings["callbacks"] = [ExactAccumulation()] if options else []
+        model.fit(x, y, **settings)
+        prepared = way_to_train("(2, 2)").prepare(model)
+        model.fit(x, y, **settings)
+        prepared.undo()
+        model.fit(x, y, **settings)
+        found.append(apart(model.get_weights(), alone.get_weights()))
     return found
 
 

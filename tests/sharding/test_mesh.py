@@ -120,6 +120,11 @@ def test_training_goes_on_elsewhere_in_the_middle_of_a_window(tmp_path, pairs):
     assert max(found) <= CLOSE, dict(zip(pairs, found, strict=True))
 
 
+def test_undone_between_two_fits_ends_where_one_device_ends():
+    (found,) = own_process.call(meshed_training.undone, None, [{}], 90)
+    assert max(found) <= CLOSE, found
+
+
 @pytest.mark.parametrize(
     "cases",
     [

@@ -54,6 +54,8 @@ def take_off_mesh(model: Any) -> None:
     """Keeps every variable of a model whole on the host again."""
     keys = []
     window = StepBuilder.of(model).loss_window
+    # A step that was traced before the model was on the mesh updates what its variables were then.
+    StepBuilder.of(model).retrace()
     sections = [*training_variables(model).values(), window.variables.values() if window else ()]
     for variable in [each for variables in sections for each in variables]:
         if storage_on_mesh(variable) is not None:
