@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Self
 import keras
 
 from keras_paragrad._keras.objects.method_patch import replace_methods, restore_methods
-
-_PREPARED = "_keras_paragrad_prepared"
+from keras_paragrad._keras.objects.state import state_of
 
 
 class Preparation(abc.ABC):
@@ -37,13 +36,13 @@ class Preparation(abc.ABC):
         self._jit_compile: tuple[Any, Any] | None = None
         self.start()
         self.renew()
-        # Bypass Keras's tracking.
-        vars(model).setdefault(_PREPARED, {})[type(self)] = self
+        state = state_of(model)
+        state.preparations = {**state.preparations, type(self): self}
 
     @classmethod
     def of(cls, model: Any, *settings: Any) -> Self:
         """A model's preparation with these settings, which it may have already and is renewed then."""
-        before = vars(model).get(_PREPARED, {}).get(cls)
+        before = state_of(model).preparations.get(cls)
         if before is not None and before.settings != settings and not cls.changes_in_place:
             before.undo()
             before = None
@@ -74,16 +73,14 @@ class Preparation(abc.ABC):
 
     def undo(self) -> None:
         """Restores the methods of the model's class, and its settings."""
-        prepared = vars(self.model).get(_PREPARED, {})
-        if prepared.get(type(self)) is not self:
+        state = state_of(self.model)
+        if state.preparations.get(type(self)) is not self:
             return
         self.stop()
         restore_methods(self.model, *self._methods)
         if self._jit_compile is not None and self.model.jit_compile == self._jit_compile[1]:
             self.model.jit_compile = self._jit_compile[0]
-        del prepared[type(self)]
-        if not prepared:
-            del vars(self.model)[_PREPARED]
+        state.preparations = {kind: each for kind, each in state.preparations.items() if each is not self}
 
     @property
     def table(self) -> Any:

@@ -16,8 +16,6 @@ from keras_paragrad._keras.probes.trial import is_trial
 from keras_paragrad._keras.replicas.collectives import replica_count, replica_index, sum_over_replicas
 from keras_paragrad._keras.replicas.shard import Shard
 
-_METRICS = "_keras_paragrad_own_logs"
-
 
 def evaluated_by_own_step(model: Any, data: Any, normalize: LossNormalization | None) -> dict[str, Any]:
     """What the model's own `test_step` returns, the same on every replica; called on every replica.
@@ -169,6 +167,6 @@ class _OverAllReplicas(MethodPatch):
 
 @contextlib.contextmanager
 def _over_all_replicas(part: _Part, outputs_scale: float) -> Iterator[None]:
-    with patched(part.model, _METRICS, lambda: _OverAllReplicas(part, outputs_scale)) as replacement:
+    with patched(part.model, lambda: _OverAllReplicas(part, outputs_scale)) as replacement:
         replacement.parts[replica_index()] = part
         yield

@@ -12,10 +12,10 @@ from keras.src.backend.common.masking import get_keras_mask
 from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
 
 from keras_paragrad._keras.hooks.check import check_objects
+from keras_paragrad._keras.objects.state import state_of
 from keras_paragrad._keras.probes.untouched import untouched, without_assignments
 from keras_paragrad._keras.replicas.collectives import replica_index
 
-_LISTENERS = "_keras_paragrad_listeners"
 MEANS = ("sum_over_batch_size", "mean")
 
 
@@ -154,8 +154,9 @@ def recorded_terms(
     if compiled is None:
         yield terms
         return
-    listeners = compiled.__dict__.setdefault(_LISTENERS, [])
-    if not listeners:
+    listeners = state_of(compiled).listeners
+    if listeners is None:
+        listeners = state_of(compiled).listeners = []
         _listen(compiled, listeners)
     # Tracing of replicas may be interleaved while the terms are recorded, and each records its own.
     listeners.append(_Listener(replica_index(), terms, untracked, by_example))
@@ -195,7 +196,8 @@ def _unless_untracked(update_state: Callable[..., Any], listeners: list[_Listene
 
 
 def _stop_listening(compiled: Any) -> None:
-    del compiled.__dict__["build"], compiled.__dict__[_LISTENERS]
+    del compiled.__dict__["build"]
+    state_of(compiled).listeners = None
     for tracker in compiled.metrics:
         tracker.__dict__.pop("update_state", None)
     if compiled._flat_losses:

@@ -5,6 +5,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from keras_paragrad._keras.objects.state import state_of
+
 Made = TypeVar("Made", bound="MethodPatch")
 
 
@@ -51,17 +53,24 @@ def is_patched(owner: Any, name: str) -> bool:
     return name in owner.__dict__
 
 
+def patch_of(owner: Any, kind: type[Made]) -> Made | None:
+    """What replaces an object's methods now, of one class."""
+    return state_of(owner).patches.get(kind)
+
+
 @contextlib.contextmanager
-def patched(owner: Any, key: str, make: Callable[[], Made]) -> Iterator[Made]:
+def patched(owner: Any, make: Callable[[], Made]) -> Iterator[Made]:
     """Replaces methods while a step is traced in it; entered on every replica.
 
     Args:
         owner: The object that keeps the replacement, so that the other replicas find it.
-        key: The attribute in which it does.
-        make: Makes the replacement.
+        make: Makes the replacement. An owner keeps one of each class.
     """
     # Replicas are traced interleaved, up to each collective: the first to enter patches, the last to leave restores.
-    replacement = owner.__dict__.setdefault(key, make())
+    made, state = make(), state_of(owner)
+    kind = type(made)
+    replacement = state.patches.get(kind, made)
+    state.patches = {**state.patches, kind: replacement}
     replacement.inside += 1
     try:
         if replacement.inside == 1:
@@ -71,4 +80,4 @@ def patched(owner: Any, key: str, make: Callable[[], Made]) -> Iterator[Made]:
         replacement.inside -= 1
         if not replacement.inside:
             replacement.put_back()
-            del owner.__dict__[key]
+            state.patches = {other: each for other, each in state.patches.items() if other is not kind}

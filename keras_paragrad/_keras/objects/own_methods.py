@@ -10,6 +10,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_paragrad._keras.objects.layers import attributes
 from keras_paragrad._keras.objects.method_patch import MethodPatch, patched
+from keras_paragrad._keras.objects.state import state_of
 
 # Methods that also work on another model that trains this one, given what that one was compiled with.
 LENDABLE = ("compute_loss", "compute_metrics", "get_metrics_result", "reset_metrics", "test_step", "predict_step")
@@ -36,12 +37,11 @@ _COMPILED = (
     "loss",
     "optimizer",
 )
-_LENT = "_keras_paragrad_lent"
 
 
 def overrides(model: keras.Model, name: str) -> bool:
     """Whether a model overrides a method or property of `keras.Model`, in its class or on the instance."""
-    on_instance = name in vars(model) and not hasattr(vars(model)[name], _SAYS)
+    on_instance = name in vars(model) and not state_of(vars(model)[name]).warns
     return getattr(type(model), name) is not getattr(keras.Model, name) or on_instance
 
 
@@ -58,9 +58,6 @@ def preprocesses(model: Any) -> bool:
         return True
 
 
-_SAYS = "_keras_paragrad_says"
-
-
 def warn_of_fit(model: Any, message: str) -> None:
     """Has a model warn once when its own `fit` makes its train function."""
     own = vars(model)
@@ -72,7 +69,7 @@ def warn_of_fit(model: Any, message: str) -> None:
         warnings.warn(message, stacklevel=2)
         model.make_train_function(force=force)
 
-    setattr(make_train_function, _SAYS, True)
+    state_of(make_train_function).warns = True
     own["make_train_function"] = make_train_function
 
 
@@ -121,7 +118,7 @@ def lent(model: keras.Model, trained: keras.Model) -> Iterator[None]:
         model: The model to lend to. It is left as it was found.
         trained: The compiled model.
     """
-    with patched(model, _LENT, lambda: _Lent(model, trained)):
+    with patched(model, lambda: _Lent(model, trained)):
         yield
 
 

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_paragrad._keras.objects.capabilities import updating
-from keras_paragrad._keras.objects.method_patch import MethodPatch, patched
+from keras_paragrad._keras.objects.method_patch import MethodPatch, patch_of, patched
 from keras_paragrad._keras.objects.model import all_layers
-
-_TRACED_AS = "_keras_paragrad_traced_as"
 
 
 class Trainable(NamedTuple):
@@ -72,8 +70,8 @@ class _AsBefore(MethodPatch):
 @contextlib.contextmanager
 def traced_as(model: keras.Model, trainable: Trainable | None) -> Iterator[None]:
     """While a step is traced in it, trains what an earlier trace trained; entered on every replica."""
-    if model.run_eagerly or trainable is None or not (_TRACED_AS in vars(model) or trainable.changed):
+    if model.run_eagerly or trainable is None or not (patch_of(model, _AsBefore) or trainable.changed):
         yield
         return
-    with patched(model, _TRACED_AS, lambda: _AsBefore(model, trainable)):
+    with patched(model, lambda: _AsBefore(model, trainable)):
         yield

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.losses.terms import LossTerm
+from keras_paragrad._keras.objects.state import state_of
 from keras_paragrad._keras.probes.losses import mixes_rows, parts_make_up_the_whole
 from keras_paragrad._keras.probes.rows import mixing_layer
 from keras_paragrad._keras.probes.states import layers_apart, metrics_apart, own_metrics_apart
@@ -22,9 +23,6 @@ _PARTS = {
     "microbatch": "the slices of a batch",
     "make_private": "the physical batches of an update",
 }
-
-
-_FOUND = "_keras_paragrad_independence"
 
 
 class _Found(NamedTuple):
@@ -85,10 +83,10 @@ def _known(key: tuple, model: Any, arguments: dict[str, Any], find: Callable[[],
     """What `find` gives, now or when it was asked before of this model as it is compiled."""
     key = (*key, replica_count() > 1, *map(_kind, keras.tree.flatten(arguments)))
     configuration = model._compile_config
-    # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
-    if model.__dict__.get(_FOUND, (None, {}))[0] is not configuration:
-        model.__dict__[_FOUND] = (configuration, {})
-    known = model.__dict__[_FOUND][1]
+    state = state_of(model)
+    if state.independence is None or state.independence[0] is not configuration:
+        state.independence = (configuration, {})
+    known = state.independence[1]
     if key not in known:
         known[key] = find()
     return known[key]

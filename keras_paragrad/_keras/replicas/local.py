@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_paragrad._keras.objects.state import state_of
+
 
 class Place(NamedTuple):
     """Where this process stands among the replicas of a strategy.
@@ -44,21 +46,15 @@ def place_of(strategy: tf.distribute.Strategy) -> Place:
     return Place(strategy.num_replicas_in_sync, len(numbers), min(numbers))
 
 
-# Of a model on a mesh of several workers, whose own strategy knows of none.
-_TOGETHER = "_keras_paragrad_together"
-
-
 def train_together(model: Any, strategy: tf.distribute.Strategy | None) -> None:
     """Says by which strategy the workers that hold parts of a model talk to each other; `None` if there are none."""
-    if strategy is None:
-        vars(model).pop(_TOGETHER, None)
-    else:
-        vars(model)[_TOGETHER] = strategy
+    # Of a model on a mesh of several workers, whose own strategy knows of none.
+    state_of(model).workers = strategy
 
 
 def together_of(model: Any) -> tf.distribute.Strategy:
     """The strategy by which the workers that train a model talk to each other: its own, but on a mesh."""
-    return vars(model).get(_TOGETHER) or model.distribute_strategy
+    return state_of(model).workers or model.distribute_strategy
 
 
 def replica_variable(shape: Sequence[int | None], dtype: tf.DType = tf.float32) -> tf.Variable:

@@ -10,8 +10,6 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.method_patch import MethodPatch, patched
 from keras_paragrad._keras.replicas.collectives import are_local, replica_count
 
-_BUILT = "_keras_paragrad_built_outside"
-
 
 def built_outside_of_steps(model: Any) -> contextlib.AbstractContextManager[Any]:
     """While a step is traced in it, an optimizer of the model makes its variables outside of the graph.
@@ -20,7 +18,7 @@ def built_outside_of_steps(model: Any) -> contextlib.AbstractContextManager[Any]
     """
     if replica_count() == 1 or not are_local() or tf.executing_eagerly():
         return contextlib.nullcontext()
-    return patched(model, _BUILT, lambda: _BuiltOutside(model))
+    return patched(model, lambda: _BuiltOutside(model))
 
 
 class _BuiltOutside(MethodPatch):

@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from keras_paragrad._keras.objects.capabilities import accumulating, nested
 from keras_paragrad._keras.objects.running import fit_frame
+from keras_paragrad._keras.objects.state import state_of
 
 _MIRRORED = (
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.TPUStrategy,
 )
-_SAID = "_keras_paragrad_said_unprepared"
 
 
 def check_compiled_in_scope(model: Any) -> None:
@@ -39,7 +39,7 @@ def check_compiled_in_scope(model: Any) -> None:
 
 def warn_of_unprepared(strategy: Any) -> None:
     """Has a strategy warn once if a model is trained on its replicas in Keras's way, without having been prepared."""
-    if strategy.num_replicas_in_sync == 1 or _SAID in vars(strategy):
+    if strategy.num_replicas_in_sync == 1 or state_of(strategy).warns:
         return
     distribute = strategy.experimental_distribute_dataset
 
@@ -57,4 +57,5 @@ def warn_of_unprepared(strategy: Any) -> None:
             )
         return distribute(dataset, options)
 
-    vars(strategy).update({_SAID: True, "experimental_distribute_dataset": distribute_dataset})
+    state_of(strategy).warns = True
+    vars(strategy)["experimental_distribute_dataset"] = distribute_dataset

@@ -20,6 +20,7 @@ from keras_paragrad._keras.losses.tracking import LossWindow
 from keras_paragrad._keras.objects.capabilities import updating
 from keras_paragrad._keras.objects.model import has_own_train_step
 from keras_paragrad._keras.objects.running import fit_frame
+from keras_paragrad._keras.objects.state import state_of
 from keras_paragrad._keras.objects.trainable import Trainable, traced_as
 from keras_paragrad._keras.replicas.collectives import replica_count
 from keras_paragrad._keras.replicas.shard import Shard
@@ -67,8 +68,10 @@ class StepBuilder:
     @classmethod
     def of(cls, model: keras.Model) -> "StepBuilder":
         """The model's builder; stored on the model, so that compiled functions are reused by the next `fit`."""
-        # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
-        return model.__dict__.setdefault("_keras_paragrad_step_builder", cls(model))
+        state = state_of(model)
+        if state.step_builder is None:
+            state.step_builder = cls(model)
+        return state.step_builder
 
     def fill(self, **stages: Any) -> None:
         """Fills stages, or empties them with `None`; when all are empty, Keras's own methods are restored.

@@ -12,12 +12,11 @@ from keras_paragrad._keras.losses.sums import LossSums, loss_sums
 from keras_paragrad._keras.losses.terms import LossTerm, recorded_terms
 from keras_paragrad._keras.losses.undivided import not_divided_by_replicas
 from keras_paragrad._keras.objects.layers import mask_of, with_mask
+from keras_paragrad._keras.objects.state import state_of
 from keras_paragrad._keras.replicas.collectives import replica_count, replica_index
 from keras_paragrad._keras.replicas.shard import rows_of
 from keras_paragrad._keras.storage.gathering import differentiable
 from keras_paragrad._keras.storage.regathering import gathered_again
-
-_SHARES = "_keras_paragrad_shares"
 
 
 class Normalizer(NamedTuple):
@@ -174,7 +173,7 @@ def scaled_gradient(gradient: Any, factor: tf.Tensor) -> Any:
 
 def replica_scale_of(model: keras.Model) -> tf.Tensor:
     """What the loss was multiplied with in the backward pass that is being traced on this replica."""
-    return model.__dict__.get(_SHARES, {}).get(replica_index(), tf.constant(1.0))
+    return state_of(model).replica_scales.get(replica_index(), tf.constant(1.0))
 
 
 @contextlib.contextmanager
@@ -182,9 +181,9 @@ def _with_replica_scale(model: keras.Model, factor: tf.Tensor | None) -> Iterato
     if factor is None:
         yield
         return
-    shares = model.__dict__.setdefault(_SHARES, {})
-    shares[replica_index()] = factor
+    state, here = state_of(model), replica_index()
+    state.replica_scales = {**state.replica_scales, here: factor}
     try:
         yield
     finally:
-        del shares[replica_index()]
+        state.replica_scales = {replica: each for replica, each in state.replica_scales.items() if replica != here}

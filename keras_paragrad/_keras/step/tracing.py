@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad._keras.objects.capabilities import accumulating
 from keras_paragrad._keras.objects.model import all_variables
+from keras_paragrad._keras.objects.state import state_of
 from keras_paragrad._keras.objects.unallocated import built_copy, stand_in, without_memory
 from keras_paragrad._keras.probes.untouched import untouched
 from keras_paragrad._keras.step.builder import StepBuilder
@@ -126,7 +127,7 @@ def _of_graph(graph: Any, rows: int, optimizers: list[Any], calls: list[_Call]) 
 
 
 def _step_of(model: Any) -> Callable[[Any], Any]:
-    builder = model.__dict__.get("_keras_paragrad_step_builder")
+    builder = state_of(model).step_builder
     return builder.one_step if isinstance(builder, StepBuilder) and builder.stages.split else model.train_step
 
 

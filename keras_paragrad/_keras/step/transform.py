@@ -8,9 +8,9 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.capabilities import accumulation_steps
+from keras_paragrad._keras.objects.state import state_of
 from keras_paragrad._keras.storage.layout import own_parts, whole_gradients
 
-_TRANSFORM = "_keras_paragrad_transform"
 # In files, the state of a transform is that of an attribute of the optimizer, numbered in their order.
 _STATE = "gradient_transform_"
 
@@ -72,7 +72,8 @@ def install(optimizer: Any, transform: Transform | None) -> None:
         ValueError: The optimizer accumulates gradients itself.
     """
     if transform is None:
-        if optimizer.__dict__.pop(_TRANSFORM, None) is not None:
+        if installed(optimizer) is not None:
+            state_of(optimizer).transform = None
             del optimizer.__dict__["apply"]
         return
     steps = accumulation_steps(optimizer)
@@ -82,14 +83,14 @@ def install(optimizer: Any, transform: Transform | None) -> None:
             "a whole update can't be transformed. Remove that argument, and compile with "
             f"AccumulatingOptimizer(optimizer, steps={steps})."
         )
+    state_of(optimizer).transform = transform
     # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
-    optimizer.__dict__[_TRANSFORM] = transform
     optimizer.__dict__["apply"] = functools.partial(_apply, optimizer, transform)
 
 
 def installed(optimizer: Any) -> Transform | None:
     """What the gradients of an optimizer's updates pass through. Functions traced with another one are outdated."""
-    return optimizer.__dict__.get(_TRANSFORM)
+    return state_of(optimizer).transform
 
 
 def _apply(optimizer: Any, transform: Transform, grads: Sequence[Any], trainable_variables: Any = None) -> None:

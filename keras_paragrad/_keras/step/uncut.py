@@ -12,11 +12,10 @@ from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad._keras.losses.normalization import IndivisibleError, LossNormalization
 from keras_paragrad._keras.losses.terms import LossTerm
+from keras_paragrad._keras.objects.state import state_of
 from keras_paragrad._keras.replicas.shard import rows_of
 
 _log = logging.getLogger("keras_paragrad")
-_SAID = "_keras_paragrad_said"
-_LOOKED = "_keras_paragrad_looked"
 # TensorFlow quotes what a check fails with, so that this can be found in it and a longer text can't.
 _ABOVE = "keras_paragrad: a batch is larger than a slice"
 
@@ -49,10 +48,10 @@ class Foreseen:
 
     def look(self, model: Any, arguments: dict[str, Any], terms: list[LossTerm]) -> None:
         """Says what is found in a step; takes what a `LossNormalization` takes. Looks once for each `compile`."""
-        looked = model.__dict__.setdefault(_LOOKED, {})
-        if self.where in _said(model) or looked.get(self.where) is model._compile_config:
+        state = state_of(model)
+        if self.where in state.logged or state.foreseen.get(self.where) is model._compile_config:
             return
-        looked[self.where] = model._compile_config
+        state.foreseen = {**state.foreseen, self.where: model._compile_config}
         # What is computed to find out is in a graph that is never run.
         with FuncGraph("foreseen").as_default(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -67,14 +66,10 @@ class Foreseen:
 
     def say(self, model: keras.Model, refusal: IndivisibleError) -> None:
         """Logs what would be refused, unless that was said of this model before."""
-        if self.where not in _said(model):
-            _said(model).add(self.where)
+        state = state_of(model)
+        if self.where not in state.logged:
+            state.logged |= {self.where}
             _log.warning("%s %s would be refused: %s", type(model).__name__, self.where, refusal)
-
-
-def _said(model: Any) -> set[str]:
-    # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
-    return model.__dict__.setdefault(_SAID, set())
 
 
 class Limit:

@@ -12,13 +12,14 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_paragrad._keras.objects.model import all_layers
+from keras_paragrad._keras.objects.state import state_of
 from keras_paragrad._keras.step.compiled_call import compiled_call, compiles, may_be_parted
 from keras_paragrad._keras.storage.creation import may_be_in_shards
 from keras_paragrad._keras.storage.exchange import looked_up
 from keras_paragrad._keras.storage.reading import known, known_cast, read_as
 from keras_paragrad._keras.storage.sharded import ShardedVariable, sharded_value
 
-_CALL, _GATHERS = "call", "_keras_paragrad_gathers"
+_CALL = "call"
 
 
 class _Order(threading.local):
@@ -42,21 +43,21 @@ def gather_at_calls(model: keras.Model) -> None:
     for layer in all_layers(model):
         # One that has no weights yet may be built by its first call.
         if not isinstance(layer, keras.Model):
-            # Bypass Keras's tracking: neither this nor a method is state.
-            vars(layer)[_GATHERS] = True
+            state_of(layer).gathers = True
             settle(layer)
 
 
 def gather_on_read(model: keras.Model) -> None:
     """Restores the layers' own `call`."""
     for layer in all_layers(model):
-        vars(layer).pop(_GATHERS, None)
+        state_of(layer).gathers = False
         settle(layer)
 
 
 def settle(layer: keras.layers.Layer) -> None:
     """Has a layer that nothing else calls in a way of its own gather its weights when it is called, if it is to."""
-    own, gathers = vars(layer), _GATHERS in vars(layer)
+    # Bypass Keras's tracking: a method is not state.
+    own, gathers = vars(layer), state_of(layer).gathers
     if gathers and _CALL not in own:
         own[_CALL] = functools.partial(_call, layer)
     elif not gathers and isinstance(own.get(_CALL), functools.partial) and own[_CALL].func is _call:
@@ -65,7 +66,7 @@ def settle(layer: keras.layers.Layer) -> None:
 
 def plain_call(layer: Any, *arguments: Any, **keywords: Any) -> Any:
     """What the layer's class does when it is called, with its weights gathered before, if they are to be."""
-    if _GATHERS in vars(layer):
+    if state_of(layer).gathers:
         return _call(layer, *arguments, **keywords)
     return type(layer).call(layer, *arguments, **keywords)
 

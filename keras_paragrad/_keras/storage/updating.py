@@ -9,10 +9,10 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.capabilities import nested, parts
+from keras_paragrad._keras.objects.state import state_of
 from keras_paragrad._keras.replicas.collectives import replica_index, sum_over_replicas
 from keras_paragrad._keras.storage.storage import storage_of
 
-_NORMS = "_keras_paragrad_norms"
 # Their steps compute each element from that element alone. All others are given whole variables, one at a time. So is
 # Ftrl: Keras's `add` looks at the whole shape of its accumulators, and takes a shard as long as a row for a bias.
 _ELEMENTWISE = {
@@ -82,8 +82,8 @@ def install(optimizer: Any, variables: Sequence[keras.Variable]) -> None:
     for part in parts(optimizer):
         # Bypass `__setattr__`: Keras tracks what is assigned.
         own = vars(part)
-        if any(each.divided for each in storages) and _NORMS not in own:
-            own[_NORMS] = None
+        if any(each.divided for each in storages) and state_of(part).norms is None:
+            state_of(part).norms = ()
             own["_clip_gradients"] = functools.partial(_clip, part)
             own["_update_model_variables_moving_average"] = functools.partial(_average, part)
         if not all(each.takes_steps_of(part) for each in storages):
@@ -99,10 +99,10 @@ def updating(optimizer: Any, variables: Sequence[keras.Variable], norms: dict[in
         variables: The variables that it updates.
         norms: By replica, what `squares` has found.
     """
-    installed = [part for part in parts(optimizer) if _NORMS in vars(part)]
+    installed = [part for part in parts(optimizer) if state_of(part).norms is not None]
     keys = [optimizer._var_key(variable) for variable in variables] if installed else []
     for part in installed:
-        vars(part)[_NORMS] = keys, norms
+        state_of(part).norms = keys, norms
     with contextlib.ExitStack() as stack:
         for variable in variables:
             stack.enter_context(storage_of(variable).updating())
@@ -122,9 +122,10 @@ def _unscaled(gradient: Any, scale: Any) -> tf.Tensor:
 
 def _clip(part: Any, grads: Sequence[Any]) -> list[Any]:
     """Keras's three ways to clip, with the norms of whole gradients."""
-    if not vars(part)[_NORMS] or not (part.clipnorm or part.global_clipnorm):
+    found = state_of(part).norms
+    if not found or not (part.clipnorm or part.global_clipnorm):
         return type(part)._clip_gradients(part, grads)
-    keys, norms = vars(part)[_NORMS]
+    keys, norms = found
     updated = {
         part._var_key(variable) for variable in part._trainable_variables if not variable.overwrite_with_gradient
     }

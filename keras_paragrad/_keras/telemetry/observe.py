@@ -8,11 +8,9 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.capabilities import accumulating, unscaled, updating
-from keras_paragrad._keras.objects.method_patch import MethodPatch, patched
+from keras_paragrad._keras.objects.method_patch import MethodPatch, patch_of, patched
 from keras_paragrad._keras.replicas.collectives import replica_count, replica_index
 from keras_paragrad._keras.step.forward import scaled_gradient
-
-_WINDOW = "_keras_paragrad_window"
 
 
 class Observe(Protocol):
@@ -40,7 +38,7 @@ def observed(model: keras.Model, observe: Observe | None, rows: tf.Tensor) -> It
         yield
         return
     optimizer = unscaled(model.optimizer)
-    with patched(optimizer, _WINDOW, lambda: _Window(optimizer, observe)) as window:
+    with patched(optimizer, lambda: _Window(optimizer, observe)) as window:
         window.rows[replica_index()] = rows
         yield
 
@@ -53,7 +51,7 @@ def show_before_sum(model: keras.Model, gradients: Sequence[Any], share: tf.Tens
         gradients: A gradient for each weight or `None`, with the loss scale and
         share: with what the loss was multiplied besides.
     """
-    window = unscaled(model.optimizer).__dict__.get(_WINDOW)
+    window = patch_of(unscaled(model.optimizer), _Window)
     if window is not None:
         factor = share * tf.cast(model.optimizer.scale_loss(tf.constant(1.0)), "float32")
         window.sums_first = True

@@ -13,7 +13,6 @@ from keras_paragrad._keras.replicas.collectives import replica_count, replica_in
 from keras_paragrad._keras.storage.layout import whole_gradients
 from keras_paragrad._keras.telemetry.weight_deltas import WeightDeltas
 
-_WATCH = "_keras_paragrad_watch"
 _REDUCE = "_all_reduce_sum_gradients"
 
 
@@ -69,7 +68,7 @@ def watched(model: Any, watcher: Watcher | None) -> Iterator[None]:
         yield
         return
     optimizer = updating(model.optimizer)
-    with patched(optimizer, _WATCH, lambda: _Watch(model, optimizer, watcher)):
+    with patched(optimizer, lambda: _Watch(model, optimizer, watcher)):
         yield
 
 

@@ -1,0 +1,82 @@
+"""`ModelState`: what the pack attaches to a model, a layer or an optimizer of the user's."""
+
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+_KEY = "_keras_paragrad"
+Value = TypeVar("Value")
+
+
+class Slot(Generic[Value]):
+    """One concern's value in a `ModelState`. Assigning what is empty deletes it.
+
+    Args:
+        empty: What it is where nothing was assigned. Values are replaced and never changed in place.
+    """
+
+    def __init__(self, empty: Value):
+        self.empty = empty
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, state: "ModelState", kind: type) -> Value:
+        return state.attached.get(self.name, self.empty)
+
+    def __set__(self, state: "ModelState", value: Value) -> None:
+        others = {name: other for name, other in state.attached.items() if name != self.name}
+        state.attach(others if type(value) is type(self.empty) and not value else {**others, self.name: value})
+
+
+class ModelState:
+    """What is attached to one object, all in one attribute of it, which is gone when every slot is empty.
+
+    Keras neither tracks nor saves nor clones it, and `untouched` puts it back with the object's other attributes.
+
+    Args:
+        owner: The object: a model, layer, optimizer or loss, but also a strategy or function.
+    """
+
+    # Of models: who builds the step, and how the model is trained (`distribution.preparation`).
+    step_builder = Slot[Any](None)
+    preparations = Slot[Mapping[type, Any]]({})
+    # The strategy by which workers that hold parts of the model talk to each other.
+    workers = Slot[Any](None)
+    # What probes have found out for the `compile` they are stored with, and what was logged already.
+    independence = Slot[tuple[Any, dict[Any, Any]] | None](None)
+    foreseen = Slot[Mapping[str, Any]]({})
+    logged = Slot[frozenset[str]](frozenset())
+    # By replica, what the loss is multiplied with in the backward pass that is being traced.
+    replica_scales = Slot[Mapping[int, Any]]({})
+    # Of any: the methods that are replaced while a step is traced, by the class of their `MethodPatch`.
+    patches = Slot[Mapping[type, Any]]({})
+    # Of layers: whether a call gathers the weights.
+    gathers = Slot[bool](False)
+    # Of optimizers: the installed *transform*, and the norms of gradients in shards, `()` between updates.
+    transform = Slot[Any](None)
+    norms = Slot[tuple[Any, ...] | None](None)
+    # Of compiled losses: who records their terms.
+    listeners = Slot[list[Any] | None](None)
+    # Of strategies, and of functions in a method's place: whether they warn of an unprepared `fit`.
+    warns = Slot[bool](False)
+
+    def __init__(self, owner: Any):
+        self._owner = owner
+
+    @property
+    def attached(self) -> Mapping[str, Any]:
+        """The slots that are filled, by name."""
+        return getattr(self._owner, "__dict__", {}).get(_KEY, {})
+
+    def attach(self, slots: dict[str, Any]) -> None:
+        """Replaces all slots."""
+        # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
+        if slots:
+            vars(self._owner)[_KEY] = slots
+        else:
+            vars(self._owner).pop(_KEY, None)
+
+
+def state_of(owner: Any) -> ModelState:
+    """What is attached to an object."""
+    return ModelState(owner)
