@@ -262,8 +262,8 @@ _STEP = [
     _fault(
         "a transform is applied twice",
         "_keras/step/transform.py",
-        "transformed = own_parts(transform(unscaled, changed), changed)",
-        "transformed = own_parts(transform(transform(unscaled, changed), changed), changed)",
+        "whole = transform(unscaled, changed)",
+        "whole = transform(transform(unscaled, changed), changed)",
         "test_transform.py::test_on_one_device",
     ),
     _fault(
@@ -279,6 +279,13 @@ _STEP = [
         "whole = gradient.weight is not None or self.stages.chain is not None",
         "whole = gradient.weight is not None",
         "test_transform.py::test_on_replicas_that_are_not_weighed",
+    ),
+    _fault(
+        "shards are clipped by the norm of the gradient before its transform",
+        "_keras/step/transform.py",
+        "measure_again(optimizer, whole, changed)",
+        "measure_again(optimizer, unscaled, changed)",
+        "sharding/test_storage.py::test_telemetry_and_transforms_see_whole_gradients",
     ),
 ]
 

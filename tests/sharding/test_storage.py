@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
-from transforms import negated
+from transforms import shifted
 
 from keras_paragrad import DistributedFit, GradientNoiseScale, GradientTelemetry, microbatch
 from keras_paragrad._keras.step import forward
@@ -140,7 +140,7 @@ def test_telemetry_and_transforms_see_whole_gradients(shard, tmp_path):
         else:
             with dist.scope():
                 model = made(keras.optimizers.SGD(0.1, global_clipnorm=0.1))
-        StepBuilder.of(model).fill(transform=negated)
+        StepBuilder.of(model).fill(transform=shifted)
         fit = functools.partial(dist.fit, model) if dist else model.fit
         fit(X, Y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=[telemetry])
         found.append((model.get_weights(), [vector for vector, _ in telemetry._recent]))

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_paragrad._keras.objects.capabilities import accumulation_steps
 from keras_paragrad._keras.objects.state import state_of
 from keras_paragrad._keras.storage.layout import own_parts, whole_gradients
+from keras_paragrad._keras.storage.updating import measure_again
 
 # In files, the state of a transform is that of an attribute of the optimizer, numbered in their order.
 _STATE = "gradient_transform_"
@@ -106,7 +107,9 @@ def _apply(optimizer: Any, transform: Transform, grads: Sequence[Any], trainable
     changed = [variables[place] for place in places]
     dense = whole_gradients([tf.convert_to_tensor(grads[place]) for place in places], changed)
     unscaled = [gradient / scale for gradient in dense] if scale else dense
-    transformed = own_parts(transform(unscaled, changed), changed)
+    whole = transform(unscaled, changed)
+    measure_again(optimizer, whole, changed)
+    transformed = own_parts(whole, changed)
     for place, gradient in zip(places, transformed, strict=True):
         grads[place] = gradient * scale if scale else gradient
     type(optimizer).apply(optimizer, grads, given)

@@ -76,6 +76,21 @@ def squares(optimizer: Any, gradients: Sequence[Any], variables: Sequence[keras.
     return found
 
 
+def measure_again(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> None:
+    """Has an optimizer clip by the norms of whole gradients, unscaled, in place of what `squares` has found.
+
+    Called on every replica, within `updating`.
+    """
+    keys, norms = state_of(next(iter(parts(optimizer)))).norms or ((), {})
+    if not norms.get(replica_index()):
+        return
+    changed = {
+        optimizer._var_key(variable): tf.reduce_sum(tf.square(_unscaled(gradient, None)))
+        for gradient, variable in zip(gradients, variables, strict=True)
+    }
+    norms[replica_index()] = [changed.get(key, old) for key, old in zip(keys, norms[replica_index()], strict=True)]
+
+
 def install(optimizer: Any, variables: Sequence[keras.Variable]) -> None:
     """Has an optimizer, and those that it delegates to, update variables where they live; once is enough."""
     storages = [storage_of(variable) for variable in variables]
