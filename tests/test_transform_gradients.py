@@ -158,19 +158,25 @@ def test_a_file_without_state_leaves_it_as_it_begins(tmp_path):
 
 
 def test_after_the_noise_of_a_private_model():
-    def trained(*functions):
-        keras.utils.set_random_seed(0)
-        options = {"clip_norm": 1.0, "expected_batch_size": 4, "delta": 1e-3, "noise_multiplier": 1.0, "seed": 1}
-        private = make_private(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), **options)
-        private.compile("sgd", "mse", run_eagerly=True)
-        start = private.trainable_weights[0].numpy()
-        for f in functions:
-            transform_gradients(private, f)
-        x = np.random.default_rng(0).normal(size=(4, 4)).astype("float32")
-        private.fit(x, x[:, :1], epochs=1, verbose=0)
-        return private.trainable_weights[0].numpy() - start
+    built = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+    private = make_private(built, clip_norm=1.0, expected_batch_size=4, delta=1e-3, noise_multiplier=1.0)
+    private.compile("sgd", "mse", run_eagerly=True)
+    before = built.get_weights()
+    handle = transform_gradients(private, lambda gradients, variables: [tf.zeros_like(each) for each in gradients])
+    private.fit(x, y, verbose=0)
+    for ours, theirs in zip(built.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert private.privacy.updates == 2
 
-    np.testing.assert_allclose(trained(doubled), 2 * trained(), rtol=1e-5, atol=1e-6)
+    # The same noise, with and without a transform, would show what it hides.
+    private.set_seed(1)
+    with pytest.raises(ValueError, match=r"Leave out seed=\.\.\., or call undo\(\)"):
+        private.fit(x, y, verbose=0)
+    handle.undo()
+    private.fit(x, y, verbose=0)
+    assert private.privacy.updates == 4
+    assert np.abs(built.get_weights()[0] - before[0]).max() > 1e-3
 
 
 class Bad:

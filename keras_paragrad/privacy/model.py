@@ -18,7 +18,7 @@ from keras_paragrad.privacy.clipping import PrivateGradients
 from keras_paragrad.privacy.ledger import ROWS, WORDS
 from keras_paragrad.privacy.noise import GaussianNoise
 from keras_paragrad.privacy.physical import PhysicalBatches
-from keras_paragrad.privacy.refusals import check_compiled, check_fit
+from keras_paragrad.privacy.refusals import check_compiled, check_fit, check_transforms
 from keras_paragrad.privacy.releases import Releases
 from keras_paragrad.privacy.rows import rows_from
 from keras_paragrad.privacy.sampling import PoissonSampling, present, private_batches
@@ -165,6 +165,7 @@ class PrivateModel(PerExampleModel):
         listed = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
         check_compiled(self)
         check_fit(self, listed, batch_size, validation_split, shuffle, steps_per_epoch)
+        check_transforms(self, self._releases.seed)
         rows = rows_from(x, y, sample_weight, class_weight)
         self.privacy.given(rows.count)
         self._releases.begin_fit()

@@ -174,6 +174,20 @@ def check_fit(
         )
 
 
+def check_transforms(model: Any, seed: int | None) -> None:
+    """Refuses transforms of gradients where the same noise may be drawn again.
+
+    Raises:
+        ValueError: There are transforms and a seed.
+    """
+    if seed is not None and StepBuilder.of(model).stages.transforms:
+        raise ValueError(
+            "A seed gives each training on the same data the same noise, and with other transforms of gradients its "
+            "updates are others, whose difference would show gradients without noise. Leave out seed=..., or call "
+            "undo() on what transform_gradients returned."
+        )
+
+
 def _check_callback(callback: Any) -> None:
     """Refuses a callback that decides by what is computed from private rows without noise."""
     if isinstance(callback, keras.callbacks.TerminateOnNaN):
