@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad._keras.objects.saved import SavedVariables
+from keras_paragrad._keras.probes.untouched import never_run, untouched
 from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad._keras.storage.layout import divided, mesh_of
 from keras_paragrad.arguments import check_instance, refusal
@@ -48,8 +49,9 @@ class transform_gradients:  # noqa: N801  (used as a function and as a context m
 
     Raises:
         ValueError: The model isn't built or compiled, its weights are in shards or on a mesh, its optimizer has
-            `gradient_accumulation_steps`, or `f` fails on symbolic gradients or returns other shapes. The message says
-            what to write. On replicas, `fit` raises it for a model with a custom `train_step`.
+            `gradient_accumulation_steps`, or `f` fails on symbolic gradients, returns other shapes, or on several
+            replicas draws random numbers or assigns variables. The message says what to write. On replicas, `fit`
+            raises it for a model with a custom `train_step`.
 
     Example:
 
@@ -109,12 +111,24 @@ class _Transform:
         self._check_storage(model.trainable_variables)
         if callable(init) and self.stateful:
             self._add_state(init)
+        self._try(model, f)
+
+    def _try(self, model: Any, f: Any) -> None:
+        """Traces it once, in a graph that is never run."""
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in self._transformable()]
         traced = tf.function(lambda *gradients: self._transformed(list(gradients)), autograph=False)
         try:
-            traced.get_concrete_function(*specs)
+            with untouched((model, f), never_run()):
+                graph = traced.get_concrete_function(*specs).graph
         except Exception as error:
             raise ValueError(f"`f` fails on symbolic gradients of {model.name}: {str(error)[:500]}") from error
+        impure = _impure_operations(graph)
+        if impure and model.distribute_strategy.num_replicas_in_sync > 1:
+            raise ValueError(
+                f"`f` draws random numbers or assigns variables ({', '.join(impure)}), and each replica calls it, so "
+                "their weights would become different. Draw with tf.random.stateless_normal(shape, seed=[..., count]), "
+                "and keep the count in the state."
+            )
 
     def _add_state(self, init: Callable[[list[keras.Variable]], Any]) -> None:
         self.known = list(self.model.trainable_variables)
@@ -186,6 +200,15 @@ class _State(SavedVariables):
         """Reads what was saved; from a file without a state of this transform, nothing."""
         if all(name in store for name in self.variables):
             super().load_own_variables(store)
+
+
+def _impure_operations(graph: Any) -> list[str]:
+    """The kinds of operations that do something else on each replica."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(node for each in definition.library.function for node in each.node_def)]
+    # Calls of functions have names that begin so as well.
+    kinds = {node.op for node in nodes if node.op not in ("StatefulPartitionedCall", "StatefulCase", "StatefulIf")}
+    return sorted(kind for kind in kinds if kind.startswith(("Random", "Stateful", "Multinomial", "Assign")))
 
 
 def _checked(what: str, returned: Any, expected: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -234,6 +234,36 @@ def test_shards_are_refused():
         transform_gradients(made(inner, sharded), doubled)
 
 
+def random_signs(gradients, variables):
+    return [gradient * tf.sign(tf.random.normal(gradient.shape)) for gradient in gradients]
+
+
+class Counting:
+    """Assigns a variable of its own."""
+
+    def __init__(self):
+        self.count, self.calls = tf.Variable(0), 0
+
+    def __call__(self, gradients, variables):
+        self.calls += 1
+        self.count.assign_add(1)
+        return gradients
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize(("make", "kind"), [(lambda: random_signs, "RandomStandardNormal"), (Counting, "AssignAdd")])
+def test_what_differs_between_replicas_is_refused(make, kind):
+    model = made(inner, DistributedFit(devices=["CPU:0", "CPU:1"], jit=False))
+    with pytest.raises(ValueError, match=rf"{kind}.*each replica.*stateless_normal"):
+        transform_gradients(model, make())
+
+
+def test_the_trial_leaves_no_trace():
+    counting = Counting()
+    transform_gradients(made(inner), counting)
+    assert (counting.calls, int(counting.count)) == (0, 0)
+
+
 @pytest.mark.own_process(seconds=240)
 def test_meshes_are_refused():
     meshed = DistributedFit(mesh={"batch": 1, "model": 1}, layout="auto")
