@@ -1,6 +1,5 @@
 """The gradient of a batch, put together from those of its slices."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -9,8 +8,8 @@ import tensorflow as tf
 from keras_paragrad._keras.losses.sums import zero_sums
 from keras_paragrad._keras.objects.capabilities import unscaled
 from keras_paragrad._keras.replicas.shard import rows_of
-from keras_paragrad._keras.step.forward import scaled_gradient
-from keras_paragrad._keras.step.gradient import Gradient
+from keras_paragrad._keras.step.forward import StepContext, scaled_gradient
+from keras_paragrad._keras.step.gradient import Gradient, gradient_of
 
 
 class RunningSums(NamedTuple):
@@ -31,16 +30,14 @@ class SliceSums:
     """Sums the gradients of slices, and records while tracing which variables get one.
 
     Args:
-        model: The model.
-        gradient_of_slice: The gradient of a slice, with its weight.
+        context: What the pass of a slice needs; it weights the gradient.
         alike: Whether all slices weigh the same, so that no gradient is multiplied with its weight.
     """
 
-    def __init__(self, model: keras.Model, gradient_of_slice: Callable[..., Gradient], *, alike: bool = False):
-        self.model: Any = model
+    def __init__(self, context: StepContext, *, alike: bool = False):
+        self.context, self.model = context, context.model
         self.alike = alike
-        self.variables = model.trainable_weights
-        self.gradient_of_slice = gradient_of_slice
+        self.variables = self.model.trainable_weights
         self.present: set[int] = set()
         # The mean over a slice has larger gradients than that over the batch, and would overflow where that doesn't.
         self._scaled = unscaled(self.model.optimizer) is not self.model.optimizer
@@ -64,13 +61,13 @@ class SliceSums:
             total: Those without it.
             data: The slice.
             rows: How many examples the batch has.
-            **how: What else `gradient_of_slice` is given.
+            **how: What the `StepContext` of this slice has of its own.
         """
         share = tf.constant(1.0)
         if self._scaled:
             share = tf.cast(rows_of(data), "float32") / tf.cast(rows, "float32")
             how["replica_scale"] = lambda weight: tf.constant(1.0) if weight.summed else share
-        part = self.last = self.gradient_of_slice(data, **how)
+        part = self.last = gradient_of(self.context._replace(**how), data)
         assert part.weight is not None, "the split stage weights every slice"
         assert part.sums is not None, "losses of slices are not left to Keras"
         value = tf.constant(1.0) if self.alike else part.weight.value

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_paragrad._keras.losses.normalization import LossNormalization, warn_of_batch_statistics
 from keras_paragrad._keras.replicas.shard import rows_of
 from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad._keras.step.forward import StepContext
 from keras_paragrad._keras.step.gradient import Gradient
 from keras_paragrad._keras.step.symbolic import build_losses
 from keras_paragrad._keras.step.uncut import Foreseen
@@ -101,11 +102,11 @@ class Slices(NamedTuple):
         known = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]
         return None if known is None else known > self.size
 
-    def __call__(self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient], data: Any) -> Gradient:
+    def __call__(self, context: StepContext, data: Any) -> Gradient:
         """The gradient of a batch, from those of its slices."""
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         known = tensors[0].shape[0]
-        sums = self.begun(model, gradient_of_slice, data)
+        sums = self.begun(context, data)
 
         def add_rest(total):
             # Computed inside the branch: XLA can't treat a captured value as a compile-time constant.
@@ -123,14 +124,12 @@ class Slices(NamedTuple):
             total = add_rest(total)
         return sums.gradient(total, rows)
 
-    def begun(
-        self, model: keras.Model, gradient_of_slice: Callable[[Any], Gradient], data: Any, *, alike: bool = False
-    ) -> SliceSums:
+    def begun(self, context: StepContext, data: Any, *, alike: bool = False) -> SliceSums:
         """What sums the slices of a batch, of a model whose weights and losses are built; see `SliceSums`."""
-        if not model.built:
-            model(rows_at(data, 0, 1)[0])
-        build_losses(model, rows_at(data, 0, 1))
-        return SliceSums(model, gradient_of_slice, alike=alike)
+        if not context.model.built:
+            context.model(rows_at(data, 0, 1)[0])
+        build_losses(context.model, rows_at(data, 0, 1))
+        return SliceSums(context, alike=alike)
 
     def added_up(
         self, sums: SliceSums, slices: Any, slice_at: Callable[[Any], Any], rows: Any, **how: Any

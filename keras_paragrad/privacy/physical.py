@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -10,7 +9,7 @@ import tensorflow as tf
 from keras_paragrad._keras.losses.logs import has_metrics
 from keras_paragrad._keras.replicas.collectives import replica_count
 from keras_paragrad._keras.step.builder import StepBuilder
-from keras_paragrad._keras.step.forward import called_apart
+from keras_paragrad._keras.step.forward import StepContext, called_apart
 from keras_paragrad._keras.step.gradient import Gradient, is_slower_in_xla_loop
 from keras_paragrad.accumulation.slice_sums import rows_at
 from keras_paragrad.accumulation.slices import Slices
@@ -66,14 +65,15 @@ class PhysicalBatches(Slices):
         """What can't be cut, for the error of a model that allows no physical batches."""
         return "An update can't be computed in physical batches."
 
-    def __call__(self, model: Any, gradient_of_slice: Callable[[Any], Gradient], data: Any) -> Gradient:
+    def __call__(self, context: StepContext, data: Any) -> Gradient:
         """The gradient of an update, from those of the physical batches that have drawn rows."""
+        model = context.model
         drawn = tf.math.count_nonzero(present(data), dtype=tf.int32)
         # At least one: the gradient of weights' regularizers is in each, and so in that of an empty draw.
         taken = tf.maximum(1, -(-drawn // self.size))
         size = self._even(drawn, taken) if _takes_any_number_of_rows(model) else self.size
         rows = taken * size
-        sums = self.begun(model, gradient_of_slice, data, alike=True)
+        sums = self.begun(context, data, alike=True)
 
         def added_up(data, **how):
             # Padded, so no slice ends beyond it.

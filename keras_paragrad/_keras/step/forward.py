@@ -14,7 +14,7 @@ from keras_paragrad._keras.losses.undivided import not_divided_by_replicas
 from keras_paragrad._keras.objects.layers import mask_of, with_mask
 from keras_paragrad._keras.objects.state import state_of
 from keras_paragrad._keras.replicas.collectives import replica_count, replica_index
-from keras_paragrad._keras.replicas.shard import rows_of
+from keras_paragrad._keras.replicas.shard import Shard, rows_of
 from keras_paragrad._keras.storage.gathering import differentiable
 from keras_paragrad._keras.storage.regathering import gathered_again
 
@@ -40,6 +40,34 @@ Normalize = Callable[[keras.Model, dict[str, Any], list[LossTerm]], Normalizer]
 Look = Callable[[keras.Model, dict[str, Any], list[LossTerm]], None]
 # From a weight to what the loss is multiplied with before the backward pass.
 ReplicaScale = Callable[[Normalizer], tf.Tensor]
+# From a batch, as `train_step` takes it, to a boolean tensor `(rows,)`.
+Present = Callable[[Any], tf.Tensor]
+
+
+class StepContext(NamedTuple):
+    """What a forward and backward pass needs beside its batch; replaced where a slice's differs from the batch's.
+
+    Attributes:
+        model: A compiled model with Keras's own `train_step`.
+        shard: Whether there are examples in the batch.
+        normalize: Measures the weight of the gradient. On replicas, that of a mean is then divided by their number.
+        replica_scale: What the loss is multiplied with, by its weight.
+        sums: Whether to tell what the losses are made of, instead of leaving outputs' losses to Keras's trackers.
+        look: Is shown what `normalize` would be given.
+        present: Says which rows are examples; all are, if `None`.
+        by_xla: Whether XLA compiles the forward and backward pass, and nothing else.
+        in_loop: Whether the pass is traced in a loop.
+    """
+
+    model: Any
+    shard: Shard
+    normalize: Normalize | None = None
+    replica_scale: ReplicaScale | None = None
+    sums: bool = False
+    look: Look | None = None
+    present: Present | None = None
+    by_xla: bool = False
+    in_loop: bool = False
 
 
 class Passed(NamedTuple):
@@ -60,41 +88,27 @@ class Passed(NamedTuple):
     sums: LossSums | None
 
 
-def pass_through(
-    model: keras.Model,
-    data: Any,
-    normalize: Normalize | None = None,
-    replica_scale: ReplicaScale | None = None,
-    *,
-    sums: bool = False,
-    look: Look | None = None,
-) -> Passed:
-    """Does what Keras's `train_step` does from the inputs to the gradients.
-
-    Args:
-        model: A compiled model.
-        data: A batch, as `train_step` takes it.
-        normalize: Measures the weight of the gradient. On replicas, that of a mean is then divided by their number.
-        replica_scale: What the loss is multiplied with, by its weight.
-        sums: Whether to tell what the losses are made of, instead of leaving outputs' losses to Keras's trackers.
-        look: Is shown what `normalize` would be given.
-    """
+def pass_through(context: StepContext, data: Any) -> Passed:
+    """Does what Keras's `train_step` does from the inputs to the gradients of a batch."""
+    model, normalize = context.model, context.normalize
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape, differentiable(tape) as source:
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
         arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
         with (
-            recorded_terms(model, untracked=sums) as terms,
+            recorded_terms(model, untracked=context.sums) as terms,
             not_divided_by_replicas() if normalize else contextlib.nullcontext(),
         ):
             loss = model._compute_loss(**arguments, training=True)
         with tape.stop_recording():
             weight = normalize(model, arguments, terms) if normalize else None
-            found = loss_sums(model, loss, terms, rows_of(x), weight, divided=normalize is None) if sums else None
-            if look:
+            found = None
+            if context.sums:
+                found = loss_sums(model, loss, terms, rows_of(x), weight, divided=normalize is None)
+            if context.look:
                 # Last, as terms keep what they compute, and this computes it in a graph of its own.
-                look(model, arguments, terms)
-            factor = replica_scale(weight) if weight is not None and replica_scale else None
+                context.look(model, arguments, terms)
+            factor = context.replica_scale(weight) if weight is not None and context.replica_scale else None
         shared = loss if factor is None else loss * tf.cast(factor, loss.dtype)
         if weight is not None and not weight.summed and replica_count() > 1:
             shared *= tf.cast(1 / replica_count(), shared.dtype)
@@ -104,16 +118,7 @@ def pass_through(
     return Passed(gradients, loss, y_pred, weight, found)
 
 
-def pass_apart(
-    model: keras.Model,
-    data: Any,
-    normalize: Normalize | None = None,
-    replica_scale: ReplicaScale | None = None,
-    *,
-    sums: bool = False,
-    look: Look | None = None,
-    by_xla: bool = True,
-) -> Passed:
+def pass_apart(context: StepContext, data: Any) -> Passed:
     """`pass_through` as a function of its own in the step's graph.
 
     On several replicas XLA can compile no more than this: it knows one device. What it is given and gives back is then
@@ -121,16 +126,11 @@ def pass_apart(
 
     In a loop without XLA, oneDNN has to see max-pooling apart: in a graph with a cycle it replaces TensorFlow's kernels
     in no order, and in some processes misses that of the gradient, which then takes ten times as long.
-
-    Args:
-        model, data, normalize, replica_scale, sums, look: See `pass_through`.
-        by_xla: Whether XLA compiles the function.
     """
-    traced = []
+    traced, by_xla, replica_scale = [], context.by_xla, context.replica_scale
 
     def parts(data):
-        inside = None if by_xla else replica_scale
-        passed = pass_through(model, data, normalize, inside, sums=sums, look=look)
+        passed = pass_through(context._replace(replica_scale=None) if by_xla else context, data)
         traced.append(passed)
         value = None if passed.weight is None else passed.weight.value
         return passed.gradients, passed.loss, passed.y_pred, value, passed.sums.vector if passed.sums else None

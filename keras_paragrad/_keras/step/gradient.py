@@ -15,19 +15,15 @@ from keras_paragrad._keras.probes.independence import check_metrics
 from keras_paragrad._keras.replicas.collectives import replica_count, sum_over_replicas
 from keras_paragrad._keras.replicas.shard import Shard, rows_of
 from keras_paragrad._keras.step.forward import (
-    Normalize,
     Normalizer,
     ReplicaScale,
+    StepContext,
     pass_apart,
     pass_through,
     scaled_gradient,
 )
-from keras_paragrad._keras.step.uncut import Foreseen
 
 _CONVOLUTIONS = tuple(layer for name, layer in vars(keras.layers).items() if "Conv" in name)
-
-# From a batch, as `train_step` takes it, to a boolean tensor `(rows,)`.
-Present = Callable[[Any], tf.Tensor]
 
 
 class Gradient(NamedTuple):
@@ -87,56 +83,33 @@ class ReplicaLossScale:
         return tf.where(total > 0, value * replica_count() / total, one)
 
 
-def gradient_of(
-    model: keras.Model,
-    data: Any,
-    normalize: Normalize | None = None,
-    *,
-    replica_scale: ReplicaScale | None = None,
-    shard: Shard | None = None,
-    by_xla: bool = False,
-    in_loop: bool = False,
-    sums: bool = False,
-    foreseen: Foreseen | None = None,
-    present: Present | None = None,
-) -> Gradient:
+def gradient_of(context: StepContext, data: Any) -> Gradient:
     """Does what Keras's `train_step` does up to the optimizer: forward, loss, backward, metrics.
 
     Args:
-        model: A compiled model with Keras's own `train_step`.
+        context: What the pass needs beside the batch.
         data: A batch, as `train_step` takes it.
-        normalize: Measures the gradient's weight.
-        replica_scale: What the loss is multiplied with, by its weight.
-        shard: Whether there are examples in the batch; there are, if `None`.
-        by_xla: Whether XLA compiles the forward and backward pass, and nothing else.
-        in_loop: Whether this is traced in a loop.
-        sums: Whether to tell what the losses are made of, instead of leaving outputs' losses to Keras's trackers.
-        foreseen: Looks at what is not weighed.
-        present: Says which rows are examples; all are, if `None`.
 
     Returns:
         The `Gradient`; the loss has not been tracked yet, and of a whole batch the metrics neither.
     """
+    model, shard = context.model, context.shard
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    shard = shard or Shard(rows_of(x))
-    look = foreseen.look if foreseen else None
-    run = pass_through
-    if by_xla or (in_loop and _is_slower_in_loop(model)):
-        run = functools.partial(pass_apart, by_xla=by_xla)
-    passed = run(model, data, normalize, replica_scale, sums=sums, look=look)
+    in_function = context.by_xla or (context.in_loop and _is_slower_in_loop(model))
+    passed = (pass_apart if in_function else pass_through)(context, data)
     batch = {"x": x, "y": y, "y_pred": passed.y_pred, "sample_weight": sample_weight}
     found = passed.sums and passed.sums.only_if(shard.nonempty)
     show = None
-    if present is not None:
-        there = tf.logical_and(present(data), shard.rows > 0)
+    if context.present is not None:
+        there = tf.logical_and(context.present(data), shard.rows > 0)
         found = found and found.of_rows(tf.math.count_nonzero(there))
         if has_metrics(model):
             shard.only(there).run(lambda: update_metrics(model, _rows_of_batch(batch, there)))
-    elif not sums and shard.nonempty is None:
+    elif not context.sums and shard.nonempty is None:
         show = functools.partial(_show, model, passed.loss, batch)
     else:
         shard.run(lambda: update_metrics(model, batch))
-    if normalize is not None:
+    if context.normalize is not None:
         check_metrics(model, y, passed.y_pred, sample_weight)
     weight = passed.weight and passed.weight._replace(value=shard.weight(passed.weight.value))
     return Gradient(shard.gradients(passed.gradients), passed.loss, rows_of(x), weight, found, show)

@@ -4,12 +4,10 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import keras
-
 from keras_paragrad._keras.losses.normalization import LossNormalization
 from keras_paragrad._keras.objects.model import has_own_train_step
-from keras_paragrad._keras.step.forward import Normalize
-from keras_paragrad._keras.step.gradient import Gradient, Present, is_slower_in_xla_loop
+from keras_paragrad._keras.step.forward import Normalize, Present, StepContext
+from keras_paragrad._keras.step.gradient import Gradient, is_slower_in_xla_loop
 from keras_paragrad._keras.step.transform import Chain, Transform
 from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad._keras.telemetry.execution import Telemetry
@@ -54,8 +52,8 @@ class Split(Protocol):
         """Whether a batch has more examples than a slice; `None` where its shapes don't say."""
         ...
 
-    def __call__(self, model: keras.Model, gradient_of_slice: Callable[..., Gradient], data: Any) -> Gradient:
-        """The gradient of a batch, from those of its slices."""
+    def __call__(self, context: StepContext, data: Any) -> Gradient:
+        """The gradient of a batch, from those of its slices, which each have what `context` says."""
         ...
 
 

@@ -1,8 +1,6 @@
 """The training step of one replica, put together from the stages that are filled."""
 
 import contextlib
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -19,7 +17,7 @@ from keras_paragrad._keras.replicas.own_optimizers import built_outside_of_steps
 from keras_paragrad._keras.replicas.shard import Shard
 from keras_paragrad._keras.step.apply import apply_gradient
 from keras_paragrad._keras.step.compiled_call import compiled_by_layer
-from keras_paragrad._keras.step.forward import Normalizer, ReplicaScale
+from keras_paragrad._keras.step.forward import Normalizer, StepContext
 from keras_paragrad._keras.step.gradient import (
     Gradient,
     ReplicaLossScale,
@@ -77,7 +75,8 @@ class TrainStep(NamedTuple):
         """
         sharing = ReplicaLossScale(shard) if replica_count() > 1 else None
         # An accumulating optimizer weighs the replicas itself.
-        gradient = self._gradient(shard.filled(data), shard, None if self._accumulator else sharing)
+        context = StepContext(self.model, shard, replica_scale=None if self._accumulator else sharing)
+        gradient = self._gradient(context, shard.filled(data))
         if sharing and tf.executing_eagerly() and not self._accumulator:
             _check_rows(self.model, data, gradient.gradients)
         losses = None
@@ -127,46 +126,42 @@ class TrainStep(NamedTuple):
     def _gathering(self) -> contextlib.AbstractContextManager[Any]:
         return self.stages.apply.gathering() if self.stages.apply else contextlib.nullcontext()
 
-    def _gradient(self, data: Any, shard: Shard, replica_scale: ReplicaScale | None) -> Gradient:
+    def _gradient(self, context: StepContext, data: Any) -> Gradient:
         # TensorFlow can't gather weights inside of what XLA compiles, or in a loop over slices.
         apart = (self._by_xla and not self._by_layer) or self.stages.split
         with gathered_first(self.model) if apart else compiled_by_layer(self._by_layer):
-            return self._of_batch(data, shard, replica_scale)
+            return self._of_batch(context, data)
 
-    def _of_batch(self, data: Any, shard: Shard, replica_scale: ReplicaScale | None) -> Gradient:
+    def _of_batch(self, context: StepContext, data: Any) -> Gradient:
         if self.stages.split:
             try:
-                return self._in_slices(self.stages.split, data, shard, replica_scale)
+                return self._in_slices(self.stages.split, context, data)
             except IndivisibleError as refusal:
                 self.limit.leave_whole(data, refusal)
-        return self._of_part(shard)(data, replica_scale=replica_scale)
+        return gradient_of(self._of_part(context), data)
 
-    def _in_slices(self, split: Split, data: Any, shard: Shard, replica_scale: ReplicaScale | None) -> Gradient:
+    def _in_slices(self, split: Split, context: StepContext, data: Any) -> Gradient:
         split.normalize.check(self.model)
         if split.cuts(data) is False:
             # What is not cut needs no weight, but where it is accumulated with what has one.
-            return self._of_part(shard, split if self._accumulator else None)(data, replica_scale=replica_scale)
+            return gradient_of(self._of_part(context, split if self._accumulator else None), data)
         check_no_row_states(self.model, "slices are", "give batches that are one slice")
-        gradient = split(self.model, self._of_part(shard, split), data)
-        return scaled(gradient, replica_scale) if replica_scale else gradient
+        gradient = split(self._of_part(context._replace(replica_scale=None), split), data)
+        return scaled(gradient, context.replica_scale) if context.replica_scale else gradient
 
-    def _of_part(self, shard: Shard, split: Split | None = None) -> Callable[..., Gradient]:
-        """What computes the gradient of a slice, or without a `split` that of a batch that is not weighed."""
+    def _of_part(self, context: StepContext, split: Split | None = None) -> StepContext:
+        """That of a slice, or without a `split` that of a batch that is not weighed."""
         normalize = self.stages.normalization(of_slices=split is not None)
         # Keras's trackers know nothing of a batch of which there are parts.
         parts = bool(split or self.stages.apply or self.stages.present or (self.stages.take and replica_count() > 1))
-        # On a mesh the number of rows is static, and Keras's trackers would count by it.
-        parts = parts or self.stages.mesh is not None
         foreseen = None if normalize else self.stages.foreseen
-        return functools.partial(
-            gradient_of,
-            self.model,
+        return context._replace(
             normalize=normalize,
-            shard=shard,
-            by_xla=self._by_xla and not self._by_layer,
-            sums=parts,
-            foreseen=foreseen,
+            # On a mesh the number of rows is static, and Keras's trackers would count by it.
+            sums=parts or self.stages.mesh is not None,
+            look=foreseen and foreseen.look,
             present=self.stages.present,
+            by_xla=self._by_xla and not self._by_layer,
         )
 
 

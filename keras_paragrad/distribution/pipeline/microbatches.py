@@ -1,7 +1,7 @@
 """A batch in micro-batches, all of them in one graph, so that TensorFlow runs several stages at once."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_paragrad._keras.losses.normalization import LossNormalization
 from keras_paragrad._keras.pipeline.columns import Columns
 from keras_paragrad._keras.replicas.shard import Shard, rows_of
+from keras_paragrad._keras.step.forward import StepContext
 from keras_paragrad._keras.step.gradient import Gradient
 from keras_paragrad._keras.step.symbolic import build_losses
 from keras_paragrad._keras.step.uncut import Foreseen
@@ -64,11 +65,11 @@ class MicroBatches(NamedTuple):
         known = _static_rows(data)
         return None if known is None else known > 1
 
-    def __call__(self, model: keras.Model, gradient_of_slice: Callable[..., Gradient], data: Any) -> Gradient:
+    def __call__(self, context: StepContext, data: Any) -> Gradient:
         """The gradient of a batch, from those of its micro-batches."""
         # Metrics are updated in a branch, in which they can't make their variables.
-        build_losses(model, rows_at(data, 0, 1), metrics=True)
-        sums = SliceSums(model, gradient_of_slice)
+        build_losses(context.model, rows_at(data, 0, 1), metrics=True)
+        sums = SliceSums(context)
         known = _static_rows(data)
         rows: Any = rows_of(data) if known is None else known
         count = self.parts if known is None else min(self.parts, known)
