@@ -83,16 +83,18 @@ class ReplicaLossScale:
         return tf.where(total > 0, value * replica_count() / total, one)
 
 
-def gradient_of(context: StepContext, data: Any) -> Gradient:
+def gradient_of(context: StepContext, data: Any, **how: Any) -> Gradient:
     """Does what Keras's `train_step` does up to the optimizer: forward, loss, backward, metrics.
 
     Args:
         context: What the pass needs beside the batch.
         data: A batch, as `train_step` takes it.
+        **how: What replaces parts of the context.
 
     Returns:
         The `Gradient`; the loss has not been tracked yet, and of a whole batch the metrics neither.
     """
+    context = context._replace(**how)
     model, shard = context.model, context.shard
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     in_function = context.by_xla or (context.in_loop and _is_slower_in_loop(model))
