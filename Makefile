@@ -25,17 +25,21 @@ CONSTRAINTS := $(or $(constraints-$(RELEASES)),$(error RELEASES is pinned, oldes
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
-.PHONY: demo browser test test-all gpu mutants bench bench-peers exactness clean FORCE
+.PHONY: demo browser test-fast test test-all durations gpu mutants bench bench-peers exactness clean FORCE
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
 
 # With three workers two cores are busy: a fifth of the time of two is spent waiting for other processes.
-# A module's tests share what its fixtures start, so they stay in one worker; tests/order.py says which modules go first.
+# A module's tests share what its fixtures start, so they stay in one worker; the slowest modules go first.
 # Bytecode is kept, whatever the environment says: a test in a process of its own would compile its module anew.
 # What was left out is said again at the end of all.
 LEFT_OUT := .venv/left_out.txt
 PYTEST := LEFT_OUT=$(LEFT_OUT) PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
+
+# What traces nothing, on the working tree: for every save.
+test-fast: .venv/.dev
+	PYTHONPATH=$(CURDIR) $(BIN)/python -P -m pytest -q -n 2 --dist loadfile -m "fast and not (not_fast or slow or long or own_process)"
 
 # What opens the report and TensorBoard. Installed where no password is asked for; without it those tests are left out,
 # which is said before the tests begin, and counted after them.
@@ -70,6 +74,10 @@ LONG := XLA_FLAGS= GRAPPLER=1 CASES=10 $(PYTEST) -m 'long or hypothesis'
 
 test-all: test
 	status=0; $(LONG) tests/per_example || status=1; $(LONG) --ignore tests/per_example || status=1; exit $$status
+
+# Which modules' tests go first, by what they take on a quiet machine.
+durations: .venv/.wheel
+	DURATIONS=tests/durations.json $(PYTEST)
 
 # What holds on this machine's GPU. One part alone: `make gpu PARTS="--only right"`.
 PARTS ?=

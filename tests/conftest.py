@@ -16,9 +16,9 @@ import covering
 import graphs
 import hypothesis
 import left_out
-import order
 import own_process
 import pytest
+import tiers
 
 # A case compiles training steps, which takes seconds: the same few are drawn in every run, and a failure is not shrunk.
 # To draw more: CASES=50 make test.
@@ -26,7 +26,7 @@ hypothesis.settings.register_profile(
     "default",
     deadline=None,
     derandomize=True,
-    max_examples=int(os.environ.get("CASES", "5")),
+    max_examples=int(os.environ.get("CASES", "3")),
     phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
     suppress_health_check=list(hypothesis.HealthCheck),
 )
@@ -47,6 +47,7 @@ def pytest_configure(config):
     # The process that hands the tests out to others runs none, and they start after its imports.
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         _configure_tensorflow()
+    tiers.register(config)
     config.addinivalue_line(
         "markers",
         "own_process(seconds=120): run the test in a process of its own, ended after that time. For what starts a "
@@ -56,6 +57,10 @@ def pytest_configure(config):
         "markers",
         "covering(strength=1): of all combinations of the test's parameters, `make test` runs a few in which each "
         "value occurs, or each pair of values with a strength of 2. The others are marked `long`.",
+    )
+    config.addinivalue_line(
+        "markers",
+        "few(count): of the test's cases, `make test` runs the first so many. The others are marked `long`.",
     )
     config.addinivalue_line(
         "markers",
@@ -74,7 +79,7 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     covering.mark_long(items)
-    order.slowest_first(items, Path(__file__).parent)
+    tiers.slowest_first(items)
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -108,6 +113,15 @@ def pytest_pyfunc_call(pyfuncitem):
     ]
     own_process.run_pytest([*options, node], seconds=marker.kwargs.get("seconds", 240))
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    spent = tiers.Spent()
+    result = yield
+    if refusal := spent.refusal(item):
+        pytest.fail(f"{item.name} {refusal}", pytrace=False)
+    return result
 
 
 @pytest.fixture(autouse=True)

@@ -1,36 +1,45 @@
-"""Of a test's combinations of parameters, a few that cover all values or all pairs of them."""
+"""Of a test's combinations of parameters, a few: the first, or those that cover all values or all pairs of them."""
 
 import collections
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import hypothesis
 import pytest
 
 
-def examples(count: int) -> hypothesis.settings:
-    """So many examples of a test that compiles each, unless CASES says how many."""
-    return hypothesis.settings(max_examples=int(os.environ.get("CASES", str(count))))
+def examples(count: int, of: int = 0) -> hypothesis.settings:
+    """So many examples of a test that is slow; where CASES is set, as many as that, or `of` if those are more."""
+    return hypothesis.settings(max_examples=max(int(os.environ["CASES"]), of) if "CASES" in os.environ else count)
 
 
 def mark_long(items: Iterable[pytest.Function]) -> None:
-    """Marks as `long`, of tests marked `covering`, the cases that a covering set does without.
+    """Marks as `long`, of tests marked `few` or `covering`, the cases that `make test` does without.
 
     Args:
         items: What pytest has collected.
     """
     by_function = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("covering") and not item.get_closest_marker("long"):
-            by_function[item.parent, item.originalname].append(item)
+        if not item.get_closest_marker("long"):
+            by_function[item.parent, getattr(item, "originalname", item.name)].append(item)
     for cases in by_function.values():
-        strength = cases[0].get_closest_marker("covering").kwargs.get("strength", 1)
-        kept = chosen([[_key(value) for value in case.callspec.params.values()] for case in cases], strength)
+        kept = _kept(cases)
         for index, case in enumerate(cases):
             if index not in kept:
                 case.add_marker(pytest.mark.long)
+
+
+def _kept(cases: Sequence[pytest.Function]) -> Collection[int]:
+    few, covering = (cases[0].get_closest_marker(name) for name in ("few", "covering"))
+    if few:
+        return range(few.args[0])
+    if not covering:
+        return range(len(cases))
+    rows = [[_key(value) for value in case.callspec.params.values()] for case in cases]
+    return chosen(rows, covering.kwargs.get("strength", 1))
 
 
 def chosen(rows: Sequence[Sequence[Any]], strength: int) -> set[int]:

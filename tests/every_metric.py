@@ -25,9 +25,10 @@ _ARGUMENTS = {
 }
 
 
-def all_metrics():
+def all_metrics(every=1):
+    """All of Keras's, or every so many of those of rows."""
     found = {name for name, each in vars(keras.metrics).items() if isinstance(each, type)} - _NOT_COMPILED
-    of_rows = {name: _ARGUMENTS.get(name, {}) for name in sorted(found - set(_OF_LABELS))}
+    of_rows = {name: _ARGUMENTS.get(name, {}) for name in sorted(found - set(_OF_LABELS))[::every]}
     arguments = {"rows": of_rows, "labels": _OF_LABELS}
     return {
         output: [getattr(keras.metrics, name)(name=name, **more) for name, more in metrics.items()]

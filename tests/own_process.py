@@ -18,10 +18,17 @@ from typing import Any
 import graphs
 
 _MARK = "KERAS_PARAGRAD_TEST_IN_OWN_PROCESS"
+# Of the processes that have returned something to this one.
+_spent: list[float] = []
 
 # Importing takes seconds, and starts none of the threads that could not be forked.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["keras", "keras_paragrad", "hypothesis", "pytest"])
+
+
+def processor_seconds() -> float:
+    """The processor time of the processes that were called from this one, and have answered."""
+    return sum(_spent)
 
 
 def is_this_one() -> bool:
@@ -144,17 +151,18 @@ def _received(ends: Sequence[Any], deadline: float) -> list[Any]:
         if not ready:
             raise RuntimeError("not done in time in a process of its own")
         for end in ready:
-            succeeded, results[id(end)] = _word_of(end)
+            succeeded, results[id(end)], seconds = _word_of(end)
+            _spent.append(seconds)
             if not succeeded:
                 raise RuntimeError(results[id(end)])
     return [results[id(end)] for end in ends]
 
 
-def _word_of(end: Any) -> tuple[bool, Any]:
+def _word_of(end: Any) -> tuple[bool, Any, float]:
     try:
         return end.recv()
     except EOFError:
-        return False, "a process of its own ended without a word"
+        return False, "a process of its own ended without a word", 0.0
 
 
 def _call(function: Callable[..., Any], argument: Any, environment: dict[str, str], end: Any) -> None:
@@ -166,7 +174,7 @@ def _call(function: Callable[..., Any], argument: Any, environment: dict[str, st
         result = True, function(argument)
     except Exception as error:
         result = False, f"{type(error).__name__}: {error}"
-    end.send(result)
+    end.send((*result, time.process_time()))
 
 
 def _run(function: Callable[..., Any], argument: Any, environment: dict[str, str], output: str) -> None:

@@ -12,6 +12,8 @@ import keras_paragrad
 from keras_paragrad.__main__ import main
 from keras_paragrad.completion import ASKED_BY
 
+pytestmark = pytest.mark.fast
+
 # At a terminal; what a command imports is listed at its end.
 LISTS = """
 import atexit, sys

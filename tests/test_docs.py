@@ -14,6 +14,8 @@ import pytest
 from keras_paragrad.__main__ import main
 from keras_paragrad.per_example import registry
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 INDEX = DOCS / "index.md"
@@ -45,13 +47,18 @@ GUIDES = (
     "accumulation",
     "clipping",
     "distribution",
+    "example_norms",
     "mesh",
+    "noise_scale",
     "parameter_servers",
     "pipeline",
     "privacy",
+    "privacy_choosing",
+    "profiling",
     "recompute",
     "scaling",
     "sharding",
+    "telemetry",
 )
 LONG = {INDEX, *(DOCS / "guides" / f"{name}.md" for name in GUIDES)}
 
@@ -68,6 +75,7 @@ WITH_PYTHON = [
 WITH_OUTPUT = [page for page in PAGES if blocks(page, "console")]
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_code_runs(page, tmp_path, monkeypatch):
     """The blocks of a page run in order, as the cells of a notebook."""
@@ -89,6 +97,7 @@ def test_what_code_imports_is_there(page):
         exec(compile(parsed, page, "exec"), {"__name__": "documentation"})
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("page", WITH_OUTPUT, ids=name_of)
 def test_commands_print_what_is_shown(page, tmp_path, capsys, monkeypatch):
     """Each line shown is printed, in any order; times differ, and `...` stands for lines left out."""

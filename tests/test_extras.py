@@ -15,6 +15,8 @@ from keras_paragrad import ExampleGradients, GradientTelemetry, write_report
 from keras_paragrad.extras import EXTRAS, MissingExtraError, explain_missing, require
 from keras_paragrad.profiling.analysis.trace import read_trace
 
+pytestmark = pytest.mark.fast
+
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 

@@ -9,6 +9,8 @@ import pytest
 
 import keras_paragrad
 
+pytestmark = pytest.mark.fast
+
 PACKAGE = Path(keras_paragrad.__file__).parent
 SHARED = {"arguments", "exports", "extras", "flops", "plain_json", "plain_text", "sums", "command_line", "completion"}
 # What each component imports from others, beside the seam and what all share.
@@ -57,15 +59,6 @@ def test_imports_within_distribution_run_one_way():
             pairs = [(node.module, f"{node.module}.{alias.name}") for node in nodes for alias in node.names]
             graph[name] = {inner if inner in SOURCES else outer for outer, inner in pairs} - {name}
     graphlib.TopologicalSorter(graph).prepare()
-
-
-@pytest.mark.parametrize("folder", ["mesh", "pipeline", "replicas", "servers"])
-def test_only_its_folder_names_a_way_to_train(folder):
-    package = f"keras_paragrad.distribution.{folder}"
-    others = [name for name in SOURCES if not f"{name}.".startswith(f"{package}.")]
-    users = {name for name in others if any(f"{each}.".startswith(f"{package}.") for each in imported(name))}
-    # They name what is public.
-    assert users <= {"keras_paragrad", "keras_paragrad.distribution"}
 
 
 def test_no_class_name_means_two_things():

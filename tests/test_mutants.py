@@ -5,6 +5,8 @@ import ast
 import pytest
 from mutants.faults import FAULTS, PACKAGE, TESTS
 
+pytestmark = pytest.mark.fast
+
 
 def test_there_are_forty_of_different_names():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40

@@ -13,9 +13,12 @@ import pytest
 
 import keras_paragrad
 
+pytestmark = pytest.mark.fast
+
 DISTRIBUTION = importlib.metadata.distribution("keras_paragrad")
 
 
+@pytest.mark.not_fast
 def test_the_package_is_the_installed_one():
     module = Path(keras_paragrad.__file__).resolve()
     installed = {Path(str(file.locate())).resolve() for file in DISTRIBUTION.files or ()}

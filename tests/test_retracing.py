@@ -70,6 +70,7 @@ class Compiles(keras.callbacks.Callback):
             self.model.make_train_function()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", [SetsMomentum, Freezes])
 def test_a_forced_trace_sees_what_changed(change, tmp_path):
     one = build(sgd())
@@ -84,6 +85,7 @@ def test_a_forced_trace_sees_what_changed(change, tmp_path):
     assert largest_difference(slices, one) < 1e-6
 
 
+@pytest.mark.long
 def test_a_forced_trace_holds_for_the_last_window_without_the_callback():
     def trained(optimizer, batch_size):
         model = build(optimizer)
@@ -101,6 +103,8 @@ def test_a_forced_trace_holds_for_the_last_window_without_the_callback():
     assert not hasattr(parts.optimizer, "rho")
 
 
+@pytest.mark.slow(10)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["on_epoch_end", "on_epoch_begin"])
 def test_compile_in_a_callback_keeps_what_other_callbacks_do(when):
     one = build("sgd", frozen=True)
@@ -140,6 +144,7 @@ def failed(model, callbacks, batch=5, x=X):
         fit(model, 4, [*callbacks, error], x=x)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("nan", [False, True])
 def test_what_a_failed_fit_left_in_the_window_is_dropped_and_said_once(nan, caplog):
     x = X.copy()
@@ -203,6 +208,7 @@ def test_a_failed_fit_leaves_no_stage_for_a_single_step_and_no_batches_to_skip()
     assert largest_difference(model, one) < 1e-6
 
 
+@pytest.mark.long
 def test_another_optimizer_after_a_failed_fit():
     model = build(accumulated("sgd"))
     failed(model, [ExactAccumulation()])
@@ -222,6 +228,7 @@ def test_a_single_step_in_a_callback_leaves_the_callbacks_of_fit_alone():
     assert int(model.optimizer.iterations) == 8
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", ["nothing", "telemetry"])
 @pytest.mark.parametrize("start", [True, False])
 @pytest.mark.filterwarnings("ignore:A layer's `trainable` state has changed")

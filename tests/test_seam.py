@@ -30,6 +30,8 @@ from keras_paragrad._keras.hooks.check import check_hooks, check_objects, look_a
 from keras_paragrad._keras.hooks.names import ASSIGNED, HOOKS, OF_OBJECTS, Hook
 from keras_paragrad._keras.step.builder import StepBuilder
 
+pytestmark = pytest.mark.fast
+
 PACKAGE = Path(keras_paragrad.__file__).parent
 OUTSIDE = [path for path in PACKAGE.rglob("*.py") if "_keras" not in path.relative_to(PACKAGE).parts]
 BASES = (keras.optimizers.Optimizer, keras.callbacks.Callback, keras.layers.Layer, keras.Model, keras.losses.Loss)
@@ -292,6 +294,7 @@ FIRST_USES = {
 }
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("component", FIRST_USES)
 def test_the_first_use_of_a_component_looks(monkeypatch, component):
     def break_down(*args, **kwargs):

@@ -65,6 +65,7 @@ def check_orders(dist=None, epochs=transforms.EPOCHS, **options):
 
 
 # In a graph, what is attached is looked at in the same place.
+@pytest.mark.slow(10)
 @pytest.mark.parametrize("run_eagerly", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_on_one_device(run_eagerly):
     check_orders(run_eagerly=run_eagerly)

@@ -44,6 +44,7 @@ WAYS = {
 
 
 # A sign that is lost shows with one of them, and a gradient that is transformed twice, or in parts, with the other.
+@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     ("way", "name"),
     [
@@ -57,6 +58,7 @@ def test_on_one_device(way, name):
     check(WAYS[way](TRANSFORMS[name]), TRANSFORMS[name])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("by", ["LossScaleOptimizer", "loss_scale_factor"])
 def test_without_loss_scale(by):
     def optimizer():
@@ -92,6 +94,7 @@ def test_on_replicas_that_are_not_weighed():
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.long
 def test_on_workers():
     for worker in own_process.on_workers(transforms.on_workers, None, seconds=180):
         check(worker, shifted)

@@ -61,7 +61,7 @@ def accumulating_replicas(machine: Machine) -> Line:
     return compared(machine, DistributedFit("mirrored", list(machine.devices)), False, STEPS)
 
 
-@cases('shard="{}"', 90, {shard: {"shard": shard} for shard in ("optimizer", "parameters")})
+@cases('shard="{}"', 90, {shard: {"shard": shard} for shard in ("optimizer", "parameters")}, small=False)
 def shards(machine: Machine, shard: str) -> Line:
     return compared(machine, DistributedFit("mirrored", list(machine.devices), shard=shard), False)
 

@@ -68,7 +68,7 @@ def recomputed(machine: Machine) -> Line:
     return line_of(machine, peak_of(machine, model, batches(model, rows)) - left, estimated)
 
 
-@cases("the large model, microbatch of a quarter", 90)
+@cases("the large model, microbatch of a quarter", 90, small=False)
 def sliced(machine: Machine) -> Line:
     left = used(machine)
     model, rows = sized(machine, large(machine))
@@ -78,7 +78,7 @@ def sliced(machine: Machine) -> Line:
     return line_of(machine, peak_of(machine, model, batches(model, rows)) - left, estimated)
 
 
-@cases("the large model, accumulation over four", 90)
+@cases("the large model, accumulation over four", 90, small=False)
 def accumulated(machine: Machine) -> Line:
     left = used(machine)
     model, rows = sized(machine, large(machine))

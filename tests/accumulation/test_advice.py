@@ -15,6 +15,7 @@ def lines_of(error):
     return str(error.value).split(":\n", 1)[1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "make",
     [
@@ -63,6 +64,7 @@ class Adversarial(keras.Model):
         return {"d_loss": d_loss}
 
 
+@pytest.mark.long
 def test_several_optimizers():
     model = Adversarial()
     model.compile(keras.optimizers.Adam(), AccumulatingOptimizer("sgd", 4, weighting="uniform"))

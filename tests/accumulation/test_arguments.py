@@ -7,7 +7,10 @@ import tensorflow as tf
 from keras_paragrad import AccumulatingOptimizer
 from keras_paragrad.accumulation.schedule import StepsSchedule
 
+pytestmark = pytest.mark.fast
 
+
+@pytest.mark.not_fast
 @pytest.mark.parametrize(
     ("steps", "says"),
     [
@@ -80,6 +83,7 @@ def test_a_name_or_config_makes_the_inner_optimizer(inner):
     assert isinstance(AccumulatingOptimizer(inner).inner_optimizer, keras.optimizers.Adam)
 
 
+@pytest.mark.not_fast
 def test_schedule_in_the_graph_is_that_of_the_host():
     for steps in (3, [(0, 2), (3, 5), (7, 1)], lambda update: tf.maximum(8 - update, 1)):
         schedule = StepsSchedule(steps)

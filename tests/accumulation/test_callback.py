@@ -38,6 +38,7 @@ def test_a_window_of_one_micro_batch_is_exact_alone():
     fit(build_model(lambda: AccumulatingOptimizer("sgd", 1)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weighting", ["uniform", "auto"])
 def test_nothing_is_said_where_nothing_is_missing(caplog, weighting):
     model = build_model(lambda: AccumulatingOptimizer("sgd", 2, weighting=weighting))
@@ -98,6 +99,7 @@ def test_a_fit_that_broke_off_leaves_nothing_behind():
     assert largest_difference(trained(True), trained(False)) == 0.0
 
 
+@pytest.mark.long
 def test_batch_normalization_is_warned_of():
     def model_of(**arguments):
         layers = [keras.Input((5,)), keras.layers.BatchNormalization(name="norm", **arguments), keras.layers.Dense(2)]
@@ -110,6 +112,7 @@ def test_batch_normalization_is_warned_of():
     fit(model_of(trainable=False), callbacks=[ExactAccumulation()])
 
 
+@pytest.mark.long
 def test_dropout_and_metrics_run():
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dropout(0.5), keras.layers.Dense(2)])

@@ -60,6 +60,7 @@ def test_fixed_loss_scale():
     assert largest_difference(accumulating, whole) < 1e-6
 
 
+@pytest.mark.long
 def test_multi_optimizer():
     def multi():
         return keras.optimizers.MultiOptimizer(

@@ -30,6 +30,7 @@ def check(inner, data, steps, reduction, tail, epochs=2, strategy=None, **mode):
     assert largest_difference(accumulating, whole) < TOLERANCE
 
 
+@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     "mode",
     [
@@ -37,7 +38,7 @@ def check(inner, data, steps, reduction, tail, epochs=2, strategy=None, **mode):
         *(pytest.param(mode, marks=pytest.mark.long) for mode in ("plain", "xla")),
         "xla, several steps an execution",
         pytest.param("several steps an execution", marks=pytest.mark.grappler),
-        "eager",
+        pytest.param("eager", marks=pytest.mark.long),
     ],
 )
 def test_equals_whole_batches(mode):

@@ -114,6 +114,7 @@ def recommender():
     return model
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("make", "found"),
     [
@@ -193,6 +194,7 @@ class Counts(keras.Model):
         return super().compute_metrics(x, y, y_pred, sample_weight)
 
 
+@pytest.mark.long
 def test_a_trial_leaves_nothing_behind(monkeypatch):
     tried = []
 
@@ -302,6 +304,7 @@ def error(y_true, y_pred):
     return ops.mean(ops.abs(y_true - y_pred))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("metric", "beside", "one_after_the_other"),
     [
@@ -343,6 +346,7 @@ MIXING = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("make", "loss", "says"), MIXING)
 def test_who_is_refused(make, loss, says):
     model = make()
@@ -363,6 +367,7 @@ def test_who_is_refused(make, loss, says):
         wrapped.fit(X, Y, verbose=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("metrics", [[], [["mae"], ["mae"]]])
 def test_a_model_with_several_outputs(metrics):
     inputs = keras.Input((4,))
@@ -385,6 +390,7 @@ def test_what_is_not_cut_is_not_refused(make, loss, says, caplog):
             model.fit(X, Y, batch_size=5, verbose=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("make", "loss", "says"), MIXING)
 def test_what_it_names_instead(make, loss, says):
     model = make()
@@ -419,6 +425,7 @@ def test_metrics_of_the_models_own():
     np.testing.assert_allclose(history["of_examples"], history["loss"], rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_on_replicas(mirrored):
     dist = DistributedFit(mirrored)
@@ -488,6 +495,7 @@ def square_of_mean(values):
     return ops.sum(ops.square(ops.mean(values, 0)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("loss", "is_right"), [(mean_of_squares, True), (sum_of_squares, False), (square_of_mean, False)]
 )
@@ -551,6 +559,7 @@ def random_loss(generator=False):
     return model, (X, X)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("make", "weighting", "is_right"),
     [

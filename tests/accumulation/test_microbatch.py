@@ -40,6 +40,7 @@ def check(data, size, reduction, inner=INNER, strategy=None, **mode):
 
 
 # Several steps an execution are plain ones.
+@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     "mode", [pytest.param("plain", marks=pytest.mark.long), *[mode for mode in MODES if mode != "plain"]]
 )
@@ -86,6 +87,7 @@ def test_on_two_replicas_in_several_steps_an_execution(mirrored):
         check_on_replicas(mirrored, reduction, steps_per_execution=2)
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_loss_scaling_on_two_replicas_sees_what_is_not_finite_on_any(mirrored):
     x, y = DataCase((8,)).batches()[0]
@@ -142,6 +144,7 @@ def test_a_model_that_is_not_built():
     assert model.optimizer.iterations.numpy() == 2
 
 
+@pytest.mark.long
 def test_ragged_inputs_are_cut():
     ragged = tf.ragged.constant([[1.0, 2.0], [3.0], [4.0, 5.0, 6.0], [7.0], [8.0, 9.0]])
 

@@ -33,7 +33,7 @@ def fit(model, x=X, batch_size=4, epochs=1, callbacks=(), y=Y):
     return model
 
 
-@pytest.mark.covering
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", [{"run_eagerly": True}, {"jit_compile": True}])
 @pytest.mark.parametrize("callbacks", [[], [ExactAccumulation]], ids=["alone", "exact"])
 def test_under_automatic_loss_scaling(mode, callbacks):
@@ -89,6 +89,7 @@ def test_a_spoiled_micro_batch_on_any_replica_never_reaches_the_weights(mirrored
         assert all(np.isfinite(weight).all() for weight in parts.get_weights())
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_on_two_replicas(mirrored):
     with mirrored.scope():
@@ -121,6 +122,7 @@ def test_without_skipping_the_weights_take_it_as_in_keras():
     assert not np.isfinite(parts.get_weights()[0]).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float64", 1e-6), ("bfloat16", 2e-2), ("float16", 2e-3), (None, 1e-6)]
 )

@@ -55,6 +55,7 @@ def test_mirrored_equals_one_device(mirrored):
     equal()
 
 
+@pytest.mark.long
 @own_process
 def test_one_device_strategy():
     inner = OptimizerCase("AdamW", {"global_clipnorm": 0.1}, {"use_ema": True}, decays=True)
@@ -90,6 +91,7 @@ def test_all_reduces_when_it_runs_equal_updates():
     assert reduction.count.numpy() == 6
 
 
+@pytest.mark.long
 @own_process
 def test_without_the_callback(mirrored):
     data = DataCase((4,) * 7)
@@ -129,6 +131,7 @@ def test_windows_in_which_all_micro_batches_count_the_same(mirrored):
     assert largest_difference(trained(mirrored), trained(run_eagerly=True)) < TOLERANCE
 
 
+@pytest.mark.long
 @own_process
 def test_custom_training_loop(mirrored):
     data = DataCase((4,) * 6)
@@ -162,6 +165,7 @@ def test_an_optimizer_from_outside_the_scope_is_refused():
             optimizer.build(model.trainable_variables)
 
 
+@pytest.mark.slow(15)
 def test_two_workers_equal_one_process():
     whole = build_model(lambda: keras.optimizers.Adam(clipnorm=0.05))
     train_on_whole_windows(whole, windows(DataCase((4,) * 7).batches(), lambda _: 3, 1))

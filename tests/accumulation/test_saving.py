@@ -34,6 +34,7 @@ def check_resumed(model):
     assert largest_difference(model, whole) < TOLERANCE
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", FORMATS)
 def test_in_the_middle_of_a_window(form, tmp_path):
     # Tracing takes longer than a few small steps; one of those that go on is traced.
@@ -56,6 +57,7 @@ def test_begun_on_two_replicas_goes_on_on_one(mirrored, form, tmp_path):
     check_resumed(saved_and_loaded(model, rebuild, form, tmp_path))
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 @pytest.mark.parametrize("form", ["weights.h5", pytest.param("checkpoint", marks=LONG)])
 def test_begun_on_one_device_goes_on_on_two_replicas(mirrored, form, tmp_path):
@@ -72,6 +74,7 @@ def test_begun_on_one_device_goes_on_on_two_replicas(mirrored, form, tmp_path):
 
 
 # Of windows of three: in the middle of one, and at the end of one.
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stop_after", [pytest.param(1, marks=LONG), 2, 3, pytest.param(4, marks=LONG)])
 def test_backup_and_restore(stop_after, tmp_path):
     class Stop(keras.callbacks.Callback):

@@ -28,7 +28,7 @@ def model_of(optimizer, dense=False, **mode):
     return model
 
 
-@pytest.mark.covering
+@pytest.mark.few(1)
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
     "inner",
@@ -58,6 +58,7 @@ def test_equals_the_dense_gradient_of_the_whole_batch(inner, jit_compile):
     assert largest_difference(sparse, whole) < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_on_two_replicas(mirrored):
     whole = model_of(keras.optimizers.Adam(0.05), dense=True, run_eagerly=True)

@@ -21,6 +21,7 @@ def inner():
     return keras.optimizers.Adam(0.01)
 
 
+@pytest.mark.slow(10)
 @pytest.mark.covering
 @pytest.mark.parametrize("known_length", [True, False])
 # Several steps an execution are plain ones.
@@ -63,7 +64,7 @@ class Watch(keras.callbacks.Callback):
         self.at_end.append(int(self.model.optimizer.iterations.numpy()))
 
 
-@pytest.mark.covering
+@pytest.mark.few(1)
 @pytest.mark.parametrize("known_length", [True, False])
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_validation_and_other_callbacks_see_the_flushed_weights(known_length, first):
@@ -102,6 +103,7 @@ def test_steps_per_epoch_over_endless_data():
     assert model.optimizer.iterations.numpy() == 6
 
 
+@pytest.mark.long
 def test_filtered_data_of_unknown_length_does_not_let_counters_drift():
     rows = np.arange(40, dtype="float32")[:, np.newaxis] * np.ones((1, 5), "float32")
     data = tf.data.Dataset.from_tensor_slices((rows, rows[:, :2])).filter(lambda x, y: x[0] % 3 > 0).batch(4)

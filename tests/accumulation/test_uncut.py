@@ -34,6 +34,7 @@ def shown_by_keras():
     return fit(make_frozen(run_eagerly=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["slices", "one slice", "accumulation", "telemetry"])
 def test_a_model_without_trainable_weights(way):
     model = make_frozen(AccumulatingOptimizer("sgd", steps=2) if way == "accumulation" else "sgd")
@@ -45,6 +46,7 @@ def test_a_model_without_trainable_weights(way):
         np.testing.assert_allclose(history[name], values, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_a_model_without_trainable_weights_on_replicas(mirrored):
     dist = DistributedFit(strategy=mirrored)
@@ -85,6 +87,7 @@ def test_slices_of_sparse_inputs(size):
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 7])
 def test_slices_of_sparse_inputs_build_a_model(size):
     def train(slices):
@@ -155,7 +158,7 @@ def batches(*sizes):
     return data.apply(tf.data.experimental.assert_cardinality(len(sizes)))
 
 
-@pytest.mark.covering
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -183,6 +186,7 @@ def test_what_can_not_be_cut_is_trained_whole(name, mode, caplog):
         ours.fit(batches(4, 5), **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", INDIVISIBLE)
 def test_one_replica_says_what_two_would_refuse(name, caplog):
     plain, ours = (indivisible(name, run_eagerly=name != "compute_loss") for _ in range(2))
@@ -199,7 +203,7 @@ def test_one_replica_says_what_two_would_refuse(name, caplog):
     assert len(said_in(caplog)) == 1
 
 
-@pytest.mark.covering
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "mode"), [*((name, "eager") for name in INDIVISIBLE), ("one number", "xla"), ("train_step", "plain")]
 )

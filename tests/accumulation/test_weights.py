@@ -66,6 +66,7 @@ def masked_model(reduction):
     return build
 
 
+@pytest.mark.slow(10)
 @pytest.mark.covering
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
@@ -183,6 +184,7 @@ def test_weights_that_cannot_be_known_are_refused(build, says):
         compare(build, *regression())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("build", [dense_model(scalar_loss), dense_model(SelfReducing()), dense_model("mse", OwnLoss)])
 def test_a_stated_weighting_is_taken_at_its_word(build):
     compare(build, *regression(), weighting="examples")

@@ -16,6 +16,7 @@ MIDDLES = {"statistics": lambda: L.BatchNormalization(synchronized=True), "weigh
 SHARD = {"statistics": None, "weights": "parameters"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.own_process
 @pytest.mark.parametrize("middle", MIDDLES)
 def test_each_replica_has_its_own(middle):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from covering import examples
+from hypothesis import given
 
 from keras_paragrad.distribution import clusters
 from keras_paragrad.distribution.cluster import Cluster, find_cluster
@@ -19,6 +20,8 @@ from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
 from keras_paragrad.distribution.sealed import Seal
+
+pytestmark = pytest.mark.fast
 
 SLURM = {
     "SLURM_JOB_ID": "1234",
@@ -253,13 +256,14 @@ PARTS = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@pytest.mark.not_fast
+@examples(100, of=300)
 @given(st.lists(PARTS, min_size=1, max_size=4))
 def test_node_lists(parts):
     assert expand_nodes(",".join(written(part) for part in parts)) == slowly_expanded(parts)
 
 
-@settings(max_examples=300)
+@examples(100, of=300)
 @given(st.text(alphabet="ab01-,[] ", max_size=12))
 def test_any_other_text_is_refused_or_gives_names(text):
     try:

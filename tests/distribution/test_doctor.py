@@ -10,7 +10,10 @@ from keras_paragrad.distribution import diagnosis
 from keras_paragrad.distribution.described import describe
 from keras_paragrad.distribution.probe import Probe, judge, probed_devices, run_probe
 
+pytestmark = pytest.mark.fast
 
+
+@pytest.mark.not_fast
 def test_a_healthy_machine(capsys):
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out

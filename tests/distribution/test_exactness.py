@@ -46,6 +46,7 @@ def run(cell, way="ours"):
     return worst(call(train, {**cell, "way": way}, environments(cell), TIME_LIMIT))
 
 
+@pytest.mark.slow(35)
 @pytest.mark.parametrize(
     "cell",
     [*FEW, *(pytest.param(cell, marks=pytest.mark.long) for cell in CELLS)],
@@ -61,11 +62,13 @@ def test_few_cells_have_every_setting():
     assert had | LIKE_OTHERS == {(name, value) for name, values in AXES.items() for value in values}
 
 
+@pytest.mark.long
 def test_the_measure_sees_what_keras_alone_gets_wrong():
     cell = {"batches": "uneven last", "clip": "global_clipnorm"}
     assert not holds(cell, run(cell, "stock"))
 
 
+@pytest.mark.long
 def test_the_measure_sees_what_keras_alone_does_not_train():
     with pytest.raises(RuntimeError, match="AddN must have the same size and shape"):
         run({"batches": "uneven first", "clip": "global_clipnorm"}, "stock")

@@ -14,6 +14,8 @@ from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
 from keras_paragrad.plain_text import WIDTH
 
+pytestmark = pytest.mark.fast
+
 MACHINE = describe(gpus=4, compute_capability=(9, 0), gpu_memory_gb=80, workers=2)
 
 

@@ -206,6 +206,7 @@ def test_gradients_of_single_examples_come_out_of_uneven_parts():
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
 
 
+@pytest.mark.long
 def test_the_noise_scale_sees_replicas_that_are_clipped_after_the_sum():
     x, y = data(64)
     dist = DistributedFit(strategy="mirrored")
@@ -232,6 +233,7 @@ def test_the_learning_rate_grows_with_the_batch_and_falls_back():
     assert float(made.optimizer.learning_rate.numpy()) == 0.25
 
 
+@pytest.mark.long
 def test_a_layer_that_shows_gradients_may_be_in_the_middle():
     """What a `PerExampleGradients` layer divides by is the loss it was given, weighed or not."""
     x, y = data(33)

@@ -12,6 +12,8 @@ import tensorflow as tf
 from keras_paragrad.distribution.described import describe
 from keras_paragrad.distribution.hardware import Device, Hardware, detect, memory_by_name
 
+pytestmark = pytest.mark.fast
+
 
 def in_a_process(code, **environment):
     """Runs code where TensorFlow has been imported, and nothing has been set up yet."""

@@ -16,6 +16,8 @@ MORE_ON_REPLICAS = (
     *("added values alone", "added sum", "compute_loss of sums"),
 )
 TRAINED = {name: case for name, case in CASES.items() if case.trains}
+# In `make test`, a case for each thing that a loss may be divided by, and each way in which it says so.
+SHORT = ("mask and weights", "sum of masked", "weights", "two not reduced", "one number", "added sum", "compute_loss")
 # For cases that differ from others only in what they are divided by: graphs take longer to trace than all these steps.
 EAGERLY = {"run_eagerly": True, "epochs": 1}
 
@@ -55,7 +57,9 @@ def check_all(cases, shown, **mode):
 
 @pytest.mark.covering
 @pytest.mark.parametrize("shown", [in_slices, in_windows])
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in TRAINED]
+)
 def test_in_slices_and_in_windows(name, shown):
     # Keras's trackers of outputs' losses count otherwise where batches have no static size.
     mode = {} if name in ("mask", "two outputs", "two not reduced") else EAGERLY
@@ -85,10 +89,9 @@ def test_on_replicas_in_a_graph(names, mode):
     check_all({name: CASES[name] for name in names}, on_replicas, **mode)
 
 
+@pytest.mark.long
 @pytest.mark.own_process
-@pytest.mark.parametrize(
-    ("name", "mode"), [("sum of masked", EAGERLY), pytest.param("two outputs", {}, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("name", "mode"), [("sum of masked", EAGERLY), ("two outputs", {})])
 def test_in_windows_on_replicas(name, mode):
     def in_windows_on_replicas(case, **mode):
         return on_replicas(case, MICRO_BATCHES, accumulating, [ExactAccumulation()], **mode)
@@ -96,8 +99,9 @@ def test_in_windows_on_replicas(name, mode):
     check_all({name: CASES[name]}, in_windows_on_replicas, **mode)
 
 
+@pytest.mark.long
 @pytest.mark.own_process
-@pytest.mark.parametrize("name", ["mask", pytest.param("two outputs", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["mask", "two outputs"])
 def test_in_windows_under_a_bare_strategy(mirrored, name):
     def under_the_strategy(case):
         with mirrored.scope():

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.fast
+
 # The launcher as it is, in a package whose own import, of TensorFlow, is left out: it takes seconds. With SIGINT as at
 # a terminal: a shell has it ignored where the tests run in the background.
 START = """

@@ -7,6 +7,8 @@ from hypothesis import given
 from keras_paragrad.distribution.launch import lines as module
 from keras_paragrad.distribution.launch.lines import Lines
 
+pytestmark = pytest.mark.fast
+
 
 class Clock:
     def __init__(self):

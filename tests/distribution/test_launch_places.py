@@ -20,6 +20,8 @@ from keras_paragrad.__main__ import main
 from keras_paragrad.distribution.cluster import find_cluster
 from keras_paragrad.distribution.launch.tasks import HOST, Layout, free_ports
 
+pytestmark = pytest.mark.fast
+
 SLURM = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",

@@ -24,6 +24,7 @@ def adding():
     return model
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_an_input_that_is_left_out(mirrored):
     x = {"x": np.arange(10, dtype="float32").reshape(5, 2), "other": None}

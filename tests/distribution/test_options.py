@@ -8,6 +8,8 @@ import tensorflow as tf
 from keras_paragrad.distribution.names import kind_of_strategy
 from keras_paragrad.distribution.options import Options
 
+pytestmark = pytest.mark.fast
+
 
 def test_nothing_has_to_be_said():
     options = Options()

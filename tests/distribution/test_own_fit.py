@@ -31,6 +31,7 @@ def test_a_model_that_reads_its_data_itself_trains_as_one_device():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.long
 def test_what_can_not_reach_its_data_is_refused():
     for options, arguments, says in (
         ({}, {"cache": True}, "without cache="),

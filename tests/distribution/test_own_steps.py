@@ -12,7 +12,7 @@ from keras_paragrad import DistributedFit, microbatch
 
 TWO_REPLICAS = ["CPU:0", "CPU:1"]
 # In `make test`, test_shown_by_workers.py has "Tracking". What else is left out differs from these in its options.
-FEW = ("Guide", "Guide, weighted", "Loss", "Examples", "PerplexityOfParts")
+FEW = ("Guide", "Guide, weighted", "Loss")
 
 
 def on_replicas(**options):
@@ -110,6 +110,7 @@ class GanOfNoise(Gan):
         return self.maker(noise)
 
 
+@pytest.mark.few(1)
 @pytest.mark.own_process
 @pytest.mark.parametrize("kind", [Gan, GanOfNoise])
 def test_models_whose_own_step_does_not_call_them(kind):

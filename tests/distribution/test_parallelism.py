@@ -120,29 +120,3 @@ def test_undo_leaves_what_was_compiled_since(dist):
         prepared.undo()
         prepared.undo()
         assert model.jit_compile is True
-
-
-class Changing(Preparation):
-    """A model that is prepared with any setting but one."""
-
-    changes_in_place = True
-
-    def renew(self):
-        if self.settings == ("refused",):
-            raise ValueError("refused")
-        self.replace(fit=lambda: self.settings)
-
-    def stop(self):
-        pass
-
-
-def test_a_setting_that_is_refused_leaves_the_one_before():
-    model = build()
-    prepared = Changing.of(model, "first")
-    with pytest.raises(ValueError, match="refused"):
-        Changing.of(model, "refused")
-    assert model.fit() == ("first",)
-    assert Changing.of(model, "second") is prepared
-    assert model.fit() == ("second",)
-    prepared.undo()
-    assert "fit" not in vars(model)

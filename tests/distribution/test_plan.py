@@ -20,6 +20,8 @@ from keras_paragrad.distribution.hardware import Device, Hardware
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import Decision, make_plan
 
+pytestmark = pytest.mark.fast
+
 H100 = {"compute_capability": (9, 0), "gpu_memory_gb": 80}
 
 

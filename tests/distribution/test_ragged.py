@@ -30,10 +30,9 @@ def summing():
     return model
 
 
+@pytest.mark.long
 @pytest.mark.own_process
-@pytest.mark.parametrize(
-    "rows", [pytest.param(ROWS, marks=pytest.mark.long, id="rows"), pytest.param(MATRICES, id="matrices")]
-)
+@pytest.mark.parametrize("rows", [pytest.param(ROWS, id="rows"), pytest.param(MATRICES, id="matrices")])
 def test_ragged_inputs(mirrored, rows):
     data = tf.data.Dataset.from_tensor_slices((rows, np.arange(7.0, dtype="float32")[:, None])).batch(3)
     plain, options = summing(), {"epochs": 2, "shuffle": False, "verbose": 0}
@@ -51,6 +50,7 @@ def test_ragged_inputs(mirrored, rows):
     np.testing.assert_allclose(ours.predict(even, verbose=0), plain.predict(even, verbose=0), rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_ragged_outputs(mirrored):
     dist = DistributedFit(strategy=mirrored)

@@ -55,6 +55,7 @@ def on_workers(directory: Path, weights: str) -> None:
 
 
 # Ray takes most of a minute to start.
+@pytest.mark.slow(20)
 @pytest.mark.parametrize("run", [on_workers, pytest.param(on_a_ray_cluster, marks=pytest.mark.long)])
 def test_two_workers_equal_one_device(tmp_path, run):
     run(tmp_path, "two.weights.h5")

@@ -12,6 +12,8 @@ from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.rendezvous import _description, rendezvous
 from keras_paragrad.distribution.sealed import LONGEST, Seal
 
+pytestmark = pytest.mark.fast
+
 
 def addresses(count):
     """Addresses where nothing listens."""

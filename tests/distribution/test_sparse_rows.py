@@ -51,7 +51,7 @@ def data():
 
 
 @pytest.mark.own_process(seconds=120)
-@pytest.mark.parametrize("kind", [matrices, words])
+@pytest.mark.parametrize("kind", [words, pytest.param(matrices, marks=pytest.mark.long)])
 def test_rows_are_summed_over_replicas_before_they_are_squared_and_clipped(kind, mirrored):
     adam = lambda: keras.optimizers.Adam(0.01, clipnorm=0.1)  # noqa: E731
     names = ("left", "right") if kind is matrices else ("texts", "numbers")

@@ -60,20 +60,15 @@ def test_recomputation(name):
     assert error(recomputed(name), reference(name).trained) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        # The smallest; others of them have tens of millions of weights.
-        pytest.param(name, marks=() if name == "MobileNetV3Small" else pytest.mark.long)
-        for name in APPLICATIONS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", APPLICATIONS)
 def test_slices_without_a_graph(name):
     """Of those that take long to compile."""
     # In two, as each takes as long as the whole batch.
     assert error(in_slices(name, 4, run_eagerly=True), reference(name).trained) < TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", models("norms"))
 def test_norms(name):
     start = reference(name).start
@@ -81,6 +76,7 @@ def test_norms(name):
     assert np.abs(norms(name, start) - wanted).max() < TOLERANCE * wanted.max()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", models("wrapped"))
 def test_wrapped(name):
     trained, shown = wrapped(name)

@@ -66,6 +66,7 @@ def test_a_layer_that_mixes_rows_has_no_gradients_of_examples():
         per_example_norms(model, pairs, np.ones((8, 1)), keras.losses.BinaryCrossentropy())
 
 
+@pytest.mark.long
 def test_batch_normalization_that_trains_is_warned_of_where_it_is_cut(tmp_path):
     case = EXAMPLES["segmentation"]
 

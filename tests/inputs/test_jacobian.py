@@ -84,6 +84,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_equals_a_tape_around_each_row(name, mode):
     model = MODELS[name]()
@@ -91,7 +92,7 @@ def test_equals_a_tape_around_each_row(name, mode):
     check(input_jacobian(model, x, mode, batch_size=3), reference(model, x))
 
 
-@pytest.mark.covering
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["few inputs", "convolution", "attention"])
 @pytest.mark.parametrize("mode", ["forward", "reverse", "vectorized"])
 def test_under_xla(name, mode):
@@ -163,6 +164,7 @@ def recurrent_gates():
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("build", [bilinear, softsign, recurrent_softsign, recurrent_gates])
 def test_where_forward_mode_cannot_be_had(build):
     model = build()
@@ -173,6 +175,7 @@ def test_where_forward_mode_cannot_be_had(build):
             input_jacobian(model, x, "forward", jit_compile=jit_compile)
 
 
+@pytest.mark.long
 def test_vectorized_is_compiled_or_refused():
     model = recurrent()
     x = rows(model, 3)

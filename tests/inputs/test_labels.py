@@ -78,6 +78,7 @@ def test_integrated_gradients_add_up_to_the_difference_of_each_rows_own_score():
     check(found, every[LABELS, rows])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["auto", "forward", "reverse", "vectorized"])
 def test_jacobians(mode):
     model = build()

@@ -119,6 +119,7 @@ SLICES, WINDOWS = {"size": 4}, {"steps": 2}
 
 
 # All pairs; the other half is long.
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "weighting", "compiled"),
     [
@@ -146,6 +147,7 @@ def test_slices_without_an_added_loss():
     check_parts(None, "sum", "none", **SLICES)
 
 
+@pytest.mark.long
 def test_a_scalar_that_is_a_sum_can_be_said_to_be():
     with pytest.raises(ValueError, match="'mask' or 'sum'"):
         trained(ops.sum, "auto", size=4)

@@ -71,6 +71,7 @@ def fitted(model, optimizer, batch_size, callbacks=(), decay=0.8, loss=None, **m
     return noise.noise, history.history
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [{"jit_compile": False}, {"steps_per_execution": 5}, {"run_eagerly": True}], ids=str)
 def test_from_single_examples(more):
     noise, history = fitted(wrap(inner()), keras.optimizers.SGD(0.0), 48, **more)
@@ -115,6 +116,7 @@ def test_from_replicas(mirrored):
         clipped.fit(X, Y, verbose=0, callbacks=[noise])
 
 
+@pytest.mark.long
 def test_training_is_the_same_with_it():
     weights = []
     for callbacks in ([], [GradientNoiseScale()]):
@@ -127,6 +129,7 @@ def test_training_is_the_same_with_it():
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.long
 def test_a_second_fit_goes_on_and_one_without_it_does_not():
     model = wrap(inner())
     model.compile(keras.optimizers.SGD(0.0), "mse")
@@ -190,6 +193,7 @@ def test_the_norms_of_an_epoch():
     assert len(edges) == 8
 
 
+@pytest.mark.long
 def test_they_reach_tensorboard(tmp_path):
     model = wrap(inner())
     model.compile("sgd", "mse", run_eagerly=True)

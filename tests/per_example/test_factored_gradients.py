@@ -70,6 +70,7 @@ def dense_model(length=None):
     return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(hidden)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_kernels_of_sequences_of_several_lengths(jit_compile):
     model = dense_model()
@@ -117,6 +118,7 @@ def test_sides_in_float64():
     assert error(wrapped, model, x, y) < 1e-6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_kernels_of_few_windows(jit_compile):
     keras.utils.set_random_seed(4)

@@ -28,6 +28,7 @@ def test_a_subclass_that_overrides_what_call_calls():
     check(model, some_inputs((3, 6, 6, 2)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("length", [5, 6, 7, 8])
 def test_causal_windows_that_end_before_the_input(length):
     inputs, outputs = keras.Input((length, 2)), []
@@ -55,6 +56,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_inputs_of_any_size(name):
     convolution = CONVOLUTIONS[name]()

@@ -44,7 +44,7 @@ def own_loss(y_pred, y, weight):
     return LOSSES["a loss"](y, y_pred) * weight[0]
 
 
-@pytest.mark.covering
+@pytest.mark.few(2)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("batch_size", "jit_compile"), [(None, False), (4, False), (4, True), (100, True), (1, False)])
 def test_they_are_the_loop(loss, batch_size, jit_compile):

@@ -135,7 +135,7 @@ def test_what_can_t_be_registered(wrong):
 
 
 # Dropout within a recurrent layer, and beside a weight in a layer of one's own; before layers that have rules.
-@pytest.mark.covering
+@pytest.mark.few(1)
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
     "make",

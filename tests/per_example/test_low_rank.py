@@ -50,6 +50,7 @@ def rules_of(model):
 
 
 # Without XLA, a quantized one is in the next test but three.
+@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     ("jit_compile", "beside_plain"),
     [
@@ -137,6 +138,7 @@ def test_a_kernel_whose_last_axis_is_in_all_terms():
     check(model, some_inputs((3, 4, 3)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_a_clipped_step(jit_compile):
     """The step of `fit` is that of a loop over the examples, and leaves the frozen weights alone."""

@@ -131,6 +131,7 @@ WORDS = st.lists(st.lists(st.integers(0, 5), min_size=LENGTH, max_size=LENGTH), 
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "execution", "clip"),
     [
@@ -200,7 +201,7 @@ def of_parts(words):
     return [targets("mask", part, generator) for part in words]
 
 
-@pytest.mark.covering
+@pytest.mark.few(1)
 @pytest.mark.parametrize("clip", [None, CLIP])
 @pytest.mark.parametrize("weighting", ["auto", "examples"])
 def test_windows_of_uneven_micro_batches(clip, weighting):
@@ -226,6 +227,7 @@ def test_windows_of_uneven_micro_batches(clip, weighting):
     assert history[0]["loss"][0] == pytest.approx(plain("mask")[0].test_on_batch(EVEN, padded), rel=1e-6)
 
 
+@pytest.mark.slow(10)
 @pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_slices(jit_compile):
     (y,) = of_parts([EVEN])
@@ -242,8 +244,9 @@ def test_slices(jit_compile):
     assert history[0]["loss"][0] == pytest.approx(shown, rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.own_process(seconds=200)
-@pytest.mark.parametrize("clip", [CLIP, pytest.param(None, marks=pytest.mark.long)])
+@pytest.mark.parametrize("clip", [CLIP, None])
 def test_replicas(mirrored, clip):
     (y,) = of_parts([EVEN])
     gradients = alone("mask", EVEN, y)

@@ -84,8 +84,9 @@ def siamese():
 
 
 # The others are run without XLA.
-@pytest.mark.parametrize("jit_compile", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize("batch", [pytest.param(3, marks=pytest.mark.long), 6])
+@pytest.mark.long
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("batch", [3, 6])
 def test_a_language_model_with_tied_embeddings(batch, jit_compile):
     model = gpt()
     randomize(model)
@@ -143,7 +144,7 @@ class WordModel(keras.Model):
         return self.words(self.mix(self.words(inputs)), reverse=True)
 
 
-@pytest.mark.covering
+@pytest.mark.few(1)
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("options", [{}, {"tie_weights": False}, {"logit_soft_cap": 0.5}])
 def test_a_reversible_embedding(options, jit_compile):

@@ -52,6 +52,7 @@ def test_inputs_that_are_not_finite(name, jit_compile, value):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * scale * ROWS)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
     ("kind", "lora_rank"), [(layers.Embedding, None), (layers.Embedding, 2), (layers.ReversibleEmbedding, None)]
@@ -107,6 +108,7 @@ SPOILT = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("execution", "where", "value"), SPOILT, ids=str)
 def test_a_clipped_update_leaves_them_out(execution, where, value):
     x = spoilt(X, value) if where == "inputs" else X
@@ -132,6 +134,7 @@ def test_a_clipped_update_leaves_them_out(execution, where, value):
     assert (layer.count, layer.nonfinite_count) == (ROWS, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parts", ["slices", "windows"])
 def test_parts_of_a_batch(parts):
     weights = []
@@ -226,6 +229,7 @@ def test_the_callback_counts_them():
     assert [largest.place for largest in examples.largest_norms[:2]] == BAD
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
 def test_clipping_by_norms_that_others_masks_change(reduction):
     words = keras.Input((4,), dtype="int32")

@@ -53,6 +53,7 @@ def test_the_sum_is_the_gradient_of_the_batch(kind):
     assert norms_of(ours)[0] == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", MODELS)
 def test_neither_order_nor_company_matters(kind):
     model, (x, y) = make_model(kind), data()

@@ -134,6 +134,7 @@ def test_losses_that_are_no_sums_over_examples(loss, says):
         per_example_gradients(model, some_inputs((4, 3)), np.ones(targets, "float32"), loss)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "loss",
     [

@@ -41,20 +41,16 @@ def dataset(sizes):
 QUANTITIES = ("norms", "gradients", "second_moment")
 
 
+@pytest.mark.long
 @own_process
 @pytest.mark.parametrize(
     ("reduction", "policy", "quantities"),
     [
         ("sum_over_batch_size", "float32", QUANTITIES),
         ("sum", "mixed_float16", QUANTITIES[:1]),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                ("sum", "mixed_float16", QUANTITIES[1:]),
-                ("sum_over_batch_size", "mixed_float16", QUANTITIES),
-                ("sum", "float32", QUANTITIES),
-            )
-        ),
+        ("sum", "mixed_float16", QUANTITIES[1:]),
+        ("sum_over_batch_size", "mixed_float16", QUANTITIES),
+        ("sum", "float32", QUANTITIES),
     ],
 )
 def test_what_is_left_is_the_last_batch_s_loop(mirrored, reduction, policy, quantities):

@@ -33,6 +33,7 @@ def test_a_rule_is_the_loop(kind, data):
 
 
 # One rule for all, so that a few cases of each do.
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in ("ConvLSTM1D", "ConvLSTM3D"))) for kind in LOOPS]
 )
@@ -56,7 +57,7 @@ CASES = [
 ]
 
 
-@pytest.mark.covering
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 @examples(1)
 @hypothesis.given(data=hypothesis.strategies.data())
@@ -102,6 +103,7 @@ def test_a_convolution_folded_into_channels(kind, data):
         check(case.model(), case.inputs(), False, beside_plain=data.draw(hypothesis.strategies.booleans()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["Conv2D", "DepthwiseConv2D"])
 @examples(2)
 @hypothesis.given(data=hypothesis.strategies.data())

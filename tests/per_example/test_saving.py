@@ -37,6 +37,7 @@ def test_config(options):
     check_config(PerExampleGradients(layers.Dense(3), **options))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", FORMATS)
 def test_training_goes_on_after_loading(form, tmp_path):
     options = {"quantity": "gradients", "clip_norm": 0.1}

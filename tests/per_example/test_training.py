@@ -69,6 +69,7 @@ def fit(model, rows, batch_size=8, epochs=1, **more):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quantity", ["norms", "gradients", "second_moment"])
 @examples(2)
 @hypothesis.given(
@@ -109,6 +110,8 @@ def trained_in_a_graph(optimizer, quantity=None):
     return [variable.numpy() for variable in model.trainable_variables]
 
 
+@pytest.mark.slow(10)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("optimizer", "quantity"),
     [
@@ -172,6 +175,7 @@ def test_a_clipped_update_is_the_loop_s(execution, optimizer, rows, reduction, w
 
 
 # In graphs of plain steps, training is the same to the bit.
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "execution",
     [
@@ -246,6 +250,7 @@ def test_clipping_within_an_accumulating_optimizer_is_clipping_of_the_whole_batc
     assert max(np.abs(a - b).max() for a, b in zip(*weights, strict=True)) < 1e-6
 
 
+@pytest.mark.long
 def test_clipping_within_microbatches_is_clipping_of_the_whole_batch():
     weights = []
     for size in (3, 8):
@@ -287,6 +292,7 @@ def test_a_loop_of_one_s_own(compiled):
     assert np.abs(layer.norms - theirs).max() / theirs.max() < 1e-6
 
 
+@pytest.mark.long
 def test_validation_prediction_and_evaluation_leave_the_results_alone():
     model = make_model()
     wrapped = wrap(model)

@@ -121,7 +121,7 @@ def mean_loss(y_pred, y):
     return ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True))
 
 
-@pytest.mark.covering
+@pytest.mark.few(1)
 @pytest.mark.parametrize("metrics", [[], ["accuracy"]], ids=["no metrics", "metrics"])
 # The second is the first, trained before.
 @pytest.mark.parametrize("make", [pytest.param(compiled, marks=pytest.mark.long), fitted, compiles_itself])
@@ -171,7 +171,7 @@ def in_windows(model, x, y, batch_size, callbacks=None, **arguments):
     return model.fit(x, y, batch_size=2, callbacks=[ExactAccumulation()], **arguments)
 
 
-@pytest.mark.covering
+@pytest.mark.long
 @pytest.mark.parametrize("fit", [in_microbatches, in_windows])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_a_compiled_model_in_parts(fit, clip_norm):
@@ -198,6 +198,7 @@ def data_of(make):
 
 
 # The second is the first, trained before.
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [pytest.param(compiled, marks=pytest.mark.long), fitted, compiles_itself])
 def test_a_compiled_model_saved_and_loaded(make, tmp_path):
     model, x, y = made(make)
@@ -313,7 +314,7 @@ def own_methods(mean=True, super_too=True, kind=OwnMethods):
     return kind(mean, super_too), some_inputs((10, 3)), LABELS
 
 
-@pytest.mark.covering
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [OwnMethods, OwnTest])
 @pytest.mark.parametrize("execution", [{}, {"jit_compile": True}, {"run_eagerly": True}], ids=str)
 def test_methods_of_the_model_s_own_run(kind, execution):
@@ -330,6 +331,7 @@ def test_methods_of_the_model_s_own_run(kind, execution):
 
 
 # Keras's own compute_loss, which super_too calls, is a mean.
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("mean", "super_too"), [(True, True), (True, False), (False, False)])
 def test_norms_with_a_compute_loss_of_the_model_s_own(mean, super_too):
     model, x, y = made(lambda: own_methods(mean, super_too))
@@ -446,6 +448,7 @@ def unbuilt():
     return Unbuilt(), some_inputs((10, 3)), LABELS
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("execution", [{}, {"run_eagerly": True}], ids=str)
 def test_a_model_that_is_not_built(execution):
     theirs = trained(*made(unbuilt), run_eagerly=True)

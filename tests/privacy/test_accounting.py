@@ -16,6 +16,8 @@ from keras_paragrad.privacy.accounting.calibration import LEAST_NOISE
 from keras_paragrad.privacy.accounting.composition import Updates, composed_epsilon
 from keras_paragrad.privacy.accounting.renyi import ORDERS, epsilon_of, rdp
 
+pytestmark = pytest.mark.fast
+
 DIGITS = decimal.Context(prec=50)
 MNIST = {"noise_multiplier": 1.1, "sampling_rate": 256 / 60_000, "updates": 60 * 60_000 // 256, "delta": 1e-5}
 ABADI = {"noise_multiplier": 4.0, "sampling_rate": 0.01, "updates": 10_000, "delta": 1e-5}
@@ -68,6 +70,7 @@ def test_fractional_orders(sigma, rate, alpha):
     np.testing.assert_allclose(rdp(sigma, rate, [alpha]), of_integral(sigma, rate, alpha), rtol=1e-11)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("alpha", [1.5, 2.1, 4.7])
 @pytest.mark.parametrize(("sigma", "slack"), [(0.09, 1e-11), (0.049, 1e-6)])
 def test_fractional_orders_of_little_noise(sigma, slack, alpha):
@@ -154,6 +157,7 @@ def test_updates_of_several_kinds_add_up():
     assert composed_epsilon([], 1e-5) == 0.0
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("target", [0.1, 1.0, 3.0, 50.0])
 @pytest.mark.parametrize(("rate", "updates"), [(0.001, 10_000), (0.05, 1), (1.0, 100)])
 def test_noise_meets_its_target(target, rate, updates):
@@ -167,6 +171,7 @@ def test_a_target_that_little_noise_meets():
     assert epsilon(noise, 0.01, 10, 1e-5) <= 1e9
 
 
+@pytest.mark.long
 def test_targets_that_no_noise_meets():
     with pytest.raises(ValueError, match="Raise the limit of rows in an update"):
         noise_multiplier(1.0, 0.1, 10**5, 1e-5, truncation=1e-9)

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import scipy.stats
 
 from keras_paragrad.privacy import make_private
@@ -50,6 +51,7 @@ def test_an_attack_learns_less_than_is_claimed():
     assert found < claimed
 
 
+@pytest.mark.long
 def test_an_attack_shows_noise_that_is_missing():
     found, claimed = attacked(NOISE / 20)
     assert found > claimed

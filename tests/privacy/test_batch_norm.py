@@ -46,6 +46,7 @@ def randomized(model):
     return model
 
 
+@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     ("make", "size"),
     [

@@ -53,6 +53,7 @@ def test_epsilon_is_shown_everywhere(tmp_path, capsys):
     assert private.privacy.sampling_rate == rate
 
 
+@pytest.mark.slow(10)
 def test_noise_is_calibrated(caplog):
     x, y = some_data()
     private = build(target_epsilon=2.0, epochs=3, examples=len(x))
@@ -67,6 +68,7 @@ def test_noise_is_calibrated(caplog):
         private.fit(x, y, epochs=4, initial_epoch=3, verbose=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("per_call", [1, 3])
 def test_training_stops_where_the_budget_ends(caplog, per_call):
     x, y = some_data()

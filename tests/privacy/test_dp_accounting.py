@@ -94,6 +94,7 @@ def test_published_values_of_privacy_loss_distributions(noise, rate, updates, pu
     assert found < epsilon(noise, rate, updates, 1e-5)
 
 
+@pytest.mark.slow(10)
 def test_budgets_of_privacy_loss_distributions():
     rate, delta = 0.01, 1e-5
     # The less noise there is, the longer it takes.
@@ -120,6 +121,7 @@ def test_extreme_arguments(noise, rate):
     assert (found == math.inf) == (noise == 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("limit", [60, 75, 100])
 def test_truncation_costs_what_dp_accounting_says_or_more(limit):
     """Its privacy loss of truncated Poisson sampling is exact for neighbours of which one has a row of zeros."""
@@ -133,6 +135,7 @@ def test_truncation_costs_what_dp_accounting_says_or_more(limit):
     assert limit < 100 or found == pytest.approx(epsilon(noise, rate, 1, delta, "pld"), rel=1e-3)
 
 
+@pytest.mark.long
 def test_several_draws_are_not_one_at_the_sum_of_their_rates():
     """In eight draws an example may be up to eight times: why an update is drawn once."""
     chances = [math.comb(8, times) * 0.05**times * 0.95 ** (8 - times) for times in range(9)]

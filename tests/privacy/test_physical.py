@@ -120,6 +120,7 @@ def test_physical_batches_without_drawn_rows_are_not_computed(expected):
     check_by_hand(private, reference, *trained)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["any number", "jit", "static", "subclassed"])
 def test_rows_of_physical_batches_follow_the_draw_where_they_can(kind):
     """For XLA, and for models that aren't known to take any number, all have the same."""
@@ -158,6 +159,8 @@ def test_nothing_is_traced_again():
     assert len({len(drawn) for drawn in draws_of(private, 40)}) > 3
 
 
+@pytest.mark.slow(10)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["dense", "convolution", "metrics", "own metrics"])
 def test_xla_compiles_the_loop_where_it_can(kind):
     """Convolutions are slower in it, and metrics are of the rows that are there, whose number XLA doesn't know."""

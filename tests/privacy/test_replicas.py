@@ -85,6 +85,7 @@ def workers():
     return own_process.call(private_worker.work, None, own_process.environments_of_workers(2), 150)
 
 
+@pytest.mark.slow(10)
 def test_workers_take_the_updates_of_one_device(workers):
     expected = private_worker.trained(DistributedFit("none"), 4, run_eagerly=True)
     largest = max(np.abs(each).max() for each in expected["weights"])
@@ -97,6 +98,7 @@ def test_workers_take_the_updates_of_one_device(workers):
             np.testing.assert_allclose(found["history"][name], expected["history"][name], rtol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("noise", ["unseeded", "secure"])
 def test_workers_agree_on_samples_and_noise(workers, noise):
     first, second = (worker[noise]["weights"] for worker in workers)

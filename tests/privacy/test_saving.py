@@ -58,6 +58,7 @@ class Stop(keras.callbacks.Callback):
 
 
 # In the middle of the first epoch, or of the second, before which one has been counted.
+@pytest.mark.slow(10)
 @pytest.mark.parametrize("batches", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_resumed_from_our_backup_equals_undisturbed(tmp_path, undisturbed, batches):
     backup = Backup(tmp_path, every=1, on_sigterm=False)
@@ -69,6 +70,7 @@ def test_resumed_from_our_backup_equals_undisturbed(tmp_path, undisturbed, batch
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.long
 def test_resumed_from_keras_backup_equals_undisturbed(tmp_path, undisturbed):
     def backup():
         return keras.callbacks.BackupAndRestore(tmp_path / "backup")
@@ -81,7 +83,8 @@ def test_resumed_from_keras_backup_equals_undisturbed(tmp_path, undisturbed):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.covering
+@pytest.mark.slow(10)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("clip_norm", [0.5, {"hidden": 0.2, "out": 0.4}, AdaptiveClip(initial=0.5)], ids=str)
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_saved_model_goes_on_counting(tmp_path, form, clip_norm):
@@ -126,6 +129,7 @@ def test_files_hold_no_gradient_without_noise(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_no_file_has_a_count_without_noise(tmp_path):
     """An adaptive norm counts examples on the way through an update."""
     private = build(AdaptiveClip(initial=0.5))

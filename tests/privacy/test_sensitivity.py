@@ -57,9 +57,8 @@ def test_one_example_counts_for_the_clip_norm_at_most(kind, value):
         assert changed > 0
 
 
-@pytest.mark.parametrize(
-    "kind", ["dense", *(pytest.param(each, marks=pytest.mark.long) for each in ("convolution", "attention"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["dense", "convolution", "attention"])
 def test_half_precision_keeps_the_bound(kind):
     before, without = after_an_update(kind, None, counts=False, policy="mixed_bfloat16")
     _, beside = after_an_update(kind, None, counts=True, policy="mixed_bfloat16")

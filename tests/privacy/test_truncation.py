@@ -11,6 +11,8 @@ import pytest
 from keras_paragrad.privacy import epsilon, truncation_probability
 from keras_paragrad.privacy.accounting.composition import with_truncation
 
+pytestmark = pytest.mark.fast
+
 
 def tail(examples, rate, limit):
     """The probability of `limit` draws or more."""

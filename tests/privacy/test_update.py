@@ -39,6 +39,7 @@ CLIPS = {
 }
 
 
+@pytest.mark.slow(10)
 @pytest.mark.covering
 @pytest.mark.parametrize("physical", [None, 8])
 @pytest.mark.parametrize("mode", MODES)
@@ -117,6 +118,7 @@ def test_metrics_are_those_of_drawn_rows():
     np.testing.assert_allclose(history["weighted"], history["accuracy"], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_several_inputs_and_outputs():
     x, y = some_data()
     inputs = [keras.Input((FEATURES,)) for FEATURES in (5, 5)]
@@ -136,6 +138,7 @@ def test_several_inputs_and_outputs():
     np.testing.assert_allclose(history["loss"][0], total, rtol=0.05)
 
 
+@pytest.mark.long
 def test_low_rank_fine_tuning():
     """Only the factors are clipped, noised and trained."""
     x, y = some_data()
@@ -157,7 +160,7 @@ def test_low_rank_fine_tuning():
     assert sum(np.any(one != other) for one, other in zip(before, model.get_weights(), strict=True)) == 3
 
 
-@pytest.mark.covering
+@pytest.mark.few(1)
 @pytest.mark.parametrize("physical", [None, 8])
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.long] * (mode == "graph")) for mode in MODES])
 def test_embeddings(mode, physical):
@@ -194,6 +197,7 @@ class Subclassed(keras.Model):
         return self.out(self.hidden(inputs["x"]))
 
 
+@pytest.mark.long
 def test_a_subclassed_model_with_inputs_by_name():
     x, y = some_data()
     keras.utils.set_random_seed(0)
@@ -209,6 +213,7 @@ def test_a_subclassed_model_with_inputs_by_name():
         np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
+@pytest.mark.long
 def test_a_model_that_is_not_built():
     x, y = some_data()
     private = make_private(Subclassed(), clip_norm=0.2, noise_multiplier=0.5, **ARGUMENTS)

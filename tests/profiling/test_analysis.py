@@ -26,6 +26,8 @@ from keras_paragrad.profiling.analysis.steps import step_times
 from keras_paragrad.profiling.analysis.summarize import summarize
 from keras_paragrad.profiling.summary import Advice, OperationTime, RunInfo, StepTime
 
+pytestmark = pytest.mark.fast
+
 MILLISECOND = 1e6
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted), max_size=8)
 
@@ -372,6 +374,7 @@ def test_a_folder_without_a_trace(tmp_path):
         summarize(tmp_path)
 
 
+@pytest.mark.not_fast
 def test_another_programs_trace_with_and_without_steps(tmp_path):
     def traced(folder, mark):
         model = profiled.model()

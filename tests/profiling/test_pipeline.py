@@ -4,11 +4,13 @@ import json
 
 import keras
 import numpy as np
+import pytest
 
 from keras_paragrad import DistributedFit, Profiler, ProfileSchedule
 from keras_paragrad.distribution import Pipeline
 
 
+@pytest.mark.long
 def test_stages_that_xla_compiled_have_lanes(tmp_path):
     dist = DistributedFit(Pipeline(cuts=["second"], microbatches=3), devices=["CPU:0", "CPU:1"], jit=True)
     with dist.scope():

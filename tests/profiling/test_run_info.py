@@ -11,6 +11,8 @@ from keras_paragrad.profiling import run_info as module
 from keras_paragrad.profiling.run_info import run_info
 from keras_paragrad.profiling.summary import RunInfo
 
+pytestmark = pytest.mark.fast
+
 CAPABILITIES = {"GPU:0": (8, 0), "GPU:1": (7, 5), "GPU:2": None}
 
 

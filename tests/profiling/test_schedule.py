@@ -6,6 +6,8 @@ from hypothesis import given
 
 from keras_paragrad.profiling.schedule import MOST_ACTIVE, ProfileSchedule
 
+pytestmark = pytest.mark.fast
+
 COUNTS = st.integers(0, 30)
 
 

@@ -8,6 +8,8 @@ from rich.console import Console
 from keras_paragrad.profiling.summary import Advice, OperationTime, ProfileSummary, StepTime
 from keras_paragrad.profiling.terminal import WIDTH, WindowFigures, show
 
+pytestmark = pytest.mark.fast
+
 STEPS = tuple(
     StepTime(20 + n, n, 4.0 * n, 4.0, input=2.0, host=0.5, compute=1.0, collective=0.3, idle=0.2) for n in range(9)
 )

@@ -72,6 +72,7 @@ def assert_as_xprof(folder, summary, from_python=False):
             np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("jit", [False, True], ids=["plain", "jit"])
 def test_steps_are_those_that_ran_and_those_of_xprof(tmp_path, jit):
     callback, model = profiler(tmp_path), profiled.model(jit_compile=jit)
@@ -119,6 +120,7 @@ def test_several_batches_in_a_call(tmp_path, known):
     assert begins == sorted(begins)
 
 
+@pytest.mark.long
 def test_data_of_unknown_length_ends_without_a_step(tmp_path):
     callback, count = profiler(tmp_path), Count()
     profiled.model().fit(
@@ -129,6 +131,7 @@ def test_data_of_unknown_length_ends_without_a_step(tmp_path):
     assert [step.step for step in summary.steps] == list(range(7, 15))
 
 
+@pytest.mark.long
 def test_a_generator(tmp_path):
     x, y = profiled.arrays(40)
 
@@ -143,6 +146,7 @@ def test_a_generator(tmp_path):
     assert_as_xprof(tmp_path, summary, from_python=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["ours", "keras"])
 def test_micro_batches_are_nested_in_updates(tmp_path, kind):
     ours = kind == "ours"
@@ -163,6 +167,7 @@ def test_micro_batches_are_nested_in_updates(tmp_path, kind):
         assert sum(step.duration for step in inside) == pytest.approx(row["stepTimeMs"], rel=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.own_process(seconds=240)
 def test_two_replicas(tmp_path):
     dist = DistributedFit(strategy=tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
@@ -190,6 +195,7 @@ def test_validation_is_in_no_step(tmp_path):
     assert steps[1].duration < steps[2].begins - steps[1].begins - 150
 
 
+@pytest.mark.long
 def test_windows_repeat_and_the_oldest_are_removed(tmp_path):
     callback = profiler(tmp_path, ProfileSchedule(skip_first=2, wait=1, warmup=1, active=3, repeat=None), keep=2)
     profiled.model().fit(profiled.dataset(19), shuffle=False, verbose=0, callbacks=[callback])
@@ -251,6 +257,7 @@ class Asks(keras.callbacks.Callback):
             self.how()
 
 
+@pytest.mark.long
 def test_a_signal_asks_for_a_window(tmp_path):
     before = signal.getsignal(signal.SIGUSR1)
     callback = profiler(tmp_path, None)
@@ -278,6 +285,7 @@ def test_a_file_from_before_asks_for_nothing(tmp_path, monkeypatch):
     assert callback.summaries == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("milliseconds", "bound"), [(30, True), (0, False)], ids=["slowed", "quick"])
 def test_a_slow_pipeline_is_called_input_bound_and_no_other(tmp_path, milliseconds, bound):
     callback = profiler(tmp_path)
@@ -319,6 +327,7 @@ def switch_interval():
     sys.setswitchinterval(before)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sleeps", "eagerly", "interval"),
     [
@@ -338,6 +347,7 @@ def test_python_that_makes_batches_is_waited_for(tmp_path, switch_interval, slee
     assert "PyDataset" in summary.advice.text
 
 
+@pytest.mark.long
 def test_training_is_the_same_to_the_bit(tmp_path):
     def trained(callbacks):
         keras.utils.set_random_seed(0)

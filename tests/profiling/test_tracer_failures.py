@@ -55,6 +55,7 @@ def test_another_profiler_is_running(tmp_path, caplog):
     assert not list((tmp_path / "ours").glob(".tracing-*"))
 
 
+@pytest.mark.long
 def test_keras_takes_the_profiler_first(tmp_path, caplog):
     other = keras.callbacks.TensorBoard(tmp_path / "other", profile_batch=(2, 10))
     callback = profiler(tmp_path / "ours", ProfileSchedule(skip_first=4, warmup=1, active=2, repeat=3))
@@ -108,6 +109,7 @@ def test_a_fit_that_breaks_off_leaves_nothing_that_the_next_trips_over(tmp_path,
     assert lines(caplog) == []
 
 
+@pytest.mark.long
 def test_another_profiler_after_a_fit_that_broke_off(tmp_path):
     class Breaks(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -131,6 +133,7 @@ def test_a_missing_package_is_said_at_construction(tmp_path, caplog, monkeypatch
     assert_one_line(caplog, f"Profiler needs {missing} (to ", "pip install 'keras_paragrad[profile]'")
 
 
+@pytest.mark.long
 def test_a_report_that_fails_is_no_window_that_was_not_traced(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     callback = profiler(tmp_path, report="html")

@@ -62,6 +62,7 @@ def test_the_cheapest_that_fits(caplog):
     assert mesh in dist.plan.shard.override
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_each_model_of_a_scope_is_decided_on(tmp_path):
     dist = auto(device_bytes=5_000_000)
@@ -106,6 +107,7 @@ def test_refusals(caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow(15)
 def test_workers_choose_what_fits_all_of_them():
     alone = made(run_eagerly=True)
     alone.fit(X, X[:, :1], batch_size=16, shuffle=False, verbose=0)

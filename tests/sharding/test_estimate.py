@@ -79,6 +79,7 @@ def state(model):
     return held, [id(each._value) for each in model.variables], [each.numpy() for each in model.variables]
 
 
+@pytest.mark.long
 def test_the_model_is_left_as_it_is():
     def trained(estimated):
         keras.utils.set_random_seed(0)
@@ -174,6 +175,7 @@ def adversarial():
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [two_outputs, subclassed, adversarial])
 def test_models_of_other_kinds(make):
     model = make()
@@ -238,6 +240,7 @@ def blocks(count):
     return model
 
 
+@pytest.mark.long
 def test_recomputed_blocks_keep_their_inputs_alone():
     estimates = [estimate_memory(blocks(count), 16) for count in (3, 7)]
     assert estimates[1].recomputed == [f"block_{index}" for index in range(7)]
@@ -275,6 +278,7 @@ def test_of_a_subclassed_model_blocks_that_are_alike_are_recomputed():
     assert estimate[None, True].activations < 0.6 * estimate[None].activations
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_a_distributed_fit_estimates_for_its_replicas():
     replicas = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

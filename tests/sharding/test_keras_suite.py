@@ -19,6 +19,7 @@ def test_of_keras(suite):
     run_pytest([*OPTIONS, "-p", "keras_on_meshes", "-p", "no:cacheprovider", f"{TESTS}::{suite}"], 120)
 
 
+@pytest.mark.long
 def test_models_from_end_to_end():
     tests = [f"{OF_JAX}::test_e2e_{name}" for name in ("data_parallel_model", "model_parallel_model")]
     tests.append(f"{OF_JAX}::test_e2e_model_parallel_with_output_sharding")

@@ -73,6 +73,7 @@ def divided(found, end):
     return next(axes for path, axes in found["divided"].items() if path.endswith(end))
 
 
+@pytest.mark.slow(45)
 def test_ends_where_one_device_ends():
     by_hand, automatic = check(FEW)
     assert divided(by_hand, "depthwise/kernel") == (None, None, None, "model")
@@ -97,6 +98,7 @@ def test_half_precision_ends_near_one_device():
     assert found[0]["weights"] <= 1e-2
 
 
+@pytest.mark.slow(15)
 def test_files_and_backups_hold_what_those_of_one_device_do(tmp_path):
     (found,) = own_process.call(meshed_training.saved, str(tmp_path), [{}], 180)
     assert max(found[what] for what in ("keras", "slots", "weights", "set")) == 0
@@ -107,6 +109,7 @@ WAYS = ["(4, 1)", "(2, 2)", "(1, 4)", "one device", "replicas", "shards"]
 PAIRS = [(before, after) for before in WAYS for after in WAYS if before != after]
 
 
+@pytest.mark.slow(25)
 @pytest.mark.parametrize(
     "pairs",
     [
@@ -120,11 +123,13 @@ def test_training_goes_on_elsewhere_in_the_middle_of_a_window(tmp_path, pairs):
     assert max(found) <= CLOSE, dict(zip(pairs, found, strict=True))
 
 
+@pytest.mark.slow(20)
 def test_undone_between_two_fits_ends_where_one_device_ends():
     (found,) = own_process.call(meshed_training.undone, None, [{}], 90)
     assert max(found) <= CLOSE, found
 
 
+@pytest.mark.slow(40)
 @pytest.mark.parametrize(
     "cases",
     [
@@ -148,6 +153,7 @@ def test_a_device_holds_its_part():
     assert max(found.values()) <= 0.27 * whole
 
 
+@pytest.mark.long
 def test_adapted_means_are_constants():
     (found,) = own_process.call(meshed_training.normalized, None, [{}], 120)
     assert found <= CLOSE

@@ -61,6 +61,7 @@ def test_every_optimizer_of_keras_is_among_them():
     assert {name for name in OPTIMIZERS if name in names} == names - {"Optimizer", "OptimizerMap"}
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_bytes_are_those_of_the_built_optimizer(name, variables):
     optimizer = OPTIMIZERS[name]()

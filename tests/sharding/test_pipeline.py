@@ -80,6 +80,7 @@ def check(cases):
     return found
 
 
+@pytest.mark.slow(45)
 def test_ends_where_one_device_ends():
     found = dict(zip(FEW, check(FEW), strict=True))
     for case, each in found.items():
@@ -93,6 +94,7 @@ def test_ends_where_one_device_ends():
     assert {home for name, home in slots.items() if "two" in name or "three" in name} == {"CPU:1"}
 
 
+@pytest.mark.slow(30)
 def test_columns_of_devices_end_where_one_device_ends():
     for case, each in zip(HYBRIDS, check(HYBRIDS), strict=True):
         # The first device of a stage has its variables.
@@ -105,6 +107,7 @@ def test_more_columns_end_where_one_device_ends():
     check(MORE_HYBRIDS)
 
 
+@pytest.mark.slow(20)
 @pytest.mark.parametrize("settings", [["jit"], pytest.param([], marks=pytest.mark.long)])
 def test_micro_batches_of_all_columns_find_the_state_that_those_before_left(settings):
     (found,) = own_process.call(pipelined_training.stateful_in_columns, settings, [{}], 120)
@@ -163,9 +166,8 @@ def test_segments_run_again_on_the_device_of_their_stage():
     assert found["True"] == {"CPU:0": 2 * (9 + 3), "CPU:1": 2 * (9 + 1)}
 
 
-@pytest.mark.parametrize(
-    ("policy", "most"), [("mixed_float16", 4e-3), pytest.param("mixed_bfloat16", 3e-2, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("policy", "most"), [("mixed_float16", 4e-3), ("mixed_bfloat16", 3e-2)])
 def test_a_pipeline_in_mixed_precision_is_watched(tmp_path, policy, most):
     (found,) = own_process.call(pipelined_training.watched, [policy, str(tmp_path)], [{}], 240)
     # In half precision, sums of parts are rounded otherwise than those of the whole.
@@ -384,6 +386,7 @@ def test_batch_normalization_is_warned_of():
         prepared(model)
 
 
+@pytest.mark.slow(15)
 def test_files_are_those_of_one_device(tmp_path):
     (found,) = own_process.call(pipelined_training.saved, str(tmp_path), [{}], 180)
     assert max(found.values()) <= CLOSE, found

@@ -31,7 +31,10 @@ def recomputing(model):
 # XLA takes long to compile; `test_mixed_precision` has it compile normalization and dropout.
 UNDER_XLA = ("the same tensor twice", "in TimeDistributed")
 # Other cases have attention, a block that is called again, and an added loss each for itself.
-LONG = ("attention, shared, regularized",)
+LONG = (
+    *("attention, shared, regularized", "integers alone", "frozen", "training from the call around"),
+    *("called three times", "the global seed", "complex numbers", "in TimeDistributed"),
+)
 CASES = [
     pytest.param(name, jit, id=f"{name}-{'xla' if jit else 'plain'}", marks=[pytest.mark.long] * left)
     for name in MODELS
@@ -40,6 +43,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(15)
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize(("name", "jit_compile"), CASES)
 def test_trains_as_without(name, jit_compile):
@@ -103,6 +107,7 @@ def test_mixed_precision(dtype, policy):
         assert isinstance(found[0].optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+@pytest.mark.long
 def test_an_overflow_is_seen_by_the_loss_scale(policy):
     policy("mixed_float16")
 
@@ -128,6 +133,7 @@ def in_slices(context):
     return both
 
 
+@pytest.mark.slow(10)
 def test_with_slices_and_accumulation():
     def run(context):
         # Eager steps take less than tracing them.
@@ -215,6 +221,7 @@ def test_second_derivatives_of_weights():
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_per_example_gradients_of_a_recomputed_model():
     def run(context):
         keras.utils.set_random_seed(1)

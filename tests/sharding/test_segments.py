@@ -5,7 +5,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from covering import examples
+from hypothesis import given
 from recomputed_models import L, attention, check_equal, trained, without
 
 from keras_paragrad import PerExampleGradients, recompute
@@ -53,7 +54,8 @@ def nested():
 MODELS = {"convolutional": convolutional, "residual": residual, "nested": nested}
 
 
-@pytest.mark.covering
+@pytest.mark.slow(10)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("choice", [{}, {"every": 1}, {"every": 3}], ids=["auto", "every", "every third"])
 @pytest.mark.parametrize("name", MODELS)
@@ -84,6 +86,7 @@ def kept_by(model, *inputs):
     return sum(_bytes(tensor) for tensor in tensors if tensor.shape not in weights)
 
 
+@pytest.mark.slow(20)
 @pytest.mark.grappler
 def test_keeps_what_is_expected(capsys):
     model, batch = transformer(), np.ones((8, 16, 16), "float32")
@@ -113,7 +116,7 @@ costs = st.lists(
 )
 
 
-@settings(max_examples=200)
+@examples(50, of=200)
 @given(costs, st.integers(1, 4))
 def test_segments_are_a_partition(rows, count):
     parts = [Cost(kept, leaving, work, True) for kept, leaving, work, _ in rows]
@@ -125,7 +128,7 @@ def test_segments_are_a_partition(rows, count):
     assert kept_bytes(found, whole) == sum(part.kept + part.leaving for part in parts) - parts[-1].leaving
 
 
-@settings(max_examples=50)
+@examples(20, of=50)
 @given(st.integers(3, 12), st.integers(4, 60))
 def test_equal_blocks_are_segments(blocks, kept):
     found = Measured([Cost(kept, 1, 10, True)] * blocks, [1.0] * blocks, 30.0 * blocks)

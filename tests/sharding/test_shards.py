@@ -59,11 +59,14 @@ ALL = [
     for case in itertools.starmap(Case, itertools.product(MODELS, OPTIMIZERS, ("optimizer", "parameters"), OPTIONS))
     if comparable(case)
 ]
-# Every way to compute a gradient. `test_every_optimizer` has the ways to apply it, foreign/test_models.py attention.
-# One loop of a recurrent layer is traced in a third of the time of three; those are left to `make test-all`.
+# Every way to compute a gradient. `test_every_optimizer` has the ways to apply it, foreign/test_models.py attention,
+# the two workers below convolutions, and `test_recomputed_loops_are_evaluated_in_shards` a recurrent layer.
 FEW = [
     Case("mlp", "adam", "optimizer", ("jit", "slices", "global_clipnorm", "ema_overwrite")),
     Case("mlp", "lamb", "parameters", ("recompute", "accumulate", "ema")),
+]
+# One loop of a recurrent layer is traced in a third of the time of three.
+MORE = [
     Case("cnn", "rmsprop", "parameters", ("global_clipnorm", "loss_scale")),
     Case("recurrent", "sgd", "optimizer", ("ema_overwrite", "accumulate")),
 ]
@@ -111,10 +114,12 @@ def check_scaled(cases, devices, overflows):
             assert found["moved"] == [not overflow for overflow in overflows], found
 
 
+@pytest.mark.slow(30)
 def test_every_optimizer():
     check_updates([APPLIED[index] for index in sorted(covering.chosen(APPLIED, 1))])
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 def test_shards_are_in_memory_of_their_own(optimizer):
@@ -137,8 +142,14 @@ def test_every_optimizer_in_every_way():
     check_updates(APPLIED)
 
 
+@pytest.mark.slow(25)
 def test_two_replicas():
     check(FEW, 2)
+
+
+@pytest.mark.long
+def test_other_layers_on_two_replicas():
+    check(MORE, 2)
 
 
 # In `make test`, distribution/test_exactness.py has three.
@@ -153,11 +164,13 @@ def test_two_workers_with_two_devices():
     check([Case("mlp", "lamb", "parameters")], 2, workers=2)
 
 
+@pytest.mark.slow(40)
 def test_two_workers_with_synchronized_statistics():
     """The backward pass all-reduces them, after gathers that its graph came to have later."""
     check([Case("cnn", "rmsprop", "parameters")], 1, workers=2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.own_process
 @pytest.mark.parametrize("prepared_first", [False, True])
 def test_recomputed_loops_are_evaluated_in_shards(prepared_first):
@@ -202,6 +215,7 @@ def test_a_layer_that_mixes_examples_is_refused(shard):
         dist.fit(model, np.ones((16, 8)), np.ones((16, 1)), batch_size=8, verbose=0)
 
 
+@pytest.mark.slow(25)
 def test_an_overflow_on_one_worker_is_an_update_on_none():
     """In the branch of a loss scale, workers gather what an optimizer needs whole, or none of them does."""
     check_scaled([Case("", "lamb", "parameters", ("ema_overwrite", "global_clipnorm"))], 1, [True, False, True, False])

@@ -84,6 +84,7 @@ def test_each_replica_holds_its_shard_of_what_one_device_would_draw(shard):
     assert all(sharded_value(slot).copies is None for slot in slots)
 
 
+@pytest.mark.few(1)
 @pytest.mark.own_process
 @BOTH
 def test_files_are_those_of_whole_variables(shard, tmp_path):
@@ -221,6 +222,7 @@ class Unbuilt(keras.Model):
         return self.recurrent(self.embedding(inputs))
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_a_model_that_fit_builds():
     rows = np.arange(32).reshape(8, 4)

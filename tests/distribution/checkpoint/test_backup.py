@@ -88,13 +88,12 @@ MAKERS = {
 IN_THE_END, BETWEEN_EPOCHS, EARLY = 2 * STEPS + 7, STEPS, 4
 SHORT = {
     ("plain", 1): (IN_THE_END, BETWEEN_EPOCHS, EARLY),
-    ("steps_per_execution", 5): (IN_THE_END,),
-    ("jit", 5): (IN_THE_END,),
     ("accumulating", 5): (EARLY + 1,),
 }
 LONG = [("plain", "epoch"), ("accumulating", "epoch"), *((kind, 5) for kind in MAKERS)]
 
 
+@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     ("kind", "every", "breaks"),
     [
@@ -164,12 +163,14 @@ def check_windows(directory, names, breaks, strategy=None, sizes=MICRO_BATCHES):
             assert_same(fit_in_windows(case, sizes, strategy, [Backup(directory, every=1)]), expected)
 
 
+@pytest.mark.long
 def test_losses_are_those_of_undisturbed_windows(tmp_path):
     # The first batch that follows is the second of its window, the last of it, and the first.
     check_windows(tmp_path / "backups", ("mask",), (1, 2, 3))
     check_windows(tmp_path / "backups", ("two outputs",), (2,))
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_losses_are_those_of_undisturbed_windows_on_replicas(mirrored, tmp_path):
     # A window of which two batches come before, and the last after: eager steps of replicas take long.
@@ -394,6 +395,7 @@ def test_a_state_that_can_not_be_stored_is_refused_when_training_begins(tmp_path
     assert look.left == 1
 
 
+@pytest.mark.long
 def test_a_state_that_can_no_longer_be_stored_does_not_end_training(tmp_path, caplog):
     class Draws(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -434,6 +436,7 @@ def test_a_callback_of_ones_own(tmp_path):
     np.testing.assert_array_equal(own.table, [EPOCHS * STEPS / 3] * 3)
 
 
+@pytest.mark.long
 def test_a_scaled_loss_goes_on_with_its_scale(tmp_path):
     def scaled():
         model = plain()
@@ -451,6 +454,7 @@ def test_a_scaled_loss_goes_on_with_its_scale(tmp_path):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
+@pytest.mark.long
 def test_bfloat16_comes_back(tmp_path):
     def half():
         model = plain()

@@ -6,6 +6,8 @@ import tensorflow as tf
 from keras_paragrad.distribution.checkpoint.failures import WorkerLostError, explained_failures
 from keras_paragrad.distribution.cluster import Cluster
 
+pytestmark = pytest.mark.fast
+
 ADDRESSES = tuple(f"host{index}:2222" for index in range(3))
 LOST = tf.errors.UnavailableError(None, None, "Graph execution error:\n\nCollective ops is aborted by: Socket closed\n")
 SILENT = tf.errors.DeadlineExceededError(None, None, "RPC error in CoordinationService/Heartbeat: Deadline Exceeded")

@@ -6,10 +6,13 @@ import tempfile
 import hypothesis.strategies as st
 import pytest
 from backed_up import NOT_OURS, limited_files
-from hypothesis import given, settings
+from covering import examples
+from hypothesis import given
 
 from keras_paragrad.distribution.checkpoint import manifest
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
+
+pytestmark = pytest.mark.fast
 
 OLDER, NEWER = Position(0, 3), Position(1, 0)
 
@@ -27,7 +30,8 @@ def test_what_was_written_is_read(content, epoch, batch):
     assert (stored.content, stored.position) == (content, (epoch, batch))
 
 
-@settings(max_examples=300)
+@pytest.mark.not_fast
+@examples(100, of=300)
 @given(st.binary(max_size=60), st.data())
 def test_any_flipped_bit_is_found(content, data):
     with tempfile.TemporaryDirectory() as folder:
@@ -38,7 +42,7 @@ def test_any_flipped_bit_is_found(content, data):
         check_fallback(files, older, newer)
 
 
-@settings(max_examples=100)
+@examples(40, of=100)
 @given(st.binary(max_size=60), st.data())
 def test_any_truncation_is_found(content, data):
     with tempfile.TemporaryDirectory() as folder:

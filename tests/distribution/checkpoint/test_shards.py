@@ -45,6 +45,7 @@ def check_equal(found, expected):
 
 
 # In `make test` three replicas: each of them is traced.
+@pytest.mark.slow(45)
 @pytest.mark.parametrize("most", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_from_replicas_to_fewer_to_one_to_workers_and_back(tmp_path, most):
     # In the middle of a window each time.
@@ -59,6 +60,7 @@ def test_from_replicas_to_fewer_to_one_to_workers_and_back(tmp_path, most):
     assert not tmp_path.exists()
 
 
+@pytest.mark.long
 def test_workers_with_disks_of_their_own(tmp_path):
     # Workers that are started again are in test_gang.py: here they go on in the same processes.
     gone_on(tmp_path / "{worker}", 1, (1, "parameters", 5), (1, "parameters", 9), workers=2)
@@ -73,6 +75,7 @@ def test_workers_with_disks_of_their_own(tmp_path):
     check_equal(ended, undisturbed())
 
 
+@pytest.mark.slow(10)
 def test_missing_and_damaged_shards_are_named(tmp_path):
     argument = {"directory": str(tmp_path)}
     (told,) = own_process.call(backed_up_shards.damaged_backups, argument, [{}], SECONDS)
@@ -141,6 +144,7 @@ def test_a_worker_killed_while_it_writes(worker, operations, tmp_path):
     check_equal(ended, undisturbed())
 
 
+@pytest.mark.slow(15)
 @pytest.mark.parametrize("shard", ["parameters", pytest.param("optimizer", marks=pytest.mark.long)])
 def test_killed_while_writing(shard):
     (told,) = own_process.call(backed_up_shards.killed_while_writing, {"shard": shard, "most": 200}, [{}], SECONDS)

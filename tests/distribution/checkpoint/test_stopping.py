@@ -8,6 +8,8 @@ import pytest
 from keras_paragrad.distribution.checkpoint import stopping
 from keras_paragrad.distribution.checkpoint.stopping import StopRequest
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.fixture
 def called():

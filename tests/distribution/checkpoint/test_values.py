@@ -10,11 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import example, given, settings
+from covering import examples
+from hypothesis import example, given
 from hypothesis.extra import numpy as stn
 
 from keras_paragrad.distribution.checkpoint.content import Content
 from keras_paragrad.distribution.checkpoint.values import UnstorableError, encode
+
+pytestmark = pytest.mark.fast
 
 DTYPES = st.one_of(
     stn.scalar_dtypes(), stn.unicode_string_dtypes(), stn.byte_string_dtypes(), st.just(np.dtype("i2, >f4, S3"))
@@ -54,7 +57,9 @@ def assert_same(one, other):
         assert one == other or (one != one and other != other)
 
 
-@settings(max_examples=200)
+@pytest.mark.slow(15)
+@pytest.mark.not_fast
+@examples(60, of=200)
 @given(STATES)
 @example({"array": 0})
 @example([{"array": 1}, {"tuple": [1]}, {"dict": []}, {"bytes": 0}, {}])

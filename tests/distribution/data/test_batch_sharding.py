@@ -4,7 +4,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from covering import examples
+from hypothesis import given
 
 from keras_paragrad._keras.replicas.local import Place
 from keras_paragrad.distribution.data.batch_sharding import check_batches, shard_batches, split_batches
@@ -37,7 +38,7 @@ def steps_of(dataset, workers, local):
     return [[pieces[step * local + index] for pieces in found for index in range(local)] for step in range(count)]
 
 
-@settings(max_examples=6)
+@examples(3, of=4)
 @given(sizes, st.integers(1, 3), st.integers(1, 3))
 def test_pieces_are_those_of_array_split(sizes, workers, local):
     steps = steps_of(batches_of(sizes), workers, local)

@@ -135,7 +135,7 @@ def fitted(model, strategy, kind, start):
 @own_process
 @pytest.mark.parametrize(
     "kinds",
-    [("arrays", "cached", "py-dataset"), pytest.param(tuple(KINDS), marks=pytest.mark.long)],
+    [("cached", "py-dataset"), pytest.param(tuple(KINDS), marks=pytest.mark.long)],
     ids=["few", "all"],
 )
 def test_stock_fit_trains_as_on_one_device(mirrored, kinds):
@@ -176,8 +176,9 @@ class Endless(keras.utils.PyDataset):
         return X[index % 30 : index % 30 + 2], Y[index % 30 : index % 30 + 2]
 
 
+@pytest.mark.long
 @own_process
-@pytest.mark.parametrize("all_ways", [False, pytest.param(True, marks=pytest.mark.long)], ids=["each once", "all"])
+@pytest.mark.parametrize("all_ways", [False, True], ids=["each once", "all"])
 def test_batches_that_no_second_reader_gets_are_those_of_one_device(mirrored, all_ways):
     dist = DistributedFit(mirrored)
     endless = Endless()

@@ -119,6 +119,7 @@ def test_a_killed_worker_that_stays_away_costs_no_example(tmp_path):
         check_that_no_example_is_lost(cluster)
 
 
+@pytest.mark.long
 def test_a_killed_server_ends_training_with_the_reason(tmp_path):
     with members(3, tmp_path) as cluster:
         cluster.wait_until_it_runs()

@@ -8,6 +8,8 @@ import tensorflow as tf
 
 from keras_paragrad.distribution.servers.dispatch import Dispatcher
 
+pytestmark = pytest.mark.fast
+
 
 class Remote:
     """What a step returns on its worker, which it may die with."""

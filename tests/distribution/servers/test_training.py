@@ -49,6 +49,7 @@ class Alone:
         return self.twin
 
 
+@pytest.mark.long
 @own_process
 def test_metrics_are_those_of_every_example_once(strategy):
     # With a learning rate of 0 all workers see the same weights, so metrics while training are those of evaluation.
@@ -152,6 +153,7 @@ def test_more_models(strategy):
     check_layers(strategy, "recurrent", "embedded")
 
 
+@pytest.mark.long
 @own_process
 def test_other_models(strategy):
     check_layers(strategy, "normalized")
@@ -167,6 +169,7 @@ def test_other_models(strategy):
     assert all("/job:ps" in weight.value.device for weight in [*model.weights, *model.optimizer.variables])
 
 
+@pytest.mark.long
 @own_process
 def test_data_of_every_kind(strategy):
     x, y, _ = rows_of(50)
@@ -233,10 +236,11 @@ def test_evaluation_and_prediction_are_exact_and_in_order(strategy):
     prepared.undo()
 
 
+@pytest.mark.long
 @own_process
 @pytest.mark.parametrize(
     "names",
-    [["two outputs"], pytest.param(["two not reduced", "two sums"], marks=pytest.mark.long)],
+    [["two outputs"], ["two not reduced", "two sums"]],
     ids=", ".join,
 )
 def test_losses_of_outputs_are_those_of_one_device(strategy, names):

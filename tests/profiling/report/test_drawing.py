@@ -6,6 +6,7 @@ import math
 import hypothesis
 import numpy as np
 import pytest
+from covering import examples
 from hypothesis import strategies as st
 from made_runs import PIPELINE, step
 
@@ -18,7 +19,9 @@ from keras_paragrad.profiling.report.records import Series
 from keras_paragrad.profiling.report.stages_view import stages_chart
 from keras_paragrad.profiling.report.thinning import kept
 
-cases = hypothesis.settings(max_examples=200)
+pytestmark = pytest.mark.fast
+
+cases = examples(60, of=200)
 anything = st.floats(allow_nan=True, allow_infinity=True)
 numbers = st.floats(-1e12, 1e12, allow_subnormal=False).map(lambda value: 0.0 if abs(value) < 1e-12 else value)
 

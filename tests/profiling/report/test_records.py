@@ -8,6 +8,8 @@ from made_runs import RETRACES, TELEMETRY, telemetry_rows, write_rows
 
 from keras_paragrad.profiling.report.records import MOST_RETRACES, read_retraces, read_series
 
+pytestmark = pytest.mark.fast
+
 
 def test_comma_separated_values_and_parquet_say_the_same(tmp_path):
     import pyarrow

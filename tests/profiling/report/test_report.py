@@ -24,6 +24,8 @@ from keras_paragrad.__main__ import main
 from keras_paragrad.profiling.report import write_report
 from keras_paragrad.profiling.summary import OperationTime, ProfileSummary, StepTime
 
+pytestmark = pytest.mark.fast
+
 EMPTY = {"meta", "link", "br", "img", "input", "hr"}
 
 
@@ -109,6 +111,7 @@ def test_it_needs_nothing_else(tmp_path, other):
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
 
 
+@pytest.mark.not_fast
 def test_its_size_is_bounded_and_its_extremes_are_kept(tmp_path):
     operations = [OperationTime("op" * 500, "Kind", "layer", 1, 1.0, 0.001)] * 100
     for window in range(60):
@@ -128,6 +131,7 @@ def test_its_size_is_bounded_and_its_extremes_are_kept(tmp_path):
     assert "1 values are NaN or infinite" in words
 
 
+@pytest.mark.not_fast
 def test_it_is_made_in_time(tmp_path):
     make_run(tmp_path, steps=1000, layers=20)
     begin = time.perf_counter()

@@ -50,7 +50,7 @@ def said(caplog, layers, every=1, optimizer="sgd", batch_size=8, epochs=2, **mor
     return [record.getMessage() for record in caplog.records if record.name == "keras_paragrad"]
 
 
-@pytest.mark.covering
+@pytest.mark.few(1)
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize(
     ("factor", "what"), [(1e5, "explodes"), (float("nan"), "infinite or NaN"), (1e-12, "vanishes"), (0.0, "is 0")]
@@ -82,6 +82,7 @@ def test_a_weight_of_the_model_s_own_is_named_by_the_model():
     assert sorted(named) == [("last", "bias"), ("last", "kernel"), ("mine", "own")]
 
 
+@pytest.mark.long
 def test_healthy_training_says_nothing(caplog):
     layers = [keras.layers.Dense(16, activation="relu"), keras.layers.BatchNormalization(), keras.layers.Dense(8)]
     assert said(caplog, layers, 1, "adam", epochs=5) == []

@@ -59,6 +59,7 @@ def test_a_table_has_every_weight_and_the_model(tmp_path):
     assert telemetry.layers == ("first", "second")
 
 
+@pytest.mark.slow(10)
 @pytest.mark.parametrize("fits", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_parquet_is_what_csv_is(tmp_path, fits):
     fitted(tmp_path / "c", fits)
@@ -72,6 +73,7 @@ def test_parquet_is_what_csv_is(tmp_path, fits):
     assert [row[-1] for row in ours] == pytest.approx([row[-1] for row in theirs], rel=1e-11)
 
 
+@pytest.mark.long
 def test_another_training_begins_the_table_anew(tmp_path):
     fitted(tmp_path)
     before = csv_rows(tmp_path)
@@ -82,6 +84,7 @@ def test_another_training_begins_the_table_anew(tmp_path):
 NOT_OURS = b"when,what\n1,mine\n"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["telemetry.csv", "telemetry.parquet", "telemetry.parquet.partial"])
 def test_a_file_of_somebody_else_is_left_as_it_is(name, tmp_path, caplog):
     (tmp_path / name).write_bytes(NOT_OURS)

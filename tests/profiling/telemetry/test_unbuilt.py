@@ -55,7 +55,7 @@ def fitted(make, optimizer, every, batch_size, callbacks=(), **more):
     return telemetry
 
 
-@pytest.mark.covering
+@pytest.mark.few(1)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize(
     ("make", "more"),
@@ -74,7 +74,7 @@ def test_a_model_that_is_built_by_its_first_step(make, every, more):
     assert telemetry.layers == ("first", "second")
 
 
-@pytest.mark.covering
+@pytest.mark.long
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "stock"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_an_unbuilt_model_whose_gradients_are_accumulated(every, exact):
@@ -90,6 +90,7 @@ def test_an_unbuilt_model_whose_gradients_keras_accumulates():
     assert_reports(telemetry.last, expected(adam, 16), [2, 4, 6])
 
 
+@pytest.mark.long
 def test_an_unbuilt_model_in_slices():
     def sliced():
         model = Subclass()
@@ -100,6 +101,7 @@ def test_an_unbuilt_model_in_slices():
     assert_reports(telemetry.last, expected(adam, 16), [3, 6])
 
 
+@pytest.mark.long
 def test_the_noise_scale_of_an_unbuilt_model():
     noises = []
     for make in (inner, Subclass):

@@ -36,6 +36,7 @@ def fitted(optimizer, every=1, batch_size=16, callbacks=(), epochs=1, model=None
     return telemetry.last, history.history, model
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name):
     last, _, _ = fitted(OPTIMIZERS[name](), run_eagerly=True)
@@ -49,7 +50,7 @@ def test_clipping(clip):
     assert history["clipped_gradient_norm"][0] < history["gradient_norm"][0]
 
 
-@pytest.mark.covering
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "more",
     [
@@ -70,6 +71,7 @@ def test_ways_of_compiling(more, every):
     assert_reports(last, expected(adam, 16, epochs=2), list(by_call.values()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("exact", "more"),
     [
@@ -154,6 +156,7 @@ def test_data_of_unknown_length_and_a_second_fit():
     assert_reports(telemetry.last, wanted, [4, 8, 12, 16])
 
 
+@pytest.mark.long
 def test_it_goes_with_the_noise_scale_and_changes_no_weight():
     plain = inner()
     plain.compile(AccumulatingOptimizer(adam(), 2), "mse", run_eagerly=True)

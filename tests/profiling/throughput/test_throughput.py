@@ -64,6 +64,7 @@ def assert_paced(figures, rows_in_a_call):
     assert slowest < figures["examples_per_second"] < fastest
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "more", [{}, {"jit_compile": True}, {"run_eagerly": True}, {"steps_per_execution": 2}], ids=str
 )
@@ -97,6 +98,7 @@ def test_data_of_unknown_length(steps):
     assert throughput.figures["step_time_p50_ms"] > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("known", [True, False], ids=["steps-known", "unknown"])
 @pytest.mark.parametrize("rows", [16, 96], ids="{}-rows".format)
 def test_rows_of_a_validation_are_none_of_the_epoch(known, rows):
@@ -310,8 +312,9 @@ def test_a_directory_that_cannot_be_written(tmp_path, caplog):
     assert figures["examples_per_second"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.own_process(seconds=200)
-@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.long)], ids=["ours", "stock"])
+@pytest.mark.parametrize("distributed", [True, False], ids=["ours", "stock"])
 def test_two_replicas(mirrored, distributed):
     with mirrored.scope():
         model = inner()
