@@ -253,6 +253,22 @@ def _compared(case: PipelineCase) -> dict[str, Any]:
     }
 
 
+def undone(optional: None) -> float:
+    """How far training ends from that of one device, if it was there first, then in a pipeline, and there again."""
+    configure()
+    case = PipelineCase("mlp", ("two",), "adam")
+    alone, model = made(case, alone=True), made(case, alone=False)
+    for _ in range(3):
+        fitted(alone.fit, case)
+    one = DistributedFit("none")
+    fitted(functools.partial(one.fit, model), case)
+    prepared = distribution(case).prepare(model)
+    fitted(model.fit, case)
+    prepared.undo()
+    fitted(functools.partial(one.fit, model), case)
+    return apart(model.get_weights(), alone.get_weights())
+
+
 def stateful_in_columns(settings: list[str]) -> dict[str, float]:
     """How far a stateful model's weights and state end from those of a pipeline with one device for each stage."""
     configure()

@@ -94,6 +94,12 @@ def test_ends_where_one_device_ends():
     assert {home for name, home in slots.items() if "two" in name or "three" in name} == {"CPU:1"}
 
 
+@pytest.mark.long
+def test_undone_between_two_fits_ends_where_one_device_ends():
+    (found,) = own_process.call(pipelined_training.undone, None, [{}], 90)
+    assert found <= CLOSE
+
+
 @pytest.mark.slow(30)
 def test_columns_of_devices_end_where_one_device_ends():
     for case, each in zip(HYBRIDS, check(HYBRIDS), strict=True):
