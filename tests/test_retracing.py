@@ -70,6 +70,7 @@ class Compiles(keras.callbacks.Callback):
             self.model.make_train_function()
 
 
+@pytest.mark.slow(20)
 @pytest.mark.few(1)
 @pytest.mark.parametrize("change", [SetsMomentum, Freezes])
 def test_a_forced_trace_sees_what_changed(change, tmp_path):

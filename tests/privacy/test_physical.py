@@ -106,6 +106,7 @@ def check_by_hand(private, reference, dense, data):
         np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
+@pytest.mark.slow(20)
 @pytest.mark.parametrize("expected", [1, 12])
 def test_physical_batches_without_drawn_rows_are_not_computed(expected):
     """And the update is that of all: with regularizers once, and a sum divided by the expected batch size."""
@@ -120,6 +121,7 @@ def test_physical_batches_without_drawn_rows_are_not_computed(expected):
     check_by_hand(private, reference, *trained)
 
 
+@pytest.mark.slow(20)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["any number", "jit", "static", "subclassed"])
 def test_rows_of_physical_batches_follow_the_draw_where_they_can(kind):
