@@ -59,7 +59,7 @@ def test_on_one_device(way, name):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("by", ["LossScaleOptimizer", "loss_scale_factor"])
+@pytest.mark.parametrize("by", ["loss_scale_factor", "LossScaleOptimizer"])
 def test_without_loss_scale(by):
     def optimizer():
         return inner(loss_scale_factor=64.0) if by == "loss_scale_factor" else inner()
