@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from transforms import BATCH, EPOCHS, MICRO_BATCH, ROWS, columns, inner, made, scaled
+from transforms import BATCH, EPOCHS, MICRO_BATCH, columns, gradients_of_whole_batches, inner, made, scaled
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch, transform_gradients
 from keras_paragrad._keras.objects.checkpoint_state import training_variables
@@ -36,25 +36,17 @@ def by_hand(*functions, epochs=EPOCHS):
     """The loop on one device, whose functions take gradients and variables, or have a state."""
     model = made(inner)
     states: list[Any] = [f.init(model.trainable_variables) if hasattr(f, "init") else None for f in functions]
-    for _ in range(epochs):
-        for start in range(0, ROWS, BATCH):
-            x, y, weights = (column[start : start + BATCH] for column in columns())
-            with tf.GradientTape() as tape:
-                loss = model.compute_loss(x, y, model(x, training=True), weights)
-            variables = model.trainable_variables
-            found = tape.gradient(loss, variables)
-            gradients = [
-                tf.zeros(v.shape) if g is None else tf.convert_to_tensor(g)
-                for g, v in zip(found, variables, strict=True)
-            ]
-            for place, f in enumerate(functions):
-                if states[place] is None:
-                    gradients = f(gradients, variables)
-                else:
-                    gradients, states[place] = f.update(gradients, states[place], variables)
-            model.optimizer.build(variables)
-            used = [(new, v) for new, g, v in zip(gradients, found, variables, strict=True) if g is not None]
-            model.optimizer.apply(*map(list, zip(*used, strict=True)))
+    variables = model.trainable_variables
+    model.optimizer.build(variables)
+    for before in gradients_of_whole_batches(model, epochs):
+        gradients = [tf.zeros(v.shape) if g is None else g for g, v in zip(before, variables, strict=True)]
+        for place, f in enumerate(functions):
+            if states[place] is None:
+                gradients = f(gradients, variables)
+            else:
+                gradients, states[place] = f.update(gradients, states[place], variables)
+        used = [(new, v) for new, g, v in zip(gradients, before, variables, strict=True) if g is not None]
+        model.optimizer.apply(*map(list, zip(*used, strict=True)))
     return model.get_weights(), states
 
 

@@ -1,7 +1,7 @@
 """Trainings whose gradients are transformed, and what a loop over whole batches makes of them."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -49,20 +49,26 @@ def made(optimizer: Any, dist: DistributedFit | None = None, **options: Any) -> 
     return model
 
 
-def by_hand(transform: Callable[..., Sequence[tf.Tensor]], epochs: int = EPOCHS) -> list[np.ndarray]:
-    """Whole batches, one after the other, without `fit`."""
-    model = made(inner)
+def gradients_of_whole_batches(model: keras.Model, epochs: int = EPOCHS) -> Iterator[list[Any]]:
+    """Those of each batch in turn, dense or `None`, without `fit`; what asks for the next has applied them."""
     for _ in range(epochs):
         for start in range(0, ROWS, BATCH):
             x, y, weights = (column[start : start + BATCH] for column in columns())
             with tf.GradientTape() as tape:
                 loss = model.compute_loss(x, y, model(x, training=True), weights)
-            variables = model.trainable_variables
-            gradients = tape.gradient(loss, variables, unconnected_gradients="none")
-            some = [(tf.convert_to_tensor(g), v) for g, v in zip(gradients, variables, strict=True) if g is not None]
-            there, their = (list(each) for each in zip(*some, strict=True))
-            model.optimizer.build(variables)
-            model.optimizer.apply(list(transform(there, their)), their)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            yield [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+
+
+def by_hand(transform: Callable[..., Sequence[tf.Tensor]], epochs: int = EPOCHS) -> list[np.ndarray]:
+    """The weights after training on whole batches without `fit`."""
+    model = made(inner)
+    variables = model.trainable_variables
+    model.optimizer.build(variables)
+    for gradients in gradients_of_whole_batches(model, epochs):
+        some = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+        there, their = (list(each) for each in zip(*some, strict=True))
+        model.optimizer.apply(list(transform(there, their)), their)
     return model.get_weights()
 
 

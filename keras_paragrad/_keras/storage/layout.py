@@ -37,7 +37,7 @@ def reduced_divided(gradients: Sequence[Any], variables: Sequence[keras.Variable
     storages = [storage_of(variable) for variable in variables]
     places = [index for index, each in enumerate(storages) if each.divided and gradients[index] is not None]
     scaled = [gradients[index] if scale is None else scaled_gradient(gradients[index], scale) for index in places]
-    return _with_sums(gradients, scaled, storages, places)
+    return _replaced_by_sums(gradients, scaled, storages, places)
 
 
 def reduced_replicated(
@@ -48,21 +48,22 @@ def reduced_replicated(
     storages = [*map(storage_of, variables), *(Whole(None) for _ in beside)]
     places = [index for index, each in enumerate(storages) if not each.divided]
     everything = [*gradients, *beside]
-    sums = _with_sums(everything, [everything[index] for index in places], storages, places)
+    sums = _replaced_by_sums(everything, [everything[index] for index in places], storages, places)
     return sums[: len(gradients)], sums[len(gradients) :]
 
 
-def _with_sums(
+def _replaced_by_sums(
     gradients: Sequence[Any], scaled: Sequence[Any], storages: Sequence[Any], places: Sequence[int]
 ) -> list[Any]:
-    found, kinds = list(gradients), {}
+    """Gradients with those at some places replaced by sums over replicas, in one exchange for each class of storage."""
+    results, by_reduction = list(gradients), {}
     for place, gradient in zip(places, scaled, strict=True):
-        kinds.setdefault(storages[place].reduce, []).append((place, gradient))
-    for reduce, given in kinds.items():
-        sums = reduce([gradient for _, gradient in given], [storages[place] for place, _ in given])
-        for (place, _), total in zip(given, sums, strict=True):
-            found[place] = total
-    return found
+        by_reduction.setdefault(storages[place].reduce, []).append((place, gradient))
+    for reduce, pairs in by_reduction.items():
+        sums = reduce([gradient for _, gradient in pairs], [storages[place] for place, _ in pairs])
+        for (place, _), total in zip(pairs, sums, strict=True):
+            results[place] = total
+    return results
 
 
 def whole_gradients(gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> list[Any]:
