@@ -20,9 +20,10 @@ from keras_paragrad._keras.replicas.collectives import (
 )
 from keras_paragrad._keras.step.apply import apply_everywhere
 from keras_paragrad._keras.step.gradient_functions import releasing
-from keras_paragrad._keras.step.transform import installed
+from keras_paragrad._keras.step.update import installed
 from keras_paragrad._keras.storage.layout import computing_with, mesh_of
 from keras_paragrad._keras.storage.updating import install, squares
+from keras_paragrad._keras.telemetry.observe import observe_gradient
 from keras_paragrad.accumulation.advice import advise_the_callback
 from keras_paragrad.accumulation.arguments import (
     ACCUMULATOR_DTYPES,
@@ -161,6 +162,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
                 self.build(list(trainable_variables))
         window = self.window
         variables = self.trainable_variables if trainable_variables is None else trainable_variables
+        observe_gradient(self, [g for g, v in zip(grads, variables, strict=True) if v is not self.gradient_weight])
         pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
         contribution = next((g for g, v in pairs if v is self.gradient_weight), None)
         given = [(self.index_of(v), g) for g, v in pairs if v is not self.gradient_weight]

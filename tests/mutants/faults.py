@@ -261,14 +261,14 @@ _STEP = [
     ),
     _fault(
         "a transform is applied twice",
-        "_keras/step/transform.py",
+        "_keras/step/update.py",
         "whole = transform(unscaled, changed)",
         "whole = transform(transform(unscaled, changed), changed)",
         "test_transform.py::test_on_one_device",
     ),
     _fault(
         "a transform sees gradients with the loss scale in them",
-        "_keras/step/transform.py",
+        "_keras/step/update.py",
         "unscaled = [gradient / scale for gradient in dense] if scale else dense",
         "unscaled = dense",
         "test_transform.py::test_without_loss_scale",
@@ -282,7 +282,7 @@ _STEP = [
     ),
     _fault(
         "shards are clipped by the norm of the gradient before its transform",
-        "_keras/step/transform.py",
+        "_keras/step/update.py",
         "measure_again(optimizer, whole, changed)",
         "measure_again(optimizer, unscaled, changed)",
         "sharding/test_storage.py::test_telemetry_and_transforms_see_whole_gradients",

@@ -125,9 +125,7 @@ HOOKS = (
     Hook("keras", "Optimizer._clip_gradients", ("storage.updating", "telemetry.watch"), ("grads",)),
     Hook("keras", "Optimizer._get_variable_index", ("objects.optimizer",), ("variable",)),
     Hook("keras", "Optimizer._overwrite_model_variables_with_average_value", ("step.apply",), ("trainable_variables",)),
-    Hook(
-        "keras", "Optimizer._overwrite_variable_with_gradient", ("objects.optimizer", "step.transform"), ("variable",)
-    ),
+    Hook("keras", "Optimizer._overwrite_variable_with_gradient", ("objects.optimizer", "step.update"), ("variable",)),
     Hook(
         "keras",
         "Optimizer._update_model_variables_moving_average",
@@ -567,7 +565,7 @@ OF_OBJECTS = (
         "keras",
         "Optimizer._trainable_variables",
         (
-            *("objects.optimizer", "objects.trainable", "step.apply", "step.transform", "storage.updating"),
+            *("objects.optimizer", "objects.trainable", "step.apply", "step.update", "storage.updating"),
             "telemetry.watch",
         ),
     ),

@@ -52,7 +52,9 @@ class ModelState:
     patches = Slot[Mapping[type, Any]]({})
     # Of layers: whether a call gathers the weights.
     gathers = Slot[bool](False)
-    # Of optimizers: the installed *transform*, and the norms of gradients in shards, `()` between updates.
+    # Of optimizers: what was in its `__dict__` in place of the `apply` that is intercepted, the installed *transform*,
+    # and the norms of gradients in shards, `()` between updates.
+    intercepted = Slot[Mapping[str, Any] | None](None)
     transform = Slot[Any](None)
     norms = Slot[tuple[Any, ...] | None](None)
     # Of compiled losses: who records their terms.

@@ -29,8 +29,9 @@ from keras_paragrad._keras.step.execution import compile_steps
 from keras_paragrad._keras.step.stages import Stages
 from keras_paragrad._keras.step.symbolic import build_from, build_losses, losses_built
 from keras_paragrad._keras.step.train_step import TrainStep
-from keras_paragrad._keras.step.transform import install, save_states
+from keras_paragrad._keras.step.transform import save_states
 from keras_paragrad._keras.step.uncut import Limit
+from keras_paragrad._keras.step.update import install
 from keras_paragrad._keras.storage.layout import divided
 from keras_paragrad._keras.storage.updating import install as install_storages
 from keras_paragrad._keras.telemetry.counts import compiled_functions
@@ -59,8 +60,8 @@ class StepBuilder:
         self._then: Callable[[], None] | None = None
         self._built: dict[Any, Callable] = {}
         self._built_for: Any = None
-        # The optimizer that the transform is installed in.
-        self._transformed: Any = None
+        # The optimizer that the last stages are installed in.
+        self._updating: Any = None
         self._of_callbacks: dict[Fillers, tuple[str, ...]] = {}
         self._trainable: Trainable | None = None
         self._reads: Callable[[], Any] = lambda: None
@@ -82,7 +83,7 @@ class StepBuilder:
         if self.model.compiled:
             self._by_configuration()
         self.stages = self.stages._replace(**stages)
-        self._install_transform()
+        self._install_stages()
         self.model.train_function = None
         self._install()
 
@@ -172,22 +173,22 @@ class StepBuilder:
         self._trainable = Trainable.by_optimizer(self.model) if known else None
         for fillers in self._of_callbacks:
             self.stages = self.stages._replace(**fillers())
-        self._install_transform()
+        self._install_stages()
         if self.stages.take and (iterator := self._reads()) is not None:
             # Variables of metrics can't be created within a step on replicas.
             build_from(self.model, iterator, None)
 
-    def _install_transform(self) -> None:
-        """Installs the transform in the optimizer that updates the weights, which `compile` may have replaced."""
+    def _install_stages(self) -> None:
+        """Installs the last stages in the optimizer that updates the weights, which `compile` may have replaced."""
         optimizer = updating(self.model.optimizer) if self.model.compiled else None
         if optimizer is not None:
             install_storages(optimizer, self.model.trainable_variables)
-        if self._transformed not in (None, optimizer):
-            install(self._transformed, None)
+        if self._updating not in (None, optimizer):
+            install(self._updating, None)
         if optimizer is not None:
-            install(optimizer, self.stages.chain)
+            install(optimizer, self.stages.chain, shown=bool(self.stages.observe or self.stages.telemetry))
             save_states(self.model.optimizer, self.stages.transforms or ())
-        self._transformed = optimizer
+        self._updating = optimizer
 
     def _compiled(self, apply: Any, telemetry: Telemetry | None = None) -> Callable[[Any], dict]:
         limit = Limit(self.model, self.stages.split)

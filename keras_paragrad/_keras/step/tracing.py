@@ -16,6 +16,7 @@ from keras_paragrad._keras.probes.untouched import untouched
 from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad._keras.step.example import batches, sized
 from keras_paragrad._keras.step.operations import Block, block_of
+from keras_paragrad._keras.step.update import intercept
 
 
 class VariableGradient(NamedTuple):
@@ -150,17 +151,15 @@ def _replaced_optimizers(model: Any, optimizer: Any) -> list[Any]:
 
 def _record(optimizer: Any, calls: list[_Call]) -> None:
     """Has an optimizer record which gradients it is given, and after how many operations."""
-    apply = optimizer.apply
 
-    def recording(grads: Sequence, trainable_variables: Sequence | None = None) -> None:
+    def recording(apply: Callable, grads: Sequence, trainable_variables: Sequence | None) -> None:
         variables = optimizer.trainable_variables if trainable_variables is None else trainable_variables
         graph = tf.compat.v1.get_default_graph()
         known = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None and v.trainable]
         calls.append(_Call(graph, len(graph.get_operations()), known))
         return apply(grads, trainable_variables)
 
-    # Bypass `__setattr__`: Keras tracks what is assigned.
-    optimizer.__dict__["apply"] = recording
+    intercept(optimizer, recording)
 
 
 @contextlib.contextmanager

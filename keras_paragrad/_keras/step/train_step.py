@@ -28,7 +28,7 @@ from keras_paragrad._keras.step.gradient import (
 from keras_paragrad._keras.step.stages import Split, Stages
 from keras_paragrad._keras.step.uncut import Limit
 from keras_paragrad._keras.storage.gathering import compiled_in_pieces, gathered_first
-from keras_paragrad._keras.telemetry.observe import show_before_sum
+from keras_paragrad._keras.telemetry.observe import observe_before_sum
 
 
 class TrainStep(NamedTuple):
@@ -87,7 +87,7 @@ class TrainStep(NamedTuple):
         whole = gradient.weight is not None or self.stages.chain is not None
         if sharing and whole and not self._accumulator:
             replica_scale = tf.constant(1.0) if gradient.weight is None else sharing(gradient.weight)
-            show_before_sum(self.model, gradient.gradients, replica_scale)
+            observe_before_sum(self.model, gradient.gradients, replica_scale)
         shown = SharedResults(self.model, losses) if self.stages.take and sharing else None
         if losses and shown is None:
             losses.track()

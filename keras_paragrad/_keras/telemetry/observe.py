@@ -1,13 +1,13 @@
 """Passes gradients to an observer, between the backward pass and the update."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.capabilities import accumulating, unscaled, updating
+from keras_paragrad._keras.objects.capabilities import accumulating, updating
 from keras_paragrad._keras.objects.method_patch import MethodPatch, patch_of, patched
 from keras_paragrad._keras.replicas.collectives import replica_count, replica_index
 from keras_paragrad._keras.step.forward import scaled_gradient
@@ -37,13 +37,19 @@ def observed(model: keras.Model, observe: Observe | None, rows: tf.Tensor) -> It
     if observe is None:
         yield
         return
-    optimizer = unscaled(model.optimizer)
-    with patched(optimizer, lambda: _Window(optimizer, observe)) as window:
-        window.rows[replica_index()] = rows
+    with patched(updating(model.optimizer), lambda: Observation(model.optimizer, observe)) as observation:
+        observation.rows[replica_index()] = rows
         yield
 
 
-def show_before_sum(model: keras.Model, gradients: Sequence[Any], share: tf.Tensor) -> None:
+def observe_gradient(optimizer: Any, gradients: Sequence[Any]) -> None:
+    """Shows the gradients of a replica's micro-batch, without loss scale, if its step is `observed`."""
+    observation = patch_of(updating(optimizer), Observation)
+    if observation is not None:
+        observation.show_gradient(gradients)
+
+
+def observe_before_sum(model: keras.Model, gradients: Sequence[Any], share: tf.Tensor) -> None:
     """Shows a replica's gradients if they are all-reduced before the optimizer; called on every replica.
 
     Args:
@@ -51,68 +57,45 @@ def show_before_sum(model: keras.Model, gradients: Sequence[Any], share: tf.Tens
         gradients: A gradient for each weight or `None`, with the loss scale and
         share: with what the loss was multiplied besides.
     """
-    window = patch_of(unscaled(model.optimizer), _Window)
-    if window is not None:
+    observation = patch_of(updating(model.optimizer), Observation)
+    if observation is not None:
         factor = share * tf.cast(model.optimizer.scale_loss(tf.constant(1.0)), "float32")
-        window.sums_first = True
-        window.show_own([scaled_gradient(each, tf.math.reciprocal_no_nan(factor)) for each in gradients])
+        observation.shown_before = True
+        observation.show_gradient([scaled_gradient(each, tf.math.reciprocal_no_nan(factor)) for each in gradients])
 
 
-class _Window(MethodPatch):
-    """Patches an optimizer's methods to show the gradients they are called with."""
+class Observation(MethodPatch):
+    """Who observes the step that is being traced; kept by the innermost optimizer.
+
+    Attributes:
+        rows: How many examples each replica has.
+        shown_before: Whether the gradients of replicas' micro-batches are shown before they reach that optimizer.
+    """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, observe: Observe):
         super().__init__()
-        self.optimizer, self.observe = optimizer, observe
+        self.optimizer, self.observer = updating(optimizer), observe
         self.rows: dict[int, tf.Tensor] = {}
-        self.sums_first = False
+        self.shown_before = accumulating(optimizer) is not None
 
     def patch_all(self) -> None:
-        optimizer: Any = self.optimizer
-        if accumulating(optimizer):
-            self._before(updating(optimizer), self.observe.update)
-        elif replica_count() == 1:
-            self._before(optimizer, self.observe.update)
-        else:
-            self._after_reduction(updating(optimizer))
-        # Last, so that it is called first.
-        self._before(optimizer, self._arrived)
+        # Keras sums the gradients of replicas within `apply`.
+        if replica_count() > 1 and not self.shown_before:
+            self.replace(self.optimizer, "_all_reduce_sum_gradients", self._sum)
 
-    def _arrived(self, gradients: Sequence[Any]) -> None:
-        if self.sums_first:
-            self.observe.update(gradients)
-        else:
-            self.show_own(gradients)
-
-    def show_own(self, gradients: Sequence[Any]) -> None:
+    def show_gradient(self, gradients: Sequence[Any]) -> None:
         """Shows the gradients of this replica's examples."""
-        self.observe.gradient(gradients, self.rows[replica_index()])
+        self.observer.gradient(gradients, self.rows[replica_index()])
 
-    def _before(self, optimizer: Any, show: Callable[[Sequence[Any]], None]) -> None:
-        original = optimizer.apply
+    def show(self, gradients: Sequence[Any]) -> None:
+        """Shows the gradients with which an update begins."""
+        if not self.shown_before:
+            self.show_gradient(gradients)
+        if self.shown_before or replica_count() == 1:
+            self.observer.update(gradients)
 
-        def shown(gradients, trainable_variables=None, **keywords):
-            gradients = list(gradients)
-            variables = None if trainable_variables is None else list(trainable_variables)
-            show(self._without_contribution(gradients, variables))
-            return original(gradients, variables, **keywords)
-
-        self.replace(optimizer, "apply", shown)
-
-    def _without_contribution(self, gradients: Sequence[Any], variables: Sequence[Any] | None) -> Sequence[Any]:
-        """The gradients without the `Contribution` that an accumulating optimizer gets beside them."""
-        accumulator = accumulating(self.optimizer)
-        if accumulator is None or variables is None or not self.optimizer.built:
-            return gradients
-        weight = accumulator.gradient_weight
-        return [gradient for gradient, variable in zip(gradients, variables, strict=True) if variable is not weight]
-
-    def _after_reduction(self, optimizer: Any) -> None:
-        original = optimizer._all_reduce_sum_gradients
-
-        def shown(grads_and_vars):
-            reduced = list(original(grads_and_vars))
-            self.observe.update([gradient for gradient, _ in reduced])
-            return reduced
-
-        self.replace(optimizer, "_all_reduce_sum_gradients", shown)
+    def _sum(self, grads_and_vars: Any) -> list[Any]:
+        optimizer: Any = self.optimizer
+        summed = list(type(optimizer)._all_reduce_sum_gradients(optimizer, grads_and_vars))
+        self.observer.update([gradient for gradient, _ in summed])
+        return summed

@@ -68,7 +68,7 @@ def watched(model: Any, watcher: Watcher | None) -> Iterator[None]:
         yield
         return
     optimizer = updating(model.optimizer)
-    with patched(optimizer, lambda: _Watch(model, optimizer, watcher)):
+    with patched(optimizer, lambda: Watch(model, optimizer, watcher)):
         yield
 
 
@@ -107,8 +107,8 @@ class _Seen:
         return [_difference(weight, before) if added is None else added for added, weight, before in seen]
 
 
-class _Watch(MethodPatch):
-    """Patches an optimizer's methods to record their arguments."""
+class Watch(MethodPatch):
+    """Who watches the updates of the step that is being traced; kept by the innermost optimizer."""
 
     def __init__(self, model: Any, optimizer: Any, watcher: Watcher):
         super().__init__()
@@ -119,20 +119,17 @@ class _Watch(MethodPatch):
         for part in parts(self.optimizer):
             self.replace(part, "_clip_gradients", self._clipping(part, part._clip_gradients))
             self.replace(part, "_backend_update_step", self._stepping(part, part._backend_update_step))
-        self.replace(self.optimizer, "apply", self._applying(self.optimizer, self.optimizer.apply))
 
-    def _applying(self, optimizer: Any, original: Callable) -> Callable:
-        def apply(grads, trainable_variables=None):
-            given = None if trainable_variables is None else list(trainable_variables)
-            # Asked here and not earlier: an unbuilt model gets its weights in the forward pass of this step.
-            known = list(optimizer._trainable_variables) if optimizer.built else given or []
-            seen = self.seen[replica_index()] = _Seen(self.watcher.watch(known if given is None else given, known))
-            result = original(grads, given)
-            if not optimizer.gradient_accumulation_steps:
-                self._finish(seen, optimizer.iterations)
-            return result
+    def begin(self, given: Sequence[Any] | None) -> None:
+        """Begins an update of the weights given, or of all, if `None`; called on each replica."""
+        # Asked here and not earlier: an unbuilt model gets its weights in the forward pass of this step.
+        known = list(self.optimizer._trainable_variables) if self.optimizer.built else given or []
+        self.seen[replica_index()] = _Seen(self.watcher.watch(known if given is None else given, known))
 
-        return apply
+    def end(self) -> None:
+        """Shows the update that `begin` began, if Keras's own accumulation hasn't."""
+        if not self.optimizer.gradient_accumulation_steps:
+            self._finish(self.seen[replica_index()], self.optimizer.iterations)
 
     def _clipping(self, optimizer: Any, original: Callable) -> Callable:
         def clip(gradients):
