@@ -99,7 +99,7 @@ def estimate(name):
 
 def estimate_shards(case):
     """Prints the estimate of a case of `sharding.py` for all its devices, in bytes; with its layers that run again."""
-    from keras_paragrad.sharding import estimate_memory
+    from keras_paragrad.memory import estimate_memory
 
     sharding.make_devices()
     model = sharding.prepared(case, sharding.WIDTH)

@@ -100,8 +100,8 @@ def print_times(kind):
 def print_held(name):
     """Runs in a process of its own: bytes of weights and Adam's moments on the fullest device, in its own buffers."""
     make_devices()
-    from keras_paragrad._keras.mesh.dtensor import bytes_by_device
-    from keras_paragrad._keras.mesh.placing import variables_on_mesh
+    from keras_paragrad.engine.mesh.placing import variables_on_mesh
+    from keras_paragrad.storage.dtensor import bytes_by_device
 
     model = on_mesh(MESHES[name], False)
     model.fit(*batches(1), batch_size=BATCH, verbose=0)

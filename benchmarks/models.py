@@ -38,7 +38,7 @@ def transformer():
 
 def low_rank():
     """The transformer, of which adapters of rank 4 and the biases beside them are trained."""
-    from keras_paragrad._keras.objects.model import all_layers
+    from keras_paragrad.compat.model import all_layers
 
     model = transformer()
     for layer in all_layers(model):

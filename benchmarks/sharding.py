@@ -120,7 +120,7 @@ def held(model):
     """Bytes of weights and of the optimizer's state on a device, counted from the variables."""
     import tensorflow as tf
 
-    from keras_paragrad._keras.storage.sharded import storage_of
+    from keras_paragrad.storage.sharded import storage_of
 
     total = 0
     for variable in (*model.variables, *model.optimizer.variables):

@@ -6,7 +6,7 @@ from keras_paragrad.command_line import is_command
 from keras_paragrad.exports import lazily
 
 if TYPE_CHECKING or not is_command():
-    import keras_paragrad._keras  # noqa: F401  (checks the installed Keras and TensorFlow before anything else)
+    import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow before anything else)
 
     # Keras can deserialize these classes only once they are imported. Commands don't need them, and importing
     # TensorFlow takes seconds.
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from keras_paragrad.inputs.gradients import input_gradients
     from keras_paragrad.inputs.jacobian import input_jacobian
     from keras_paragrad.inputs.second_order import hessian_vector_product
+    from keras_paragrad.memory.estimate import estimate_memory
+    from keras_paragrad.memory.recomputation import recompute
     from keras_paragrad.per_example.example_gradients import ExampleGradients
     from keras_paragrad.per_example.functional import per_example_gradients, per_example_norms
     from keras_paragrad.per_example.noise_scale import GradientNoiseScale
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
     from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
     from keras_paragrad.profiling.throughput.callback import Throughput
     from keras_paragrad.profiling.tracer import Profiler
-    from keras_paragrad.sharding.estimate import estimate_memory
-    from keras_paragrad.sharding.recomputation import recompute
     from keras_paragrad.transforms import transform_gradients
 
 __all__ = [
@@ -87,7 +87,7 @@ __getattr__, __dir__ = lazily(
         "Throughput": "profiling",
         "accumulation": "accumulation",
         "distribution": "distribution",
-        "estimate_memory": "sharding",
+        "estimate_memory": "memory",
         "fix_batch_norm": "privacy",
         "hessian_vector_product": "inputs",
         "input_gradients": "inputs",
@@ -95,14 +95,14 @@ __getattr__, __dir__ = lazily(
         "inputs": "inputs",
         "integrated_gradients": "inputs",
         "make_private": "privacy",
+        "memory": "memory",
         "microbatch": "accumulation",
         "per_example": "per_example",
         "per_example_gradients": "per_example",
         "per_example_norms": "per_example",
         "privacy": "privacy",
         "profiling": "profiling",
-        "recompute": "sharding",
-        "sharding": "sharding",
+        "recompute": "memory",
         "transform_gradients": "transforms",
         "wrap": "per_example",
         "write_report": "profiling",

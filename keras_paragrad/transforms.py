@@ -6,11 +6,11 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.saved import SavedVariables
-from keras_paragrad._keras.probes.untouched import never_run, untouched
-from keras_paragrad._keras.step.builder import StepBuilder
-from keras_paragrad._keras.storage.layout import divided, mesh_of
 from keras_paragrad.arguments import check_instance, refusal
+from keras_paragrad.compat.saved import SavedVariables
+from keras_paragrad.engine.probes.untouched import never_run, untouched
+from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.storage.layout import divided, mesh_of
 
 _EXAMPLE = "lambda gradients, variables: gradients"
 

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_paragrad import DistributedFit
-from keras_paragrad._keras.storage.sharded import sharded_value
+from keras_paragrad.storage.sharded import sharded_value
 
 X = np.random.default_rng(0).normal(size=(24, 64)).astype("float32")
 

@@ -23,7 +23,7 @@ from keras_paragrad import (
     recompute,
     wrap,
 )
-from keras_paragrad._keras.storage.sharded import sharded_value
+from keras_paragrad.storage.sharded import sharded_value
 
 EPOCHS, MOMENTUM = 2, 0.9
 # Of variables in shards: these models are small.

@@ -16,8 +16,8 @@ from keras.src.backend import distribution_lib
 from keras_unskipped import pytest_collection_modifyitems, pytest_configure, pytest_runtest_logreport  # noqa: F401
 
 from keras_paragrad import DistributedFit
-from keras_paragrad._keras.mesh.dtensor import computing_on_mesh
-from keras_paragrad._keras.mesh.variable import MeshVariable
+from keras_paragrad.storage.dtensor import computing_on_mesh
+from keras_paragrad.storage.mesh_variable import MeshVariable
 
 COUNT = 8
 DEVICES = [f"cpu:{index}" for index in range(COUNT)]

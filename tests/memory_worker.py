@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.sharding import estimate_memory
+from keras_paragrad.memory import estimate_memory
 
 ROWS = 24_000
 

@@ -17,9 +17,9 @@ from keras import layers
 from pipelined_training import DEVICES, LENGTH, VOCABULARY, apart, configure
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, recompute
-from keras_paragrad._keras.mesh.dtensor import bytes_by_device, computing_on_mesh, relayout
-from keras_paragrad._keras.mesh.placing import variables_on_mesh
 from keras_paragrad.distribution import Backup
+from keras_paragrad.engine.mesh.placing import variables_on_mesh
+from keras_paragrad.storage.dtensor import bytes_by_device, computing_on_mesh, relayout
 
 SIDE = 8
 

@@ -24,8 +24,8 @@ from keras_paragrad import (
     Throughput,
     recompute,
 )
-from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad.distribution import Backup, Pipeline
+from keras_paragrad.engine.step.builder import StepBuilder
 
 ROWS, LENGTH, VOCABULARY = 22, 6, 40
 DEVICES = [f"CPU:{index}" for index in range(4)]

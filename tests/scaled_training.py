@@ -10,9 +10,9 @@ import tensorflow as tf
 from sharded_training import LEAST_BYTES, Case, Updated, made_optimizer, make_devices, variables_to_update
 
 from keras_paragrad import DistributedFit
-from keras_paragrad._keras.step.apply import apply_gradient
-from keras_paragrad._keras.storage.sharded import sharded_value
-from keras_paragrad._keras.storage.updating import install
+from keras_paragrad.engine.step.apply import apply_gradient
+from keras_paragrad.storage.sharded import sharded_value
+from keras_paragrad.storage.updating import install
 
 SCALE, GROWTH = 2.0**10, 2
 

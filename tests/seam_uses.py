@@ -10,7 +10,8 @@ from pathlib import Path
 
 import keras_paragrad
 
-SEAM = Path(keras_paragrad.__file__).parent / "_keras"
+PACKAGE = Path(keras_paragrad.__file__).parent
+SEAM = ("compat", "engine", "storage")
 _NAMED_TUPLE = {"_replace", "_asdict", "_fields"}
 _OURS = "_keras_paragrad"
 _PRIVATE = re.compile(r"_[A-Za-z]\w*")
@@ -77,15 +78,3 @@ def _foreign_names(ours: type) -> set[str]:
     members = [inspect.unwrap(value) for base in bases for value in vars(base).values() if callable(value)]
     codes = [member.__code__ for member in members if isinstance(member, types.FunctionType)]
     return names | {name for code in codes for name in code.co_names}
-
-
-def all_names(source: str) -> set[str]:
-    """Every name that a module spells, as a name, an attribute, a definition, an import, a keyword or a string."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        for field in ("id", "attr", "name", "arg", "value"):
-            value = getattr(node, field, None)
-            found |= {value} if isinstance(value, str) else set()
-        if isinstance(node, ast.ImportFrom):
-            found |= {(node.module or "").rpartition(".")[2]}
-    return found

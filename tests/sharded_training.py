@@ -14,9 +14,9 @@ import tensorflow as tf
 from keras import layers, optimizers
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, microbatch, recompute
-from keras_paragrad._keras.step.apply import apply_gradient
-from keras_paragrad._keras.storage.sharded import sharded_value
-from keras_paragrad._keras.storage.updating import install
+from keras_paragrad.engine.step.apply import apply_gradient
+from keras_paragrad.storage.sharded import sharded_value
+from keras_paragrad.storage.updating import install
 
 VOCABULARY, LENGTH = 80, 6
 # All but the last are cut; biases of a few bytes too.

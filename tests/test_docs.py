@@ -195,7 +195,7 @@ def test_every_page_is_reached_from_the_index():
 
 @pytest.mark.parametrize("page", LINKING, ids=name_of)
 def test_paths_that_are_named_exist(page):
-    folders = "keras_paragrad|tests|docs|benchmarks|examples|_keras"
+    folders = "keras_paragrad|tests|docs|benchmarks|examples|compat|engine|storage"
     for path in re.findall(rf"`((?:{folders})/[\w./]*)`", FENCE.sub("", page.read_text())):
         assert (ROOT / path).exists() or (ROOT / "keras_paragrad" / path).exists(), path
 

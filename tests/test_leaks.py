@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.framework.ops import gradient_registry
 
 import keras_paragrad as ours
-from keras_paragrad._keras.step.gradient_functions import keep_with_graphs, releasing
+from keras_paragrad.engine.step.gradient_functions import keep_with_graphs, releasing
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
 Y = X[:, :1].copy()

@@ -14,12 +14,12 @@ from keras_paragrad.distribution import Explanation, Options, describe, make_pla
 from keras_paragrad.distribution.mesh.mesh import Mesh
 from keras_paragrad.distribution.mesh.table import Divided, LayoutTable
 from keras_paragrad.distribution.pipeline.table import Stage, StageTable
+from keras_paragrad.memory import Estimate
+from keras_paragrad.memory.breakdown import Column
 from keras_paragrad.plain_text import InNotebooks, Printable
 from keras_paragrad.privacy.budget import Privacy
 from keras_paragrad.profiling.summary import OperationTime, ProfileSummary, StepTime
 from keras_paragrad.profiling.terminal import WindowFigures
-from keras_paragrad.sharding import Estimate
-from keras_paragrad.sharding.columns import Column
 
 # A layer may have any name.
 NAME = "<b>dense & co</b>"

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 # The map is for those who extend the step from inside.
 DOCS = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "architecture.md"]
 EXAMPLES = [*(ROOT / "examples").rglob("*.py"), ROOT / "README.md"]
-COMPONENTS = ("accumulation", "distribution", "inputs", "per_example", "privacy", "profiling", "sharding")
+COMPONENTS = ("accumulation", "distribution", "inputs", "memory", "per_example", "privacy", "profiling")
 PACKAGES = (keras_paragrad, *(getattr(keras_paragrad, name) for name in COMPONENTS))
 
 

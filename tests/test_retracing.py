@@ -17,6 +17,7 @@ from keras_paragrad import (
     Throughput,
     microbatch,
 )
+from keras_paragrad.engine.step.builder import StepBuilder
 
 X = np.random.default_rng(0).normal(size=(44, 6)).astype("float32")
 Y = X[:, :1] ** 2
@@ -193,10 +194,8 @@ def test_a_window_restored_after_a_failed_fit_goes_on(tmp_path):
 
 
 def test_a_failed_fit_leaves_no_stage_for_a_single_step_and_no_batches_to_skip():
-    from keras_paragrad._keras.objects.checkpoint_state import skip_batches
-
     model = build("sgd")
-    skips = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: skip_batches(model, 9))
+    skips = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: StepBuilder.of(model).skip_batches(9))
     failed(model, [skips, GradientTelemetry()], batch=2)
     model.train_on_batch(X[:4], Y[:4])
     one = build("sgd")

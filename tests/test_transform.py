@@ -16,8 +16,8 @@ from keras_paragrad import (
     GradientNoiseScale,
     GradientTelemetry,
 )
-from keras_paragrad._keras.objects.optimizer import WrappingOptimizer
-from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad.compat.optimizer import WrappingOptimizer
+from keras_paragrad.engine.step.builder import StepBuilder
 
 # Keras says so of the weight without a gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")

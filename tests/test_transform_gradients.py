@@ -9,8 +9,8 @@ import tensorflow as tf
 from transforms import BATCH, EPOCHS, MICRO_BATCH, columns, gradients_of_whole_batches, inner, made, scaled
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch, transform_gradients
-from keras_paragrad._keras.objects.checkpoint_state import training_variables
 from keras_paragrad.privacy import make_private
+from keras_paragrad.storage.checkpoint_state import training_variables
 
 # Keras says so of the weight without a gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")

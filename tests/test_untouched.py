@@ -10,21 +10,21 @@ import tensorflow as tf
 from counting import CALLED, CountingLoss, counting_model
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch, recompute
-from keras_paragrad._keras.losses.terms import recorded_terms
-from keras_paragrad._keras.probes.independence import check_metrics, independence_refusal
-from keras_paragrad._keras.probes.losses import mixes_rows
-from keras_paragrad._keras.probes.rows import mixing_layer
-from keras_paragrad._keras.probes.states import layers_that_keep_examples
-from keras_paragrad._keras.probes.untouched import untouched
-from keras_paragrad._keras.step.forward import Normalizer
-from keras_paragrad._keras.telemetry.counts import gradient_graph
 from keras_paragrad.distribution.pipeline.calls import Calls
 from keras_paragrad.distribution.pipeline.timing import measured_times
+from keras_paragrad.engine.losses.terms import recorded_terms
+from keras_paragrad.engine.probes.independence import check_metrics, independence_refusal
+from keras_paragrad.engine.probes.losses import mixes_rows
+from keras_paragrad.engine.probes.rows import mixing_layer
+from keras_paragrad.engine.probes.states import layers_that_keep_examples
+from keras_paragrad.engine.probes.untouched import untouched
+from keras_paragrad.engine.step.forward import Normalizer
+from keras_paragrad.engine.telemetry.counts import gradient_graph
 from keras_paragrad.inputs.execution import Execution
 from keras_paragrad.inputs.options import DerivativeOptions
 from keras_paragrad.inputs.selection import Selection
+from keras_paragrad.memory import estimate_memory
 from keras_paragrad.per_example.probing import units_for
-from keras_paragrad.sharding import estimate_memory
 
 ROWS, SIZE = 8, 4
 X, Y = (np.random.default_rng(seed).normal(size=(ROWS, SIZE)).astype("float32") for seed in (0, 1))

@@ -5,9 +5,9 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.losses.normalization import warn_of_batch_statistics
-from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps, unscaled
-from keras_paragrad._keras.objects.model import has_own_train_step
+from keras_paragrad.compat.capabilities import accumulating, accumulation_steps, unscaled
+from keras_paragrad.compat.model import has_own_train_step
+from keras_paragrad.engine.losses.normalization import warn_of_batch_statistics
 
 
 def advice(model: Any) -> str:

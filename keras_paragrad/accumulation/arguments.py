@@ -4,8 +4,8 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps
 from keras_paragrad.arguments import refusal
+from keras_paragrad.compat.capabilities import accumulating, accumulation_steps
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
 # Slices of a batch are always weighted by their normalizer, never uniformly.

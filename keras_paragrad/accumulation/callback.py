@@ -4,13 +4,13 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.losses.normalization import LossNormalization, warn_of_batch_statistics
-from keras_paragrad._keras.objects.capabilities import accumulating
-from keras_paragrad._keras.step.builder import StepBuilder
-from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad.accumulation.advice import advice
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
+from keras_paragrad.compat.capabilities import accumulating
+from keras_paragrad.engine.losses.normalization import LossNormalization, warn_of_batch_statistics
+from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.indivisible import Foreseen
 
 
 class ExactAccumulation(keras.callbacks.Callback):

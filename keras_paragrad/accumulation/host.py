@@ -4,7 +4,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from keras_paragrad._keras.step.uncut import Foreseen
+from keras_paragrad.engine.step.indivisible import Foreseen
 
 if TYPE_CHECKING:
     from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer

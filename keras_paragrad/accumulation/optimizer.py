@@ -10,20 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.optimizer import WrappingOptimizer
-from keras_paragrad._keras.objects.running import fit_frame
-from keras_paragrad._keras.replicas.collectives import (
-    cross_replica,
-    first_replica,
-    replica_count,
-    run_if,
-)
-from keras_paragrad._keras.step.apply import apply_everywhere
-from keras_paragrad._keras.step.gradient_functions import releasing
-from keras_paragrad._keras.step.update import installed
-from keras_paragrad._keras.storage.layout import computing_with, mesh_of
-from keras_paragrad._keras.storage.updating import install, squares
-from keras_paragrad._keras.telemetry.observe import observe_gradient
 from keras_paragrad.accumulation.advice import advise_the_callback
 from keras_paragrad.accumulation.arguments import (
     ACCUMULATOR_DTYPES,
@@ -35,6 +21,20 @@ from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.schedule import Steps, StepsSchedule
 from keras_paragrad.accumulation.window import GradientWindow
 from keras_paragrad.arguments import check_choice, check_flag, check_text
+from keras_paragrad.compat.collectives import (
+    cross_replica,
+    first_replica,
+    replica_count,
+    run_if,
+)
+from keras_paragrad.compat.optimizer import WrappingOptimizer
+from keras_paragrad.compat.running import fit_frame
+from keras_paragrad.engine.step.apply import apply_everywhere
+from keras_paragrad.engine.step.gradient_functions import releasing
+from keras_paragrad.engine.step.update import installed
+from keras_paragrad.engine.telemetry.observe import observe_gradient
+from keras_paragrad.storage.layout import computing_with, mesh_of
+from keras_paragrad.storage.updating import install, squares
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")

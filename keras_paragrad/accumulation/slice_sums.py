@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.losses.sums import zero_sums
-from keras_paragrad._keras.objects.capabilities import unscaled
-from keras_paragrad._keras.replicas.shard import rows_of
-from keras_paragrad._keras.step.forward import StepContext, scaled_gradient
-from keras_paragrad._keras.step.gradient import Gradient, gradient_of
+from keras_paragrad.compat.capabilities import unscaled
+from keras_paragrad.engine.losses.sums import zero_sums
+from keras_paragrad.engine.replicas.shard import rows_of
+from keras_paragrad.engine.step.forward import StepContext
+from keras_paragrad.engine.step.gradient import Gradient, gradient_of
+from keras_paragrad.storage.row_gradients import scaled_gradient
 
 
 class RunningSums(NamedTuple):

@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.losses.normalization import LossNormalization, warn_of_batch_statistics
-from keras_paragrad._keras.replicas.shard import rows_of
-from keras_paragrad._keras.step.builder import StepBuilder
-from keras_paragrad._keras.step.forward import StepContext
-from keras_paragrad._keras.step.gradient import Gradient
-from keras_paragrad._keras.step.symbolic import build_losses
-from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad.accumulation.arguments import SLICE_WEIGHTINGS
 from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_at
 from keras_paragrad.arguments import check_choice, check_instance, check_integer
+from keras_paragrad.engine.losses.normalization import LossNormalization, warn_of_batch_statistics
+from keras_paragrad.engine.replicas.shard import rows_of
+from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.forward import StepContext
+from keras_paragrad.engine.step.gradient import Gradient
+from keras_paragrad.engine.step.indivisible import Foreseen
+from keras_paragrad.engine.step.symbolic import build_losses
 
 
 class microbatch:  # noqa: N801  (used as a function and as a context manager, like contextlib's own)

@@ -6,11 +6,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.optimizer import WrappingOptimizer
-from keras_paragrad._keras.objects.saved import SavedVariables
-from keras_paragrad._keras.step.apply import Contribution
-from keras_paragrad._keras.storage.layout import reduced_replicated
-from keras_paragrad._keras.storage.storage import storage_of
+from keras_paragrad.compat.optimizer import WrappingOptimizer
+from keras_paragrad.compat.saved import SavedVariables
+from keras_paragrad.engine.step.apply import Contribution
+from keras_paragrad.storage.layout import reduced_replicated
+from keras_paragrad.storage.storage import storage_of
 
 
 class GradientWindow(SavedVariables):

@@ -39,10 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not callable(found.get(name)):
         functions = [each for each, value in found.items() if callable(value) and not each.startswith("_")]
         return _refuse(f"{path} has no function {name!r}{did_you_mean(name, functions)}")
-    import keras_paragrad._keras  # noqa: F401  (checks the installed Keras and TensorFlow)
-    from keras_paragrad._keras.objects.unallocated import without_memory
+    import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
+    from keras_paragrad.compat.stand_ins import without_memory
+    from keras_paragrad.memory.estimate import estimate_memory
     from keras_paragrad.plain_text import show
-    from keras_paragrad.sharding.estimate import estimate_memory
 
     with without_memory():
         model = found[name]()

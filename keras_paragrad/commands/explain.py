@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         0, or 2 if the arguments are wrong, or contradict the machine.
     """
-    import keras_paragrad._keras  # noqa: F401  (checks the installed Keras and TensorFlow)
+    import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
     from keras_paragrad.distribution.explain import Explanation
     from keras_paragrad.distribution.plan import make_plan
     from keras_paragrad.plain_text import show

@@ -7,15 +7,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.storage.creation import create_in_shards, create_whole
-from keras_paragrad._keras.storage.resharding import hold_copies, hold_whole
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.workers import gather
-from keras_paragrad.sharding.estimate import estimate_memory
-from keras_paragrad.sharding.estimated import Estimate, bytes_in_words
+from keras_paragrad.memory.estimate import estimate_memory
+from keras_paragrad.memory.estimated import Estimate, bytes_in_words
+from keras_paragrad.storage.creation import create_in_shards, create_whole
+from keras_paragrad.storage.resharding import hold_copies, hold_whole
 
 _log = logging.getLogger("keras_paragrad")
 # Of a device's memory. The rest is for the error of an estimate, and for what TensorFlow and the data take.

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 import keras_paragrad
-import keras_paragrad._keras
+import keras_paragrad.compat
 from keras_paragrad.distribution.clusters.kind import sources_in_words
 from keras_paragrad.distribution.explain import Explanation
 from keras_paragrad.distribution.hardware import Device, Hardware, detect

@@ -9,12 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.data import split_for_validation
-from keras_paragrad._keras.objects.model import has_own_fit
-from keras_paragrad._keras.replicas.local import place_of
-from keras_paragrad._keras.replicas.unprepared import warn_of_unprepared
-from keras_paragrad._keras.storage.creation import create_in_shards, create_whole
 from keras_paragrad.arguments import check_integer
+from keras_paragrad.compat.data import split_for_validation
+from keras_paragrad.compat.local import place_of
+from keras_paragrad.compat.model import has_own_fit
 from keras_paragrad.distribution.alike import check_alike, check_same_weights, fingerprint, given_callbacks
 from keras_paragrad.distribution.auto_shard import settle_shard
 from keras_paragrad.distribution.checkpoint.backup import Backup
@@ -33,9 +31,11 @@ from keras_paragrad.distribution.plan import Plan, make_plan
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.distribution.training import train
 from keras_paragrad.distribution.workers import all_or_none
+from keras_paragrad.engine.replicas.unprepared import warn_of_unprepared
 from keras_paragrad.exports import passing_options_to, with_arguments_of
+from keras_paragrad.memory.estimated import Estimate
 from keras_paragrad.plain_text import InNotebooks
-from keras_paragrad.sharding.estimated import Estimate
+from keras_paragrad.storage.creation import create_in_shards, create_whole
 
 # Of `fit`, those that are not in the data.
 _ARGUMENTS = ("epochs", "validation_data", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq")

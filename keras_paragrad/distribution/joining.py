@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.workers import NamedDevicesStrategy, has_joined_a_cluster
+from keras_paragrad.compat.workers import NamedDevicesStrategy, has_joined_a_cluster
 from keras_paragrad.distribution.alike import versions
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.rendezvous import rendezvous

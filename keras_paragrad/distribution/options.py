@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.storage.partition import MIN_SHARD_BYTES
 from keras_paragrad.arguments import check_choice, check_integer, check_number, check_text, refusal
 from keras_paragrad.distribution.choices import (
     BATCHES,
@@ -27,6 +26,7 @@ from keras_paragrad.distribution.choices import (
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import canonical_devices, kind_of_strategy
+from keras_paragrad.storage.partition import MIN_SHARD_BYTES
 
 CHOICES = {
     "communication": COMMUNICATIONS,

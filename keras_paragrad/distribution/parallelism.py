@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.unprepared import check_compiled_in_scope
 from keras_paragrad.distribution.alike import SAME_CODE
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.decisions.decision import Decision
@@ -16,8 +15,9 @@ from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Decisions, Options, Planner, planner_of
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.preparation import Preparation
-from keras_paragrad.sharding.estimate import estimate_memory
-from keras_paragrad.sharding.estimated import Estimate
+from keras_paragrad.engine.replicas.unprepared import check_compiled_in_scope
+from keras_paragrad.memory.estimate import estimate_memory
+from keras_paragrad.memory.estimated import Estimate
 
 # All that a parallelism of one's own is written with.
 __all__ = ["Decision", "Decisions", "Parallelism", "PlannedRun", "Preparation", "Strategies", "parallelism_of"]

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Self
 
 import keras
 
-from keras_paragrad._keras.objects.method_patch import replace_methods, restore_methods
-from keras_paragrad._keras.objects.state import state_of
+from keras_paragrad.compat.method_patch import replace_methods, restore_methods
+from keras_paragrad.compat.state import state_of
 
 
 class Preparation(abc.ABC):

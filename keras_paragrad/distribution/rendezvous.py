@@ -10,10 +10,10 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from keras_paragrad.distribution.callers import Caller, Callers
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.listening import host_of, listen_at, port_of
-from keras_paragrad.distribution.sealed import LONGEST, Seal
+from keras_paragrad.distribution.rendezvous_server import Caller, Callers
+from keras_paragrad.distribution.signing import LONGEST, Seal
 
 _log = logging.getLogger("keras_paragrad")
 _PAUSE = 0.2

@@ -5,9 +5,9 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.objects.capabilities import accumulating
-from keras_paragrad._keras.replicas.local import place_of
 from keras_paragrad.accumulation.callback import ExactAccumulation
+from keras_paragrad.compat.capabilities import accumulating
+from keras_paragrad.compat.local import place_of
 from keras_paragrad.distribution.alike import AgreeEachEpoch, with_agreement
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.failures import explained_failures

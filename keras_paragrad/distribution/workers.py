@@ -6,8 +6,8 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.local import place_of
-from keras_paragrad._keras.replicas.workers import barrier
+from keras_paragrad.compat.local import place_of
+from keras_paragrad.compat.workers import barrier
 
 Result = TypeVar("Result")
 

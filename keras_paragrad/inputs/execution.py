@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.probes.untouched import never_run, untouched
-from keras_paragrad._keras.step.gradient_functions import releasing
+from keras_paragrad.engine.probes.untouched import never_run, untouched
+from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.inputs.chunks import MOST_ROWS, bytes_in_graph, bytes_of_derivative
 from keras_paragrad.inputs.function import Derivative, RowFunction
 from keras_paragrad.inputs.options import DerivativeOptions

@@ -6,10 +6,10 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.objects.model import all_layers
-from keras_paragrad._keras.probes.rows import mixing_layer
-from keras_paragrad._keras.step.segments import calls_of, functional_of
-from keras_paragrad._keras.step.stateful_ops import assigned_resources
+from keras_paragrad.compat.model import all_layers
+from keras_paragrad.engine.probes.rows import mixing_layer
+from keras_paragrad.engine.step.segments import calls_of, functional_of
+from keras_paragrad.engine.step.stateful_ops import assigned_resources
 
 _KEEPS_STATE = (
     "so a row's derivatives would depend on the rows before it, and later predictions would be others than before."

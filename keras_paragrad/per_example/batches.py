@@ -8,10 +8,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.losses.terms import LossTerm
-from keras_paragrad._keras.step.gradient_functions import releasing
-from keras_paragrad._keras.step.symbolic import build_by_calling
 from keras_paragrad.arguments import check_flag, check_instance, check_integer, refusal
+from keras_paragrad.engine.losses.terms import LossTerm
+from keras_paragrad.engine.step.gradient_functions import releasing
+from keras_paragrad.engine.step.symbolic import build_by_calling
 from keras_paragrad.per_example.capture import Capture
 from keras_paragrad.per_example.losses import check_loss, row_losses
 from keras_paragrad.per_example.mixing import check_layer

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.layers import mask_of, with_mask
+from keras_paragrad.compat.layers import mask_of, with_mask
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.layers import attributes, called_for_training, compiled_by_xla, mask_of, with_mask
+from keras_paragrad.compat.layers import attributes, called_for_training, compiled_by_xla, mask_of, with_mask
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.reads import WeightReads
 from keras_paragrad.per_example.units import Unit, check_training

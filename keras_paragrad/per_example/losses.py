@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.losses.terms import LossTerm
-from keras_paragrad._keras.probes.losses import mixes_rows
+from keras_paragrad.engine.losses.terms import LossTerm
+from keras_paragrad.engine.probes.losses import mixes_rows
 
 _CHECKED: "weakref.WeakSet[keras.losses.Loss]" = weakref.WeakSet()
 

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.probes.rows import mixing_layer
+from keras_paragrad.engine.probes.rows import mixing_layer
 
 _FOUND: "weakref.WeakKeyDictionary[keras.layers.Layer, dict]" = weakref.WeakKeyDictionary()
 

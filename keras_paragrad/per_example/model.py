@@ -4,8 +4,8 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.objects.model import all_layers
-from keras_paragrad._keras.objects.own_methods import (
+from keras_paragrad.arguments import check_instance
+from keras_paragrad.compat.delegation import (
     IN_THE_WAY,
     explain_missing_compile,
     lend,
@@ -13,7 +13,7 @@ from keras_paragrad._keras.objects.own_methods import (
     overrides,
     preprocesses,
 )
-from keras_paragrad.arguments import check_instance
+from keras_paragrad.compat.model import all_layers
 from keras_paragrad.exports import passing_options_to
 from keras_paragrad.per_example.reads import LossReads
 from keras_paragrad.per_example.wrapper import PerExampleGradients

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.collectives import replica_count, sum_over_replicas
-from keras_paragrad._keras.replicas.local import local_parts, replica_variable
+from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
+from keras_paragrad.compat.local import local_parts, replica_variable
 
 
 class Noise(NamedTuple):
@@ -48,7 +48,7 @@ class NoiseEstimate:
         self.average = replica_variable([3])
 
     def gradient(self, gradients: Sequence[Any], rows: tf.Tensor) -> None:
-        """Records the gradient of one replica's micro-batch; see `keras_paragrad._keras.telemetry.observe.Observe`."""
+        """Records the gradient of one replica's micro-batch; see `keras_paragrad.engine.telemetry.observe.Observe`."""
         rows = tf.cast(rows, "float32")
         if self.examples is not None:
             small = [self.examples(), rows, rows, rows]

@@ -4,10 +4,10 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.losses.terms import is_summed
-from keras_paragrad._keras.objects.capabilities import accumulating, clips
-from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad.arguments import check_choice, check_integer, check_number
+from keras_paragrad.compat.capabilities import accumulating, clips
+from keras_paragrad.engine.losses.terms import is_summed
+from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.per_example.model import find_layer
 from keras_paragrad.per_example.noise_estimate import Noise, NoiseEstimate
 

@@ -6,9 +6,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.layers import called_for_training
-from keras_paragrad._keras.probes.untouched import never_run, untouched
-from keras_paragrad._keras.step.gradient_functions import releasing
+from keras_paragrad.compat.layers import called_for_training
+from keras_paragrad.engine.probes.untouched import never_run, untouched
+from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.per_example.capture import Capture
 from keras_paragrad.per_example.units import Unit, layers_holding, units_of
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.layers import assign_now
+from keras_paragrad.compat.layers import assign_now
 
 
 class WeightReads(keras.StatelessScope):

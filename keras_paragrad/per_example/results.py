@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.layers import compiled_by_xla
+from keras_paragrad.compat.layers import compiled_by_xla
 from keras_paragrad.per_example.factored_gradients import FactoredGradients
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.rows import ReplicaRows, Total

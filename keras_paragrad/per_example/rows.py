@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.local import local_parts, replica_variable
+from keras_paragrad.compat.local import local_parts, replica_variable
 
 
 class ReplicaRows:

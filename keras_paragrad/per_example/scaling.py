@@ -7,15 +7,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.losses.terms import LossTerm, recorded_terms
-from keras_paragrad._keras.objects.layers import outermost_layer
-from keras_paragrad._keras.objects.model import (
+from keras_paragrad.compat.collectives import replica_count
+from keras_paragrad.compat.layers import outermost_layer
+from keras_paragrad.compat.model import (
     has_own_compute_loss,
     has_own_train_step,
     summed_by_keras,
 )
-from keras_paragrad._keras.replicas.collectives import replica_count
-from keras_paragrad._keras.step.forward import replica_scale_of
+from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
+from keras_paragrad.engine.step.forward import replica_scale_of
 from keras_paragrad.per_example.losses import check_loss, row_losses
 from keras_paragrad.per_example.mixing import check_model
 

@@ -11,14 +11,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.layers import compiled_by_xla, may_be_differentiated
-from keras_paragrad._keras.objects.model import all_layers
-from keras_paragrad._keras.objects.own_methods import metrics_of_its_own, uncompile, warn_of_fit
-from keras_paragrad._keras.probes.trial import is_trial
-from keras_paragrad._keras.replicas.collectives import replica_index
-from keras_paragrad._keras.step.gradient_functions import keep_with_graphs_of
-from keras_paragrad._keras.step.symbolic import build_by_calling, has_build
 from keras_paragrad.arguments import check_choice, check_function, check_instance, check_integer, check_number
+from keras_paragrad.compat.collectives import replica_index
+from keras_paragrad.compat.delegation import metrics_of_its_own, uncompile, warn_of_fit
+from keras_paragrad.compat.layers import compiled_by_xla, may_be_differentiated
+from keras_paragrad.compat.model import all_layers
+from keras_paragrad.engine.probes.trial import is_trial
+from keras_paragrad.engine.step.gradient_functions import keep_with_graphs_of
+from keras_paragrad.engine.step.symbolic import build_by_calling, has_build
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.results import StepResults, capacity_for, check_capacity
 from keras_paragrad.per_example.scaling import Divisor
@@ -92,7 +92,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         Bu et al., Differentially private optimization on large models, https://arxiv.org/abs/2210.00038 (one pass).
     """
 
-    # Records cotangents from the forward pass on: see `keras_paragrad._keras.step.compiled_call`.
+    # Records cotangents from the forward pass on: see `keras_paragrad.compat.compiled_call`.
     needs_whole_pass = True
 
     def __init__(

@@ -5,8 +5,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.collectives import sum_over_replicas
 from keras_paragrad.arguments import check_number
+from keras_paragrad.compat.collectives import sum_over_replicas
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")

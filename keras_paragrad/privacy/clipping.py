@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.layers import may_be_differentiated
-from keras_paragrad._keras.probes.trial import is_trial
-from keras_paragrad._keras.step.symbolic import build_by_calling
 from keras_paragrad.arguments import check_number, refusal
+from keras_paragrad.compat.layers import may_be_differentiated
+from keras_paragrad.engine.probes.trial import is_trial
+from keras_paragrad.engine.step.symbolic import build_by_calling
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.step import Step
 from keras_paragrad.per_example.units import units_of

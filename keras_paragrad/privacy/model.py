@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.losses.normalization import LossNormalization
-from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad.engine.losses.normalization import LossNormalization
+from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.per_example.model import PerExampleModel
 from keras_paragrad.privacy.adaptive import AdaptiveClip, ClipState
 from keras_paragrad.privacy.budget import Privacy, Settings

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.collectives import replica_count, sum_over_replicas
+from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 
 # The algorithm is named so that all devices draw the same numbers.
 _ALGORITHM = "philox"

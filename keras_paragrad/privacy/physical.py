@@ -6,13 +6,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad._keras.losses.logs import has_metrics
-from keras_paragrad._keras.replicas.collectives import replica_count
-from keras_paragrad._keras.step.builder import StepBuilder
-from keras_paragrad._keras.step.forward import StepContext, called_apart
-from keras_paragrad._keras.step.gradient import Gradient, is_slower_in_xla_loop
 from keras_paragrad.accumulation.slice_sums import rows_at
 from keras_paragrad.accumulation.slices import Slices
+from keras_paragrad.compat.collectives import replica_count
+from keras_paragrad.engine.losses.logs import has_metrics
+from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.forward import StepContext, called_apart
+from keras_paragrad.engine.step.gradient import Gradient, is_slower_in_xla_loop
 from keras_paragrad.privacy.sampling import present
 
 # Rows of a physical batch are a multiple, which kernels like.

@@ -6,11 +6,11 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.objects.capabilities import accumulating, nested
-from keras_paragrad._keras.objects.model import added_losses, all_layers
-from keras_paragrad._keras.objects.own_methods import overrides
-from keras_paragrad._keras.probes.states import layers_that_keep_examples
-from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad.compat.capabilities import accumulating, nested
+from keras_paragrad.compat.delegation import overrides
+from keras_paragrad.compat.model import added_losses, all_layers
+from keras_paragrad.engine.probes.states import layers_that_keep_examples
+from keras_paragrad.engine.step.builder import StepBuilder
 
 # The names of the layers of a model that keep something of examples, once it was tried.
 _KEEP: "weakref.WeakKeyDictionary[keras.layers.Layer, list[str]]" = weakref.WeakKeyDictionary()

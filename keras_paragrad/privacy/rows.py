@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.data import ArrayRows, adapter_of, reads_arrays
+from keras_paragrad.compat.data import ArrayRows, adapter_of, reads_arrays
 
 
 class Rows(Protocol):

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.data import without_autotuning
+from keras_paragrad.compat.data import without_autotuning
 from keras_paragrad.privacy.rows import Rows
 
 # So many draws are made in one call of Python.

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.local import place_of, together_of
+from keras_paragrad.compat.local import place_of, together_of
 from keras_paragrad.distribution.hardware import logical_devices
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.plain_json import read_json

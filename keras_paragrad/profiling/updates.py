@@ -4,8 +4,8 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.objects.capabilities import accumulating, updating
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
+from keras_paragrad.compat.capabilities import accumulating, updating
 
 
 class UpdateCount:

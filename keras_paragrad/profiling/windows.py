@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from keras_paragrad._keras.objects.model import all_layers
-from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad.compat.local import place_of
+from keras_paragrad.compat.model import all_layers
 from keras_paragrad.extras import MissingExtraError
 from keras_paragrad.profiling.markers import StepMarkers
 from keras_paragrad.profiling.memory import PeakMemory

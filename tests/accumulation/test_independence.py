@@ -18,11 +18,11 @@ from keras_paragrad import (
     per_example_norms,
     wrap,
 )
-from keras_paragrad._keras.losses.terms import LossTerm
-from keras_paragrad._keras.probes import trial
-from keras_paragrad._keras.probes.losses import mixes_rows
-from keras_paragrad._keras.probes.rows import mixing_layer
-from keras_paragrad._keras.probes.states import layers_apart, metrics_apart
+from keras_paragrad.engine.losses.terms import LossTerm
+from keras_paragrad.engine.probes import trial
+from keras_paragrad.engine.probes.losses import mixes_rows
+from keras_paragrad.engine.probes.rows import mixing_layer
+from keras_paragrad.engine.probes.states import layers_apart, metrics_apart
 
 
 class MinusBatchMean(layers.Layer):

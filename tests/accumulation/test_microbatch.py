@@ -11,7 +11,7 @@ from hypothesis import given
 from oracles import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
-from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad.engine.step.builder import StepBuilder
 
 TOLERANCE = 1e-6
 INNER = OptimizerCase("Adam", {"clipnorm": 0.05}, {}, decays=False)

@@ -247,8 +247,8 @@ def test_a_subclassed_model_that_is_not_built():
 
 
 def test_the_weight_is_what_the_loss_divides_by():
-    from keras_paragrad._keras.losses.normalization import LossNormalization
-    from keras_paragrad._keras.losses.terms import recorded_terms
+    from keras_paragrad.engine.losses.normalization import LossNormalization
+    from keras_paragrad.engine.losses.terms import recorded_terms
 
     x, y = sequences()
     weights = generator.uniform(0.1, 2, (ROWS, 7)).astype("float32")

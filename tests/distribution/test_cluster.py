@@ -19,7 +19,7 @@ from keras_paragrad.distribution.explain import Explanation
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
-from keras_paragrad.distribution.sealed import Seal
+from keras_paragrad.distribution.signing import Seal
 
 pytestmark = pytest.mark.fast
 

@@ -284,7 +284,7 @@ def a_model_that_is_not_compiled_is_refused():
 
 
 def replicas_know_their_place_in_a_graph():
-    from keras_paragrad._keras.replicas.collectives import replica_index
+    from keras_paragrad.compat.collectives import replica_index
 
     seen = []
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

@@ -7,7 +7,7 @@ import tensorflow as tf
 from every_metric import all_metrics, assert_same, data, model_with
 
 from keras_paragrad import DistributedFit
-from keras_paragrad._keras.replicas.workers import NamedDevicesStrategy
+from keras_paragrad.compat.workers import NamedDevicesStrategy
 
 
 def on_the_ring_of_workers():

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from keras_paragrad import DistributedFit, microbatch
-from keras_paragrad._keras.objects.state import state_of
+from keras_paragrad.compat.state import state_of
 from keras_paragrad.distribution import Options, describe, make_plan
 from keras_paragrad.distribution.parallelism import Decision, Decisions, Parallelism, Preparation, Strategies
 

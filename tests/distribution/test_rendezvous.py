@@ -10,7 +10,7 @@ import pytest
 
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.rendezvous import _description, rendezvous
-from keras_paragrad.distribution.sealed import LONGEST, Seal
+from keras_paragrad.distribution.signing import LONGEST, Seal
 
 pytestmark = pytest.mark.fast
 

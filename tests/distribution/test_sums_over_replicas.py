@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.collectives import LARGE, SMALL, sum_over_replicas
-from keras_paragrad._keras.replicas.workers import NamedDevicesStrategy
+from keras_paragrad.compat.collectives import LARGE, SMALL, sum_over_replicas
+from keras_paragrad.compat.workers import NamedDevicesStrategy
 
 own_process = pytest.mark.own_process
 REPLICAS = 2

@@ -29,7 +29,7 @@ from keras_suite.expected import expected
 from tensorflow.python.distribute.values import DistributedVariable
 
 from keras_paragrad import DistributedFit, GradientTelemetry, Profiler, ProfileSchedule, Throughput, microbatch
-from keras_paragrad._keras.hooks.check import check_objects
+from keras_paragrad.compat.check import check_objects
 
 COMPONENT = os.environ["UNDER_EVERY_MODEL"]
 FAILS = Path(os.environ["UNDER_EVERY_MODEL_FAILS"])

@@ -11,7 +11,7 @@ import tensorflow as tf
 from auto_shards import X, in_shards, made
 
 from keras_paragrad import DistributedFit
-from keras_paragrad._keras.storage.sharded import sharded_value
+from keras_paragrad.storage.sharded import sharded_value
 
 # A step takes 3.5 MiB whole, 2.4 with the optimizer in shards, and 2.3 with everything; a fifth of a device is left.
 CHOSEN = {5_000_000: "none", 3_300_000: "optimizer", 3_050_000: "parameters", 2_000_000: "parameters"}

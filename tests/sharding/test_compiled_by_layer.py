@@ -8,8 +8,8 @@ import pytest
 from recomputed_models import MODELS, check_equal, data_for, sgd
 
 from keras_paragrad import DistributedFit, recompute
-from keras_paragrad._keras.replicas import evaluation
-from keras_paragrad._keras.step import forward, train_step
+from keras_paragrad.engine.replicas import evaluation
+from keras_paragrad.engine.step import forward, train_step
 
 L = keras.layers
 CASES = [

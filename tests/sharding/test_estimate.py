@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, microbatch
 from keras_paragrad.__main__ import main
-from keras_paragrad._keras.objects.unallocated import without_memory
-from keras_paragrad.sharding import estimate_memory
-from keras_paragrad.sharding.columns import MIN_SHARD_BYTES
+from keras_paragrad.compat.stand_ins import without_memory
+from keras_paragrad.memory import estimate_memory
+from keras_paragrad.memory.breakdown import MIN_SHARD_BYTES
 
 WIDE, NARROW = 300 * 400, 400
 

@@ -6,8 +6,8 @@ from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_paragrad._keras.step.operations import Block, TracedOperation, block_of
-from keras_paragrad.sharding.liveness import Peaks, peak, step_peaks
+from keras_paragrad.engine.step.operations import Block, TracedOperation, block_of
+from keras_paragrad.memory.liveness import Peaks, peak, step_peaks
 
 
 def by_last_use(block):

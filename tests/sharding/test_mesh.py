@@ -9,12 +9,12 @@ import own_process
 import pytest
 from meshed_training import MeshCase
 
-from keras_paragrad._keras.mesh.dtensor import COMBINE_PASS, turn_combine_pass_off
 from keras_paragrad.distribution import Options, describe
 from keras_paragrad.distribution.mesh.checks import check_batch
 from keras_paragrad.distribution.mesh.layouts import check_patterns, layouts_of
 from keras_paragrad.distribution.mesh.mesh import Mesh, planned_mesh
 from keras_paragrad.distribution.plan import make_plan
+from keras_paragrad.storage.dtensor import COMBINE_PASS, turn_combine_pass_off
 
 # Of float32; of the adaptive optimizers too, whose epsilon is large.
 CLOSE = 1e-6

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad._keras.mesh.equivalents import batch_to_blocks, blocks_to_batch, flipped, rolled, shrunk_last
-from keras_paragrad._keras.mesh.image_gradients import (
+from keras_paragrad.engine.mesh.equivalents import batch_to_blocks, blocks_to_batch, flipped, rolled, shrunk_last
+from keras_paragrad.engine.mesh.image_gradients import (
     average_pool_gradient,
     depthwise_filter_gradient,
     depthwise_input_gradient,

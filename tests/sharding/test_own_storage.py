@@ -9,10 +9,10 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
-from keras_paragrad._keras.storage.storage import Parts, Whole, storage_of
 from keras_paragrad.distribution import Backup
 from keras_paragrad.distribution.checkpoint.content import Content
 from keras_paragrad.distribution.checkpoint.files import BackupFiles
+from keras_paragrad.storage.storage import Parts, Whole, storage_of
 
 ASKED: list[str] = []
 

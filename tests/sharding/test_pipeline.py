@@ -10,7 +10,7 @@ import pytest
 from pipelined_training import PipelineCase
 
 from keras_paragrad import DistributedFit, microbatch, recompute
-from keras_paragrad._keras.objects.state import state_of
+from keras_paragrad.compat.state import state_of
 from keras_paragrad.distribution import Options, Pipeline, describe, make_plan
 from keras_paragrad.distribution.pipeline.cutting import cut
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from transforms import shifted
 
 from keras_paragrad import DistributedFit, GradientNoiseScale, GradientTelemetry, microbatch
-from keras_paragrad._keras.step import forward
-from keras_paragrad._keras.step.builder import StepBuilder
-from keras_paragrad._keras.storage import regathering
-from keras_paragrad._keras.storage import sharded as sharded_module
-from keras_paragrad._keras.storage.partition import Partition
-from keras_paragrad._keras.storage.sharded import sharded_value
+from keras_paragrad.engine.step import forward
+from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.storage import regathering
+from keras_paragrad.storage import sharded as sharded_module
+from keras_paragrad.storage.partition import Partition
+from keras_paragrad.storage.sharded import sharded_value
 
 X = np.random.default_rng(0).normal(size=(24, 16)).astype("float32")
 Y = X[:, :3] ** 2

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad.compat.local import place_of
 from keras_paragrad.distribution.workers import from_chief, gather
 
 SAME_CODE = (

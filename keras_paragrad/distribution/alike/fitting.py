@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.objects.data import readable_again
-from keras_paragrad._keras.replicas.workers import barrier
+from keras_paragrad.compat.data import readable_again
+from keras_paragrad.compat.workers import barrier
 from keras_paragrad.distribution.alike.comparison import check_alike
 from keras_paragrad.distribution.alike.epochs import AgreeEachEpoch
 from keras_paragrad.distribution.alike.fingerprint import arguments_of, fingerprint

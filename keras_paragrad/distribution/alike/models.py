@@ -5,10 +5,10 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.objects.model import all_layers, compile_arguments
-from keras_paragrad._keras.step.segments import recomputed_in
+from keras_paragrad.compat.model import all_layers, compile_arguments
 from keras_paragrad.distribution.alike.code import is_of_a_library
 from keras_paragrad.distribution.alike.values import Entries, attributes_of, config_of, entries_of, kind_of
+from keras_paragrad.engine.step.segments import recomputed_in
 
 # These depend on the first batch that a model was called with; the shapes of weights are compared instead.
 _LEFT_OUT = ("build_config", "build_input_shape", "registered_name", "module", "compile_config")

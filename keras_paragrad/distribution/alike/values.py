@@ -14,8 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.losses.terms import bound_arguments
 from keras_paragrad.distribution.alike.code import digest_of_class, digest_of_code, is_of_a_library, marshalled_code
+from keras_paragrad.engine.losses.terms import bound_arguments
 
 # What does not shape the computation: paths, verbosity, and ids of objects. Seeds may differ: initial values are the
 # first worker's, and dropout draws different numbers on each replica anyway.

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.collectives import local_values
-from keras_paragrad._keras.replicas.local import place_of
-from keras_paragrad._keras.storage.storage import storage_of
+from keras_paragrad.compat.collectives import local_values
+from keras_paragrad.compat.local import place_of
 from keras_paragrad.distribution.workers import gather
+from keras_paragrad.storage.storage import storage_of
 
 # On different processors rounding differs, and weights diverge slowly: by some 1e-5 over 10^5 steps.
 TOLERANCE = 1e-4

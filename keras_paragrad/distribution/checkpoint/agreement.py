@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.local import place_of
+from keras_paragrad.compat.local import place_of
 from keras_paragrad.distribution.checkpoint.content import files_of_shards
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position, Stored
 from keras_paragrad.distribution.checkpoint.manifest import words_of

@@ -8,9 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_paragrad._keras.objects import checkpoint_state as seam
-from keras_paragrad._keras.replicas.local import place_of, together_of
 from keras_paragrad.arguments import check_each, check_flag, check_integer
+from keras_paragrad.compat.local import place_of, together_of
 from keras_paragrad.distribution.checkpoint.agreement import common_backup
 from keras_paragrad.distribution.checkpoint.callback_state import HISTORY, check_storable, state_of, with_epoch
 from keras_paragrad.distribution.checkpoint.content import Content, CutVariable
@@ -21,6 +20,8 @@ from keras_paragrad.distribution.checkpoint.stopping import StopChecks, StopRequ
 from keras_paragrad.distribution.checkpoint.values import UnstorableError
 from keras_paragrad.distribution.fit_arguments import checked_callback
 from keras_paragrad.distribution.workers import agree, gather
+from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.storage import checkpoint_state as seam
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -172,7 +173,7 @@ class Backup(keras.callbacks.Callback):
         self._resumption = None
         if self.model is not None:
             seam.begin_in(self.model, None)
-            seam.skip_batches(self.model, 0)
+            StepBuilder.of(self.model).skip_batches(0)
 
     def save(self) -> bool:
         """Backs up now, at the end of a batch or an epoch. Call it on every worker after the same step.

@@ -8,10 +8,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_paragrad._keras.objects import checkpoint_state as seam
 from keras_paragrad.distribution.checkpoint.callback_state import restore_state
 from keras_paragrad.distribution.checkpoint.content import Content, CutVariable
 from keras_paragrad.distribution.checkpoint.files import Stored
+from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.storage import checkpoint_state as seam
 
 # Variables that exist before the first step; metrics may create theirs in it.
 _BEFORE_STEPS = ("model", "optimizer")
@@ -69,7 +70,7 @@ class Resumption:
             # If Keras creates the metrics' variables in the first step, a skipped batch is used for that: a real first
             # step could close a window whose other part is in the backup.
             then = None if self._metrics_restored else functools.partial(self._restore_metrics, seam.assign_all)
-            seam.skip_batches(self.model, self.position.batch, then)
+            StepBuilder.of(self.model).skip_batches(self.position.batch, then)
 
     def after_first_batch(self) -> None:
         """Adds the restored counts to metrics whose variables were created only in the first step."""

@@ -13,8 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.local import Place, place_of
-from keras_paragrad._keras.storage.storage import Parts, storage_of
+from keras_paragrad.compat.local import Place, place_of
 from keras_paragrad.distribution.checkpoint.content import CutVariable, Values
 from keras_paragrad.distribution.checkpoint.files import BackupFiles
 from keras_paragrad.distribution.checkpoint.manifest import Position, words_of
@@ -28,6 +27,7 @@ from keras_paragrad.distribution.checkpoint.shard_files import (
     write_shards,
 )
 from keras_paragrad.distribution.workers import from_chief, gather, sum_bytes
+from keras_paragrad.storage.storage import Parts, storage_of
 
 
 class Written(NamedTuple):

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.data import share_of_files
-from keras_paragrad._keras.replicas.local import Place, place_of
+from keras_paragrad.compat.data import share_of_files
+from keras_paragrad.compat.local import Place, place_of
 from keras_paragrad.distribution.data.moments import Moments
 from keras_paragrad.distribution.data.policies import choose_policy
 from keras_paragrad.distribution.data.sources import is_endless

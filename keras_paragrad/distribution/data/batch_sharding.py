@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.local import Place
+from keras_paragrad.compat.local import Place
 
 # AutoGraph would take longer to convert these functions, which need none of it, than tracing them takes.
 _unconverted = tf.autograph.experimental.do_not_convert

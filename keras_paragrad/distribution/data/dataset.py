@@ -6,9 +6,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.data import adapter_of, reads_arrays
-from keras_paragrad._keras.replicas.local import Place, place_of
 from keras_paragrad.arguments import check_instance
+from keras_paragrad.compat.data import adapter_of, reads_arrays
+from keras_paragrad.compat.local import Place, place_of
 from keras_paragrad.distribution.data.agreement import common_steps
 from keras_paragrad.distribution.data.arguments import Request
 from keras_paragrad.distribution.data.batch_sharding import check_batches, check_size

@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.data import OwnAdapter, read_as_validation
-from keras_paragrad._keras.replicas.local import Place
+from keras_paragrad.compat.data import OwnAdapter, read_as_validation
+from keras_paragrad.compat.local import Place
 from keras_paragrad.distribution.data.agreement import common_steps
 from keras_paragrad.distribution.data.feed import Feed
 from keras_paragrad.distribution.data.sources import Source

@@ -5,8 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.data import trust_equal_steps
-from keras_paragrad._keras.replicas.local import Place
+from keras_paragrad.compat.data import trust_equal_steps
+from keras_paragrad.compat.local import Place
 from keras_paragrad.distribution.data.arguments import Request
 from keras_paragrad.distribution.data.batch_sharding import shard_batches
 from keras_paragrad.distribution.data.policies import worker_batches

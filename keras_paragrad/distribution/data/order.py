@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.data import random_seed
+from keras_paragrad.compat.data import random_seed
 from keras_paragrad.distribution.workers import gather
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.data import count_files, share_of_files
-from keras_paragrad._keras.replicas.local import Place
 from keras_paragrad.arguments import check_choice
+from keras_paragrad.compat.data import count_files, share_of_files
+from keras_paragrad.compat.local import Place
 from keras_paragrad.distribution.choices import SHARD_POLICIES
 from keras_paragrad.distribution.data.batch_sharding import split_batches
 

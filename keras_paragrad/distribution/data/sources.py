@@ -5,9 +5,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.data import ArrayRows, first_batch, read_once
-from keras_paragrad._keras.replicas.parallel_reading import read_by_own_workers
+from keras_paragrad.compat.data import ArrayRows, first_batch, read_once
 from keras_paragrad.distribution.data.order import ReorderedDataset, order_of
+from keras_paragrad.engine.replicas.parallel_reading import read_by_own_workers
 
 
 class Source:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from keras_paragrad._keras.objects.model import all_layers
-from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad.compat.model import all_layers
 from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, Mesh
 from keras_paragrad.distribution.options import Options
+from keras_paragrad.engine.step.builder import StepBuilder
 
 # Of a component that this one imports nothing from.
 _PER_EXAMPLE = "keras_paragrad.per_example"

@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.mesh.tracing import layout_keys
-from keras_paragrad._keras.objects.model import all_layers
 from keras_paragrad.arguments import shown
+from keras_paragrad.compat.model import all_layers
 from keras_paragrad.distribution.mesh.mesh import Mesh
+from keras_paragrad.engine.mesh.tracing import layout_keys
 
 Axes = tuple[str | None, ...]
 _DIVIDED = (keras.layers.Dense, keras.layers.Embedding, keras.layers.ReversibleEmbedding)

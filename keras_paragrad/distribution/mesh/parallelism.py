@@ -6,9 +6,7 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.mesh.dtensor import join, turn_combine_pass_off
-from keras_paragrad._keras.mesh.tracing import let_keras_lay_out
-from keras_paragrad._keras.replicas.workers import BesideMesh
+from keras_paragrad.compat.workers import BesideMesh
 from keras_paragrad.distribution.data import DistributedData, whole_on_each_worker
 from keras_paragrad.distribution.decisions.communication import no_communication
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
@@ -23,6 +21,8 @@ from keras_paragrad.distribution.options import Decisions, Options
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.preparation import Preparation
+from keras_paragrad.engine.mesh.tracing import let_keras_lay_out
+from keras_paragrad.storage.dtensor import join, turn_combine_pass_off
 
 
 class MeshParallel(Parallelism):

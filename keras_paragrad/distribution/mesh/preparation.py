@@ -7,21 +7,21 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.mesh.comparing import gradient_differs
-from keras_paragrad._keras.mesh.dtensor import make_mesh
-from keras_paragrad._keras.mesh.placing import take_off_mesh
-from keras_paragrad._keras.mesh.running import OnMesh, rows_in
-from keras_paragrad._keras.mesh.tracing import Outputs, traced_for_mesh
-from keras_paragrad._keras.objects.checkpoint_state import build_optimizer
-from keras_paragrad._keras.objects.model import all_layers, compiled_as, has_own_train_step
-from keras_paragrad._keras.replicas.local import train_together
-from keras_paragrad._keras.replicas.workers import barrier
+from keras_paragrad.compat.local import train_together
+from keras_paragrad.compat.model import all_layers, compiled_as, has_own_train_step
+from keras_paragrad.compat.workers import barrier
 from keras_paragrad.distribution.data import DistributedData
 from keras_paragrad.distribution.mesh.checks import check_batch, check_model
 from keras_paragrad.distribution.mesh.layouts import check_patterns, computed_divided, layouts_of, with_automatic_layout
 from keras_paragrad.distribution.mesh.startup import check_steps
 from keras_paragrad.distribution.mesh.table import LayoutTable
 from keras_paragrad.distribution.preparation import Preparation
+from keras_paragrad.engine.mesh.comparing import gradient_differs
+from keras_paragrad.engine.mesh.placing import take_off_mesh
+from keras_paragrad.engine.mesh.running import OnMesh, rows_in
+from keras_paragrad.engine.mesh.tracing import Outputs, traced_for_mesh
+from keras_paragrad.storage.checkpoint_state import build_optimizer
+from keras_paragrad.storage.dtensor import make_mesh
 
 # Rounding is 1e-6 of a float32 gradient, and what a wrong rule mixes up is about as large as the gradient itself.
 _TOLERANCES = {"float64": 1e-2, "float32": 1e-2}

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.mesh.dtensor import (
+from keras_paragrad.distribution.mesh.mesh import Mesh
+from keras_paragrad.storage.dtensor import (
     COMBINE_PASS,
     divided,
     make_mesh,
     on_mesh,
     turn_combine_pass_off,
 )
-from keras_paragrad._keras.mesh.variable import MeshVariable
-from keras_paragrad.distribution.mesh.mesh import Mesh
+from keras_paragrad.storage.mesh_variable import MeshVariable
 
 _RATE = 0.1
 

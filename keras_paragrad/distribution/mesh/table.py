@@ -7,12 +7,12 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad._keras.mesh.dtensor import bytes_by_device
-from keras_paragrad._keras.mesh.placing import variables_on_mesh
-from keras_paragrad._keras.objects.unallocated import bytes_of
+from keras_paragrad.compat.stand_ins import bytes_of
 from keras_paragrad.distribution.mesh.mesh import Mesh
+from keras_paragrad.engine.mesh.placing import variables_on_mesh
+from keras_paragrad.memory.estimated import bytes_in_words
 from keras_paragrad.plain_text import Printable
-from keras_paragrad.sharding.estimated import bytes_in_words
+from keras_paragrad.storage.dtensor import bytes_by_device
 
 
 class Divided(NamedTuple):

@@ -5,8 +5,8 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.objects.unallocated import bytes_of
-from keras_paragrad._keras.step.segments import calls_of, functional_of
+from keras_paragrad.compat.stand_ins import bytes_of
+from keras_paragrad.engine.step.segments import calls_of, functional_of
 
 
 class Calls:

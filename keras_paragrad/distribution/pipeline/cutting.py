@@ -7,12 +7,12 @@ from typing import NoReturn
 
 import keras
 
-from keras_paragrad._keras.objects.model import all_layers
-from keras_paragrad._keras.step.segments import Part, part_of
 from keras_paragrad.arguments import shown
+from keras_paragrad.compat.model import all_layers
 from keras_paragrad.distribution.pipeline.calls import Calls
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.distribution.pipeline.timing import measured_times
+from keras_paragrad.engine.step.segments import Part, part_of
 
 # By how much the largest stage may be larger than it has to, if fewer tensors cross the cuts then.
 _SLACK = 1.1

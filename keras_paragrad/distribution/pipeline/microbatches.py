@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.losses.normalization import LossNormalization
-from keras_paragrad._keras.pipeline.columns import Columns
-from keras_paragrad._keras.replicas.shard import Shard, rows_of
-from keras_paragrad._keras.step.forward import StepContext
-from keras_paragrad._keras.step.gradient import Gradient
-from keras_paragrad._keras.step.symbolic import build_losses
-from keras_paragrad._keras.step.uncut import Foreseen
 from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
+from keras_paragrad.engine.losses.normalization import LossNormalization
+from keras_paragrad.engine.pipeline.columns import Columns
+from keras_paragrad.engine.replicas.shard import Shard, rows_of
+from keras_paragrad.engine.step.forward import StepContext
+from keras_paragrad.engine.step.gradient import Gradient
+from keras_paragrad.engine.step.indivisible import Foreseen
+from keras_paragrad.engine.step.symbolic import build_losses
 
 
 class _MaybeRepeated(Shard):

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.model import compile_arguments
+from keras_paragrad.compat.model import compile_arguments
 from keras_paragrad.distribution.decisions.computation import ACROSS
 from keras_paragrad.distribution.decisions.decision import Decision, list_of
 from keras_paragrad.distribution.decisions.devices import found_here, requested_devices

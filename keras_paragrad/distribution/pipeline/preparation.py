@@ -6,22 +6,22 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.losses.normalization import LossNormalization, warn_of_batch_statistics
-from keras_paragrad._keras.objects.capabilities import accumulating
-from keras_paragrad._keras.objects.checkpoint_state import build_optimizer
-from keras_paragrad._keras.objects.unallocated import bytes_of
-from keras_paragrad._keras.pipeline.columns import Columns
-from keras_paragrad._keras.pipeline.compiled import CompiledPart
-from keras_paragrad._keras.pipeline.on_device import STAGE, OnDevice
-from keras_paragrad._keras.pipeline.placement import home_of, move_with_slots, placed_by_inputs, slots_by_home
-from keras_paragrad._keras.step.builder import StepBuilder
-from keras_paragrad._keras.step.segments import Part, functional_of, run_in_stages
+from keras_paragrad.compat.capabilities import accumulating
+from keras_paragrad.compat.stand_ins import bytes_of
 from keras_paragrad.distribution.pipeline.calls import variables_of
 from keras_paragrad.distribution.pipeline.cutting import cut
 from keras_paragrad.distribution.pipeline.microbatches import MicroBatches
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.distribution.pipeline.table import Stage, StageTable
 from keras_paragrad.distribution.preparation import Preparation
+from keras_paragrad.engine.losses.normalization import LossNormalization, warn_of_batch_statistics
+from keras_paragrad.engine.pipeline.columns import Columns
+from keras_paragrad.engine.pipeline.compiled import CompiledPart
+from keras_paragrad.engine.pipeline.on_device import STAGE, OnDevice
+from keras_paragrad.engine.pipeline.placement import home_of, move_with_slots, placed_by_inputs, slots_by_home
+from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.segments import Part, functional_of, run_in_stages
+from keras_paragrad.storage.checkpoint_state import build_optimizer
 
 
 class PipelinePreparation(Preparation):

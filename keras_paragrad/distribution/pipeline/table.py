@@ -7,8 +7,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from keras_paragrad.memory.estimated import bytes_in_words
 from keras_paragrad.plain_text import Printable
-from keras_paragrad.sharding.estimated import bytes_in_words
 
 
 class Stage(NamedTuple):

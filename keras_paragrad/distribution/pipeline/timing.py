@@ -8,12 +8,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.layers import mask_of, with_mask
-from keras_paragrad._keras.probes.untouched import untouched
-from keras_paragrad._keras.step.example import batches
-from keras_paragrad._keras.step.leaves import dense_parts, has_gradient
-from keras_paragrad._keras.step.segments import Part, part_of, run_in_parts
+from keras_paragrad.compat.layers import mask_of, with_mask
+from keras_paragrad.compat.leaves import dense_parts, has_gradient
 from keras_paragrad.distribution.pipeline.calls import Calls, variables_of
+from keras_paragrad.engine.probes.untouched import untouched
+from keras_paragrad.engine.step.example import batches
+from keras_paragrad.engine.step.segments import Part, part_of, run_in_parts
 
 # Examples, and what an axis that the model leaves open has.
 _ROWS, _LENGTH = 16, 128

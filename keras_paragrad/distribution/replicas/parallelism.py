@@ -5,8 +5,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.model import leaves_xla_open
-from keras_paragrad._keras.replicas.workers import NamedDevicesStrategy
+from keras_paragrad.compat.model import leaves_xla_open
+from keras_paragrad.compat.workers import NamedDevicesStrategy
 from keras_paragrad.distribution.decisions.strategy import decide_strategy
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.joining import join_workers, meet

@@ -9,19 +9,19 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.losses.normalization import LossNormalization
-from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps
-from keras_paragrad._keras.objects.model import all_layers, check_no_row_states, has_own_predict, has_own_train_step
-from keras_paragrad._keras.replicas.local import place_of
-from keras_paragrad._keras.replicas.prepared import distributing_by, spread_over_replicas, uninstall
-from keras_paragrad._keras.replicas.workers import barrier
-from keras_paragrad._keras.step.stages import Take
-from keras_paragrad._keras.step.uncut import Foreseen
-from keras_paragrad._keras.storage.creation import may_be_in_shards
-from keras_paragrad._keras.storage.updating import own_update
+from keras_paragrad.compat.capabilities import accumulating, accumulation_steps
+from keras_paragrad.compat.local import place_of
+from keras_paragrad.compat.model import all_layers, check_no_row_states, has_own_predict, has_own_train_step
+from keras_paragrad.compat.workers import barrier
 from keras_paragrad.distribution.alike import ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.preparation import Preparation
+from keras_paragrad.engine.losses.normalization import LossNormalization
+from keras_paragrad.engine.replicas.prepared import distributing_by, spread_over_replicas, uninstall
+from keras_paragrad.engine.step.indivisible import Foreseen
+from keras_paragrad.engine.step.stages import Take
+from keras_paragrad.storage.creation import may_be_in_shards
+from keras_paragrad.storage.updating import own_update
 
 _log = logging.getLogger("keras_paragrad")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.data import OwnAdapter
+from keras_paragrad.compat.data import OwnAdapter
 from keras_paragrad.distribution.data import DistributedData
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.data import split_for_validation
-from keras_paragrad._keras.parameter_servers.model import ParameterServerModel
 from keras_paragrad.arguments import check_integer
+from keras_paragrad.compat.data import split_for_validation
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs, distributed_dataset
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.distribution.servers.ahead import PredictedAhead
 from keras_paragrad.distribution.servers.dispatch import Dispatcher
 from keras_paragrad.distribution.servers.refusals import check_model
+from keras_paragrad.engine.servers.model import ParameterServerModel
 
 
 def prepare_for_servers(

@@ -5,8 +5,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.capabilities import accumulating, accumulation_steps, parts
-from keras_paragrad._keras.step.builder import StepBuilder
+from keras_paragrad.compat.capabilities import accumulating, accumulation_steps, parts
+from keras_paragrad.engine.step.builder import StepBuilder
 
 
 def check_model(model: Any) -> None:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.layers import full_precision, mask_of, with_mask
-from keras_paragrad._keras.objects.model import all_layers
+from keras_paragrad.compat.layers import full_precision, mask_of, with_mask
+from keras_paragrad.compat.model import all_layers
 from keras_paragrad.per_example.calls import Call, wide, widened
 from keras_paragrad.per_example.reads import Weights
 from keras_paragrad.per_example.registry import register_rule

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad._keras.objects.layers import attributes
+from keras_paragrad.compat.layers import attributes
 from keras_paragrad.per_example.calls import Call, widened
 from keras_paragrad.per_example.reads import Weights
 from keras_paragrad.per_example.registry import register_rule

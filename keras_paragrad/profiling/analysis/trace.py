@@ -22,7 +22,7 @@ TRACES = "*.xplane.pb"
 _DEVICE = re.compile(r"/device:(GPU|TPU):\d+")
 _DEVICE_LINES = re.compile(r"Stream|XLA Ops")
 _OPERATION = re.compile(r"[A-Za-z0-9.][\w.\\/>-]*:([A-Za-z_]\w*)$")
-# What `_keras/pipeline/on_device.py` writes into the names of a pipeline's operations, and of what XLA compiles.
+# What `engine/pipeline/on_device.py` writes into the names of a pipeline's operations, and of what XLA compiles.
 _STAGE = re.compile(r"pipeline_stage_(\d+)_column_(\d+)(?:_micro_batch_(\d+))?")
 _BACKWARD, _COMPILED_BACKWARD = "gradient_tape/", "__backward_"
 # A program's run by XLA, around its operations, whose statistic tells which program it is.
@@ -79,7 +79,7 @@ def read_trace(file: Path) -> Trace:
 
 
 def _add_compiled_stages(trace: Trace, file: Path) -> None:
-    from keras_paragrad._keras.pipeline.programs import program_names
+    from keras_paragrad.engine.pipeline.programs import program_names
 
     names = program_names(file)
     for program, span in trace.programs:

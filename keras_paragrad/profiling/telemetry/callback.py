@@ -9,10 +9,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_paragrad._keras.objects.capabilities import clips
-from keras_paragrad._keras.replicas.local import place_of, together_of
-from keras_paragrad._keras.step.builder import StepBuilder
 from keras_paragrad.arguments import check_integer, check_number, check_path
+from keras_paragrad.compat.capabilities import clips
+from keras_paragrad.compat.local import place_of, together_of
+from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.profiling.telemetry.alarms import Alarms
 from keras_paragrad.profiling.telemetry.meter import Meter
 from keras_paragrad.profiling.telemetry.report import HEADER, QUANTITIES, Reader, Reports, Weight

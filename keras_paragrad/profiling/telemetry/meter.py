@@ -8,15 +8,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.replicas.collectives import replica_index
-from keras_paragrad._keras.replicas.local import place_of, replica_variable
-from keras_paragrad._keras.telemetry.watch import Update
+from keras_paragrad.compat.collectives import replica_index
+from keras_paragrad.compat.local import place_of, replica_variable
+from keras_paragrad.engine.telemetry.watch import Update
 from keras_paragrad.profiling.telemetry.report import HEADER, QUANTITIES, Weight
 from keras_paragrad.sums import row_sums
 
 
 class Meter:
-    """Measures updates; fills the *telemetry* stage of `keras_paragrad._keras.step.builder.StepBuilder`.
+    """Measures updates; fills the *telemetry* stage of `keras_paragrad.engine.step.builder.StepBuilder`.
 
     An unbuilt model gets its weights in its first step, so the vector is created while that step is traced. With
     several replicas Keras has built the model before, and the vector is created at once.

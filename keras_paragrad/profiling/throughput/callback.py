@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from keras_paragrad._keras.replicas.local import place_of, together_of
-from keras_paragrad._keras.telemetry.counts import batch_spec, gradient_graph
 from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
+from keras_paragrad.compat.local import place_of, together_of
+from keras_paragrad.engine.telemetry.counts import batch_spec, gradient_graph
 from keras_paragrad.flops import flops_of
 from keras_paragrad.profiling.memory import can_read_host_memory, device_memory, host_memory
 from keras_paragrad.profiling.stops import Stops

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_paragrad._keras.telemetry.counts import TracedGraph
+from keras_paragrad.engine.telemetry.counts import TracedGraph
 from keras_paragrad.plain_json import read_json
 from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.telemetry.scalars import Scalars

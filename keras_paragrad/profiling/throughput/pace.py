@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from keras_paragrad._keras.replicas.local import place_of
-from keras_paragrad._keras.telemetry.counts import examples_seen
+from keras_paragrad.compat.local import place_of
+from keras_paragrad.engine.telemetry.counts import examples_seen
 
 
 class Pace:

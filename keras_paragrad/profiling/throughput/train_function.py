@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad._keras.telemetry.counts import TracedGraph, compiled_functions, graphs_of, newest_trace
+from keras_paragrad.engine.telemetry.counts import TracedGraph, compiled_functions, graphs_of, newest_trace
 
 _KEPT = 1000
 

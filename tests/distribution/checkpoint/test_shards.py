@@ -13,11 +13,11 @@ import tensorflow as tf
 from backed_up import NOT_OURS
 from backed_up_shards import STEPS
 
-from keras_paragrad._keras.storage.storage import Parts, Whole
 from keras_paragrad.distribution.checkpoint import shards
 from keras_paragrad.distribution.checkpoint.files import BackupFiles
 from keras_paragrad.distribution.checkpoint.manifest import Position
 from keras_paragrad.distribution.checkpoint.shard_files import name_of_shards, remove_shards, write_shards
+from keras_paragrad.storage.storage import Parts, Whole
 
 SECONDS = 120
 # Rounding of 20 updates by replicas that reduce in another order, to weights of about 1.

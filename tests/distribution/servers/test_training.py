@@ -9,8 +9,8 @@ from covering import examples
 from histories import BATCHES, CASES, MicroBatches, assert_same, shown_by
 from hypothesis import given
 
-from keras_paragrad._keras.probes.rows import mixing_layer
 from keras_paragrad.distribution import servers
+from keras_paragrad.engine.probes.rows import mixing_layer
 
 own_process = pytest.mark.own_process(seconds=280)
 

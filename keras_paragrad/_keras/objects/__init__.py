@@ -1,1 +1,0 @@
-"""Keras's models, layers, optimizers and datasets: what they bring and how they are wrapped, patched and saved."""

@@ -1,0 +1,142 @@
+"""Looking for the private names that the package stands on, and the releases that are known to have them."""
+
+import dis
+import functools
+import importlib
+import inspect
+import re
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.compat.names import ASSIGNED, HOOKS, OF_OBJECTS, Hook
+
+KNOWN_TO_WORK = "keras 3.15 with tensorflow 2.21"
+# The folders that may use private names.
+_SEAM = ("compat", "engine", "storage")
+
+
+def check_hooks(hooks: Iterable[Hook] = HOOKS, assigned: Iterable[Hook] = ASSIGNED) -> None:
+    """Raises one `ImportError` naming every name of a module or class that the installed Keras and TensorFlow lack.
+
+    Args:
+        hooks: The names to look for in modules and classes.
+        assigned: The attributes that methods of a class are to assign.
+
+    Raises:
+        ImportError: A name is missing or takes other parameters, or Keras runs on another backend.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise ImportError(
+            f"keras_paragrad requires Keras's TensorFlow backend, and this Keras runs on {keras.backend.backend()!r}. "
+            "Set KERAS_BACKEND=tensorflow in the environment before the first `import keras`."
+        )
+    _raise([*map(_problem, hooks), *map(_problem_of_code, assigned)])
+
+
+def check_objects() -> None:
+    """Raises one `ImportError` naming every attribute that instances lack; looks once in a process.
+
+    Raises:
+        ImportError: An attribute is missing, or a small model can't be made.
+    """
+    # Not at import: it takes some 20 ms, and nobody needs it who only loads a model.
+    from keras_paragrad.compat.samples import samples_being_made
+
+    # The small model is compiled as any other, and what does that may have been patched to ask for this again.
+    if not samples_being_made():
+        look_at_objects()
+
+
+@functools.cache
+def look_at_objects() -> None:
+    from keras_paragrad.compat.samples import samples
+
+    try:
+        found = samples()
+    except Exception as error:
+        _raise([f"a small model can't be made ({type(error).__name__}: {error})"], error)
+    else:
+        _raise([_problem_of_object(hook, found) for hook in OF_OBJECTS])
+
+
+def _raise(problems: Iterable[str | None], cause: Exception | None = None) -> None:
+    missing = [problem for problem in problems if problem]
+    if missing:
+        raise ImportError(
+            f"keras_paragrad cannot work with the installed keras {keras.__version__} and tensorflow "
+            f"{tf.__version__}: {'; '.join(missing)}. Known to work: {KNOWN_TO_WORK}. "
+            "Install those, or a keras_paragrad that knows these versions."
+        ) from cause
+
+
+def _lookup(hook: Hook, path: str) -> Any:
+    found: Any = importlib.import_module(hook.module)
+    for name in path.split(".") if path else ():
+        found = getattr(found, name)
+    return found
+
+
+def _missing(hook: Hook) -> str:
+    return f"{hook.module}:{hook.path} is missing (used by {_users(hook)})"
+
+
+def users(hook: Hook) -> list[str]:
+    """The modules that spell a name; a private one, among those that may use such names."""
+    package = Path(__file__).parents[1]
+    name = hook.path.rpartition(".")[2] or hook.module.rpartition(".")[2]
+    paths = [path.relative_to(package) for path in sorted(package.rglob("*.py")) if path.name != "names.py"]
+    searched = [path for path in paths if path.parts[0] in _SEAM or not name.startswith("_")]
+    spelled = re.compile(rf"\b{name}\b")
+    found = [path.with_suffix("") for path in searched if spelled.search((package / path).read_text("utf-8"))]
+    return [".".join((package.name, *path.parts)) for path in found]
+
+
+def _users(hook: Hook) -> str:
+    return ", ".join(users(hook))
+
+
+def _problem(hook: Hook) -> str | None:
+    try:
+        found = _lookup(hook, hook.path)
+    except (ImportError, AttributeError):
+        return _missing(hook)
+    parameters = inspect.signature(found).parameters if hook.parameters else {}
+    absent = [name for name in hook.parameters if name not in parameters]
+    if not absent:
+        return None
+    return f"{hook.module}:{hook.path} no longer takes {', '.join(absent)} (used by {_users(hook)})"
+
+
+def _problem_of_code(hook: Hook) -> str | None:
+    owner, _, attribute = hook.path.rpartition(".")
+    try:
+        found = _lookup(hook, owner)
+    except (ImportError, AttributeError):
+        return _missing(hook)
+    return None if _assigns(found, attribute) else _missing(hook)
+
+
+def _assigns(owner: type, attribute: str) -> bool:
+    members = [inspect.unwrap(member) for base in owner.__mro__ for member in vars(base).values() if callable(member)]
+    codes = [member.__code__ for member in members if isinstance(member, types.FunctionType)]
+    return any(
+        instruction.opname == "STORE_ATTR" and instruction.argval == attribute
+        for code in codes
+        if attribute in code.co_names
+        for instruction in dis.get_instructions(code)
+    )
+
+
+def _problem_of_object(hook: Hook, samples: Iterable[Any]) -> str | None:
+    owner, _, attribute = hook.path.rpartition(".")
+    try:
+        kind = _lookup(hook, owner)
+    except (ImportError, AttributeError):
+        return _missing(hook)
+    # The attribute of another class's instance would say nothing.
+    return None if any(isinstance(each, kind) and hasattr(each, attribute) for each in samples) else _missing(hook)

@@ -1,0 +1,163 @@
+"""Methods of `keras.Model` that a model overrides, run by another model that trains it."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+from keras_paragrad.compat.layers import attributes
+from keras_paragrad.compat.method_patch import MethodPatch, patched
+from keras_paragrad.compat.state import state_of
+
+# Methods that also work on another model that trains this one, given what that one was compiled with.
+LENDABLE = ("compute_loss", "compute_metrics", "get_metrics_result", "reset_metrics", "test_step", "predict_step")
+# Methods that say how to train: the model that trains in its place has ways of its own for those.
+IN_THE_WAY = (
+    "train_step",
+    "make_train_function",
+    "make_test_function",
+    "make_predict_function",
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
+_COMPILED = (
+    "_compile_config",
+    "_compile_loss",
+    "_compile_metrics",
+    "_jit_compile",
+    "_loss_tracker",
+    "compiled",
+    "loss",
+    "optimizer",
+)
+
+
+def overrides(model: keras.Model, name: str) -> bool:
+    """Whether a model overrides a method or property of `keras.Model`, in its class or on the instance."""
+    on_instance = name in vars(model) and not state_of(vars(model)[name]).warns
+    return getattr(type(model), name) is not getattr(keras.Model, name) or on_instance
+
+
+def preprocesses(model: Any) -> bool:
+    """Whether a model has its own `fit` that may change the data, rather than hand it on as KerasHub's tasks do."""
+    if not hasattr(model, "preprocess_samples"):
+        return True
+    if getattr(model, "preprocessor", None) is not None:
+        return True
+    data = object(), object(), object()
+    try:
+        return tuple(model.preprocess_samples(*data)) != data
+    except Exception:  # it looked into the data
+        return True
+
+
+def warn_of_fit(model: Any, message: str) -> None:
+    """Has a model warn once when its own `fit` makes its train function."""
+    own = vars(model)
+    if "make_train_function" in own:
+        return
+
+    def make_train_function(force: bool = False) -> None:
+        del own["make_train_function"]
+        warnings.warn(message, stacklevel=2)
+        model.make_train_function(force=force)
+
+    state_of(make_train_function).warns = True
+    own["make_train_function"] = make_train_function
+
+
+def explain_missing_compile(model: Any, message: str) -> None:
+    """Has a model say in these words that it was not compiled, where Keras would say so."""
+
+    def assert_compile_called(method_name: str | None = None) -> None:
+        if not model.compiled:
+            raise ValueError(message)
+        type(model)._assert_compile_called(model, method_name)
+
+    vars(model)["_assert_compile_called"] = assert_compile_called
+
+
+def metrics_of_its_own(layer: keras.layers.Layer) -> list[keras.Metric]:
+    """A layer's metrics, without those that a model was compiled with."""
+    if not isinstance(layer, keras.Model):
+        return layer.metrics
+    with attributes(layer, compiled=False):
+        return layer.metrics
+
+
+def uncompile(layer: keras.layers.Layer) -> None:
+    """Makes a model that was compiled, by itself or when it was loaded, one that was not."""
+    if isinstance(layer, keras.Model) and layer.compiled:
+        nothing = dict.fromkeys(("_compile_loss", "_compile_metrics", "_loss_tracker", "loss", "optimizer"))
+        vars(layer).update(nothing, compiled=False)
+
+
+class _Lent(MethodPatch):
+    def __init__(self, model: keras.Model, trained: keras.Model):
+        super().__init__()
+        self.model, self.trained = model, trained
+
+    def patch_all(self) -> None:
+        for name in _COMPILED:
+            if name in vars(self.trained):
+                self.replace(self.model, name, vars(self.trained)[name])
+
+
+@contextlib.contextmanager
+def lent(model: keras.Model, trained: keras.Model) -> Iterator[None]:
+    """Context in which a model has the loss, metrics and optimizer that another was compiled with.
+
+    Args:
+        model: The model to lend to. It is left as it was found.
+        trained: The compiled model.
+    """
+    with patched(model, lambda: _Lent(model, trained)):
+        yield
+
+
+def lend(
+    trained: keras.Model, model: keras.Model, while_loss: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> None:
+    """Gives a model the methods in `LENDABLE` that another overrides, to run on that other.
+
+    Args:
+        trained: The model that is compiled and trained.
+        model: The model whose methods it runs.
+        while_loss: Makes what is entered while `compute_loss` runs in training.
+    """
+    for name in LENDABLE:
+        if overrides(model, name):
+            # Bypass Keras's tracking: a method is not state of the model.
+            vars(trained)[name] = _borrowed(trained, model, name)
+    if overrides(model, "compute_loss"):
+        vars(trained)["compute_loss"] = _borrowed_loss(trained, model, while_loss)
+
+
+def _borrowed(trained: keras.Model, model: keras.Model, name: str) -> Callable[..., Any]:
+    def method(*arguments: Any, **keywords: Any) -> Any:
+        with lent(model, trained):
+            return getattr(model, name)(*arguments, **keywords)
+
+    return method
+
+
+def _borrowed_loss(
+    trained: keras.Model, model: keras.Model, while_loss: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> Callable[..., Any]:
+    def compute_loss(
+        x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        # What layers added in the call hangs on the trained model, and regularizers may read weights.
+        added = attributes(model, _losses_override=trained.losses)
+        watched = while_loss() if training and not in_symbolic_scope() else contextlib.nullcontext()
+        with lent(model, trained), added, watched:
+            return model._compute_loss(x, y, y_pred, sample_weight, training)
+
+    return compute_loss

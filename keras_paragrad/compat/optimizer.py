@@ -1,0 +1,182 @@
+"""Optimizer wrapper that delegates state and settings to `inner_optimizer`."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.utils.tracking import DotNotTrackScope, no_automatic_dependency_tracking
+
+from keras_paragrad.compat.check import check_objects
+
+_SETTINGS = (
+    "weight_decay",
+    "clipnorm",
+    "global_clipnorm",
+    "clipvalue",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "loss_scale_factor",
+)
+_METHODS = (
+    "add_optimizer_variables",
+    "add_variable",
+    "add_variable_from_reference",
+    "assign",
+    "assign_add",
+    "assign_sub",
+    "exclude_from_weight_decay",
+    "scale_loss",
+    "set_weights",
+    "update_step",
+)
+# The attributes through which `tf.train.Checkpoint` reaches an optimizer's state.
+_STATE = ("_variables", "_iterations", "_learning_rate", "_inner_optimizers")
+
+
+class WrappingOptimizer(keras.optimizers.Optimizer):
+    """An optimizer whose settings, counters, methods and saved state are those of `inner_optimizer`.
+
+    A setting that only the inner optimizer has, such as `momentum`, is read and set there as well.
+
+    Checkpoints and weights files of the wrapper and of the inner optimizer alone are interchangeable: the state that a
+    subclass adds is saved separately, in its own attributes.
+
+    Args:
+        inner_optimizer: The `keras.optimizers.Optimizer` that updates the weights.
+        name: The wrapper's name.
+    """
+
+    def __init__(self, inner_optimizer: keras.optimizers.Optimizer, name: str | None = None):
+        check_objects()
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = inner_optimizer
+        self.loss_is_scaled_outside = False
+        # Outside the scope Keras would copy the lists, and what the inner optimizer adds later would be lost.
+        with DotNotTrackScope():
+            for attribute in _STATE:
+                if hasattr(inner_optimizer, attribute):
+                    setattr(self, attribute, getattr(inner_optimizer, attribute))
+
+    def __dir__(self):
+        # Keras's saver walks these names, and the inner optimizer's state is saved as the wrapper's own.
+        return [name for name in super().__dir__() if name != "inner_optimizer"]
+
+    @no_automatic_dependency_tracking
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Creates the inner optimizer's state for `variables`, or takes the state that it already has."""
+        if self.built:
+            return
+        made_under, strategy = self.inner_optimizer._distribution_strategy, tf.distribute.get_strategy()
+        if made_under is not strategy:
+            raise ValueError(
+                f"{self.inner_optimizer.name} was created under {type(made_under).__name__}, and the model is trained "
+                f"under {type(strategy).__name__}. Create the optimizer within `with strategy.scope():`, as the model."
+            )
+        if self.inner_optimizer.built:
+            self.inner_optimizer._check_variables_are_known(variables)
+        else:
+            self.inner_optimizer.build(variables)
+        for index, variable in enumerate(variables):
+            self._trainable_variables_indices[self._var_key(variable)] = index
+        self._trainable_variables = list(variables)
+        self.built = True
+
+    @property
+    def trainable_variables(self) -> list[keras.Variable]:
+        """The model's variables that the optimizer was built with, in that order."""
+        return self._trainable_variables
+
+    def index_of(self, variable: keras.Variable) -> int:
+        """The index of one of the model's variables in `trainable_variables`."""
+        self._check_variables_are_known([variable])
+        return self._get_variable_index(variable)
+
+    def overwrites(self, variable: keras.Variable) -> bool:
+        """Whether Keras assigns this variable its gradient as it is, as it does with float8 scales."""
+        return self._overwrite_variable_with_gradient(variable)
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The inner optimizer's variables, in its order."""
+        return self.inner_optimizer.variables
+
+    @property
+    def iterations(self):
+        """The number of updates made."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def learning_rate(self):
+        """The inner optimizer's learning rate; setting it sets that one."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value):
+        self.inner_optimizer.learning_rate = value
+
+    def get_config(self) -> dict[str, Any]:
+        """The inner optimizer and the name, serialized."""
+        return {"inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer), "name": self.name}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None):
+        """Makes the optimizer that `get_config` described."""
+        made = {
+            name: keras.saving.deserialize_keras_object(value, custom_objects=custom_objects)
+            if isinstance(value, dict)
+            else value
+            for name, value in config.items()
+        }
+        return cls(**made)
+
+    def __setattr__(self, name, value):
+        # This is how a LossScaleOptimizer announces itself: it clears the factor of the optimizer that it wraps. It may
+        # be clear already, and then no property is asked: Keras assigns nothing that is there.
+        if name == "loss_scale_factor" and "inner_optimizer" in self.__dict__:
+            self.__dict__["loss_is_scaled_outside"] = value is None
+        if name not in self.__dict__ and not hasattr(type(self), name) and self._is_of_inner(name):
+            setattr(self.inner_optimizer, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name):
+        if self._is_of_inner(name):
+            return getattr(self.inner_optimizer, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _is_of_inner(self, name: str) -> bool:
+        """Whether a name is that of a setting which only the inner optimizer has, such as `momentum`."""
+        inner = self.__dict__.get("inner_optimizer")
+        return inner is not None and not name.startswith("_") and hasattr(inner, name) and name in inner.get_config()
+
+
+def _delegated_setting(name: str) -> property:
+    def read(self):
+        return getattr(self.inner_optimizer, name) if "inner_optimizer" in self.__dict__ else None
+
+    def write(self, value):
+        # Keras's constructor writes its defaults before there is an inner optimizer to write to.
+        if "inner_optimizer" in self.__dict__:
+            setattr(self.inner_optimizer, name, value)
+
+    return property(read, write, doc=f"The inner optimizer's `{name}`.")
+
+
+def _delegated_method(name: str):
+    def method(self, *args, **kwargs):
+        return getattr(self.inner_optimizer, name)(*args, **kwargs)
+
+    # With the parameters of Keras's, for `help()`.
+    vars(method)["__signature__"] = inspect.signature(getattr(keras.optimizers.Optimizer, name))
+    method.__name__ = name
+    method.__doc__ = f"Calls the inner optimizer's `{name}`."
+    return method
+
+
+for _name in _SETTINGS:
+    setattr(WrappingOptimizer, _name, _delegated_setting(_name))
+for _name in _METHODS:
+    setattr(WrappingOptimizer, _name, _delegated_method(_name))

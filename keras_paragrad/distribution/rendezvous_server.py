@@ -1,0 +1,161 @@
+"""Connections to the first worker: from the other workers, and from strangers, which are rejected."""
+
+import contextlib
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keras_paragrad.distribution.signing import LONGEST, Seal
+
+_log = logging.getLogger("keras_paragrad")
+# Seconds within which a caller has to identify itself.
+_PATIENCE = 10.0
+# Connections held open beyond the number of workers; the oldest is closed first.
+_SPARE = 64
+
+
+@dataclass
+class Caller:
+    """A connection and what was received on it.
+
+    Attributes:
+        connection: The connection.
+        host: The peer's host.
+        since: When it connected, by `time.monotonic()`.
+        heard: The bytes received.
+        message: The decoded message, once verified to be of this run.
+    """
+
+    connection: socket.socket
+    host: str
+    since: float = field(default_factory=time.monotonic)
+    heard: bytes = b""
+    message: dict[str, Any] = field(default_factory=dict)
+
+
+class Callers:
+    """Listens to all callers at once, so that none blocks the others.
+
+    Args:
+        selector: Waits for several sockets at once.
+        servers: The listening sockets; closed on exit.
+        seal: Authenticates the messages of this run.
+        workers: Number of workers, including the first.
+
+    Attributes:
+        came: The workers that have connected, by rank.
+    """
+
+    def __init__(
+        self, selector: selectors.BaseSelector, servers: Sequence[socket.socket], seal: Seal, workers: int
+    ) -> None:
+        self.came: dict[int, Caller] = {}
+        self._selector = selector
+        self._servers = list(servers)
+        self._seal = seal
+        self._workers = workers
+        self._unknown: list[Caller] = []
+        self._turned_away: dict[str, int] = {}
+        self._left: list[int] = []
+        for server in self._servers:
+            server.setblocking(False)
+            selector.register(server, selectors.EVENT_READ, None)
+
+    def __enter__(self) -> "Callers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop_listening()
+        for caller in [*self._unknown, *self.came.values()]:
+            self._close(caller)
+
+    def wait(self, seconds: float) -> None:
+        """Waits for connections and data, and handles them."""
+        for key, _ in self._selector.select(seconds):
+            if key.data is None:
+                self._accept(key.fileobj)
+            else:
+                self._hear(key.data)
+        for caller in [each for each in self._unknown if time.monotonic() - each.since > _PATIENCE]:
+            self._turn_away(caller, "sent no message of this run")
+
+    def stop_listening(self) -> None:
+        """Stops accepting connections."""
+        for server in self._servers:
+            self._selector.unregister(server)
+            server.close()
+        self._servers = []
+
+    def in_words(self) -> str:
+        """The rejected callers, to append to an error message; empty if there were none."""
+        parts = [f"{why} ({count} times)" if count > 1 else why for why, count in list(self._turned_away.items())[:4]]
+        parts += [
+            f"worker {rank} connected and disconnected again" for rank in sorted(set(self._left) - set(self.came))
+        ]
+        return f" Also: {'; '.join(parts)}." if parts else ""
+
+    def _accept(self, server: Any) -> None:
+        try:
+            connection, address = server.accept()
+        except OSError:
+            # It has already disconnected.
+            return
+        connection.setblocking(False)
+        caller = Caller(connection, str(address[0]))
+        self._selector.register(connection, selectors.EVENT_READ, caller)
+        self._unknown.append(caller)
+        if len(self._unknown) > self._workers + _SPARE:
+            self._turn_away(self._unknown[0], "sent no message of this run")
+
+    def _hear(self, caller: Caller) -> None:
+        try:
+            received = caller.connection.recv(LONGEST)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        if caller.message:
+            # It has already sent its message: either it disconnected, or it sent too much.
+            self._left.append(caller.message["rank"])
+            del self.came[caller.message["rank"]]
+            self._close(caller)
+            return
+        caller.heard += received
+        if caller.heard.endswith(b"\n") or not received or len(caller.heard) > LONGEST:
+            self._know(caller)
+
+    def _know(self, caller: Caller) -> None:
+        message = self._seal.opened(caller.heard) if len(caller.heard) <= LONGEST else None
+        rank = message.get("rank") if message else None
+        known = isinstance(rank, int) and 0 < rank < self._workers and isinstance(message.get("facts"), dict)  # pyright: ignore
+        if not known or message is None:
+            self._turn_away(caller, "belongs to another run or has another cluster description")
+            return
+        before = self.came.pop(message["rank"], None)
+        if before is not None:
+            # It was restarted.
+            self._close(before)
+        self._unknown.remove(caller)
+        caller.message = message
+        self.came[message["rank"]] = caller
+
+    def _turn_away(self, caller: Caller, why: str) -> None:
+        reason = f"a connection from {caller.host} {why}"
+        if reason not in self._turned_away and len(self._turned_away) < 100:
+            _log.warning("The first worker rejected a connection and keeps waiting: %s.", reason)
+            self._turned_away[reason] = 0
+        self._turned_away[reason] = self._turned_away.get(reason, 0) + 1
+        self._unknown.remove(caller)
+        # The reply lets a misconfigured peer report what went wrong: it sees an answer that is not of its run.
+        with contextlib.suppress(OSError):
+            caller.connection.send(b"another run\n")
+        self._close(caller)
+
+    def _close(self, caller: Caller) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(caller.connection)
+        caller.connection.close()

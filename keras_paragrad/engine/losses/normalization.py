@@ -1,0 +1,273 @@
+"""Loss normalization: the divisor of a micro-batch's loss, and so the weight of its gradient."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.compat.model import (
+    all_layers,
+    has_own_compute_loss,
+    has_own_train_step,
+    summed_by_keras,
+)
+from keras_paragrad.engine.losses.divisors import SUM, UnknownDivisorError, gradient_divisor_of
+from keras_paragrad.engine.losses.terms import LossTerm
+from keras_paragrad.engine.probes.independence import independence_refusal
+from keras_paragrad.engine.replicas.shard import rows_of
+from keras_paragrad.engine.step.forward import Normalizer
+
+# What to write where all parts of batches are alike.
+_ALIKE = {
+    "AccumulatingOptimizer": "write AccumulatingOptimizer(..., weighting='uniform')",
+    "DistributedFit": "write DistributedFit(..., exact=False)",
+    "Pipeline": "write Pipeline(..., microbatches=1)",
+    "microbatch": "write AccumulatingOptimizer(..., weighting='uniform'), and give fit() the micro-batches",
+    "make_private": "let the loss be a sum or a mean of one value per example",
+}
+# Who is given a `weighting`, where it isn't who asks.
+_TAKES_WEIGHTING = {"Pipeline": "DistributedFit"}
+# What to write for examples that have a part in each other.
+_ALL_THE_SAME = {**_ALIKE, "microbatch": "write microbatch(..., weighting='examples')"}
+
+
+class IndivisibleError(ValueError):
+    """The gradients of parts of a batch can't be combined into that of the whole, as their weights are unknown."""
+
+
+class LossNormalization:
+    """Finds the normalizer of a loss, for the `weighting` of `AccumulatingOptimizer`.
+
+    Instances with the same weighting are equal, so that they share compiled steps.
+
+    Args:
+        weighting: `"auto"`, `"examples"`, `"sample_weight"`, `"mask"` or `"sum"`.
+        asked_by: What the user wrote to have weights measured, for errors to name.
+    """
+
+    def __init__(self, weighting: str = "auto", asked_by: str = "AccumulatingOptimizer"):
+        self.weighting = weighting
+        self.asked_by = asked_by
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LossNormalization) and other.weighting == self.weighting
+
+    def __hash__(self) -> int:
+        return hash(self.weighting)
+
+    def check(self, model: keras.Model) -> None:
+        """Refuses a model of which the weights can't be measured.
+
+        Raises:
+            ValueError: It has a custom training step, or with `"auto"` a custom loss.
+        """
+        name = type(model).__name__
+        if has_own_train_step(model):
+            raise IndivisibleError(
+                f"{name} defines its own train_step, so the normalizer of its loss is unknown, and parts of a batch "
+                "with different sizes or weights would bias the gradient. If all parts have the same size and "
+                f"weights, {_ALIKE[self.asked_by]}; otherwise move what train_step does into compute_loss."
+            )
+        if self.weighting == "auto" and has_own_compute_loss(model):
+            raise IndivisibleError(
+                f"{name} defines its own compute_loss, so the normalizer of its loss is unknown. {self._say}"
+            )
+
+    def __call__(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer:
+        """The normalizer of the loss that was just computed; see `keras_paragrad.engine.step.forward.Normalize`."""
+        weight = self._weight(model, arguments, terms)
+        self._refuse_mixing(model, arguments, terms, training=True)
+        return weight
+
+    def _weight(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer:
+        stated = self._stated(model, arguments, terms)
+        return _of_terms(model, terms, self._say) if stated is None else stated
+
+    def _refuse_mixing(
+        self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm], *, training: bool
+    ) -> None:
+        normalize = _undivided if self.weighting == "sum" else _STATED.get(self.weighting)
+        refusal = independence_refusal(
+            model, arguments, terms, asked_by=self.asked_by, training=training, normalize=normalize
+        )
+        if refusal:
+            anyway = f" To train anyway, {_ALL_THE_SAME[self.asked_by]}." if self._takes_weighting else ""
+            raise IndivisibleError(f"{refusal}{anyway}")
+
+    def in_evaluation(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer | None:
+        """The weight of a part of a batch that is evaluated, whose outputs may have losses that divide differently.
+
+        Raises:
+            ValueError: It can't be known what the total divides by, or the model mixes examples.
+        """
+        self._refuse_mixing(model, arguments, terms, training=False)
+        return self._stated(model, arguments, terms)
+
+    def in_own_step(self, model: keras.Model, data: Any, terms: Sequence[LossTerm], what: str) -> Normalizer:
+        """The weight of a part of a batch for a custom `test_step`.
+
+        Args:
+            model: The model.
+            data: The part, as `test_step` takes it.
+            terms: The compiled losses that the step has called.
+            what: The number that is to be put together, for the error.
+
+        Raises:
+            ValueError: It can't be known what the number divides by.
+        """
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        if terms or self.weighting in ("examples", "sample_weight", "sum"):
+            y_pred = terms[0].y_pred if terms else None
+            arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+            self._refuse_mixing(model, arguments, list(terms), training=False)
+            return self._weight(model, arguments, list(terms))
+        raise ValueError(
+            f"{type(model).__name__} defines its own test_step, so the normalizer of {what} is unknown, and parts of a "
+            "batch with different sizes would bias it. Compute the loss with self.compute_loss(...), and update "
+            "metrics with every example, as in metric.update_state(y, y_pred). If it is a mean over the examples, "
+            f"write {self._stated_to}(..., weighting='examples')."
+        )
+
+    def _stated(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer | None:
+        """The weight of a micro-batch as the user has said it, or as added losses tell; `None` if losses have to."""
+        by_example = any(term.by_example for term in terms)
+        if by_example and self.weighting in ("sample_weight", "mask"):
+            raise ValueError(
+                f"weighting={self.weighting!r}, but with PerExampleGradients(..., masked_mean='example') the gradient "
+                f"is divided by the number of examples. Write {self._stated_to}(..., weighting='examples'), or leave "
+                "it out."
+            )
+        if by_example and self.weighting == "examples":
+            # The losses tell as much, and what those that are shown divide by besides.
+            return None
+        if self.weighting in _STATED:
+            return _STATED[self.weighting](arguments)._replace(stated=self.weighting)
+        if self.weighting == "sum" or self._adds_sums(model, terms):
+            return _sum_of_all(model, terms)._replace(stated="sum")
+        return None
+
+    def _adds_sums(self, model: keras.Model, terms: list[LossTerm]) -> bool:
+        """Whether layers add losses of several values, which Keras sums as the compiled ones are.
+
+        Raises:
+            ValueError: They add others.
+        """
+        summed = summed_by_keras(model)
+        if any(summed) and not all(term.is_sum for term in terms):
+            raise IndivisibleError(
+                "A layer passes one value per example to add_loss(). Keras sums these values, while the model's other "
+                "losses are means, so no single weight combines parts of a batch into the whole. Write "
+                "add_loss(keras.ops.mean(values)) with weighting='examples', or compile with losses of "
+                "reduction='sum'."
+            )
+        if not all(summed):
+            raise IndivisibleError(
+                "A layer adds a loss with add_loss() or an activity regularizer, which may be a sum or a mean over the "
+                f"examples. {self._say}"
+            )
+        return bool(summed)
+
+    @property
+    def _stated_to(self) -> str:
+        return _TAKES_WEIGHTING.get(self.asked_by, self.asked_by)
+
+    @property
+    def _takes_weighting(self) -> bool:
+        # A weight that is stated, and isn't the loss's, would be no bound on what an example counts for.
+        return self.asked_by != "make_private"
+
+    @property
+    def _say(self) -> str:
+        if not self._takes_weighting:
+            return "For training with differential privacy, let each loss return one value per example."
+        return (
+            f"If you know the normalizer, state it: {self._stated_to}(..., weighting=...) takes 'examples', "
+            f"'sample_weight', 'mask' or 'sum'. If all parts of a batch have the same size and weights, "
+            f"{_ALIKE[self.asked_by]}."
+        )
+
+
+def warn_of_batch_statistics(model: keras.Model) -> None:
+    """Warns of layers that normalize with statistics of the batch, which those of its parts don't equal."""
+    layers = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
+    names = [layer.name for layer in layers if layer.trainable]
+    if names:
+        warnings.warn(
+            f"{', '.join(names)} normalize with the statistics of each micro-batch, so training differs from training "
+            "on whole batches. Use GroupNormalization, or set trainable=False on these layers.",
+            stacklevel=3,
+        )
+
+
+def _undivided(arguments: dict[str, Any]) -> Normalizer:
+    return Normalizer(tf.constant(1.0), summed=True)
+
+
+def _examples(arguments: dict[str, Any]) -> Normalizer:
+    return Normalizer(tf.cast(rows_of(arguments["x"]), "float32"))
+
+
+def _sample_weight(arguments: dict[str, Any]) -> Normalizer:
+    weights = keras.tree.flatten(arguments["sample_weight"])
+    return Normalizer(_sum(weights[0])) if weights and weights[0] is not None else _examples(arguments)
+
+
+def _mask(arguments: dict[str, Any]) -> Normalizer:
+    mask = LossTerm(keras.losses.MeanSquaredError(), None, arguments["y_pred"], None).prediction_mask
+    return Normalizer(_sum(mask)) if mask is not None else _examples(arguments)
+
+
+_STATED: dict[str, Callable[[dict[str, Any]], Normalizer]] = {
+    "examples": _examples,
+    "sample_weight": _sample_weight,
+    "mask": _mask,
+}
+
+
+def _of_terms(model: keras.Model, terms: list[LossTerm], say: str) -> Normalizer:
+    if not terms:
+        raise IndivisibleError("The model was compiled without a loss. Write model.compile(optimizer, loss=...).")
+    divisors = [_divisor(term, say) for term in terms]
+    kinds = {kind for kind, _ in divisors}
+    if len(kinds) > 1:
+        raise IndivisibleError(
+            f"The losses of this model's outputs have different normalizers ({_described(divisors)}), so no single "
+            "weight combines micro-batches into the whole batch. Use one reduction, one set of sample weights and one "
+            "mask for all outputs."
+        )
+    kind, value = divisors[0]
+    return _sum_of_all(model, terms) if kind == SUM else Normalizer(value)
+
+
+def _sum_of_all(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
+    """The weight of micro-batches whose losses are sums over examples."""
+    averaged = [term.loss.name for term in terms if not (term.is_sum or term.reduces_itself)]
+    if averaged and not has_own_compute_loss(model):
+        raise IndivisibleError(
+            f"weighting='sum' states that the loss is a sum over the examples, but {', '.join(averaged)} averages. "
+            "Give it reduction='sum', or state another weighting."
+        )
+    if any(variable.regularizer for variable in model.trainable_variables):
+        raise IndivisibleError(
+            "The loss is a sum over the examples, so a weight regularizer would count once per micro-batch. Write "
+            "reduction='sum_over_batch_size' for the loss, or use the optimizer's weight_decay."
+        )
+    return Normalizer(tf.constant(1.0), summed=True)
+
+
+def _divisor(term: LossTerm, say: str) -> tuple[tuple, tf.Tensor]:
+    try:
+        return gradient_divisor_of(term)
+    except UnknownDivisorError as error:
+        raise IndivisibleError(f"{error} {say}") from None
+
+
+def _described(divisors: list[tuple[tuple, tf.Tensor]]) -> str:
+    names = {"sum": "nothing", "weights": "sample weights", "mask": "a mask", "size": "the number of elements"}
+    return ", ".join(names[kind[0]] for kind, _ in divisors)
+
+
+def _sum(tensor: Any) -> tf.Tensor:
+    return tf.reduce_sum(tf.cast(tensor, "float32"))

@@ -1,0 +1,212 @@
+"""Records the terms of a compiled loss as the model computes them."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.masking import get_keras_mask
+from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
+
+from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.collectives import replica_index
+from keras_paragrad.compat.state import state_of
+from keras_paragrad.engine.probes.untouched import untouched, without_assignments
+
+MEANS = ("sum_over_batch_size", "mean")
+
+
+@dataclasses.dataclass
+class LossTerm:
+    """One call of one of the compiled losses.
+
+    Attributes:
+        loss: The loss.
+        y_true, y_pred, sample_weight: What it was called with.
+        result: What it returned.
+        by_example: Whether its gradient is that of the mean of each example's own masked mean.
+    """
+
+    loss: keras.losses.Loss
+    y_true: Any
+    y_pred: Any
+    sample_weight: Any
+    result: Any = None
+    by_example: bool = False
+
+    @property
+    def reduces_itself(self) -> bool:
+        """Whether the loss overrides `__call__`, so that its reduction is unknown."""
+        return type(self.loss).__call__ is not keras.losses.Loss.__call__
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the loss is not divided by anything."""
+        return self.loss.reduction in ("sum", "none", None)
+
+    @functools.cached_property
+    def values(self) -> tf.Tensor:
+        """The loss of every element, before the reduction."""
+
+        def convert(tensor):
+            return keras.ops.convert_to_tensor(tensor, dtype=self.loss.dtype)
+
+        given = (keras.tree.map_structure(convert, each) for each in (self.y_true, self.y_pred))
+        with untouched(self.loss, without_assignments()):
+            return tf.convert_to_tensor(self.loss.call(*given))
+
+    @property
+    def prediction_mask(self) -> Any:
+        """The mask that the model's output carries, or `None`."""
+        return get_keras_mask(self.y_pred)
+
+    @property
+    def masks(self) -> list[Any]:
+        """The masks that the model's output and the loss's values carry: the output's, the values', both or none."""
+        return [mask for mask in (self.prediction_mask, get_keras_mask(self.values)) if mask is not None]
+
+    @functools.cached_property
+    def mask(self) -> Any:
+        """Which of the values count, or `None` where all do."""
+        return functools.reduce(tf.logical_and, self.masks) if self.masks else None
+
+    @property
+    def weights(self) -> Any:
+        """The sample weights with the mask in them, as the reduction multiplies them in, or `None`."""
+        dtype = self.loss.dtype
+        weight, mask = (
+            None if tensor is None else keras.ops.convert_to_tensor(tensor, dtype=dtype)
+            for tensor in (self.sample_weight, self.mask)
+        )
+        return apply_mask(weight, mask, dtype=dtype, reduction=self.loss.reduction)
+
+    def with_gradient_by_example(self) -> Any:
+        """The result, with the gradient of the mean of each example's own masked mean, where that is another one."""
+        if not self.by_example or self.reduces_itself or self.loss.reduction not in MEANS or self.mask is None:
+            return self.result
+        dtype = self.loss.dtype
+        mask = tf.cast(self.mask, dtype)
+        inner = list(range(1, mask.shape.rank))
+        # What Keras does to the mask of a batch, for each example.
+        size = tf.cast(tf.reduce_prod(tf.shape(mask)[1:]), mask.dtype)
+        weight = mask * tf.math.divide_no_nan(size, tf.reduce_sum(mask, inner, keepdims=True))
+        if self.sample_weight is not None:
+            stated = keras.ops.convert_to_tensor(self.sample_weight, dtype=dtype)
+            weight, stated = squeeze_or_expand_to_same_rank(weight, stated)
+            weight *= stated
+        own = reduce_weighted_values(self.values, weight, reduction=self.loss.reduction, dtype=dtype)
+        return tf.stop_gradient(self.result) + (own - tf.stop_gradient(own))
+
+
+def is_summed(model: keras.Model) -> bool:
+    """Whether a model's compiled loss, which has been called, is a sum over the examples rather than a mean."""
+    flat = model._compile_loss._flat_losses if model._compile_loss else None
+    return bool(flat) and all(loss.loss is None or loss.loss.reduction == "sum" for loss in flat)
+
+
+class _Listener(NamedTuple):
+    replica: int
+    terms: list[LossTerm]
+    untracked: bool
+    by_example: bool
+
+
+class _Recording:
+    """Proxy of a compiled loss that passes its calls to all listeners on this replica."""
+
+    def __init__(self, loss: keras.losses.Loss, listeners: list[_Listener]):
+        self.loss, self.listeners = loss, listeners
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        result = self.loss(y_true, y_pred, sample_weight)
+        listeners = _listeners_here(self.listeners)
+        by_example = any(listener.by_example for listener in listeners)
+        term = LossTerm(self.loss, y_true, y_pred, sample_weight, result, by_example)
+        for listener in listeners:
+            listener.terms.append(term)
+        return term.with_gradient_by_example()
+
+
+def _listeners_here(listeners: list[_Listener]) -> list[_Listener]:
+    here = replica_index()
+    return [listener for listener in listeners if listener.replica == here]
+
+
+@contextlib.contextmanager
+def recorded_terms(
+    model: keras.Model, *, untracked: bool = False, by_example: bool = False
+) -> Iterator[list[LossTerm]]:
+    """Context in which `model.compute_loss` fills the yielded list with the terms of the compiled loss.
+
+    Several may be open at a time, and close in any order.
+
+    Args:
+        model: A compiled model. It is left as it was found.
+        untracked: Whether to keep Keras's trackers of outputs' losses from counting what is computed.
+        by_example: Whether masked means have the gradient of the mean of each example's own. Their values stay.
+    """
+    check_objects()
+    terms: list[LossTerm] = []
+    compiled = model._compile_loss
+    if compiled is None:
+        yield terms
+        return
+    listeners = state_of(compiled).listeners
+    if listeners is None:
+        listeners = state_of(compiled).listeners = []
+        _listen(compiled, listeners)
+    # Tracing of replicas may be interleaved while the terms are recorded, and each records its own.
+    listeners.append(_Listener(replica_index(), terms, untracked, by_example))
+    try:
+        yield terms
+    finally:
+        listeners[:] = [other for other in listeners if other.terms is not terms]
+        if not listeners:
+            _stop_listening(compiled)
+
+
+def _listen(compiled: Any, listeners: list[_Listener]) -> None:
+    build = compiled.build
+
+    def record():
+        compiled._flat_losses = [flat._replace(loss=_Recording(flat.loss, listeners)) for flat in compiled._flat_losses]
+        for tracker in compiled.metrics:
+            tracker.__dict__["update_state"] = _unless_untracked(tracker.update_state, listeners)
+
+    def build_and_record(y_true, y_pred):
+        build(y_true, y_pred)
+        record()
+
+    # Keras builds the compiled loss when it is first called, which may be now.
+    if compiled.built:
+        record()
+    compiled.__dict__["build"] = build_and_record
+
+
+def _unless_untracked(update_state: Callable[..., Any], listeners: list[_Listener]) -> Callable[..., Any]:
+    def update(*arguments, **keywords):
+        if not any(listener.untracked for listener in _listeners_here(listeners)):
+            return update_state(*arguments, **keywords)
+        return None
+
+    return update
+
+
+def _stop_listening(compiled: Any) -> None:
+    del compiled.__dict__["build"]
+    state_of(compiled).listeners = None
+    for tracker in compiled.metrics:
+        tracker.__dict__.pop("update_state", None)
+    if compiled._flat_losses:
+        compiled._flat_losses = [
+            flat._replace(loss=flat.loss.loss) if isinstance(flat.loss, _Recording) else flat
+            for flat in compiled._flat_losses
+        ]
+
+
+def bound_arguments(loss_or_metric: Any) -> dict[str, Any]:
+    """What the function that a loss or metric wraps was bound to, such as `delta`."""
+    return dict(getattr(loss_or_metric, "_fn_kwargs", None) or {})

@@ -1,0 +1,280 @@
+"""The one place that builds a train function, from the stages that components fill.
+
+A step has seven stages: *take* batches from the iterator, *split* a batch into slices, *gradient* of a slice, *combine*
+the gradients, *transform* that of a whole update, *apply* it, *log*. An unfilled stage does what Keras does.
+"""
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.compat.capabilities import updating
+from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.collectives import replica_count
+from keras_paragrad.compat.model import has_own_train_step
+from keras_paragrad.compat.running import fit_frame
+from keras_paragrad.compat.state import state_of
+from keras_paragrad.engine.losses.tracking import LossWindow
+from keras_paragrad.engine.replicas.shard import Shard
+from keras_paragrad.engine.replicas.unprepared import check_compiled_in_scope
+from keras_paragrad.engine.step.execution import compile_steps
+from keras_paragrad.engine.step.indivisible import Limit
+from keras_paragrad.engine.step.stages import Stages
+from keras_paragrad.engine.step.symbolic import build_from, build_losses, losses_built
+from keras_paragrad.engine.step.train_step import TrainStep
+from keras_paragrad.engine.step.trainable import Trainable, traced_as
+from keras_paragrad.engine.step.transform import save_states
+from keras_paragrad.engine.step.update import install
+from keras_paragrad.engine.telemetry.counts import compiled_functions
+from keras_paragrad.engine.telemetry.execution import LATEST, LookAhead, Telemetry, pick_watched
+from keras_paragrad.engine.telemetry.observe import observed
+from keras_paragrad.engine.telemetry.watch import updates_each_batch, watched
+from keras_paragrad.storage.layout import divided
+from keras_paragrad.storage.updating import install as install_storages
+
+# What a callback fills stages with, by their names, for the model as it is compiled now.
+Fillers = Callable[[], dict[str, Any]]
+
+
+class StepBuilder:
+    """Builds the train function of one model, in place of Keras while a stage is filled.
+
+    Attributes:
+        stages: What the stages are filled with.
+        loss_window: The losses of the micro-batches since the last update, once an *apply* stage has run.
+    """
+
+    def __init__(self, model: keras.Model):
+        check_objects()
+        self.model = model
+        self.stages = Stages()
+        self.loss_window: LossWindow | None = None
+        self._to_skip = 0
+        self._then: Callable[[], None] | None = None
+        self._built: dict[Any, Callable] = {}
+        self._built_for: Any = None
+        # The optimizer that the last stages are installed in.
+        self._updating: Any = None
+        self._of_callbacks: dict[Fillers, tuple[str, ...]] = {}
+        self._trainable: Trainable | None = None
+        self._reads: Callable[[], Any] = lambda: None
+
+    @classmethod
+    def of(cls, model: keras.Model) -> "StepBuilder":
+        """The model's builder; stored on the model, so that compiled functions are reused by the next `fit`."""
+        state = state_of(model)
+        if state.step_builder is None:
+            state.step_builder = cls(model)
+        return state.step_builder
+
+    def fill(self, **stages: Any) -> None:
+        """Fills stages, or empties them with `None`; when all are empty, Keras's own methods are restored.
+
+        Args:
+            **stages: What to fill them with, by the names that `Stages` has.
+        """
+        if self.model.compiled:
+            self._by_configuration()
+        self.stages = self.stages._replace(**stages)
+        self._install_stages()
+        self.model.train_function = None
+        self._install()
+
+    def _install(self) -> None:
+        """Builds the model's train function in place of Keras, as long as there is something to do for it."""
+        if self.stages.filled or self._to_skip:
+            self.model.__dict__["make_train_function"] = self.make_train_function
+        else:
+            self.model.__dict__.pop("make_train_function", None)
+
+    def retrace(self) -> None:
+        """Has the next step traced anew: layers of the model do something else when they are called."""
+        self._built.clear()
+        self.model.train_function = None
+
+    def begin_fit(self, fillers: Fillers) -> None:
+        """Fills stages until `end_fit`, for the `fit` that runs; and once more if a callback calls `compile`."""
+        filled = fillers()
+        self.fill(**filled)
+        self._of_callbacks[fillers] = tuple(filled)
+        self.build()
+
+    def end_fit(self, fillers: Fillers) -> None:
+        """Empties the stages that were filled by `begin_fit`, at the end of `fit`."""
+        self.fill(**dict.fromkeys(self._of_callbacks.pop(fillers, ())))
+
+    def make_train_function(self, force: bool = False) -> None:
+        """Replaces the model's `make_train_function` while a stage is filled."""
+        if not self._fit_has_begun(inspect.currentframe()):
+            self._drop_leftovers()
+        if force:
+            self.retrace()
+            self._trainable = None
+        if self.model.train_function is None:
+            self.build()
+
+    def _fit_has_begun(self, frame: FrameType | None) -> bool:
+        """Whether a callback of the running `fit` is the caller: `fit` itself calls before its callbacks have begun."""
+        caller = frame and frame.f_back
+        found = fit_frame(caller, self.model)
+        return found is not None and found is not caller
+
+    def _drop_leftovers(self) -> None:
+        """Drops what a `fit` that failed has left: the stages of its callbacks, an open window, batches to skip."""
+        if self._of_callbacks and self.stages.apply:
+            self.stages.apply.abandoned(self.model.name)
+        if self._to_skip:
+            self.skip_batches(0)
+        for fillers in list(self._of_callbacks):
+            self.end_fit(fillers)
+
+    def build(self) -> None:
+        """Gives the model its train function, compiled before if nothing has changed since."""
+        self._by_configuration()
+        stages = self.stages
+        if stages.observe and divided(self.model.trainable_variables):
+            raise ValueError(
+                f"{type(stages.observe).__name__} looks at the gradients of each replica, and this model's weights and "
+                "gradients are in shards. Train with DistributedFit(..., shard=None), or without that callback."
+            )
+        self.make_loss_window()
+        if stages not in self._built:
+            telemetry = stages.telemetry
+            self._built[stages] = self._picked(telemetry) if telemetry else self._compiled(stages.apply)
+        self.model.train_function = self._built[stages]
+
+    def read_from(self, iterator: Any) -> None:
+        """Notes what the running `fit` reads, to build metrics from if a callback calls `compile`."""
+        self._reads = weakref.ref(iterator) if iterator is not None else lambda: None
+
+    def _by_configuration(self) -> None:
+        """Begins anew if the model was compiled again: a train function is only good for what it was traced with."""
+        configuration = self.model._compile_config
+        if self._built_for is configuration:
+            return
+        if self._of_callbacks and fit_frame(inspect.currentframe(), self.model) is None:
+            self._drop_leftovers()
+        self._built_for, self._built, self.loss_window = configuration, {}, None
+        optimizer = self.model.optimizer
+        if self.stages.take:
+            # A callback may have called `compile`.
+            check_compiled_in_scope(self.model)
+        functions = compiled_functions(self.model.train_function)
+        traced = any(function.experimental_get_tracing_count() for function in functions)
+        known = traced and optimizer is not None and optimizer.built
+        # Otherwise those of the first trace.
+        self._trainable = Trainable.by_optimizer(self.model) if known else None
+        for fillers in self._of_callbacks:
+            self.stages = self.stages._replace(**fillers())
+        self._install_stages()
+        if self.stages.take and (iterator := self._reads()) is not None:
+            # Variables of metrics can't be created within a step on replicas.
+            build_from(self.model, iterator, None)
+
+    def _install_stages(self) -> None:
+        """Installs the last stages in the optimizer that updates the weights, which `compile` may have replaced."""
+        optimizer = updating(self.model.optimizer) if self.model.compiled else None
+        if optimizer is not None:
+            install_storages(optimizer, self.model.trainable_variables)
+        if self._updating not in (None, optimizer):
+            install(self._updating, None)
+        if optimizer is not None:
+            install(optimizer, self.stages.chain, shown=bool(self.stages.observe or self.stages.telemetry))
+            save_states(self.model.optimizer, self.stages.transforms or ())
+        self._updating = optimizer
+
+    def _compiled(self, apply: Any, telemetry: Telemetry | None = None) -> Callable[[Any], dict]:
+        limit = Limit(self.model, self.stages.split)
+        steps = self._steps(telemetry, limit)
+        replicas = self.model.distribute_strategy.num_replicas_in_sync
+        whole = not self.stages.by_xla_alone(self.model, replicas)
+        taking = self.stages.take, self._skipped, limit, self._goes_on
+        return compile_steps(self.model, steps, apply, *taking, by_xla=whole, mesh=self.stages.mesh)
+
+    def _picked(self, telemetry: Telemetry) -> Callable[[Any], dict]:
+        ahead = LookAhead(self.stages.apply) if self.stages.apply else None
+        functions = self._compiled(ahead), self._compiled(ahead, telemetry)
+        return pick_watched(*functions, telemetry, ahead, self._next_batches, updates_each_batch(self.model.optimizer))
+
+    def make_loss_window(self) -> None:
+        """Makes the `loss_window`, if there is to be one and the model's losses are built."""
+        if self.stages.apply and losses_built(self.model):
+            self._make_loss_window()
+
+    def _make_loss_window(self) -> None:
+        if self.loss_window is None:
+            strategy = self.model.distribute_strategy
+            inside = tf.distribute.has_strategy() or strategy is tf.distribute.get_strategy()
+            with tf.init_scope(), contextlib.nullcontext() if inside else strategy.scope():
+                self.loss_window = LossWindow(self.model)
+
+    def _window_of(self, data: Any) -> LossWindow | None:
+        if not self.stages.apply or has_own_train_step(self.model):
+            return None
+        build_losses(self.model, data)
+        self._make_loss_window()
+        return self.loss_window
+
+    def _next_batches(self) -> int:
+        return 0 if self._to_skip else self.model.steps_per_execution
+
+    def skip_batches(self, batches: int, then: Callable[[], None] | None = None) -> None:
+        """Skips the next batches: a resumed run has already been trained on them.
+
+        Args:
+            batches: How many.
+            then: Called after them, when the compiled losses and metrics have been built.
+        """
+        if batches and not self.stages.filled:
+            # Keras's own train function can't skip batches.
+            self.build()
+        self._to_skip, self._then = batches, then
+        self._install()
+
+    @property
+    def batches_to_skip(self) -> int:
+        """How many of the next batches are skipped."""
+        return self._to_skip
+
+    def _goes_on(self, batch: Any) -> None:
+        if self._to_skip or self._then is None:
+            return
+        then, self._then = self._then, None
+        if not has_own_train_step(self.model):
+            build_losses(self.model, batch, metrics=True)
+        self.make_loss_window()
+        then()
+
+    def _skipped(self, batches: int) -> int:
+        passed = min(self._to_skip, batches)
+        self._to_skip -= passed
+        return passed
+
+    def one_step(self, data: Any) -> dict:
+        """Takes a step that ends with an update, and returns its logs; called while a function is traced."""
+        return self._step(data, True, None, Limit(self.model, self.stages.split))
+
+    def _steps(self, telemetry: Telemetry | None, limit: Limit) -> list[Callable[[Any], dict]]:
+        choices = (False, True) if self.stages.apply else (False,)
+        return [functools.partial(self._step, update=update, telemetry=telemetry, limit=limit) for update in choices]
+
+    def _step(self, data: Any, update: bool, telemetry: Telemetry | None, limit: Limit) -> dict:
+        step = TrainStep(self.model, self.stages, self._window_of(data), update, limit)
+        shard = Shard.of(data)
+        place = self.stages.place() if self.stages.place else contextlib.nullcontext()
+        self._trainable = self._trainable or Trainable.of(self.model)
+        traced = traced_as(self.model, self._trainable)
+        with traced, place, observed(self.model, self.stages.observe, shard.rows), watched(self.model, telemetry):
+            logs = step.in_its_own_way(data) if has_own_train_step(self.model) else step(data, shard)
+            if self.stages.apply:
+                self.stages.apply.end(update)
+        if telemetry and replica_count() == 1:
+            logs = {**logs, LATEST: telemetry.latest()}
+        return logs

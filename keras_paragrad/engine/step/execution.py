@@ -1,0 +1,154 @@
+"""Taking batches from the iterator and running compiled steps on them: the outermost part of a train function."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.engine.step.compiled_step import CompiledStep, Step
+from keras_paragrad.engine.step.indivisible import Limit
+from keras_paragrad.engine.step.stages import MeshRunner, Take
+from keras_paragrad.engine.step.whole_batches import divided
+
+# From an iterator, and whether each batch ends with an update, to the last batch's logs; `None` if there was no batch.
+Execute = Callable[[Any, list[bool]], dict | None]
+
+
+def compile_steps(
+    model: keras.Model,
+    steps: Sequence[Step],
+    schedule: Any = None,
+    take: Take | None = None,
+    skipped: Callable[[int], int] = lambda batches: 0,
+    limit: Limit | None = None,
+    goes_on: Callable[[Any], None] = lambda batch: None,
+    *,
+    by_xla: bool = True,
+    mesh: MeshRunner | None = None,
+) -> Callable[[Any], dict]:
+    """Makes a train function in which each batch is run by one of several separately compiled steps.
+
+    The host picks the step: the branch is outside the compiled code, so a step that doesn't run costs nothing.
+
+    Args:
+        model: The model that is trained; its `jit_compile`, `run_eagerly` and `steps_per_execution` hold.
+        steps: One step, or two: without and with an update.
+        schedule: Its `plan(batches)` says for each batch whether to take the second step; its `ended(batches,
+            exhausted)` is told that they have run, and its `skipped(batches)` that they have not. Needed for two
+            steps.
+        take: How batches are spread over replicas, or `None` for Keras's way.
+        skipped: How many of so many next batches to take and not to run.
+        limit: How large batches may be, if there is a limit.
+        goes_on: Called with the last batch that was passed over, before the first that is run.
+        by_xla: Whether XLA may compile a whole step, if the model is compiled by it.
+        mesh: Runs the steps on a mesh of devices, one by one, or `None` to run them on one device.
+
+    Returns:
+        A function for `model.train_function`.
+    """
+    compiled = [CompiledStep(model, step, take, limit, by_xla, mesh) for step in steps]
+    by_host = _by_host(model, compiled, cuts=take is not None)
+    in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and mesh is None
+    run = _in_graph(model, compiled) if in_graph else by_host
+
+    def train_function(iterator: Any) -> dict:
+        batches = model.steps_per_execution
+        try:
+            batch = None
+            for _ in range(passed := skipped(batches)):
+                batch = _next_batch(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            # The rest of them, or the model's next `fit` would pass over what nobody has seen.
+            skipped(sys.maxsize)
+            raise ValueError(
+                "The data ended before the batch at which training was to resume. Give fit the data, batch_size and "
+                "steps_per_epoch that it had, or give Backup another directory to begin anew."
+            ) from None
+        if schedule and passed:
+            schedule.skipped(passed)
+        if passed:
+            goes_on(batch)
+        if passed == batches:
+            return {}
+        batches -= passed
+        updates = schedule.plan(batches) if schedule else [False] * batches
+        of_tensors = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not passed
+        execute = run if of_tensors else by_host
+        try:
+            logs = execute(iterator, updates)
+        except tf.errors.InvalidArgumentError as error:
+            if limit:
+                limit.explain(error)
+            raise
+        if schedule:
+            schedule.ended(batches, exhausted=logs is None)
+        if logs is None:
+            raise StopIteration
+        return logs
+
+    return train_function
+
+
+def _next_batch(iterator: Any) -> Any:
+    return iterator.get_next() if hasattr(iterator, "get_next") else next(iterator)
+
+
+def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
+    """Takes all the batches of a call in one graph."""
+    per_call = model.steps_per_execution
+
+    def pick(update: tf.Tensor, data: Any) -> dict:
+        return steps[0](data) if len(steps) == 1 else tf.cond(update, lambda: steps[1](data), lambda: steps[0](data))
+
+    def take(iterator: Any, updates: tf.Tensor) -> dict:
+        logs = pick(updates[0], iterator.get_next())
+        if per_call == 1:
+            return logs
+
+        def next_batch(index, logs, _):
+            batch = iterator.get_next_as_optional()
+            return tf.cond(
+                batch.has_value(),
+                lambda: (index + 1, pick(updates[index], batch.get_value()), True),
+                lambda: (index, logs, False),
+            )
+
+        def more(index, _, found):
+            return tf.logical_and(index < per_call, found)
+
+        return tf.while_loop(more, next_batch, (tf.constant(1), logs, tf.constant(True)), parallel_iterations=1)[1]
+
+    if not model.run_eagerly:
+        take = tf.function(take, reduce_retracing=True, autograph=False)
+
+    def execute(iterator: Any, updates: list[bool]) -> dict | None:
+        try:
+            return take(iterator, tf.constant(updates))
+        except tf.errors.OutOfRangeError:
+            return None
+
+    return execute
+
+
+def _by_host(model: keras.Model, steps: Sequence[CompiledStep], *, cuts: bool) -> Execute:
+    """Takes batches one by one: TensorFlow can't run collectives inside `tf.cond`."""
+    strategy = model.distribute_strategy
+
+    def take_next(iterator: Any) -> Any:
+        # From `train_on_batch` and `test_on_batch`, which know nothing of replicas.
+        batch = next(iterator)
+        return divided(strategy, batch) if cuts and strategy.num_replicas_in_sync > 1 else batch
+
+    def execute(iterator: Any, updates: list[bool]) -> dict | None:
+        logs = None
+        for update in updates:
+            step = steps[update]
+            try:
+                logs = step.run_next(iterator) if hasattr(iterator, "get_next") else step(take_next(iterator))
+            except (StopIteration, tf.errors.OutOfRangeError):
+                break
+        return logs
+
+    return execute

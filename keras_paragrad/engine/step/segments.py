@@ -1,0 +1,300 @@
+"""A Functional model run in parts: stretches of its operations between places where one tensor alone goes on."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import keras
+from keras.src.models.functional import Functional
+
+from keras_paragrad.compat.model import all_layers
+from keras_paragrad.engine.step.recompute import Recomputed, is_recomputed
+
+_RUN = "_run_through_graph"
+# From a part and what just runs it to what runs it otherwise.
+Wrap = Callable[["Part", Callable[..., Any]], Callable[..., Any]]
+
+
+class Part(NamedTuple):
+    """Consecutive operations of a Functional model.
+
+    Attributes:
+        nodes: The calls of operations, in the order in which Keras makes them.
+        inputs: The symbolic tensors that they take from others.
+        outputs: Those of theirs that others, or the model's outputs, take.
+    """
+
+    nodes: tuple[Any, ...]
+    inputs: tuple[keras.KerasTensor, ...]
+    outputs: tuple[keras.KerasTensor, ...]
+
+    @property
+    def layers(self) -> list[keras.layers.Layer]:
+        """The layers among the operations."""
+        called = [node.operation for node in self.nodes]
+        return list({id(each): each for each in called if isinstance(each, keras.layers.Layer)}.values())
+
+    @property
+    def name(self) -> str:
+        """The first and last layers' names."""
+        names = [layer.name for layer in self.layers] or [self.nodes[0].operation.name]
+        return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+
+    @property
+    def floats(self) -> list[keras.KerasTensor]:
+        """The tensors among the inputs that are kept for a second run."""
+        return [tensor for tensor in self.inputs if _is_float(tensor)]
+
+
+def functional_of(model: keras.Model) -> Any:
+    """The Functional model that runs when a model is called, or `None` if something else does."""
+    if isinstance(model, keras.Sequential):
+        return model._functional if type(model).call is keras.Sequential.call else None
+    return model if isinstance(model, Functional) and type(model).call is Functional.call else None
+
+
+def calls_of(functional: Any) -> list[Any]:
+    """The calls of a Functional model's operations, in the order in which Keras makes them."""
+    depths = functional._nodes_by_depth
+    return [node for depth in sorted(depths, reverse=True) for node in depths[depth] if not node.is_input]
+
+
+def parts_of(functional: Any) -> list[Part]:
+    """A Functional model in its smallest parts: between two of them, one tensor of floats goes on.
+
+    Inputs and outputs of the whole model may go past, as they are kept anyway.
+    """
+    nodes = calls_of(functional)
+    last_use = {id(tensor): index for index, node in enumerate(nodes) for tensor in node.input_tensors}
+    lasting = {id(tensor) for tensor in functional.outputs}
+    alive: set[int] = set()
+    found: list[list[Any]] = [[]]
+    for index, node in enumerate(nodes):
+        found[-1].append(node)
+        alive |= {id(tensor) for tensor in node.outputs if _is_float(tensor)} - lasting
+        alive = {each for each in alive if last_use.get(each, -1) > index}
+        if len(alive) <= 1 and index + 1 < len(nodes):
+            found.append([])
+    return [part_of(functional, part) for part in found]
+
+
+def joined(functional: Any, parts: Sequence[Part]) -> Part:
+    """Consecutive parts as one."""
+    return part_of(functional, [node for part in parts for node in part.nodes])
+
+
+def nested_in(part: Part) -> Any:
+    """The model that a part consists of a single call of, or `None`."""
+    operation = part.nodes[0].operation
+    return operation if len(part.nodes) == 1 and isinstance(operation, keras.Model) else None
+
+
+def recompute_parts(owner: keras.Model, functional: Any, parts: Sequence[tuple[Part, bool]]) -> Callable[[], None]:
+    """Has parts of a model run again in the backward pass.
+
+    Args:
+        owner: The model that is called, to which added losses are added.
+        functional: The Functional model that runs then.
+        parts: All its parts, in order, and whether each is recomputed.
+
+    Returns:
+        Undoes it.
+    """
+
+    def recomputed(part: Part, run: Callable[..., Any], again: bool) -> Callable[..., Any]:
+        return Recomputed(run, part.name, part.layers, owner) if again else run
+
+    wrapped = [(part, functools.partial(recomputed, again=again)) for part, again in parts]
+    return _Running.of(functional).settle("segments", wrapped)
+
+
+def run_in_stages(functional: Any, stages: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
+    """Has a Functional model call a function for each of its stages, and in these for each segment that is recomputed.
+
+    Args:
+        functional: The model.
+        stages: All its stages, in order, and what makes the function.
+
+    Returns:
+        Undoes it.
+    """
+    return _Running.of(functional).settle("stages", stages)
+
+
+def run_in_parts(functional: Any, parts: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
+    """Has a Functional model call a function for each of its parts, and for no stage or segment that it has.
+
+    Args:
+        functional: The model.
+        parts: All its parts, in order, and what makes the function.
+
+    Returns:
+        Undoes it.
+    """
+    before = vars(functional).pop(_RUN, None)
+    undo = _Running.of(functional).settle("segments", parts)
+
+    def restore() -> None:
+        undo()
+        if before is not None:
+            vars(functional)[_RUN] = before
+
+    return restore
+
+
+class _Running:
+    """Runs a Functional model in stages, in segments, or in stages that consist of segments.
+
+    Attributes:
+        stages: The stages and what makes their functions, or `None`.
+        segments: The segments likewise. Those that a stage cuts are run as several.
+        functions: What is called, in order.
+    """
+
+    def __init__(self, functional: Any):
+        self.functional = functional
+        self.stages: Sequence[tuple[Part, Wrap]] | None = None
+        self.segments: Sequence[tuple[Part, Wrap]] | None = None
+        self.functions: list[tuple[Part, Callable[..., Any]]] = []
+
+    @classmethod
+    def of(cls, functional: Any) -> Self:
+        """The one that a model has, or another."""
+        return vars(functional).get(_RUN) or cls(functional)
+
+    def settle(self, name: str, parts: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
+        """Sets stages or segments, by their attribute's name, and returns what takes them away again."""
+
+        def undo() -> None:
+            if getattr(self, name) is parts:
+                self._set(name, None)
+
+        self._set(name, parts)
+        return undo
+
+    def _set(self, name: str, parts: Sequence[tuple[Part, Wrap]] | None) -> None:
+        setattr(self, name, parts)
+        # Bypass Keras's tracking: a method is not state of the model.
+        own = vars(self.functional)
+        if self.stages is None and self.segments is None:
+            own.pop(_RUN, None)
+            return
+        own[_RUN] = self
+        if self.stages is None:
+            self.functions = self._segments_in(None)
+        else:
+            self.functions = [(part, wrap(part, self._run_of(part))) for part, wrap in self.stages]
+
+    def _run_of(self, stage: Part) -> Callable[..., Any]:
+        if self.segments is None:
+            return functools.partial(_run_part, stage)
+        functions = self._segments_in(stage)
+
+        def run(known: dict[int, Any], operation_fn: Callable[..., Any]) -> dict[int, Any]:
+            tensors = {id(stage.inputs[place]): tensor for place, tensor in known.items()}
+            _call_each(functions, tensors, operation_fn)
+            return {place: tensors[id(each)] for place, each in enumerate(stage.outputs) if id(each) in tensors}
+
+        return run
+
+    def _segments_in(self, stage: Part | None) -> list[tuple[Part, Callable[..., Any]]]:
+        inside = {id(node) for node in stage.nodes} if stage else None
+        functions = []
+        for part, wrap in self.segments or ():
+            nodes = [node for node in part.nodes if inside is None or id(node) in inside]
+            if nodes:
+                piece = part if len(nodes) == len(part.nodes) else part_of(self.functional, nodes)
+                functions.append((piece, wrap(piece, functools.partial(_run_part, piece))))
+        return functions
+
+    def __call__(self, inputs: Any, operation_fn: Callable[..., Any] = lambda op: op, call_fn: Any = None) -> Any:
+        functional = self.functional
+        flat = keras.tree.flatten(inputs)
+        if call_fn is not None or any(isinstance(each, keras.KerasTensor) for each in flat):
+            plain = type(functional)._run_through_graph
+            return plain(functional, inputs, operation_fn=operation_fn, call_fn=call_fn)
+        tensors = dict(zip(map(id, functional.inputs), flat, strict=True))
+        _call_each(self.functions, tensors, operation_fn)
+        outputs = [tensors[id(each)] for each in functional.outputs]
+        return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
+
+    @property
+    def recomputed(self) -> list[tuple[int, bool]]:
+        """Of each segment, how many operations it has, and whether it is recomputed."""
+        segments = self._segments_in(None)
+        return [(len(part.nodes), isinstance(function, Recomputed)) for part, function in segments]
+
+
+def _call_each(
+    functions: Sequence[tuple[Part, Callable[..., Any]]], tensors: dict[int, Any], operation_fn: Callable[..., Any]
+) -> None:
+    """Calls a function for each part, and adds to the tensors that are known what it gives."""
+    for part, function in functions:
+        known = {place: tensors[id(each)] for place, each in enumerate(part.inputs) if id(each) in tensors}
+        for place, tensor in function(known, operation_fn=operation_fn).items():
+            tensors[id(part.outputs[place])] = tensor
+
+
+def recomputed_in(model: keras.Model) -> dict[int, str]:
+    """What of a model runs again in the backward pass: the places of layers among `all_layers`, -1 for the model.
+
+    Models that run in parts are given with how many operations each part has.
+    """
+    found = {}
+    for place, layer in enumerate((model, *all_layers(model)), -1):
+        functional = functional_of(layer) if isinstance(layer, keras.Model) else None
+        if is_recomputed(layer):
+            found[place] = "as a whole"
+        elif runs_in_segments(functional):
+            segments = vars(functional)[_RUN].recomputed
+            listed = ", ".join(f"{count}{' again' if again else ''}" for count, again in segments)
+            found[place] = f"operations: {listed}"
+    return found
+
+
+def runs_in_segments(functional: Any) -> bool:
+    """Whether a Functional model has been cut into segments, some of which may be recomputed."""
+    running = vars(functional).get(_RUN) if functional is not None else None
+    return running is not None and running.segments is not None
+
+
+def recomputes_parts(functional: Any) -> bool:
+    """Whether a Functional model is run in parts of which some run again in the backward pass."""
+    running = vars(functional).get(_RUN) if functional is not None else None
+    return running is not None and any(again for _, again in running.recomputed)
+
+
+def part_of(functional: Any, nodes: Sequence[Any]) -> Part:
+    """Consecutive calls of a Functional model as a part of it."""
+    inside = {id(tensor) for node in nodes for tensor in node.outputs}
+    among = set(map(id, nodes))
+    others = [node for each in functional._nodes_by_depth.values() for node in each if id(node) not in among]
+    wanted = {id(tensor) for node in others for tensor in node.input_tensors} | set(map(id, functional.outputs))
+    taken = {id(tensor): tensor for node in nodes for tensor in node.input_tensors if id(tensor) not in inside}
+    given = {id(tensor): tensor for node in nodes for tensor in node.outputs if id(tensor) in wanted}
+    return Part(tuple(nodes), tuple(taken.values()), tuple(given.values()))
+
+
+def _run_part(part: Part, tensors: dict[int, Any], operation_fn: Callable[..., Any]) -> dict[int, Any]:
+    """Makes a part's calls, as Keras does.
+
+    Args:
+        part: The part.
+        tensors: The values of its inputs, by their places among them.
+        operation_fn: What Keras would call in place of an operation.
+
+    Returns:
+        The values of its outputs, by their places.
+    """
+    known = {id(part.inputs[place]): tensor for place, tensor in tensors.items()}
+    for node in part.nodes:
+        if any(id(each) not in known for each in node.input_tensors):
+            continue
+        arguments, keywords = node.arguments.fill_in(known)
+        outputs = operation_fn(node.operation)(*arguments, **keywords)
+        known.update(zip(map(id, node.outputs), keras.tree.flatten(outputs), strict=False))
+    return {place: known[id(each)] for place, each in enumerate(part.outputs) if id(each) in known}
+
+
+def _is_float(tensor: keras.KerasTensor) -> bool:
+    return keras.backend.is_float_dtype(tensor.dtype) or "complex" in tensor.dtype

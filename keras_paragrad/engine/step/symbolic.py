@@ -1,0 +1,141 @@
+"""Building a model from what its data looks like, before the first step."""
+
+from typing import Any
+
+import keras
+from keras.src.backend import compute_output_spec
+from keras.src.backend.common.symbolic_scope import SymbolicScope
+from keras.src.utils.python_utils import is_default
+from tensorflow.python.framework.func_graph import FuncGraph
+
+from keras_paragrad.compat.data import counts_readers, first_batch
+from keras_paragrad.compat.model import all_layers, has_own_compute_loss, has_own_train_step
+from keras_paragrad.engine.probes.untouched import untouched
+
+
+def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> None:
+    """Builds a layer, and all within, that is not built: calls it on what only has the shapes of its arguments.
+
+    Args:
+        layer: The layer; one that is built is left alone.
+        *arguments: Arrays or tensors with a row for each example, nested as the layer takes them.
+        **keywords: What else it is called with, as it is.
+    """
+    if layer.built and all(inner.built for inner in layer._flatten_layers()):
+        return
+
+    def of_any_size(tensor):
+        if tensor is None:
+            return None
+        # Shapes of examples are what weights are made from.
+        return keras.KerasTensor((None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype))
+
+    compute_output_spec(layer, *keras.tree.map_structure(of_any_size, arguments), **keywords)
+
+
+def has_build(layer: keras.layers.Layer) -> bool:
+    """Whether a layer has a `build` of its own, rather than layers that are built when it calls them."""
+    return not is_default(layer.build)
+
+
+def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
+    """Builds what Keras's `_maybe_symbolic_build` builds, from one replica's part of a batch.
+
+    Keras averages the replicas' parts to get at their shape, which fails where they differ in size.
+
+    Args:
+        model: A model made under a strategy.
+        iterator: What gives batches, as Keras's trainer has it, or `None`.
+        data_batch: A batch, or `None`.
+    """
+    if all(layer.built for layer in model._flatten_layers()) and _all_built(model):
+        return
+    strategy = model.distribute_strategy
+    if iterator is not None:
+        data_batch = _first_batch(iterator)
+
+    def of_any_size(tensor):
+        local = strategy.experimental_local_results(tensor)[0]
+        # None where an optional input is left out.
+        if local is None:
+            return None
+        return keras.KerasTensor((None, *local.shape[1:]), keras.backend.standardize_dtype(local.dtype))
+
+    with strategy.scope():
+        try:
+            model._symbolic_build(data_batch=keras.tree.map_structure(of_any_size, data_batch))
+        except Exception:
+            # A step of its own need not call the model, which is not built then for all its layers.
+            if not has_own_train_step(model) or not all(layer.built for layer in all_layers(model)):
+                raise
+
+
+def build_from_inputs(model: Any, data_batch: Any) -> None:
+    """Builds the layers of a model that is to predict before it has been trained.
+
+    Args:
+        model: A model made under a strategy.
+        data_batch: A batch, as `predict_step` takes it, with a part for each replica.
+    """
+    if all(layer.built for layer in model._flatten_layers()):
+        return
+    strategy = model.distribute_strategy
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
+    local = keras.tree.map_structure(lambda tensor: strategy.experimental_local_results(tensor)[0], x)
+    with strategy.scope():
+        build_by_calling(model, local)
+
+
+def losses_built(model: Any) -> bool:
+    """Whether a model's compiled losses are there, if it has any."""
+    return model._compile_loss is None or model._compile_loss.built
+
+
+def build_losses(model: Any, data: Any, *, metrics: bool = False) -> None:
+    """Builds the compiled losses from a part of a batch, within a step or before it; does nothing if they are built.
+
+    Under a strategy Keras has built them before.
+
+    Args:
+        model: A compiled model.
+        data: The part, as `train_step` takes it.
+        metrics: Whether to build the compiled metrics too.
+    """
+    compiled = model._compile_metrics if metrics else None
+    if losses_built(model) and (compiled is None or compiled.built):
+        return
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    # Its variables are to stay.
+    build_by_calling(model, x)
+    scope = keras.StatelessScope(collect_losses=True)
+    # In a graph that is never run: the model is called to see what its outputs look like.
+    with (
+        FuncGraph("losses").as_default(),
+        SymbolicScope(),
+        untouched(model, scope, but=(model._compile_loss, model._compile_metrics)),
+    ):
+        y_pred = model(x)
+        if not losses_built(model):
+            if has_own_compute_loss(model):
+                model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
+            else:
+                model._compile_loss(y, y_pred, sample_weight)
+        if compiled is not None and not compiled.built:
+            compiled.build(y, y_pred)
+
+
+def _all_built(model: Any) -> bool:
+    parts = (model._compile_metrics, model._compile_loss, model.optimizer)
+    return all(part is None or part.built for part in parts)
+
+
+def _first_batch(iterator: Any) -> Any:
+    """A batch, which is still there to be trained on if the data can show one."""
+    first = getattr(iterator.data_adapter, "first_batch", None)
+    if first:
+        return first()
+    if counts_readers(iterator.data_adapter):
+        return first_batch(iterator.data_adapter)
+    for _, _, batches in iterator:
+        return next(batches)
+    raise ValueError("The data has no batches. Pass fit() data with at least one.")

@@ -1,0 +1,290 @@
+"""How many bytes a traced graph holds at its peak: its operations are followed in order, and nothing is computed."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from keras_paragrad.engine.step.operations import Block, TracedOperation
+
+# What returns the buffer of its first input.
+_ALIASES = frozenset(
+    {"Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient", "Snapshot", "EnsureShape"}
+    | {"CheckNumerics", "Bitcast", "TensorListGetItem", "TensorListResize"}
+)
+# What writes its result over an input that nothing else reads.
+_IN_PLACE = frozenset(
+    {"Add", "AddV2", "AddN", "Sub", "Mul", "RealDiv", "Div", "DivNoNan", "Maximum", "Minimum", "Pow", "BiasAdd", "Cast"}
+    | {"SquaredDifference", "Neg", "Abs", "Sqrt", "Rsqrt", "Square", "Exp", "Expm1", "Log", "Log1p", "Reciprocal"}
+    | {"Erf", "Erfc", "Tanh", "Sigmoid", "Softplus", "Softsign", "Relu", "Relu6", "LeakyRelu", "Elu", "Selu", "Softmax"}
+    | {"LogSoftmax", "ReluGrad", "Relu6Grad", "LeakyReluGrad", "EluGrad", "SeluGrad", "TanhGrad", "SigmoidGrad"}
+    | {"SqrtGrad", "RsqrtGrad", "InvGrad", "ReciprocalGrad", "SoftplusGrad", "SoftsignGrad", "Select", "SelectV2"}
+    | {"LogicalAnd", "LogicalOr", "LogicalNot", "ClipByValue", "Sign", "Floor", "Round", "TensorScatterAdd"}
+)
+_SCALARS: dict[str, Callable[[Any, Any], Any]] = {
+    **{"Add": operator.add, "AddV2": operator.add, "Sub": operator.sub, "Mul": operator.mul},
+    **{"Less": operator.lt, "LessEqual": operator.le, "Greater": operator.gt, "GreaterEqual": operator.ge},
+    **{"Equal": operator.eq, "NotEqual": operator.ne, "Minimum": min, "Maximum": max, "FloorDiv": operator.floordiv},
+}
+_SAME_SCALAR = frozenset({"Identity", "Cast", "Max", "Min", "Sum", "Prod", "Reshape", "Squeeze"})
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+# What doesn't need a gathered weight, but names or casts it, or looks up rows of it.
+_NAMES = _ALIASES | _CALLS | {"Cast", "IdentityN", "ReadVariableOp", "ResourceGather", "VariableShape"}
+# After so many iterations that hold no more than the one before, a loop is taken to go on like this.
+_STEADY = 3
+
+
+class Peaks(NamedTuple):
+    """What a training step holds beside variables.
+
+    Attributes:
+        activations: The most bytes of all tensors but gradients of variables, while the first 0, 1, 2, ... of these
+            gradients are there.
+        gradients: Numbers of the gradients in the order in which they become available.
+        update: The most bytes of such tensors while the optimizer updates.
+    """
+
+    activations: list[int]
+    gradients: list[int]
+    update: int
+
+
+class _Buffer:
+    """Memory that several tensors may share. `parts` are what a list of tensors keeps alive."""
+
+    __slots__ = ("is_gradient", "owners", "parts", "size")
+
+    def __init__(self, size: int, parts: Sequence["_Buffer"] = ()):
+        self.size, self.parts, self.owners, self.is_gradient = size, parts, 1, False
+
+
+class _Value(NamedTuple):
+    """A tensor: its buffer, if it has one, and its value, if it is a known integer or boolean.
+
+    A weight that is gathered where it is used, or what it is read from, has no buffer, but `gathered`, its bytes.
+    """
+
+    buffer: _Buffer | None
+    known: Any = None
+    gathered: int = 0
+
+    def not_gathered(self) -> "_Value":
+        return _Value(self.buffer, self.known)
+
+
+def step_peaks(
+    block: Block, gradients: Sequence[int], updates_from: int, gathered: Mapping[int | None, int] | None = None
+) -> Peaks:
+    """Follows a training step.
+
+    Args:
+        block: The step, forward, backward and update.
+        gradients: Numbers of the tensors that are the variables' gradients.
+        updates_from: The first operation of the update.
+        gathered: The bytes of variables in shards, which are gathered where they are used, by the number of the input
+            that each is read from.
+
+    Returns:
+        Its peaks. A gradient is taken to stay until the update, which begins when all of them are there.
+    """
+    return _Run(frozenset(gradients)).step(block, updates_from, gathered or {})
+
+
+def peak(block: Block) -> int:
+    """The most bytes that a graph holds at once."""
+    return max(step_peaks(block, (), len(block.operations)).activations)
+
+
+class _Run:
+    def __init__(self, gradients: frozenset[int]):
+        self._gradients = gradients
+        self._step: Block | None = None
+        self._live = self._peak = self._before = 0
+        self._arrived: list[int] = []
+        self._peaks: list[int] = []
+
+    def step(self, block: Block, updates_from: int, gathered: Mapping[int | None, int]) -> Peaks:
+        self._step = block
+        inputs = zip(block.inputs, block.input_sizes, strict=True)
+        arguments = [_Value(self._allocate(size), gathered=gathered.get(number, 0)) for number, size in inputs]
+        values = self._begin(block, arguments)
+        for operation in block.operations[:updates_from]:
+            self._execute(block, operation, values)
+        self._peaks.append(self._peak)
+        self._peak = self._live
+        # An update is of shards.
+        values = {number: value.not_gathered() for number, value in values.items()}
+        for operation in block.operations[updates_from:]:
+            self._execute(block, operation, values)
+        return Peaks(self._peaks, self._arrived, self._peak if updates_from < len(block.operations) else 0)
+
+    def _arrive(self, number: int, buffer: _Buffer | None, is_new: bool) -> None:
+        """Counts a buffer among the gradients from now on."""
+        if buffer is None or buffer.is_gradient:
+            return
+        buffer.is_gradient = True
+        self._live -= buffer.size
+        # One that was just made has never been among the activations.
+        self._peaks.append(max(self._before, self._live) if is_new else self._peak)
+        self._peak = self._live
+        self._arrived.append(number)
+
+    def _begin(self, block: Block, arguments: list[_Value]) -> dict[int, _Value]:
+        values = dict(zip(block.inputs, arguments, strict=True))
+        for number, value in values.items():
+            self._keep(value.buffer, block.uses[number])
+            self._release(value.buffer)
+        return values
+
+    def _call(self, block: Block, arguments: list[_Value]) -> list[_Value]:
+        """Goes through a function. It owns its arguments, and the caller what it returns."""
+        values = self._begin(block, arguments)
+        for operation in block.operations:
+            self._execute(block, operation, values)
+        return [values[number] for number in block.outputs]
+
+    def _execute(self, block: Block, operation: TracedOperation, values: dict[int, _Value]) -> None:
+        inputs = [values[number] for number in operation.inputs]
+        gathered = 0
+        if operation.kind not in _NAMES:
+            gathered = sum(values[number].gathered for number in {*operation.inputs})
+            # Before a loop or a branch, in which nothing can be gathered.
+            inputs = [value.not_gathered() for value in inputs]
+        self._live += gathered
+        self._peak = max(self._peak, self._live)
+        self._before, live = self._peak, self._live
+        results = self._control(operation, inputs) if operation.blocks else self._plain(operation, inputs)
+        made = self._live > live and not operation.blocks
+        for number, result in zip(operation.outputs, results, strict=False):
+            if block is self._step and number in self._gradients:
+                self._arrive(number, result.buffer, made)
+            values[number] = result
+            self._keep(result.buffer, block.uses[number])
+            self._release(result.buffer)
+        if not operation.blocks:
+            for value in inputs:
+                self._release(value.buffer)
+        self._live -= gathered
+
+    def _plain(self, operation: TracedOperation, inputs: list[_Value]) -> list[_Value]:
+        kind, known = operation.kind, _known(operation, inputs)
+        if kind.startswith("TensorList") and (lists := self._of_list(kind, inputs)) is not None:
+            return lists
+        if inputs and inputs[0].gathered and kind in ("Cast", "ReadVariableOp", *_ALIASES):
+            return [_Value(None, known, operation.sizes[0] or inputs[0].gathered)]
+        if kind in _ALIASES:
+            return [_Value(self._keep(inputs[0].buffer), known)]
+        if kind == "IdentityN":
+            return [_Value(self._keep(value.buffer), value.known, value.gathered) for value in inputs]
+        if kind in ("ReadVariableOp", "Const"):
+            # Constants stay with the graph, and variables are counted as such.
+            return [_Value(None, known)]
+        if kind in _IN_PLACE:
+            for value in inputs:
+                if self._is_free(value.buffer, operation.sizes[0], inputs):
+                    return [_Value(self._keep(value.buffer), known)]
+        return [_Value(self._allocate(size), known) for size in operation.sizes]
+
+    @staticmethod
+    def _is_free(buffer: _Buffer | None, size: int, inputs: list[_Value]) -> bool:
+        if buffer is None or buffer.size != size or buffer.parts:
+            return False
+        return buffer.owners == sum(value.buffer is buffer for value in inputs)
+
+    def _of_list(self, kind: str, inputs: list[_Value]) -> list[_Value] | None:
+        """What an operation on a list of tensors returns, or `None` for those that copy.
+
+        A list is the list before it and what was added. It keeps these alive, and shares them with the list before.
+        """
+        if kind in ("TensorListReserve", "TensorListLength", "TensorListElementShape"):
+            return [_Value(None)]
+        if kind == "TensorListFromTensor":
+            return [_Value(self._linked(None, inputs[0].buffer))]
+        if kind in ("TensorListPushBack", "TensorListSetItem"):
+            return [_Value(self._linked(inputs[0].buffer, inputs[1 if kind == "TensorListPushBack" else 2].buffer))]
+        if kind not in ("TensorListPopBack", "TensorListGetItem"):
+            return None
+        before, added = _links(inputs[0].buffer)
+        item = _Value(self._keep(added))
+        return [item] if kind == "TensorListGetItem" else [_Value(self._keep(before)), item]
+
+    def _linked(self, before: _Buffer | None, added: _Buffer | None) -> _Buffer:
+        empty = _Buffer(0)
+        return _Buffer(0, (self._keep(before) or empty, self._keep(added) or empty))
+
+    def _control(self, operation: TracedOperation, inputs: list[_Value]) -> list[_Value]:
+        if operation.kind in ("While", "StatelessWhile"):
+            condition, body = operation.blocks
+            return self._loop(condition, body, inputs)
+        if operation.kind in ("If", "StatelessIf", "Case", "StatelessCase"):
+            choice, *arguments = inputs
+            # Which branch is taken is seldom known: the one that does something, as an update does.
+            branch = max(operation.blocks, key=lambda block: len(block.operations))
+            if choice.known is not None:
+                index = int(choice.known) if "Case" in operation.kind else int(not choice.known)
+                branch = operation.blocks[index]
+            self._release(choice.buffer)
+            return self._call(branch, arguments)
+        return self._call(operation.blocks[0], inputs)
+
+    def _loop(self, condition: Block, body: Block, state: list[_Value]) -> list[_Value]:
+        steady, before = 0, self._live
+        while steady < _STEADY:
+            for value in state:
+                self._keep(value.buffer)
+            (goes_on,) = self._call(condition, state)
+            self._release(goes_on.buffer)
+            if goes_on.known is False:
+                return state
+            state = self._call(body, state)
+            if goes_on.known is None:
+                break
+            steady = steady + 1 if self._live == before else 0
+            before = self._live
+        return [_Value(value.buffer) for value in state]
+
+    def _allocate(self, size: int) -> _Buffer | None:
+        if not size:
+            return None
+        self._live += size
+        self._peak = max(self._peak, self._live)
+        return _Buffer(size)
+
+    @staticmethod
+    def _keep(buffer: _Buffer | None, owners: int = 1) -> _Buffer | None:
+        if buffer is not None:
+            buffer.owners += owners
+        return buffer
+
+    def _release(self, buffer: _Buffer | None) -> None:
+        released = [buffer]
+        while released:
+            each = released.pop()
+            if each is None:
+                continue
+            each.owners -= 1
+            if each.owners == 0:
+                self._live -= 0 if each.is_gradient else each.size
+                released += each.parts
+
+
+def _links(buffer: _Buffer | None) -> tuple[_Buffer | None, _Buffer | None]:
+    """The list before the last addition, and what was added."""
+    return (buffer.parts[0], buffer.parts[1]) if buffer is not None and len(buffer.parts) == 2 else (None, None)
+
+
+def _known(operation: TracedOperation, inputs: list[_Value]) -> Any:
+    """The value of an integer or boolean, where it follows from those that it is computed from."""
+    if operation.value is not None:
+        return operation.value
+    kind, found = operation.kind, [value.known for value in inputs]
+    if kind in ("LogicalAnd", "LogicalOr"):
+        known = [value for value in found if value is not None]
+        ends = kind == "LogicalOr"
+        return None if not known else ends if ends in known else not ends
+    if kind == "LogicalNot":
+        return None if found[0] is None else not found[0]
+    if kind in _SAME_SCALAR:
+        return found[0]
+    if kind in _SCALARS and None not in found:
+        return _SCALARS[kind](*found)
+    return None

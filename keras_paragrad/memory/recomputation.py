@@ -1,0 +1,86 @@
+"""`recompute`: gradient checkpointing in ordinary `fit`."""
+
+from typing import Any
+
+import keras
+
+from keras_paragrad.arguments import check_instance, check_integer
+from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.recompute import recompute_layer
+from keras_paragrad.engine.step.segments import recompute_parts
+from keras_paragrad.memory.layer_names import chosen_layers
+from keras_paragrad.memory.segments import cut_every, cut_where_it_pays
+
+
+class recompute:  # noqa: N801  (used as a function and as a context manager, like contextlib's own)
+    """Makes layers run again in the backward pass of `fit`, instead of keeping what they computed.
+
+    Gradient checkpointing: only what goes into a chosen layer is kept, in exchange for a second forward pass of it.
+    Training is unchanged: dropout masks are the same in both runs, and statistics, seeds, metrics and added losses are
+    updated once. It works with `jit_compile`, mixed precision, strategies, `microbatch` and accumulation.
+
+    Args:
+        model: The model that is trained, compiled or not yet.
+        layers: `"auto"`, or the names of layers at any depth, or the layers. Each one runs again as a whole, so name
+            blocks, such as a Transformer's, not the layers in them. `"auto"` traces a step and cuts a Functional or
+            Sequential model where a single tensor goes on, such as between blocks, into the segments that need the
+            least memory. It recomputes those that free at least half as many bytes for the time they take as the model
+            keeps for its own, but the last, whose backward pass comes first; and prints what it expects.
+        every: Instead of `layers`, recomputes segments of so many parts of a Functional or Sequential model, keeping
+            only what goes into each. A part is a layer, or what lies between two places where a single tensor goes on,
+            such as a residual block. The last segment is kept.
+
+    Returns:
+        A handle: `undo()`, or leaving a `with` block, has the layers run once again.
+
+    Raises:
+        ValueError: An argument is invalid, such as a layer that is not in the model. `fit` raises it for a layer that
+            would not do the same in both runs. The message says what to write.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import recompute
+    >>> inputs = hidden = keras.Input((8,))
+    >>> for index in range(3):
+    ...     block = [keras.layers.Dense(32, activation="gelu"), keras.layers.Dropout(0.1), keras.layers.Dense(8)]
+    ...     hidden = keras.layers.Add()([hidden, keras.Sequential(block, name=f"block_{index}")(hidden)])
+    >>> model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    >>> model.compile("adam", loss="mse")
+    >>> with recompute(model, ["block_0", "block_1"]):
+    ...     history = model.fit(np.ones((100, 8)), np.ones((100, 1)), verbose=0)
+
+    References:
+        Chen et al., Training deep nets with sublinear memory cost, https://arxiv.org/abs/1604.06174.
+    """
+
+    def __init__(self, model: keras.Model, layers: Any = "auto", *, every: int | None = None):
+        check_instance("model", model, keras.Model, "a Keras model")
+        every = check_integer("every", every, most=2**31 - 1, example=2, optional=True)
+        automatic = isinstance(layers, str) and str.__eq__(layers, "auto")
+        if every is not None and not automatic:
+            raise ValueError(
+                f"`every` and `layers` both say what to recompute. Write every={every}, or layers=... alone."
+            )
+        self.model = model
+        if every is not None or automatic:
+            cut = cut_where_it_pays(model) if every is None else cut_every(model, every)
+            self._undo = [recompute_parts(model, cut.functional, cut.segments)]
+            if cut.expects:
+                print(cut.expects)
+        else:
+            self._undo = [recompute_layer(layer) for layer in chosen_layers(model, layers)]
+        StepBuilder.of(model).retrace()
+
+    def undo(self) -> None:
+        """Has the layers run once again."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        StepBuilder.of(self.model).retrace()
+
+    def __enter__(self) -> "recompute":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
