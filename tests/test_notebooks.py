@@ -15,7 +15,7 @@ from keras_paragrad.distribution.mesh.mesh import Mesh
 from keras_paragrad.distribution.mesh.table import Divided, LayoutTable
 from keras_paragrad.distribution.pipeline.table import Stage, StageTable
 from keras_paragrad.memory import Estimate
-from keras_paragrad.memory.breakdown import Column
+from keras_paragrad.memory.breakdown import MemoryBreakdown
 from keras_paragrad.plain_text import InNotebooks, Printable
 from keras_paragrad.privacy.budget import Privacy
 from keras_paragrad.profiling.summary import OperationTime, ProfileSummary, StepTime
@@ -44,7 +44,7 @@ def window():
 
 SHOWN = {
     DistributedFit: (DistributedFit, "Plan: no strategy"),
-    Estimate: (lambda: Estimate(NAME, 8, 1, 8, [Column(None, False, *[1024] * 9, 4096)], []), "Peak"),
+    Estimate: (lambda: Estimate(NAME, 8, 1, 8, [MemoryBreakdown(None, False, *[1024] * 9, 4096)], []), "Peak"),
     Explanation: (lambda: Explanation(make_plan(MACHINE, Options()), MACHINE), "To start it: python train.py"),
     LayoutTable: (layout, "one device: 8 B"),
     Privacy: (privacy, "differentially private"),

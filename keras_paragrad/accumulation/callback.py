@@ -10,7 +10,7 @@ from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 from keras_paragrad.compat.capabilities import accumulating
 from keras_paragrad.engine.losses.normalization import LossNormalization, warn_of_batch_statistics
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.engine.step.indivisible import Foreseen
+from keras_paragrad.engine.step.indivisible import DeferredRefusal
 
 
 class ExactAccumulation(keras.callbacks.Callback):
@@ -79,9 +79,9 @@ class ExactAccumulation(keras.callbacks.Callback):
         if before not in (None, self._schedule):
             # Another optimizer in the middle of an epoch.
             self._schedule.begin_epoch(before.batches_left)
-        self._schedule.foreseen = foreseen = self._foreseen(optimizer, measure)
-        if foreseen:
-            foreseen.check(self.model)
+        self._schedule.deferred_refusal = deferred_refusal = self._deferred_refusal(optimizer, measure)
+        if deferred_refusal:
+            deferred_refusal.check(self.model)
             measure = None
         else:
             if measure:
@@ -89,13 +89,15 @@ class ExactAccumulation(keras.callbacks.Callback):
             warn_of_batch_statistics(self.model)
         return {"combine": measure, "apply": self._schedule}
 
-    def _foreseen(self, optimizer: AccumulatingOptimizer, measure: LossNormalization | None) -> Foreseen | None:
+    def _deferred_refusal(
+        self, optimizer: AccumulatingOptimizer, measure: LossNormalization | None
+    ) -> DeferredRefusal | None:
         """If every batch is a whole window, the check that only logs what a larger window would refuse."""
         alone = optimizer.schedule.is_constant and optimizer.schedule.at(0) == 1
         opened = optimizer.built and int(optimizer.window.position.numpy()) > 0
         if measure is None or not alone or opened or self.model.distribute_strategy.num_replicas_in_sync > 1:
             return None
-        return Foreseen(measure, "is trained on whole batches. Two or more to an update")
+        return DeferredRefusal(measure, "is trained on whole batches. Two or more to an update")
 
     def _end_epoch(self) -> None:
         if self._schedule:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from keras_paragrad.engine.step.indivisible import Foreseen
+from keras_paragrad.engine.step.indivisible import DeferredRefusal
 
 if TYPE_CHECKING:
     from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
@@ -23,13 +23,13 @@ class HostSchedule:
 
     Attributes:
         batches_left: How many batches are left in the epoch, or `None` if unknown.
-        foreseen: If every batch is a whole window, the check that only logs what a larger window would refuse.
+        deferred_refusal: If every batch is a whole window, the check that only logs what a larger window would refuse.
     """
 
     def __init__(self, optimizer: "AccumulatingOptimizer"):
         self.optimizer = optimizer
         self.batches_left: int | None = None
-        self.foreseen: Foreseen | None = None
+        self.deferred_refusal: DeferredRefusal | None = None
         self._position = 0
         self._update = 0
         self._counting = False

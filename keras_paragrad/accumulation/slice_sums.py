@@ -67,7 +67,7 @@ class SliceSums:
         share = tf.constant(1.0)
         if self._scaled:
             share = tf.cast(rows_of(data), "float32") / tf.cast(rows, "float32")
-            how["replica_scale"] = lambda weight: tf.constant(1.0) if weight.summed else share
+            how["weigh_replica"] = lambda weight: tf.constant(1.0) if weight.summed else share
         part = self.last = gradient_of(self.context, data, **how)
         assert part.weight is not None, "the split stage weights every slice"
         assert part.sums is not None, "losses of slices are not left to Keras"

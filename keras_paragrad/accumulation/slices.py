@@ -14,7 +14,7 @@ from keras_paragrad.engine.replicas.shard import rows_of
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.forward import StepContext
 from keras_paragrad.engine.step.gradient import Gradient
-from keras_paragrad.engine.step.indivisible import Foreseen
+from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.symbolic import build_losses
 
 
@@ -88,9 +88,11 @@ class Slices(NamedTuple):
     normalize: LossNormalization
 
     @property
-    def foreseen(self) -> Foreseen:
+    def deferred_refusal(self) -> DeferredRefusal:
         """For batches of a single slice, the check that only logs what several slices would refuse."""
-        return Foreseen(self.normalize, f"is trained on whole batches. One of more than size={self.size} examples")
+        return DeferredRefusal(
+            self.normalize, f"is trained on whole batches. One of more than size={self.size} examples"
+        )
 
     @property
     def undivided(self) -> str:
@@ -106,7 +108,7 @@ class Slices(NamedTuple):
         """The gradient of a batch, from those of its slices."""
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         known = tensors[0].shape[0]
-        sums = self.begun(context, data)
+        sums = self.make_accumulator(context, data)
 
         def add_rest(total):
             # Computed inside the branch: XLA can't treat a captured value as a compile-time constant.
@@ -117,21 +119,21 @@ class Slices(NamedTuple):
         rows = rows_of(tensors) if known is None else known
         whole = rows // self.size
         rest = rows - whole * self.size
-        total = self.added_up(sums, whole, lambda index: rows_at(data, index * self.size, self.size), rows)
+        total = self.accumulate(sums, whole, lambda index: rows_at(data, index * self.size, self.size), rows)
         if known is None:
             total = tf.cond(rest > 0, lambda: add_rest(total), lambda: total)
         elif rest:
             total = add_rest(total)
         return sums.gradient(total, rows)
 
-    def begun(self, context: StepContext, data: Any, *, alike: bool = False) -> SliceSums:
+    def make_accumulator(self, context: StepContext, data: Any, *, alike: bool = False) -> SliceSums:
         """What sums the slices of a batch, of a model whose weights and losses are built; see `SliceSums`."""
         if not context.model.built:
             context.model(rows_at(data, 0, 1)[0])
         build_losses(context.model, rows_at(data, 0, 1))
         return SliceSums(context, alike=alike)
 
-    def added_up(
+    def accumulate(
         self, sums: SliceSums, slices: Any, slice_at: Callable[[Any], Any], rows: Any, **how: Any
     ) -> RunningSums:
         """The sums over so many slices, which `slice_at` cuts from a batch of `rows`; for `how` see `SliceSums`."""

@@ -37,7 +37,7 @@ def compiled_by_layer(asked: bool = True) -> Iterator[None]:
         _ASKED.by_layer = before
 
 
-def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+def compiled_by_itself(function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a function of nested tensors, as a function that XLA compiles if it compiles layers one by one."""
     if not _ASKED.by_layer:
         return function(*arguments)
@@ -113,7 +113,7 @@ def compiled_call(
 
     named_weights = [{str(key): tensor for key, tensor in of.items()} for of in weights]
     try:
-        parts, masks, added = apart(run, [dense_parts(leaf) for leaf in leaves], masks, named_weights)
+        parts, masks, added = compiled_by_itself(run, [dense_parts(leaf) for leaf in leaves], masks, named_weights)
     except _LoopError:
         losses.replace([])
         with reading(*weights):

@@ -99,7 +99,7 @@ def uncompile(layer: keras.layers.Layer) -> None:
         vars(layer).update(nothing, compiled=False)
 
 
-class _Lent(MethodPatch):
+class _Delegation(MethodPatch):
     def __init__(self, model: keras.Model, trained: keras.Model):
         super().__init__()
         self.model, self.trained = model, trained
@@ -111,14 +111,14 @@ class _Lent(MethodPatch):
 
 
 @contextlib.contextmanager
-def lent(model: keras.Model, trained: keras.Model) -> Iterator[None]:
+def delegated(model: keras.Model, trained: keras.Model) -> Iterator[None]:
     """Context in which a model has the loss, metrics and optimizer that another was compiled with.
 
     Args:
         model: The model to lend to. It is left as it was found.
         trained: The compiled model.
     """
-    with patched(model, lambda: _Lent(model, trained)):
+    with patched(model, lambda: _Delegation(model, trained)):
         yield
 
 
@@ -135,14 +135,14 @@ def lend(
     for name in LENDABLE:
         if overrides(model, name):
             # Bypass Keras's tracking: a method is not state of the model.
-            vars(trained)[name] = _borrowed(trained, model, name)
+            vars(trained)[name] = _delegated(trained, model, name)
     if overrides(model, "compute_loss"):
         vars(trained)["compute_loss"] = _borrowed_loss(trained, model, while_loss)
 
 
-def _borrowed(trained: keras.Model, model: keras.Model, name: str) -> Callable[..., Any]:
+def _delegated(trained: keras.Model, model: keras.Model, name: str) -> Callable[..., Any]:
     def method(*arguments: Any, **keywords: Any) -> Any:
-        with lent(model, trained):
+        with delegated(model, trained):
             return getattr(model, name)(*arguments, **keywords)
 
     return method
@@ -157,7 +157,7 @@ def _borrowed_loss(
         # What layers added in the call hangs on the trained model, and regularizers may read weights.
         added = attributes(model, _losses_override=trained.losses)
         watched = while_loss() if training and not in_symbolic_scope() else contextlib.nullcontext()
-        with lent(model, trained), added, watched:
+        with delegated(model, trained), added, watched:
             return model._compute_loss(x, y, y_pred, sample_weight, training)
 
     return compute_loss

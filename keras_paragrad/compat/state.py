@@ -44,10 +44,10 @@ class ModelState:
     workers = Slot[Any](None)
     # What probes have found out for the `compile` they are stored with, and what was logged already.
     independence = Slot[tuple[Any, dict[Any, Any]] | None](None)
-    foreseen = Slot[Mapping[str, Any]]({})
+    deferred_refusal = Slot[Mapping[str, Any]]({})
     logged = Slot[frozenset[str]](frozenset())
     # By replica, what the loss is multiplied with in the backward pass that is being traced.
-    replica_scales = Slot[Mapping[int, Any]]({})
+    replica_weights = Slot[Mapping[int, Any]]({})
     # Of any: the methods that are replaced while a step is traced, by the class of their `MethodPatch`.
     patches = Slot[Mapping[type, Any]]({})
     # Of layers: whether a call gathers the weights.

@@ -12,8 +12,8 @@ from typing import Any
 
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.listening import host_of, listen_at, port_of
-from keras_paragrad.distribution.rendezvous_server import Caller, Callers
-from keras_paragrad.distribution.signing import LONGEST, Seal
+from keras_paragrad.distribution.rendezvous_server import Caller, RendezvousServer
+from keras_paragrad.distribution.signing import LONGEST, MessageSigner
 
 _log = logging.getLogger("keras_paragrad")
 _PAUSE = 0.2
@@ -42,10 +42,10 @@ def rendezvous(
         ValueError: On every worker: their facts differ. The message gives them.
     """
     until = time.monotonic() + seconds
-    seal = Seal.of(cluster, os.environ if environment is None else environment)
+    signer = MessageSigner.of(cluster, os.environ if environment is None else environment)
     facts = {"cluster": _description(cluster), **facts}
     address = _addresses(cluster)[0]
-    verdict = _lead(cluster, seal, facts, until) if cluster.is_chief else _ask(cluster, seal, facts, until)
+    verdict = _lead(cluster, signer, facts, until) if cluster.is_chief else _ask(cluster, signer, facts, until)
     if "failed" in verdict:
         raise ConnectionError(f"The first worker, at {address}, failed: {verdict['failed']}")
     if "missing" in verdict:
@@ -58,32 +58,35 @@ def rendezvous(
         raise ValueError(f"The workers differ: {verdict['differs']}. Start all of them with the same setup.")
 
 
-def _lead(cluster: Cluster, seal: Seal, facts: Mapping[str, Any], until: float) -> dict[str, str]:
+def _lead(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, Any], until: float) -> dict[str, str]:
     """Waits for the others, and sends the verdict to all that connected."""
     addresses = _addresses(cluster)
     servers = listen_at(addresses[0], addresses[1:], until)
-    with selectors.DefaultSelector() as selector, Callers(selector, servers, seal, cluster.worker_count) as callers:
+    with (
+        selectors.DefaultSelector() as selector,
+        RendezvousServer(selector, servers, signer, cluster.worker_count) as server,
+    ):
         verdict = {"failed": "it was stopped while it waited for the others."}
         try:
-            while len(callers.came) + 1 < cluster.worker_count and (left := until - time.monotonic()) > 0:
-                callers.wait(min(left, 1.0))
-            verdict = _judge(addresses, facts, callers)
+            while len(server.came) + 1 < cluster.worker_count and (left := until - time.monotonic()) > 0:
+                server.wait(min(left, 1.0))
+            verdict = _judge(addresses, facts, server)
         except Exception as error:
             verdict = {"failed": f"{type(error).__name__}: {error}"[:_LONGEST_REASON]}
             raise
         finally:
-            callers.stop_listening()
-            for caller in callers.came.values():
-                _tell(caller, seal, verdict)
+            server.stop_listening()
+            for caller in server.came.values():
+                _tell(caller, signer, verdict)
     return verdict
 
 
-def _judge(addresses: list[str], facts: Mapping[str, Any], callers: Callers) -> dict[str, str]:
-    said = {0: facts, **{rank: caller.message["facts"] for rank, caller in sorted(callers.came.items())}}
+def _judge(addresses: list[str], facts: Mapping[str, Any], server: RendezvousServer) -> dict[str, str]:
+    said = {0: facts, **{rank: caller.message["facts"] for rank, caller in sorted(server.came.items())}}
     missing = [f"worker {rank} ({addresses[rank]})" for rank in range(len(addresses)) if rank not in said]
     if missing:
         listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        return {"missing": listed, "besides": callers.in_words()}
+        return {"missing": listed, "besides": server.in_words()}
     for name, own in facts.items():
         others = [rank for rank in said if said[rank].get(name) != own]
         if others:
@@ -92,21 +95,21 @@ def _judge(addresses: list[str], facts: Mapping[str, Any], callers: Callers) -> 
     return {}
 
 
-def _tell(caller: Caller, seal: Seal, verdict: Mapping[str, str]) -> None:
+def _tell(caller: Caller, signer: MessageSigner, verdict: Mapping[str, str]) -> None:
     connection = caller.connection
     try:
         connection.settimeout(5)
-        connection.sendall(seal.closed(verdict))
+        connection.sendall(signer.sign(verdict))
         # Wait until the peer has closed, so that the port is free for TensorFlow at once.
         connection.recv(1)
     except OSError as failure:
         _log.warning("A worker disconnected before all had connected: %s", failure)
 
 
-def _ask(cluster: Cluster, seal: Seal, facts: Mapping[str, Any], until: float) -> dict[str, str]:
+def _ask(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, Any], until: float) -> dict[str, str]:
     """Connects to the first worker and returns its verdict."""
     address = _addresses(cluster)[0]
-    question = seal.closed({"rank": cluster.rank, "facts": facts})
+    question = signer.sign({"rank": cluster.rank, "facts": facts})
     began, said = time.monotonic(), False
     failure: object = "no answer"
     while (left := until - time.monotonic()) > 0:
@@ -115,7 +118,7 @@ def _ask(cluster: Cluster, seal: Seal, facts: Mapping[str, Any], until: float) -
                 connection.sendall(question)
                 # The first worker reports missing workers a little after the deadline.
                 answer = _line(connection, until + 5)
-            verdict = seal.opened(answer) if answer else None
+            verdict = signer.verify(answer) if answer else None
             if verdict is not None:
                 return {str(name): str(reason) for name, reason in verdict.items()}
             failure = (

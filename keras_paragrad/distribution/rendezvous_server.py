@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_paragrad.distribution.signing import LONGEST, Seal
+from keras_paragrad.distribution.signing import LONGEST, MessageSigner
 
 _log = logging.getLogger("keras_paragrad")
 # Seconds within which a caller has to identify itself.
@@ -37,13 +37,13 @@ class Caller:
     message: dict[str, Any] = field(default_factory=dict)
 
 
-class Callers:
+class RendezvousServer:
     """Listens to all callers at once, so that none blocks the others.
 
     Args:
         selector: Waits for several sockets at once.
         servers: The listening sockets; closed on exit.
-        seal: Authenticates the messages of this run.
+        signer: Authenticates the messages of this run.
         workers: Number of workers, including the first.
 
     Attributes:
@@ -51,12 +51,12 @@ class Callers:
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, servers: Sequence[socket.socket], seal: Seal, workers: int
+        self, selector: selectors.BaseSelector, servers: Sequence[socket.socket], signer: MessageSigner, workers: int
     ) -> None:
         self.came: dict[int, Caller] = {}
         self._selector = selector
         self._servers = list(servers)
-        self._seal = seal
+        self._signer = signer
         self._workers = workers
         self._unknown: list[Caller] = []
         self._turned_away: dict[str, int] = {}
@@ -65,7 +65,7 @@ class Callers:
             server.setblocking(False)
             selector.register(server, selectors.EVENT_READ, None)
 
-    def __enter__(self) -> "Callers":
+    def __enter__(self) -> "RendezvousServer":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,7 +129,7 @@ class Callers:
             self._know(caller)
 
     def _know(self, caller: Caller) -> None:
-        message = self._seal.opened(caller.heard) if len(caller.heard) <= LONGEST else None
+        message = self._signer.verify(caller.heard) if len(caller.heard) <= LONGEST else None
         rank = message.get("rank") if message else None
         known = isinstance(rank, int) and 0 < rank < self._workers and isinstance(message.get("facts"), dict)  # pyright: ignore
         if not known or message is None:

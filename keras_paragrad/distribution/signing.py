@@ -14,7 +14,7 @@ LONGEST = 65536
 _CODE_BYTES = 64
 
 
-class Seal:
+class MessageSigner:
     """Writes and reads the messages of one run.
 
     A message is a line: an HMAC-SHA256 in hexadecimal, a space, and JSON. The JSON is parsed only after the code has
@@ -25,9 +25,9 @@ class Seal:
 
     Example:
 
-    >>> from keras_paragrad.distribution.signing import Seal
-    >>> line = Seal(b"one").closed({"rank": 1})
-    >>> Seal(b"one").opened(line), Seal(b"another").opened(line)
+    >>> from keras_paragrad.distribution.signing import MessageSigner
+    >>> line = MessageSigner(b"one").sign({"rank": 1})
+    >>> MessageSigner(b"one").verify(line), MessageSigner(b"another").verify(line)
     ({'rank': 1}, None)
     """
 
@@ -35,7 +35,7 @@ class Seal:
         self._key = key
 
     @classmethod
-    def of(cls, cluster: Cluster, environment: Mapping[str, str]) -> "Seal":
+    def of(cls, cluster: Cluster, environment: Mapping[str, str]) -> "MessageSigner":
         """The seal of a run, keyed by `KERAS_PARAGRAD_TOKEN` if set, else by the cluster's description."""
         token = environment.get(TOKEN)
         if token:
@@ -44,7 +44,7 @@ class Seal:
         run = {name: environment[name] for name in names if name in environment}
         return cls(hashlib.sha256(json.dumps([cluster.jobs, run], sort_keys=True).encode()).digest())
 
-    def closed(self, message: Mapping[str, Any]) -> bytes:
+    def sign(self, message: Mapping[str, Any]) -> bytes:
         """A message as a line."""
         body = json.dumps(message).encode()
         line = self._code(body) + b" " + body + b"\n"
@@ -52,7 +52,7 @@ class Seal:
             raise ValueError(f"A message has {len(line)} bytes; at most {LONGEST} can be sent.")
         return line
 
-    def opened(self, line: bytes) -> dict[str, Any] | None:
+    def verify(self, line: bytes) -> dict[str, Any] | None:
         """The message in a line; `None` if it is not from this run."""
         code, _, body = line.rstrip(b"\n").partition(b" ")
         if len(code) != _CODE_BYTES or not hmac.compare_digest(code, self._code(body)):

@@ -19,7 +19,7 @@ SHARDS = (None, "optimizer", "parameters")
 
 
 @dataclasses.dataclass(frozen=True)
-class Column:
+class MemoryBreakdown:
     """Bytes per device under one value of `shard`.
 
     Attributes:
@@ -53,9 +53,9 @@ class Column:
     total: int
 
 
-def columns_of(
+def breakdowns_of(
     model: Any, step: TracedStep, replicas: int, *, recompute: bool = False, least: int = MIN_SHARD_BYTES
-) -> list[Column]:
+) -> list[MemoryBreakdown]:
     """The bytes that a device holds, for each value of `shard`.
 
     Args:
@@ -71,7 +71,7 @@ def columns_of(
 
 def _column(
     model: Any, step: TracedStep, peaks: Peaks, shard: str | None, replicas: int, recompute: bool, least: int
-) -> Column:
+) -> MemoryBreakdown:
     of_weights = Cutting(replicas if shard == "parameters" else 1, least)
     of_state = Cutting(replicas if shard else 1, least)
     state = {
@@ -88,7 +88,7 @@ def _column(
     gradients, most = _gradients_and_peak(step, gathering, of_weights)
     # An update runs on shards of the optimizer's variables.
     update = peaks.update // of_state.shards
-    return Column(
+    return MemoryBreakdown(
         shard,
         recompute,
         gathered=max((_gathered_bytes(*each, of_weights) for each in _layers(model, step)), default=0),

@@ -6,7 +6,7 @@ import keras
 
 from keras_paragrad.arguments import check_flag, check_instance, check_integer
 from keras_paragrad.engine.step.tracing import traced_step
-from keras_paragrad.memory.breakdown import columns_of
+from keras_paragrad.memory.breakdown import breakdowns_of
 from keras_paragrad.memory.estimated import Estimate
 from keras_paragrad.memory.repeated import recomputation_of
 from keras_paragrad.storage.partition import MIN_SHARD_BYTES
@@ -62,12 +62,12 @@ def estimate_memory(
     if optimizer is None and (not model.compiled or model.optimizer is None):
         raise ValueError(f"{model.name!r} has no optimizer. Call model.compile(optimizer, loss) first.")
     rows = batch_size if per_replica else -(-batch_size // replicas)
-    columns = columns_of(
+    columns = breakdowns_of(
         model, traced_step(model, rows, length, optimizer, batch_spec), replicas, least=min_shard_bytes
     )
     recomputation = recomputation_of(model)
     if recomputation.names:
         with recomputation.in_effect():
             step = traced_step(model, rows, length, optimizer, batch_spec)
-        columns += columns_of(model, step, replicas, recompute=True, least=min_shard_bytes)
+        columns += breakdowns_of(model, step, replicas, recompute=True, least=min_shard_bytes)
     return Estimate(model.name, batch_size, replicas, rows, columns, recomputation.names)

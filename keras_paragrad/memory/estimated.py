@@ -7,7 +7,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.memory.breakdown import Column
+from keras_paragrad.memory.breakdown import MemoryBreakdown
 from keras_paragrad.plain_text import Printable
 
 _ROWS = {
@@ -37,18 +37,24 @@ class Estimate(Printable):
         batch_size: Examples in a batch.
         replicas: Number of devices.
         rows: Examples of it on a device.
-        columns: A `Column` of bytes for each choice.
+        columns: A `MemoryBreakdown` of bytes for each choice.
         recomputed: What the columns with recomputation recompute, as `recompute(model)` does; of models that it can't
             cut, repeated blocks.
     """
 
     def __init__(
-        self, model: str, batch_size: int, replicas: int, rows: int, columns: list[Column], recomputed: list[str]
+        self,
+        model: str,
+        batch_size: int,
+        replicas: int,
+        rows: int,
+        columns: list[MemoryBreakdown],
+        recomputed: list[str],
     ):
         self.model, self.batch_size, self.replicas, self.rows = model, batch_size, replicas, rows
         self.columns, self.recomputed = columns, recomputed
 
-    def __getitem__(self, choice: Any) -> Column:
+    def __getitem__(self, choice: Any) -> MemoryBreakdown:
         shard, recompute = choice if isinstance(choice, tuple) else (choice, False)
         for column in self.columns:
             if (column.shard, column.recompute) == (shard, recompute):

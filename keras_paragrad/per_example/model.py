@@ -7,9 +7,9 @@ import keras
 from keras_paragrad.arguments import check_instance
 from keras_paragrad.compat.delegation import (
     IN_THE_WAY,
+    delegated,
     explain_missing_compile,
     lend,
-    lent,
     overrides,
     preprocesses,
 )
@@ -69,7 +69,7 @@ class PerExampleModel(keras.Model):
         within: Any = self.per_example.layer
         if not (isinstance(within, keras.Model) and overrides(within, "metrics")):
             return super().metrics
-        with lent(within, self):
+        with delegated(within, self):
             return within.metrics
 
     def get_config(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from keras_paragrad.compat.model import (
     summed_by_keras,
 )
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
-from keras_paragrad.engine.step.forward import replica_scale_of
+from keras_paragrad.engine.step.forward import replica_weight_of
 from keras_paragrad.per_example.losses import check_loss, row_losses
 from keras_paragrad.per_example.mixing import check_model
 
@@ -76,7 +76,7 @@ class Divisor:
         ((kind, divisor),) = divisors.items()
         # Keras divides by the number of replicas, unless the loss is a sum.
         replicas = 1 if kind == ("sum",) else replica_count()
-        share = tf.constant(1.0) if self.model is None else replica_scale_of(self.model)
+        share = tf.constant(1.0) if self.model is None else replica_weight_of(self.model)
         # The share is zero on a replica without examples.
         return tf.math.divide_no_nan(divisor * replicas, share * self._loss_scale())
 

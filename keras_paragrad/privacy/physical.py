@@ -11,7 +11,7 @@ from keras_paragrad.accumulation.slices import Slices
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.engine.losses.logs import has_metrics
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.engine.step.forward import StepContext, called_apart
+from keras_paragrad.engine.step.forward import StepContext, call_in_function
 from keras_paragrad.engine.step.gradient import Gradient, is_slower_in_xla_loop
 from keras_paragrad.privacy.sampling import present
 
@@ -73,19 +73,19 @@ class PhysicalBatches(Slices):
         taken = tf.maximum(1, -(-drawn // self.size))
         size = self._even(drawn, taken) if _takes_any_number_of_rows(model) else self.size
         rows = taken * size
-        sums = self.begun(context, data, alike=True)
+        sums = self.make_accumulator(context, data, alike=True)
 
-        def added_up(data, **how):
+        def accumulate(data, **how):
             # Padded, so no slice ends beyond it.
-            return self.added_up(sums, taken, lambda at: rows_at(data, at * size, size, inside=True), rows, **how)
+            return self.accumulate(sums, taken, lambda at: rows_at(data, at * size, size, inside=True), rows, **how)
 
         with model.per_example.averaging(rows * replica_count()):
             # Metrics are shown of the rows that are there, whose number XLA doesn't know.
             if _by_xla(model) and not has_metrics(model) and not is_slower_in_xla_loop(model):
                 # In one call, which takes less time than one for each.
-                total = called_apart(functools.partial(added_up, by_xla=False), data)
+                total = call_in_function(functools.partial(accumulate, by_xla=False), data)
             else:
-                total = added_up(data)
+                total = accumulate(data)
         # Each replica divides by what it has computed. What it multiplies with makes up for that, so they count alike.
         return sums.gradient(total, rows).counting_as_one()
 

@@ -44,17 +44,17 @@ def gather_at_calls(model: keras.Model) -> None:
         # One that has no weights yet may be built by its first call.
         if not isinstance(layer, keras.Model):
             state_of(layer).gathers = True
-            settle(layer)
+            install_gather(layer)
 
 
 def gather_on_read(model: keras.Model) -> None:
     """Restores the layers' own `call`."""
     for layer in all_layers(model):
         state_of(layer).gathers = False
-        settle(layer)
+        install_gather(layer)
 
 
-def settle(layer: keras.layers.Layer) -> None:
+def install_gather(layer: keras.layers.Layer) -> None:
     """Has a layer that nothing else calls in a way of its own gather its weights when it is called, if it is to."""
     # Bypass Keras's tracking: a method is not state.
     own, gathers = vars(layer), state_of(layer).gathers

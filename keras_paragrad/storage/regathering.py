@@ -34,7 +34,7 @@ def note(storage: Any, dtype: Any, tensor: tf.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def gathered_again(loss: tf.Tensor) -> Iterator[None]:
+def regather_in_backward(loss: tf.Tensor) -> Iterator[None]:
     """Context of `tape.gradient`: what it makes of gathered weights is given weights that are gathered once more.
 
     Each is gathered when the first gradient arrives that needs it. Then the forward pass's is freed at its last use,

@@ -19,7 +19,7 @@ from keras_paragrad.distribution.explain import Explanation
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
-from keras_paragrad.distribution.signing import Seal
+from keras_paragrad.distribution.signing import MessageSigner
 
 pytestmark = pytest.mark.fast
 
@@ -354,9 +354,9 @@ KIND: ClusterKind = Pbs()
     machine = Hardware(1, cluster=cluster)
     explained = str(Explanation(make_plan(machine, Options()), machine))
     assert "To start it: pbsdsh keras-paragrad launch train.py" in explained
-    line = Seal.of(cluster, environment).closed({"rank": 1})
-    assert Seal.of(cluster, environment).opened(line) == {"rank": 1}
-    assert Seal.of(cluster, {"PBS_JOBID": "8"}).opened(line) is None
+    line = MessageSigner.of(cluster, environment).sign({"rank": 1})
+    assert MessageSigner.of(cluster, environment).verify(line) == {"rank": 1}
+    assert MessageSigner.of(cluster, {"PBS_JOBID": "8"}).verify(line) is None
 
 
 def test_kinds_have_an_order_of_their_own_and_are_in_the_guide():

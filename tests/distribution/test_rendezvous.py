@@ -10,7 +10,7 @@ import pytest
 
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.rendezvous import _description, rendezvous
-from keras_paragrad.distribution.signing import LONGEST, Seal
+from keras_paragrad.distribution.signing import LONGEST, MessageSigner
 
 pytestmark = pytest.mark.fast
 
@@ -285,7 +285,7 @@ def test_a_worker_that_left_again_is_not_counted():
     thread = threading.Thread(target=first)
     thread.start()
     cluster = Cluster({"worker": hosts}, "worker", 1, "TF_CONFIG")
-    line = Seal.of(cluster, {}).closed({"rank": 1, "facts": {}})
+    line = MessageSigner.of(cluster, {}).sign({"rank": 1, "facts": {}})
     assert visit(hosts[0], line) is not None
     thread.join()
     assert "worker 1" in str(thread_found[0])
@@ -320,4 +320,4 @@ def test_a_large_cluster_fits_into_a_message():
 
 def test_messages_are_bounded():
     with pytest.raises(ValueError, match="bytes"):
-        Seal(b"key").closed({"rank": 1, "facts": {"text": "a" * LONGEST}})
+        MessageSigner(b"key").sign({"rank": 1, "facts": {"text": "a" * LONGEST}})

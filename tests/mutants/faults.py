@@ -634,8 +634,8 @@ _SHARDING = [
     _fault(
         "a layer that runs again draws other random numbers",
         "engine/step/recompute.py",
-        "weights, later(self.known.before), list(cotangents))",
-        "weights, later([each + 1 for each in self.known.before]), list(cotangents))",
+        "weights, later(self.known.before), list(cotangents)",
+        "weights, later([each + 1 for each in self.known.before]), list(cotangents)",
         "sharding/test_recompute.py::test_with_slices_and_accumulation",
     ),
     _fault(

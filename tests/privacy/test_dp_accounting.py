@@ -139,8 +139,8 @@ def test_truncation_costs_what_dp_accounting_says_or_more(limit):
 def test_several_draws_are_not_one_at_the_sum_of_their_rates():
     """In eight draws an example may be up to eight times: why an update is drawn once."""
     chances = [math.comb(8, times) * 0.05**times * 0.95 ** (8 - times) for times in range(9)]
-    added_up = privacy_loss_distribution.from_mixture_gaussian_mechanism(
+    accumulate = privacy_loss_distribution.from_mixture_gaussian_mechanism(
         1.0, list(range(9)), chances, value_discretization_interval=1e-2
     )
     assert round(epsilon(1.0, 8 * 0.05, 100, 1e-5, "pld"), 1) == 31.0
-    assert added_up.self_compose(100).get_epsilon_for_delta(1e-5) == pytest.approx(42.0, abs=0.1)
+    assert accumulate.self_compose(100).get_epsilon_for_delta(1e-5) == pytest.approx(42.0, abs=0.1)

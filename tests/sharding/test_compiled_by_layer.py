@@ -46,8 +46,10 @@ def trained(make, *, jit, again=False, drawing=False):
 @pytest.fixture
 def losses(monkeypatch):
     """The losses of the replicas' passes, which are where the forward pass ends."""
-    found, gathered_again = [], forward.gathered_again
-    monkeypatch.setattr(forward, "gathered_again", lambda loss: (found.append(loss), gathered_again(loss))[1])
+    found, regather = [], forward.regather_in_backward
+    monkeypatch.setattr(
+        forward, "regather_in_backward", lambda loss: (found.append(loss), regather(loss))[1]
+    )
     return found
 
 

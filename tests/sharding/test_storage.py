@@ -152,9 +152,11 @@ def test_telemetry_and_transforms_see_whole_gradients(shard, tmp_path):
 @pytest.mark.own_process
 def test_the_backward_pass_gathers_weights_again(monkeypatch):
     gathered, losses = [], []
-    note, gathered_again = regathering.note, forward.gathered_again
+    note, regather = regathering.note, forward.regather_in_backward
     monkeypatch.setattr(sharded_module, "note", lambda *found: (gathered.append(found), note(*found)))
-    monkeypatch.setattr(forward, "gathered_again", lambda loss: (losses.append(loss), gathered_again(loss))[1])
+    monkeypatch.setattr(
+        forward, "regather_in_backward", lambda loss: (losses.append(loss), regather(loss))[1]
+    )
     dist = sharded()
     with dist.scope():
         inputs = keras.Input((8, 16))

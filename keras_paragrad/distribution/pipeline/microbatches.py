@@ -13,7 +13,7 @@ from keras_paragrad.engine.pipeline.columns import Columns
 from keras_paragrad.engine.replicas.shard import Shard, rows_of
 from keras_paragrad.engine.step.forward import StepContext
 from keras_paragrad.engine.step.gradient import Gradient
-from keras_paragrad.engine.step.indivisible import Foreseen
+from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.symbolic import build_losses
 
 
@@ -49,9 +49,9 @@ class MicroBatches(NamedTuple):
         return 1
 
     @property
-    def foreseen(self) -> Foreseen:
+    def deferred_refusal(self) -> DeferredRefusal:
         """For batches that aren't cut, the check that only logs what micro-batches would refuse."""
-        return Foreseen(self.normalize, "is trained on whole batches. Cutting them into micro-batches")
+        return DeferredRefusal(self.normalize, "is trained on whole batches. Cutting them into micro-batches")
 
     @property
     def undivided(self) -> str:

@@ -18,7 +18,7 @@ from keras_paragrad.distribution.data import DistributedData, distributed_datase
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.engine.losses.normalization import LossNormalization
 from keras_paragrad.engine.replicas.prepared import distributing_by, spread_over_replicas, uninstall
-from keras_paragrad.engine.step.indivisible import Foreseen
+from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.storage.creation import may_be_in_shards
 from keras_paragrad.storage.updating import own_update
@@ -68,9 +68,11 @@ class ReplicaPreparation(Preparation):
                 model, f"each of {replicas} replicas gets", 'train on one device: DistributedFit("none")'
             )
         measure = self._measure(weighting) if exact else None
-        foreseen = Foreseen(measure, "is trained on one replica. Two") if measure and replicas == 1 else None
-        if foreseen:
-            foreseen.check(model)
+        deferred_refusal = (
+            DeferredRefusal(measure, "is trained on one replica. Two") if measure and replicas == 1 else None
+        )
+        if deferred_refusal:
+            deferred_refusal.check(model)
         elif measure:
             measure.check(model)
             self._warn_of_batch_statistics()
@@ -80,7 +82,9 @@ class ReplicaPreparation(Preparation):
         several = place_of(model.distribute_strategy).workers > 1
         compared = ComparedFit.of(model, shard_policy) if several else None
         spread_over_replicas(
-            model, Take(None if foreseen else measure, by_xla, foreseen), compared.sharded if compared else None
+            model,
+            Take(None if deferred_refusal else measure, by_xla, deferred_refusal),
+            compared.sharded if compared else None,
         )
         if compared:
             evaluate = functools.partial(_with_barrier, type(model).evaluate, model)

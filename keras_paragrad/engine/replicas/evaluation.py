@@ -19,7 +19,7 @@ from keras_paragrad.engine.losses.undivided import not_divided_by_replicas
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.shard import Shard, rows_of
 from keras_paragrad.engine.step.execution import compile_steps
-from keras_paragrad.engine.step.forward import called_apart
+from keras_paragrad.engine.step.forward import call_in_function
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.engine.step.symbolic import build_from_inputs
@@ -105,7 +105,7 @@ def _apart(function: Callable[[Any, Any], Any], take: Take) -> Callable[[Any, An
             with compiled_by_layer():
                 return function(model, data)
         with gathered_first(model):
-            return called_apart(functools.partial(function, model), data)
+            return call_in_function(functools.partial(function, model), data)
 
     return compiled
 

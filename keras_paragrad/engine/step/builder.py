@@ -25,7 +25,7 @@ from keras_paragrad.engine.losses.tracking import LossWindow
 from keras_paragrad.engine.replicas.shard import Shard
 from keras_paragrad.engine.replicas.unprepared import check_compiled_in_scope
 from keras_paragrad.engine.step.execution import compile_steps
-from keras_paragrad.engine.step.indivisible import Limit
+from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Stages
 from keras_paragrad.engine.step.symbolic import build_from, build_losses, losses_built
 from keras_paragrad.engine.step.train_step import TrainStep
@@ -57,7 +57,7 @@ class StepBuilder:
         self.stages = Stages()
         self.loss_window: LossWindow | None = None
         self._to_skip = 0
-        self._then: Callable[[], None] | None = None
+        self._resume: Callable[[], None] | None = None
         self._built: dict[Any, Callable] = {}
         self._built_for: Any = None
         # The optimizer that the last stages are installed in.
@@ -191,11 +191,11 @@ class StepBuilder:
         self._updating = optimizer
 
     def _compiled(self, apply: Any, telemetry: Telemetry | None = None) -> Callable[[Any], dict]:
-        limit = Limit(self.model, self.stages.split)
-        steps = self._steps(telemetry, limit)
+        guard = IndivisibleBatchGuard(self.model, self.stages.split)
+        steps = self._steps(telemetry, guard)
         replicas = self.model.distribute_strategy.num_replicas_in_sync
         whole = not self.stages.by_xla_alone(self.model, replicas)
-        taking = self.stages.take, self._skipped, limit, self._goes_on
+        taking = self.stages.take, self._skipped, guard, self._on_resumed
         return compile_steps(self.model, steps, apply, *taking, by_xla=whole, mesh=self.stages.mesh)
 
     def _picked(self, telemetry: Telemetry) -> Callable[[Any], dict]:
@@ -235,7 +235,7 @@ class StepBuilder:
         if batches and not self.stages.filled:
             # Keras's own train function can't skip batches.
             self.build()
-        self._to_skip, self._then = batches, then
+        self._to_skip, self._resume = batches, then
         self._install()
 
     @property
@@ -243,10 +243,10 @@ class StepBuilder:
         """How many of the next batches are skipped."""
         return self._to_skip
 
-    def _goes_on(self, batch: Any) -> None:
-        if self._to_skip or self._then is None:
+    def _on_resumed(self, batch: Any) -> None:
+        if self._to_skip or self._resume is None:
             return
-        then, self._then = self._then, None
+        then, self._resume = self._resume, None
         if not has_own_train_step(self.model):
             build_losses(self.model, batch, metrics=True)
         self.make_loss_window()
@@ -259,14 +259,14 @@ class StepBuilder:
 
     def one_step(self, data: Any) -> dict:
         """Takes a step that ends with an update, and returns its logs; called while a function is traced."""
-        return self._step(data, True, None, Limit(self.model, self.stages.split))
+        return self._step(data, True, None, IndivisibleBatchGuard(self.model, self.stages.split))
 
-    def _steps(self, telemetry: Telemetry | None, limit: Limit) -> list[Callable[[Any], dict]]:
+    def _steps(self, telemetry: Telemetry | None, guard: IndivisibleBatchGuard) -> list[Callable[[Any], dict]]:
         choices = (False, True) if self.stages.apply else (False,)
-        return [functools.partial(self._step, update=update, telemetry=telemetry, limit=limit) for update in choices]
+        return [functools.partial(self._step, update=update, telemetry=telemetry, guard=guard) for update in choices]
 
-    def _step(self, data: Any, update: bool, telemetry: Telemetry | None, limit: Limit) -> dict:
-        step = TrainStep(self.model, self.stages, self._window_of(data), update, limit)
+    def _step(self, data: Any, update: bool, telemetry: Telemetry | None, guard: IndivisibleBatchGuard) -> dict:
+        step = TrainStep(self.model, self.stages, self._window_of(data), update, guard)
         shard = Shard.of(data)
         place = self.stages.place() if self.stages.place else contextlib.nullcontext()
         self._trainable = self._trainable or Trainable.of(self.model)

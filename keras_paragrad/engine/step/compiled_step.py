@@ -11,7 +11,7 @@ from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
 from keras_paragrad.compat.collectives import of_first_replica
 from keras_paragrad.engine.step.gradient_functions import releasing
-from keras_paragrad.engine.step.indivisible import Limit
+from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import MeshRunner, Take
 
 Step = Callable[[Any], dict]
@@ -26,7 +26,7 @@ class CompiledStep:
         model: The model that is trained; its `jit_compile` and `run_eagerly` hold.
         step: What runs on each replica.
         take: How batches are spread over replicas, or `None` for Keras's way.
-        limit: How large batches may be, if there is a limit.
+        guard: How large batches may be, if there is a limit.
         by_xla: Whether XLA may compile the step, if the model is compiled by it.
         mesh: Runs the step on a mesh of devices, or `None` to run it on one.
     """
@@ -36,7 +36,7 @@ class CompiledStep:
         model: keras.Model,
         step: Step,
         take: Take | None,
-        limit: Limit | None,
+        guard: IndivisibleBatchGuard | None,
         by_xla: bool,
         mesh: MeshRunner | None,
     ):
@@ -56,7 +56,7 @@ class CompiledStep:
                 autograph=False,
                 experimental_attributes={NO_INLINE: True},
             )
-        compiled = model._autoconvert_optionals(limit.watch(one_step) if limit else one_step)
+        compiled = model._autoconvert_optionals(guard.watch(one_step) if guard else one_step)
         self._run = mesh.running(compiled) if mesh else compiled
         self._function: Any = one_step
         # TensorFlow can't pass a mesh's batches to a function.

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.engine.step.compiled_step import CompiledStep, Step
-from keras_paragrad.engine.step.indivisible import Limit
+from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import MeshRunner, Take
 from keras_paragrad.engine.step.whole_batches import divided
 
@@ -22,8 +22,8 @@ def compile_steps(
     schedule: Any = None,
     take: Take | None = None,
     skipped: Callable[[int], int] = lambda batches: 0,
-    limit: Limit | None = None,
-    goes_on: Callable[[Any], None] = lambda batch: None,
+    guard: IndivisibleBatchGuard | None = None,
+    on_resumed: Callable[[Any], None] = lambda batch: None,
     *,
     by_xla: bool = True,
     mesh: MeshRunner | None = None,
@@ -40,15 +40,15 @@ def compile_steps(
             steps.
         take: How batches are spread over replicas, or `None` for Keras's way.
         skipped: How many of so many next batches to take and not to run.
-        limit: How large batches may be, if there is a limit.
-        goes_on: Called with the last batch that was passed over, before the first that is run.
+        guard: How large batches may be, if there is a limit.
+        on_resumed: Called with the last batch that was passed over, before the first that is run.
         by_xla: Whether XLA may compile a whole step, if the model is compiled by it.
         mesh: Runs the steps on a mesh of devices, one by one, or `None` to run them on one device.
 
     Returns:
         A function for `model.train_function`.
     """
-    compiled = [CompiledStep(model, step, take, limit, by_xla, mesh) for step in steps]
+    compiled = [CompiledStep(model, step, take, guard, by_xla, mesh) for step in steps]
     by_host = _by_host(model, compiled, cuts=take is not None)
     in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and mesh is None
     run = _in_graph(model, compiled) if in_graph else by_host
@@ -69,7 +69,7 @@ def compile_steps(
         if schedule and passed:
             schedule.skipped(passed)
         if passed:
-            goes_on(batch)
+            on_resumed(batch)
         if passed == batches:
             return {}
         batches -= passed
@@ -79,8 +79,8 @@ def compile_steps(
         try:
             logs = execute(iterator, updates)
         except tf.errors.InvalidArgumentError as error:
-            if limit:
-                limit.explain(error)
+            if guard:
+                guard.explain(error)
             raise
         if schedule:
             schedule.ended(batches, exhausted=logs is None)

@@ -16,7 +16,7 @@ from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.losses.undivided import not_divided_by_replicas
 from keras_paragrad.engine.replicas.shard import Shard, rows_of
 from keras_paragrad.storage.gathering import differentiable
-from keras_paragrad.storage.regathering import gathered_again
+from keras_paragrad.storage.regathering import regather_in_backward
 from keras_paragrad.storage.row_gradients import scaled_gradient
 
 
@@ -40,7 +40,7 @@ Normalize = Callable[[keras.Model, dict[str, Any], list[LossTerm]], Normalizer]
 # Takes what a `Normalize` takes, and gives nothing.
 Look = Callable[[keras.Model, dict[str, Any], list[LossTerm]], None]
 # From a weight to what the loss is multiplied with before the backward pass.
-ReplicaScale = Callable[[Normalizer], tf.Tensor]
+WeighReplica = Callable[[Normalizer], tf.Tensor]
 # From a batch, as `train_step` takes it, to a boolean tensor `(rows,)`.
 Present = Callable[[Any], tf.Tensor]
 
@@ -52,7 +52,7 @@ class StepContext(NamedTuple):
         model: A compiled model with Keras's own `train_step`.
         shard: Whether there are examples in the batch.
         normalize: Measures the weight of the gradient. On replicas, that of a mean is then divided by their number.
-        replica_scale: What the loss is multiplied with, by its weight.
+        weigh_replica: What the loss is multiplied with, by its weight.
         sums: Whether to tell what the losses are made of, instead of leaving outputs' losses to Keras's trackers.
         look: Is shown what `normalize` would be given.
         present: Says which rows are examples; all are, if `None`.
@@ -63,7 +63,7 @@ class StepContext(NamedTuple):
     model: Any
     shard: Shard
     normalize: Normalize | None = None
-    replica_scale: ReplicaScale | None = None
+    weigh_replica: WeighReplica | None = None
     sums: bool = False
     look: Look | None = None
     present: Present | None = None
@@ -71,7 +71,7 @@ class StepContext(NamedTuple):
     in_loop: bool = False
 
 
-class Passed(NamedTuple):
+class ForwardBackwardResult(NamedTuple):
     """What a forward and backward pass leaves behind.
 
     Attributes:
@@ -89,7 +89,7 @@ class Passed(NamedTuple):
     sums: LossSums | None
 
 
-def pass_through(context: StepContext, data: Any) -> Passed:
+def forward_backward(context: StepContext, data: Any) -> ForwardBackwardResult:
     """Does what Keras's `train_step` does from the inputs to the gradients of a batch."""
     model, normalize = context.model, context.normalize
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -109,18 +109,18 @@ def pass_through(context: StepContext, data: Any) -> Passed:
             if context.look:
                 # Last, as terms keep what they compute, and this computes it in a graph of its own.
                 context.look(model, arguments, terms)
-            factor = context.replica_scale(weight) if weight is not None and context.replica_scale else None
+            factor = context.weigh_replica(weight) if weight is not None and context.weigh_replica else None
         shared = loss if factor is None else loss * tf.cast(factor, loss.dtype)
         if weight is not None and not weight.summed and replica_count() > 1:
             shared *= tf.cast(1 / replica_count(), shared.dtype)
         scaled = model.optimizer.scale_loss(shared)
-    with _with_replica_scale(model, factor), gathered_again(scaled):
+    with _with_replica_weight(model, factor), regather_in_backward(scaled):
         gradients = tape.gradient(scaled, [source(variable) for variable in model.trainable_weights])
-    return Passed(gradients, loss, y_pred, weight, found)
+    return ForwardBackwardResult(gradients, loss, y_pred, weight, found)
 
 
-def pass_apart(context: StepContext, data: Any) -> Passed:
-    """`pass_through` as a function of its own in the step's graph.
+def forward_backward_in_function(context: StepContext, data: Any) -> ForwardBackwardResult:
+    """`forward_backward` as a function of its own in the step's graph.
 
     On several replicas XLA can compile no more than this: it knows one device. What it is given and gives back is then
     the same, but for the replica loss scale, which comes from other replicas and is multiplied with the gradients.
@@ -128,25 +128,25 @@ def pass_apart(context: StepContext, data: Any) -> Passed:
     In a loop without XLA, oneDNN has to see max-pooling apart: in a graph with a cycle it replaces TensorFlow's kernels
     in no order, and in some processes misses that of the gradient, which then takes ten times as long.
     """
-    traced, by_xla, replica_scale = [], context.by_xla, context.replica_scale
+    traced, by_xla, weigh_replica = [], context.by_xla, context.weigh_replica
 
     def parts(data):
-        passed = pass_through(context._replace(replica_scale=None) if by_xla else context, data)
+        passed = forward_backward(context._replace(weigh_replica=None) if by_xla else context, data)
         traced.append(passed)
         value = None if passed.weight is None else passed.weight.value
         return passed.gradients, passed.loss, passed.y_pred, value, passed.sums.vector if passed.sums else None
 
-    gradients, loss, y_pred, value, vector = called_apart(parts, data, by_xla=by_xla)
+    gradients, loss, y_pred, value, vector = call_in_function(parts, data, by_xla=by_xla)
     # What is no tensor is as it was when the step was traced.
     weight, found = traced[-1].weight, traced[-1].sums
     weight = weight and weight._replace(value=value)
     found = found and found._replace(vector=vector)
-    if by_xla and weight is not None and replica_scale:
-        gradients = [scaled_gradient(gradient, replica_scale(weight)) for gradient in gradients]
-    return Passed(gradients, loss, y_pred, weight, found)
+    if by_xla and weight is not None and weigh_replica:
+        gradients = [scaled_gradient(gradient, weigh_replica(weight)) for gradient in gradients]
+    return ForwardBackwardResult(gradients, loss, y_pred, weight, found)
 
 
-def called_apart(function: Callable[[Any], Any], data: Any, *, by_xla: bool = True) -> Any:
+def call_in_function(function: Callable[[Any], Any], data: Any, *, by_xla: bool = True) -> Any:
     """Calls a function on one replica that stays one in the graph; the masks on what it returns are kept."""
 
     attributes = None if by_xla else {NO_INLINE: True}
@@ -162,19 +162,19 @@ def called_apart(function: Callable[[Any], Any], data: Any, *, by_xla: bool = Tr
     return keras.tree.pack_sequence_as(outputs, marked)
 
 
-def replica_scale_of(model: keras.Model) -> tf.Tensor:
+def replica_weight_of(model: keras.Model) -> tf.Tensor:
     """What the loss was multiplied with in the backward pass that is being traced on this replica."""
-    return state_of(model).replica_scales.get(replica_index(), tf.constant(1.0))
+    return state_of(model).replica_weights.get(replica_index(), tf.constant(1.0))
 
 
 @contextlib.contextmanager
-def _with_replica_scale(model: keras.Model, factor: tf.Tensor | None) -> Iterator[None]:
+def _with_replica_weight(model: keras.Model, factor: tf.Tensor | None) -> Iterator[None]:
     if factor is None:
         yield
         return
     state, here = state_of(model), replica_index()
-    state.replica_scales = {**state.replica_scales, here: factor}
+    state.replica_weights = {**state.replica_weights, here: factor}
     try:
         yield
     finally:
-        state.replica_scales = {replica: each for replica, each in state.replica_scales.items() if replica != here}
+        state.replica_weights = {replica: each for replica, each in state.replica_weights.items() if replica != here}

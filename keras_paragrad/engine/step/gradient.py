@@ -16,10 +16,10 @@ from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.shard import Shard, rows_of
 from keras_paragrad.engine.step.forward import (
     Normalizer,
-    ReplicaScale,
     StepContext,
-    pass_apart,
-    pass_through,
+    WeighReplica,
+    forward_backward,
+    forward_backward_in_function,
 )
 from keras_paragrad.storage.row_gradients import scaled_gradient
 
@@ -56,7 +56,7 @@ class Gradient(NamedTuple):
         return self._replace(weight=weight)
 
 
-class ReplicaLossScale:
+class ReplicaWeight:
     """How much of a batch's gradient one replica's is: its weight in that of all.
 
     Args:
@@ -98,7 +98,7 @@ def gradient_of(context: StepContext, data: Any, **how: Any) -> Gradient:
     model, shard = context.model, context.shard
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     in_function = context.by_xla or (context.in_loop and _is_slower_in_loop(model))
-    passed = (pass_apart if in_function else pass_through)(context, data)
+    passed = (forward_backward_in_function if in_function else forward_backward)(context, data)
     batch = {"x": x, "y": y, "y_pred": passed.y_pred, "sample_weight": sample_weight}
     found = passed.sums and passed.sums.only_if(shard.nonempty)
     show = None
@@ -118,7 +118,7 @@ def gradient_of(context: StepContext, data: Any, **how: Any) -> Gradient:
 
 
 def _is_slower_in_loop(model: keras.Model) -> bool:
-    """Whether oneDNN misses kernels of the pass in the graph of a loop; see `pass_apart`."""
+    """Whether oneDNN misses kernels of the pass in the graph of a loop; see `forward_backward_in_function`."""
     pooling = keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D
     in_graph = not tf.executing_eagerly() and not model.jit_compile
     return in_graph and any(isinstance(layer, pooling) for layer in all_layers(model))
@@ -139,11 +139,11 @@ def _show(model: keras.Model, loss: tf.Tensor, batch: dict[str, Any]) -> dict[st
     return model.compute_metrics(**batch)
 
 
-def scaled(gradient: Gradient, replica_scale: ReplicaScale) -> Gradient:
+def scaled(gradient: Gradient, weigh_replica: WeighReplica) -> Gradient:
     """A gradient times its share in that of all replicas."""
     if gradient.weight is None:
         return gradient
-    factor = replica_scale(gradient.weight)
+    factor = weigh_replica(gradient.weight)
     return gradient._replace(gradients=[scaled_gradient(each, factor) for each in gradient.gradients])
 
 

@@ -20,7 +20,7 @@ _log = logging.getLogger("keras_paragrad")
 _ABOVE = "keras_paragrad: a batch is larger than a slice"
 
 
-class Foreseen:
+class DeferredRefusal:
     """Says once for each model what a `LossNormalization` would refuse, where no batch is divided and nothing measured.
 
     Two of the same measure are equal, so that a step compiled for one serves the other.
@@ -34,7 +34,7 @@ class Foreseen:
         self.measure, self.where = measure, where
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Foreseen) and (other.measure, other.where) == (self.measure, self.where)
+        return isinstance(other, DeferredRefusal) and (other.measure, other.where) == (self.measure, self.where)
 
     def __hash__(self) -> int:
         return hash((self.measure, self.where))
@@ -49,9 +49,9 @@ class Foreseen:
     def look(self, model: Any, arguments: dict[str, Any], terms: list[LossTerm]) -> None:
         """Says what is found in a step; takes what a `LossNormalization` takes. Looks once for each `compile`."""
         state = state_of(model)
-        if self.where in state.logged or state.foreseen.get(self.where) is model._compile_config:
+        if self.where in state.logged or state.deferred_refusal.get(self.where) is model._compile_config:
             return
-        state.foreseen = {**state.foreseen, self.where: model._compile_config}
+        state.deferred_refusal = {**state.deferred_refusal, self.where: model._compile_config}
         # What is computed to find out is in a graph that is never run.
         with FuncGraph("foreseen").as_default(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -72,7 +72,7 @@ class Foreseen:
             _log.warning("%s %s would be refused: %s", type(model).__name__, self.where, refusal)
 
 
-class Limit:
+class IndivisibleBatchGuard:
     """The most examples that a batch may have in one train function, once its step has turned out to be indivisible.
 
     Args:
@@ -97,7 +97,7 @@ class Limit:
             raise IndivisibleError(message) from None
         if cuts is None:
             self._refusal = message
-        self.split.foreseen.say(self.model, refusal)
+        self.split.deferred_refusal.say(self.model, refusal)
 
     def watch(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A compiled step that fails on batches above the limit; outside of it, as XLA leaves out what only checks."""

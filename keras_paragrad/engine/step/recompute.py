@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.compiled_call import apart
+from keras_paragrad.compat.compiled_call import compiled_by_itself
 from keras_paragrad.compat.layers import (
     CallState,
     full_precision,
@@ -23,7 +23,7 @@ from keras_paragrad.compat.leaves import dense_parts, has_gradient, rebuilt
 from keras_paragrad.engine.step.gradient_functions import keep_with_graphs
 from keras_paragrad.engine.step.reads import Reads, in_scope_of_others
 from keras_paragrad.engine.step.stateful_ops import check_operations
-from keras_paragrad.storage.gathering import plain_call, settle
+from keras_paragrad.storage.gathering import install_gather, plain_call
 from keras_paragrad.storage.storage import storage_of
 
 
@@ -104,7 +104,9 @@ class _Run:
                 with tf.control_dependencies(tensors[: len(self.places)]):
                     # Weights in shards are gathered where they are needed, and not all before the step.
                     weights = self.known.read(tensors[len(self.places) :])
-                parts, masks, losses, values = apart(self._first, self._filled(tensors), weights, self.known.before)
+                parts, masks, losses, values = compiled_by_itself(
+                    self._first, self._filled(tensors), weights, self.known.before
+                )
             if not self.missing:
                 check_operations(self.function.name, operations)
             made[:] = [parts, masks, values]
@@ -141,7 +143,9 @@ class _Run:
             assert not variables, "operations that read variables are refused"
             with self.called.entered(), _after(cotangents) as later:
                 weights = [tf.identity(each) for each in self.known.read(tensors[len(self.places) :])]
-                found = apart(second, later(self._filled(tensors)), weights, later(self.known.before), list(cotangents))
+                found = compiled_by_itself(
+                    second, later(self._filled(tensors)), weights, later(self.known.before), list(cotangents)
+                )
             # A gathered weight may have another dtype than its shards.
             return [
                 each if each is None else tf.cast(each, tensor.dtype)
@@ -279,6 +283,6 @@ def recompute_layer(layer: keras.layers.Layer) -> Callable[[], None]:
         if own.get("call") is made:
             del own["call"]
             own.update(before)
-            settle(layer)
+            install_gather(layer)
 
     return undo

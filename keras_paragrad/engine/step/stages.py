@@ -8,7 +8,7 @@ from keras_paragrad.compat.model import has_own_train_step
 from keras_paragrad.engine.losses.normalization import LossNormalization
 from keras_paragrad.engine.step.forward import Normalize, Present, StepContext
 from keras_paragrad.engine.step.gradient import Gradient, is_slower_in_xla_loop
-from keras_paragrad.engine.step.indivisible import Foreseen
+from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.transform import Chain, Transform
 from keras_paragrad.engine.telemetry.execution import Telemetry
 from keras_paragrad.engine.telemetry.observe import Observe
@@ -20,12 +20,12 @@ class Take(NamedTuple):
     Attributes:
         normalize: The loss normalization of a replica's shard, or `None` if all count the same.
         by_xla: Whether XLA compiles each replica's forward and backward pass.
-        foreseen: On one replica, says what more of them would refuse.
+        deferred_refusal: On one replica, says what more of them would refuse.
     """
 
     normalize: LossNormalization | None = None
     by_xla: bool = False
-    foreseen: Foreseen | None = None
+    deferred_refusal: DeferredRefusal | None = None
 
 
 class Split(Protocol):
@@ -39,7 +39,7 @@ class Split(Protocol):
         ...
 
     @property
-    def foreseen(self) -> Foreseen:
+    def deferred_refusal(self) -> DeferredRefusal:
         """Says of batches that are one slice what several would refuse."""
         ...
 
@@ -61,7 +61,7 @@ class Apply(Protocol):
     """Fills the *combine* and *apply* stages: when gradients that were gathered reach the weights."""
 
     @property
-    def foreseen(self) -> Foreseen | None:
+    def deferred_refusal(self) -> DeferredRefusal | None:
         """Where each batch makes an update by itself, says what several would refuse."""
         ...
 
@@ -161,7 +161,7 @@ class Stages(NamedTuple):
         return bool(model.jit_compile and (transform or slices))
 
     @property
-    def foreseen(self) -> Foreseen | None:
+    def deferred_refusal(self) -> DeferredRefusal | None:
         """Says what larger batches, more replicas or larger windows would refuse, where there are none."""
-        found = (stage.foreseen for stage in (self.split, self.take, self.apply) if stage)
+        found = (stage.deferred_refusal for stage in (self.split, self.take, self.apply) if stage)
         return next((each for each in found if each), None)

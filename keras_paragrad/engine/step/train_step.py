@@ -20,12 +20,12 @@ from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.forward import Normalizer, StepContext
 from keras_paragrad.engine.step.gradient import (
     Gradient,
-    ReplicaLossScale,
+    ReplicaWeight,
     gradient_of,
     scaled,
     track_loss,
 )
-from keras_paragrad.engine.step.indivisible import Limit
+from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Split, Stages
 from keras_paragrad.engine.telemetry.observe import observe_before_sum
 from keras_paragrad.storage.gathering import compiled_in_pieces, gathered_first
@@ -39,14 +39,14 @@ class TrainStep(NamedTuple):
         stages: What its stages are filled with.
         window: The losses of the micro-batches since the last update, with an *apply* stage.
         update: Whether the step ends with an update, with an *apply* stage.
-        limit: How large batches may be that can't be cut, with a *split* stage.
+        guard: How large batches may be that can't be cut, with a *split* stage.
     """
 
     model: Any
     stages: Stages
     window: LossWindow | None
     update: bool
-    limit: Limit
+    guard: IndivisibleBatchGuard
 
     def in_its_own_way(self, data: Any) -> dict:
         """Takes the step as the model's own `train_step` does, and returns its logs."""
@@ -54,7 +54,7 @@ class TrainStep(NamedTuple):
             try:
                 self.stages.split.normalize.check(self.model)
             except IndivisibleError as refusal:
-                self.limit.leave_whole(data, refusal)
+                self.guard.leave_whole(data, refusal)
         if self.stages.chain and replica_count() > 1 and not self._accumulator:
             raise ValueError(
                 f"{type(self.model).__name__} defines its own train_step, which applies each replica's gradients "
@@ -73,9 +73,9 @@ class TrainStep(NamedTuple):
             data: A batch, as `train_step` takes it.
             shard: Whether there are examples in it.
         """
-        sharing = ReplicaLossScale(shard) if replica_count() > 1 else None
+        sharing = ReplicaWeight(shard) if replica_count() > 1 else None
         # An accumulating optimizer weighs the replicas itself.
-        context = StepContext(self.model, shard, replica_scale=None if self._accumulator else sharing)
+        context = StepContext(self.model, shard, weigh_replica=None if self._accumulator else sharing)
         gradient = self._gradient(context, shard.filled(data))
         if sharing and tf.executing_eagerly() and not self._accumulator:
             _check_rows(self.model, data, gradient.gradients)
@@ -86,8 +86,8 @@ class TrainStep(NamedTuple):
             shard.run(lambda: track_loss(self.model, loss, shard.rows))
         whole = gradient.weight is not None or self.stages.chain is not None
         if sharing and whole and not self._accumulator:
-            replica_scale = tf.constant(1.0) if gradient.weight is None else sharing(gradient.weight)
-            observe_before_sum(self.model, gradient.gradients, replica_scale)
+            weigh_replica = tf.constant(1.0) if gradient.weight is None else sharing(gradient.weight)
+            observe_before_sum(self.model, gradient.gradients, weigh_replica)
         shown = SharedResults(self.model, losses) if self.stages.take and sharing else None
         if losses and shown is None:
             losses.track()
@@ -104,7 +104,7 @@ class TrainStep(NamedTuple):
     def _accumulator(self) -> Accumulating | None:
         return accumulating(self.model.optimizer)
 
-    def _weight_in_window(self, gradient: Gradient, sharing: ReplicaLossScale | None) -> Normalizer | None:
+    def _weight_in_window(self, gradient: Gradient, sharing: ReplicaWeight | None) -> Normalizer | None:
         """What a gradient counts for in an accumulation window, on this replica."""
         weight = gradient.weight
         if weight is None or self._accumulator is None or self._accumulator.weighting != "uniform":
@@ -137,7 +137,7 @@ class TrainStep(NamedTuple):
             try:
                 return self._in_slices(self.stages.split, context, data)
             except IndivisibleError as refusal:
-                self.limit.leave_whole(data, refusal)
+                self.guard.leave_whole(data, refusal)
         return gradient_of(self._of_part(context), data)
 
     def _in_slices(self, split: Split, context: StepContext, data: Any) -> Gradient:
@@ -146,20 +146,20 @@ class TrainStep(NamedTuple):
             # What is not cut needs no weight, but where it is accumulated with what has one.
             return gradient_of(self._of_part(context, split if self._accumulator else None), data)
         check_no_row_states(self.model, "slices are", "give batches that are one slice")
-        gradient = split(self._of_part(context._replace(replica_scale=None), split), data)
-        return scaled(gradient, context.replica_scale) if context.replica_scale else gradient
+        gradient = split(self._of_part(context._replace(weigh_replica=None), split), data)
+        return scaled(gradient, context.weigh_replica) if context.weigh_replica else gradient
 
     def _of_part(self, context: StepContext, split: Split | None = None) -> StepContext:
         """That of a slice, or without a `split` that of a batch that is not weighed."""
         normalize = self.stages.normalization(of_slices=split is not None)
         # Keras's trackers know nothing of a batch of which there are parts.
         parts = bool(split or self.stages.apply or self.stages.present or (self.stages.take and replica_count() > 1))
-        foreseen = None if normalize else self.stages.foreseen
+        deferred_refusal = None if normalize else self.stages.deferred_refusal
         return context._replace(
             normalize=normalize,
             # On a mesh the number of rows is static, and Keras's trackers would count by it.
             sums=parts or self.stages.mesh is not None,
-            look=foreseen and foreseen.look,
+            look=deferred_refusal and deferred_refusal.look,
             present=self.stages.present,
             by_xla=self._by_xla and not self._by_layer,
         )

@@ -54,7 +54,7 @@ def _trains(layer: keras.layers.Layer, built_for: set[int], flag: bool) -> bool:
     return any(id(weight) in built_for for weight in found) if found else flag
 
 
-class _AsBefore(MethodPatch):
+class _TrainableAsTraced(MethodPatch):
     def __init__(self, model: keras.Model, before: Trainable):
         super().__init__()
         self.before, self.now = before, Trainable.of(model)
@@ -70,8 +70,8 @@ class _AsBefore(MethodPatch):
 @contextlib.contextmanager
 def traced_as(model: keras.Model, trainable: Trainable | None) -> Iterator[None]:
     """While a step is traced in it, trains what an earlier trace trained; entered on every replica."""
-    if model.run_eagerly or trainable is None or not (patch_of(model, _AsBefore) or trainable.changed):
+    if model.run_eagerly or trainable is None or not (patch_of(model, _TrainableAsTraced) or trainable.changed):
         yield
         return
-    with patched(model, lambda: _AsBefore(model, trainable)):
+    with patched(model, lambda: _TrainableAsTraced(model, trainable)):
         yield
