@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
+from hypothesis import example, given
 
 from keras_paragrad.inputs.gradients import input_gradients
 from keras_paragrad.inputs.jacobian import input_jacobian
@@ -109,6 +109,9 @@ def test_under_xla(name, mode):
     st.integers(1, 8),
     st.sampled_from(["auto", "forward", "reverse"]),
 )
+# More seeds than passes are made side by side.
+@example(2, 11, 3, 2, "reverse")
+@example(9, 2, 3, 2, "forward")
 def test_any_sizes(inputs, outputs, count, batch_size, mode):
     model = dense(inputs, outputs)
     x = rows(model, count)
