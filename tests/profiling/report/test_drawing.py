@@ -28,6 +28,8 @@ numbers = st.floats(-1e12, 1e12, allow_subnormal=False).map(lambda value: 0.0 if
 
 @cases
 @hypothesis.given(st.lists(anything, min_size=1, max_size=300), st.integers(5, 60))
+# A peak within a span.
+@hypothesis.example([0.0] * 45 + [1.0] + [0.0] * 100, 12)
 def test_thinning_keeps_the_extremes(drawn, most):
     values = np.array(drawn)
     found = kept(values, most)
