@@ -14,7 +14,7 @@ from hypothesis import given
 from keras_paragrad.distribution import clusters
 from keras_paragrad.distribution.cluster import Cluster, find_cluster
 from keras_paragrad.distribution.clusters.kind import cluster_kinds, sources_in_words
-from keras_paragrad.distribution.clusters.nodelist import expand_nodes, expand_numbers, expand_tasks
+from keras_paragrad.distribution.clusters.slurm import expand_nodes, expand_numbers, expand_tasks
 from keras_paragrad.distribution.explain import Explanation
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options

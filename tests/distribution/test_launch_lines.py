@@ -4,8 +4,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from keras_paragrad.distribution.launch import lines as module
-from keras_paragrad.distribution.launch.lines import Lines
+from keras_paragrad.distribution.launch import output as module
+from keras_paragrad.distribution.launch.output import Lines
 
 pytestmark = pytest.mark.fast
 

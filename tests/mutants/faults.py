@@ -498,7 +498,7 @@ _DISTRIBUTION = [
     ),
     _fault(
         "the variance of a normalization leaves out the distance between parts",
-        "distribution/data/moments.py",
+        "distribution/data/adapting.py",
         "self.deviations + other.deviations + between",
         "self.deviations + other.deviations",
         "distribution/data/test_normalization.py",
@@ -526,7 +526,7 @@ _DISTRIBUTION = [
     ),
     _fault(
         "Slurm's node lists lose zeros in front",
-        "distribution/clusters/nodelist.py",
+        "distribution/clusters/slurm.py",
         "str(number).zfill(len(first))",
         "str(number)",
         "distribution/test_cluster.py",

@@ -47,9 +47,7 @@ def trained(make, *, jit, again=False, drawing=False):
 def losses(monkeypatch):
     """The losses of the replicas' passes, which are where the forward pass ends."""
     found, regather = [], forward.regather_in_backward
-    monkeypatch.setattr(
-        forward, "regather_in_backward", lambda loss: (found.append(loss), regather(loss))[1]
-    )
+    monkeypatch.setattr(forward, "regather_in_backward", lambda loss: (found.append(loss), regather(loss))[1])
     return found
 
 

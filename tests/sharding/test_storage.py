@@ -154,9 +154,7 @@ def test_the_backward_pass_gathers_weights_again(monkeypatch):
     gathered, losses = [], []
     note, regather = regathering.note, forward.regather_in_backward
     monkeypatch.setattr(sharded_module, "note", lambda *found: (gathered.append(found), note(*found)))
-    monkeypatch.setattr(
-        forward, "regather_in_backward", lambda loss: (losses.append(loss), regather(loss))[1]
-    )
+    monkeypatch.setattr(forward, "regather_in_backward", lambda loss: (losses.append(loss), regather(loss))[1])
     dist = sharded()
     with dist.scope():
         inputs = keras.Input((8, 16))

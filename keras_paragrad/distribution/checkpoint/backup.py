@@ -12,12 +12,11 @@ from keras_paragrad.arguments import check_each, check_flag, check_integer
 from keras_paragrad.compat.local import place_of, together_of
 from keras_paragrad.distribution.checkpoint.agreement import common_backup
 from keras_paragrad.distribution.checkpoint.callback_state import HISTORY, check_storable, state_of, with_epoch
-from keras_paragrad.distribution.checkpoint.content import Content, CutVariable
+from keras_paragrad.distribution.checkpoint.content import Content, CutVariable, UnstorableError
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, Stored
 from keras_paragrad.distribution.checkpoint.resuming import Resumption
 from keras_paragrad.distribution.checkpoint.shards import NO_SHARDS, Written, keep_shards, values_of, write_together
 from keras_paragrad.distribution.checkpoint.stopping import StopChecks, StopRequest, TrainingInterrupted
-from keras_paragrad.distribution.checkpoint.values import UnstorableError
 from keras_paragrad.distribution.fit_arguments import checked_callback
 from keras_paragrad.distribution.workers import agree, gather
 from keras_paragrad.engine.step.builder import StepBuilder

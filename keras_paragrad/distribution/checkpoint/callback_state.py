@@ -6,8 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import keras
 
-from keras_paragrad.distribution.checkpoint.content import state_named
-from keras_paragrad.distribution.checkpoint.values import CAN_HOLD, UnstorableError, encode
+from keras_paragrad.distribution.checkpoint.content import CAN_HOLD, UnstorableError, encode, state_named
 
 _ATTRIBUTES = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch", "best_weights"),

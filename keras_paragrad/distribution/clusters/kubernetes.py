@@ -4,8 +4,14 @@ import re
 from collections.abc import Mapping
 
 from keras_paragrad.arguments import shown
-from keras_paragrad.distribution.clusters.kind import ClusterKind, Found
-from keras_paragrad.distribution.clusters.variables import DEFAULT_PORT, MOST_TASKS, port_of, whole_number
+from keras_paragrad.distribution.clusters.kind import (
+    DEFAULT_PORT,
+    MOST_TASKS,
+    ClusterKind,
+    Found,
+    port_of,
+    whole_number,
+)
 
 _HOSTNAME = re.compile(r"(.+)-(\d{1,9})", re.ASCII)
 

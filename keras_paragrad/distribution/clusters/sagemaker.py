@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 
 from keras_paragrad.arguments import shown
-from keras_paragrad.distribution.clusters.kind import ClusterKind, Found
-from keras_paragrad.distribution.clusters.variables import DEFAULT_PORT, port_of
+from keras_paragrad.distribution.clusters.kind import DEFAULT_PORT, ClusterKind, Found, port_of
 from keras_paragrad.plain_json import read_json
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import IO, TextIO, cast
 
 from keras_paragrad.distribution.launch import guard
-from keras_paragrad.distribution.launch.lines import Lines
-from keras_paragrad.distribution.launch.output import Output
+from keras_paragrad.distribution.launch.output import Lines, Output
 from keras_paragrad.distribution.launch.tasks import Task
 
 # How long to wait for output after a process has ended: a process that left the group may hold the pipe open.

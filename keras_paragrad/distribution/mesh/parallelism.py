@@ -13,7 +13,6 @@ from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
 from keras_paragrad.distribution.decisions.devices import found_here
 from keras_paragrad.distribution.decisions.strategy import found_in_words
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.joining import join_workers, meet
 from keras_paragrad.distribution.mesh.checks import check_mesh_options
 from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, check_mesh, planned_mesh
 from keras_paragrad.distribution.mesh.preparation import MeshPreparation
@@ -21,6 +20,7 @@ from keras_paragrad.distribution.options import Decisions, Options
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.preparation import Preparation
+from keras_paragrad.distribution.rendezvous import join_workers, meet
 from keras_paragrad.engine.mesh.tracing import let_keras_lay_out
 from keras_paragrad.storage.dtensor import join, turn_combine_pass_off
 

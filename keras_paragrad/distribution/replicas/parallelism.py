@@ -9,11 +9,11 @@ from keras_paragrad.compat.model import leaves_xla_open
 from keras_paragrad.compat.workers import NamedDevicesStrategy
 from keras_paragrad.distribution.decisions.strategy import decide_strategy
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.joining import join_workers, meet
 from keras_paragrad.distribution.options import Decisions, Options, refuse_devices
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.preparation import Preparation
+from keras_paragrad.distribution.rendezvous import join_workers, meet
 from keras_paragrad.distribution.replicas.preparation import ReplicaPreparation
 
 _ALL_REDUCE = {

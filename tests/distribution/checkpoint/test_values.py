@@ -14,8 +14,7 @@ from covering import examples
 from hypothesis import example, given
 from hypothesis.extra import numpy as stn
 
-from keras_paragrad.distribution.checkpoint.content import Content
-from keras_paragrad.distribution.checkpoint.values import UnstorableError, encode
+from keras_paragrad.distribution.checkpoint.content import Content, UnstorableError, encode
 
 pytestmark = pytest.mark.fast
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 from hypothesis import given
 
 from keras_paragrad.distribution.data import adapt_normalization, normalization_layers, normalize_inputs
-from keras_paragrad.distribution.data.moments import Moments
+from keras_paragrad.distribution.data.adapting import Moments
 
 AXES = [-1, 1, 2, (1, 2), (-1, 1), None]
 
@@ -51,7 +51,7 @@ def test_far_from_zero():
 def test_a_part_at_a_time(monkeypatch):
     values = np.random.default_rng(0).normal(size=(103, 4))
     whole = Moments.of(values, (0,))
-    monkeypatch.setattr("keras_paragrad.distribution.data.moments.CHUNK_BYTES", 7 * 4 * 8)
+    monkeypatch.setattr("keras_paragrad.distribution.data.adapting.CHUNK_BYTES", 7 * 4 * 8)
     parts = Moments.of(values, (0,))
     assert whole.size == parts.size == 103
     np.testing.assert_allclose(parts.deviations, whole.deviations, rtol=1e-12)
