@@ -23,8 +23,8 @@ def trained(dist, clip_norm, jit, *, run_eagerly=False):
             noise_multiplier=0.5,
             expected_batch_size=16,
             delta=1e-3,
-            seed=8,
-            physical_batch_size=32,
+            seed=19,
+            physical_batch_size=16,
         )
         # Without metrics, XLA compiles all physical batches in one call.
         metrics = None if isinstance(clip_norm, dict) else ["accuracy"]
@@ -49,8 +49,10 @@ def test_replicas_take_the_updates_of_one_device(shard, jit, clip_norm):
     _, expected, shown = trained(DistributedFit("none"), clip_norm, jit=False, run_eagerly=True)
     two = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"], shard=shard, min_shard_bytes=1)
     private, found, history = trained(two, clip_norm, jit)
-    # Of an odd number, replicas have unequal shares.
-    assert any(len(each) % 2 for each in draws_of(private, private.privacy.updates))
+    sizes = [len(draw) for draw in draws_of(private, private.privacy.updates)]
+    # Of an odd number, replicas have unequal shares: of 17 rows 9 and 8, which are two physical batches and one.
+    assert any(size % 2 for size in sizes)
+    assert 17 in sizes or isinstance(clip_norm, dict | AdaptiveClip)
     largest = max(np.abs(each).max() for each in expected)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6 * largest, rtol=0)
