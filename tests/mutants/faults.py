@@ -628,6 +628,13 @@ _PROFILING = [
         "numbers[-1]",
         "profiling/report/test_drawing.py::test_thinning_keeps_the_extremes",
     ),
+    _fault(
+        "a chart shows values at the pointer beside those of other steps",
+        "profiling/report/lines.py",
+        "np.diff(steps, prepend=0)",
+        "np.diff(steps, prepend=steps[0])",
+        "profiling/report/test_drawing.py::test_the_script_is_given_the_values_drawn",
+    ),
 ]
 
 _SHARDING = [

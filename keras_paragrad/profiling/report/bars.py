@@ -38,7 +38,6 @@ class Bar:
 
     Attributes:
         step: Its number.
-        name: The label below it, or `""`.
         left: Where it begins on the axis of steps, in percent.
         width: How wide it is, in percent.
         segments: Its parts.
@@ -46,7 +45,6 @@ class Bar:
     """
 
     step: int
-    name: str
     left: float
     width: float
     segments: tuple[Segment, ...]
@@ -60,6 +58,7 @@ class StepChart:
     Attributes:
         up: The axis of time.
         bars: The steps.
+        names: Where some of them have their numbers, in percent, and these.
         median: The position of the median, in percent.
         p95: The position of the 95th percentile, in percent.
         parts: The parts that occur.
@@ -69,6 +68,7 @@ class StepChart:
 
     up: Axis
     bars: tuple[Bar, ...]
+    names: tuple[tuple[float, str], ...]
     median: float
     p95: float
     parts: tuple[str, ...]
@@ -89,10 +89,8 @@ def step_chart(steps: Sequence[StepTime], figures: StepFigures, longest: float) 
     up = axis_for([longest], milliseconds, may_be_logarithmic=False)
     every = -(-len(shown) // MOST_NAMED)
     width = 100 / len(shown)
-    bars = tuple(
-        _bar(step, "" if index % every else count(step.step), index * width, width, up)
-        for index, step in enumerate(shown)
-    )
+    bars = tuple(_bar(step, index * width, width, up) for index, step in enumerate(shown))
+    names = tuple((bar.left + bar.width / 2, bar.cells[0]) for bar in bars[::every])
     note = ""
     if len(shown) < len(steps):
         note = f"{len(shown)} of {count(len(steps))} steps are drawn: the shortest and the longest of each span."
@@ -100,7 +98,7 @@ def step_chart(steps: Sequence[StepTime], figures: StepFigures, longest: float) 
         f"Time of {count(len(steps))} steps, each divided into {', '.join(IN_WORDS.values())}. Median "
         f"{milliseconds(figures.median)}, 95th percentile {milliseconds(figures.p95)}."
     )
-    return StepChart(up, bars, up.place(figures.median), up.place(figures.p95), _parts(figures), words, note)
+    return StepChart(up, bars, names, up.place(figures.median), up.place(figures.p95), _parts(figures), words, note)
 
 
 def shares_bar(figures: StepFigures) -> tuple[Segment, ...]:
@@ -118,7 +116,7 @@ def _parts(figures: StepFigures) -> tuple[str, ...]:
     return tuple(part for part in PARTS if figures.shares[part] > 0)
 
 
-def _bar(step: StepTime, name: str, left: float, width: float, up: Axis) -> Bar:
+def _bar(step: StepTime, left: float, width: float, up: Axis) -> Bar:
     segments: list[Segment] = []
     begins = 0.0
     for part in PARTS:
@@ -131,4 +129,4 @@ def _bar(step: StepTime, name: str, left: float, width: float, up: Axis) -> Bar:
     update = "" if step.update is None else count(step.update)
     times = (step.duration, *(getattr(step, part) for part in PARTS))
     cells = (count(step.step), update, *map(milliseconds, times))
-    return Bar(step.step, name, round(left, 3), round(width * 0.82, 3), tuple(segments), cells)
+    return Bar(step.step, round(left, 3), round(width * 0.82, 3), tuple(segments), cells)

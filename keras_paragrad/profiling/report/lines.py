@@ -23,13 +23,15 @@ class Line:
     Attributes:
         name: The legend entry.
         style: The number of its colour and dashes.
-        pieces: The points of every gapless segment in SVG syntax, in a square of 1000 by 1000.
+        pieces: The points of every gapless segment in SVG syntax, in a box of 10000 by 1000.
         dots: Isolated points, in percent.
         gaps: Positions of non-finite values, in percent.
         smallest: The smallest value, with its unit and step.
         median: The median, with its unit.
         largest: The largest value, with its unit and step.
         last: The last value, with its unit.
+        steps: The first step of those drawn, and how far each is from the one before, for `charts.js`.
+        values: The values drawn, with their units, for `charts.js`.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Line:
     median: str
     largest: str
     last: str
+    steps: str
+    values: str
 
 
 @dataclass(frozen=True)
@@ -166,11 +170,13 @@ def _line(series: Series, style: int, across: Axis, up: Axis, counted: str, most
         dots=tuple((x, round(100 - y, 2)) for stretch in points if len(stretch) == 1 for x, y in stretch),
         gaps=tuple(across.place(step) for step in steps[~finite]),
         **_in_words(series, up.written, counted),
+        steps=" ".join(f"{gap:.0f}" for gap in np.diff(steps, prepend=0)),
+        values="|".join(_value(float(value), up.written) for value in values),
     )
 
 
 def _point(x: float, y: float) -> str:
-    return f"{x * 10:.0f},{1000 - y * 10:.0f}"
+    return f"{x * 100:.0f},{1000 - y * 10:.0f}"
 
 
 def _in_words(series: Series, written: Callable[[float], str], counted: str) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """`write_report`: a log directory, or two, as one HTML file."""
 
+import base64
 import functools
+import hashlib
 import os
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +28,9 @@ def write_report(
     output: str | os.PathLike[str] | None = None,
     compare: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Writes a log directory's profiles and records as one HTML file without scripts or network access.
+    """Writes a log directory's profiles and records as one HTML file that needs no network.
+
+    Its charts are drawn without scripts; a small one shows values at the pointer, and zooms.
 
     The file stays under 1 MB for runs of any length: long series are thinned with their extremes kept, long tables are
     truncated, and the report says where.
@@ -95,6 +99,7 @@ def _refuse_to_replace(path: Path) -> None:
 @functools.cache
 def _environment() -> Any:
     import jinja2
+    import markupsafe
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__ or ""),
@@ -103,8 +108,14 @@ def _environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    script = environment.get_template("charts.js").render()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.globals.update(
-        version=keras_paragrad.__version__, in_words=IN_WORDS, part_names=[IN_WORDS[part] for part in PARTS]
+        script=markupsafe.Markup(script),
+        script_hash=f"sha256-{digest}",
+        version=keras_paragrad.__version__,
+        in_words=IN_WORDS,
+        part_names=[IN_WORDS[part] for part in PARTS],
     )
     return environment
 

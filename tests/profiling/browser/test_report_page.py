@@ -4,7 +4,8 @@ import base64
 import json
 
 import pytest
-from made_runs import make_run
+from made_runs import TELEMETRY, make_run, write_rows
+from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
 
 from keras_paragrad.profiling.report import write_report
@@ -191,3 +192,146 @@ def test_it_prints_on_white_paper(browser, pages):
     printed = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})["data"])
     assert printed.startswith(b"%PDF")
     assert 2 <= printed.count(b"/Type /Page\n") + printed.count(b"/Type /Page ") <= 12
+    assert len(printed) < 8e6
+
+
+def plot_of(browser, caption):
+    """The plot of a chart, in the middle of the window."""
+    return browser.execute_script(
+        "const wanted = figure => figure.querySelector('figcaption').textContent.includes(arguments[0]);"
+        "const figure = [...document.querySelectorAll('figure')].find(wanted);"
+        "figure.scrollIntoView({block: 'center', behavior: 'instant'}); return figure.querySelector('.plot')",
+        caption,
+    )
+
+
+def shown_by(plot):
+    """What a chart says of the place that is pointed at, and what is written below it."""
+    return plot.parent.execute_script(
+        "const plot = arguments[0], seen = element => element.getBoundingClientRect().width > 0;"
+        "const below = tick => seen(tick) && tick.getAttribute('y') === '100%';"
+        "return [[...plot.parentElement.querySelectorAll('.tip span')].filter(seen).map(line => line.textContent),"
+        " [...plot.querySelectorAll('.tick')].filter(below).map(tick => tick.textContent)]",
+        plot,
+    )
+
+
+def drag(browser, plot, begin, end):
+    """Drags from one place of a plot to another, as parts of its width."""
+    left, width = -plot.rect["width"] / 2, plot.rect["width"]
+    mouse = ActionChains(browser, 20).move_to_element_with_offset(plot, round(left + begin * width), 0)
+    mouse.click_and_hold().move_by_offset(round((end - begin) * width), 0).release().perform()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_values_are_shown_at_the_pointer(browser, pages, scheme):
+    look_at(browser, pages["report"], scheme=scheme)
+    lines = plot_of(browser, "Gradient of the whole model")
+    ActionChains(browser, 20).move_to_element(lines).perform()
+    words, _ = shown_by(lines)
+    step = int(words[0].removeprefix("update "))
+    assert 147 <= step <= 152
+    assert words[1:] == [f"before clipping: {step + 2}", "after clipping: 1"]
+    assert browser.execute_script(PALE) == []
+    ActionChains(browser, 20).move_to_element(steps := plot_of(browser, "Time of each step")).perform()
+    assert shown_by(lines)[0] == []
+    assert {"update: 27", "time: 10 ms", "waiting for input: 5 ms", "idle: 500 µs"} <= set(shown_by(steps)[0])
+    stages = plot_of(browser, "Stages in step 104")
+    ActionChains(browser, 20).move_to_element(stages.find_element(By.CLASS_NAME, "backward")).perform()
+    assert shown_by(stages)[0] == ["stage 0a, micro-batch 0, backward: 2 ms"]
+
+
+def test_values_are_shown_by_the_keyboard(browser, pages, tmp_path):
+    look_at(browser, pages["report"])
+    plot = plot_of(browser, "Time of each step")
+    browser.execute_script("arguments[0].focus()", plot)
+    assert shown_by(plot)[0][0] == "step: 100"
+    for keys, step in ((Keys.ARROW_RIGHT * 2, 102), (Keys.END, 119), (Keys.ARROW_LEFT, 118), (Keys.HOME, 100)):
+        plot.send_keys(keys)
+        assert shown_by(plot)[0][0] == f"step: {step}"
+    browser.execute_script("arguments[0].blur()", plot)
+    assert shown_by(plot)[0] == []
+    # A line without a value at a step says of which it is.
+    rows = [(step, 0, "", "", "gradient_norm", 10.0 * step) for step in range(9)]
+    clipped = [(step, 0, "", "", "clipped_gradient_norm", 1.0) for step in (0, 8)]
+    write_rows(tmp_path / "telemetry.csv", TELEMETRY, rows + clipped)
+    look_at(browser, write_report(tmp_path))
+    plot = plot_of(browser, "Gradient of the whole model")
+    plot.send_keys(Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert shown_by(plot)[0] == ["update 2", "before clipping: 20", "after clipping: 1 (update 0)"]
+
+
+@pytest.mark.parametrize("page", ["report", "comparison"])
+def test_dragging_zooms_and_a_double_click_shows_all(browser, pages, page):
+    look_at(browser, pages[page])
+    plot = plot_of(browser, "Gradient of the whole model")
+    before = shown_by(plot)[1]
+    drag(browser, plot, 1 / 3, 2 / 3)
+    first, last = (int(name) for name in shown_by(plot)[1])
+    assert 97 <= first <= 101 and 197 <= last <= 202
+    # The range fills the chart: the point in the middle is where its step is.
+    ActionChains(browser, 20).move_to_element(plot).perform()
+    assert abs(int(shown_by(plot)[0][0].removeprefix("update ")) - (first + last) / 2) <= 1
+    drawn = "const [line, plot] = ['.line', '.view'].map(name => arguments[0].querySelector(name));"
+    scale = browser.execute_script(
+        drawn + "return line.getBoundingClientRect().width / plot.parentElement.clientWidth", plot
+    )
+    assert scale == pytest.approx(299 / (last - first), rel=0.02)
+    assert browser.execute_script(drawn + "return getComputedStyle(plot).overflow", plot) == "hidden"
+    plot.find_element(By.XPATH, "..").find_element(By.TAG_NAME, "button").click()
+    assert shown_by(plot)[1] == before
+    drag(browser, plot, 0.6, 0.2)
+    assert shown_by(plot)[1] != before
+    ActionChains(browser, 20).double_click(plot).perform()
+    assert shown_by(plot)[1] == before
+    steps = plot_of(browser, "Time of each step")
+    drag(browser, steps, 0.52, 0.63)
+    assert shown_by(steps)[1] == ["110", "111", "112"]
+    steps.send_keys(Keys.ESCAPE, Keys.END, "+")
+    assert (
+        len(shown_by(steps)[1]) == 2 and shown_by(steps)[1][-1] == shown_by(steps)[0][0].removeprefix("step: ") == "119"
+    )
+    stages = plot_of(browser, "Stages in step 104")
+    drag(browser, stages, 0.25, 0.5)
+    names = shown_by(stages)[1]
+    assert [float(name.removesuffix(" ms")) for name in names] == pytest.approx([2.5, 5], rel=0.05)
+
+
+def test_a_finger_scrolls_over_charts(browser, pages):
+    look_at(browser, pages["report"], WIDTHS["phone"])
+    browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    plot = plot_of(browser, "Learning rate")
+    middle = browser.execute_script(
+        "const box = arguments[0].getBoundingClientRect(); return [box.left + box.width / 2, box.top + box.height / 2]",
+        plot,
+    )
+
+    def swipe(across, down):
+        before = browser.execute_script("return scrollY")
+        for step in range(11):
+            point = {"x": middle[0] + across * step / 10, "y": middle[1] + down * step / 10}
+            kind = "touchMove" if step else "touchStart"
+            browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": [point]})
+        browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+        return browser.execute_script("return scrollY") - before
+
+    try:
+        assert swipe(80, 0) == 0
+        assert len(shown_by(plot)[1]) == 2
+        assert swipe(0, -150) > 100
+    finally:
+        browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+
+
+def test_it_is_complete_without_its_script(browser, pages):
+    look_at(browser, pages["report"])
+    with_script = browser.execute_script(CHARTS)
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        look_at(browser, pages["report"])
+        assert browser.execute_script(CHARTS) == with_script
+        assert browser.find_elements(By.CSS_SELECTOR, ".tip, .plot[tabindex], .plot-frame button") == []
+        assert not browser.find_element(By.ID, "keys").is_displayed()
+        assert browser.find_element(By.CSS_SELECTOR, ".part title").get_attribute("textContent")
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

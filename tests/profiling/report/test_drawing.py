@@ -114,6 +114,8 @@ def test_bars_add_up(count):
     chart = step_chart(steps, figures, figures.longest)
     assert min(count, MOST_BARS * 0.9) <= len(chart.bars) <= MOST_BARS
     assert bool(chart.note) == (count > MOST_BARS)
+    assert chart.names[0] == (pytest.approx(chart.bars[0].width / 2), chart.bars[0].cells[0])
+    assert 1 <= len(chart.names) <= 5
     by_step = {one.step: one for one in steps}
     for bar in chart.bars:
         height = sum(segment.length for segment in bar.segments)
@@ -125,10 +127,20 @@ def test_bars_add_up(count):
 def test_a_line_has_gaps_where_values_are_no_numbers():
     series = Series("gradient_norm", "dense", "", np.arange(6.0), np.array([1.0, 2.0, np.nan, 4.0, np.inf, 5.0]))
     (line,) = line_chart("Norm", [series]).lines
-    assert line.pieces == ("0,833 200,667",)
+    assert line.pieces == ("0,833 2000,667",)
     assert [x for x, _ in line.dots] == [60.0, 100.0]
     assert line.gaps == (40.0, 80.0)
     assert (line.smallest, line.largest, line.last) == ("1 (step 0)", "5 (step 5)", "5")
+    assert (line.steps, line.values) == ("0 1 1 1 1 1", "1|2|NaN|4|∞|5")
+
+
+def test_the_script_is_given_the_values_drawn():
+    steps = np.arange(1000.0) * 3 + 7
+    values = np.sin(steps)
+    (line,) = line_chart("Norm", [Series("gradient_norm", "", "", steps, values)]).lines
+    drawn = np.cumsum([int(gap) for gap in line.steps.split()])
+    assert (drawn[0], drawn[-1]) == (7, 3004)
+    assert line.values.split("|") == [units.number(values[(step - 7) // 3]) for step in drawn]
 
 
 def test_a_chart_of_no_number_is_a_chart():

@@ -1,0 +1,204 @@
+// Adds to charts: values at the pointer or the arrow keys, and zoom. Everything else is drawn without it.
+"use strict";
+{
+  const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+  const whole = value => Math.round(value).toLocaleString("en-US");
+  const percent = value => `${100 * value}%`;
+
+  const draw = (name, attributes, text = "") => {
+    const shape = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) shape.setAttribute(key, value);
+    shape.textContent = text;
+    return shape;
+  };
+
+  // A stop is where a chart has values: `at` is its place from 0 to 1, `words` what is there. Zoomed ranges begin and end
+  // at multiples of 1 / `grain`, and `ticks` are the labels of one.
+  const lineChart = (plot, {low, high, counted}) => {
+    const span = high - low;
+    const lines = [...plot.querySelectorAll("[data-steps]")].map(({dataset}) => {
+      let step = 0;
+      return {
+        name: dataset.name,
+        steps: dataset.steps.split(" ").map(gap => (step += Number(gap))),
+        values: dataset.values.split("|"),
+      };
+    });
+    // Each line is thinned by itself: where it has no point at this step, the nearest says its own.
+    const nearest = ({name, steps, values}, step) => {
+      const index = steps.reduce((best, one, at) => (Math.abs(one - step) < Math.abs(steps[best] - step) ? at : best), 0);
+      return `${name}: ${values[index]}${steps[index] === step ? "" : ` (${counted} ${whole(steps[index])})`}`;
+    };
+    const label = at => whole(Number(low) + at * span);
+    return {
+      grain: span,
+      stops: [...new Set(lines.flatMap(line => line.steps))].sort((a, b) => a - b).map(step => ({
+        at: (step - low) / span,
+        words: () => [`${counted} ${whole(step)}`, ...lines.map(line => nearest(line, step))],
+      })),
+      ticks: (from, to) => [[from, label(from)], [to, label(to)]],
+    };
+  };
+
+  const stepChart = plot => {
+    const table = plot.closest("figure").querySelectorAll("details tr");
+    const [heads, ...rows] = [...table].map(row => [...row.cells].map(cell => cell.textContent));
+    const stops = rows.map((cells, index) => ({
+      at: (index + 0.41) / rows.length,
+      words: () => heads.map((head, column) => `${head}: ${cells[column]}`).filter((_, column) => cells[column]),
+      name: cells[0],
+    }));
+    const some = shown => (shown.length > 5 ? [shown[0], shown.at(-1)] : shown);
+    return {
+      grain: rows.length,
+      stops,
+      ticks: (from, to) => some(stops.filter(({at}) => at > from && at < to)).map(({at, name}) => [at, name]),
+    };
+  };
+
+  const stagesChart = (plot, {low, high}) => {
+    const label = at => `${Number((Number(low) + at * (high - low)).toPrecision(3))} ms`;
+    return {
+      grain: 1000,
+      stops: [...plot.querySelectorAll(".part")].map(shape => {
+        const words = shape.querySelector("title").textContent;
+        const [left, width] = ["x", "width"].map(name => parseFloat(shape.getAttribute(name)) / 100);
+        return {at: left + width / 2, words: () => [words], shape};
+      }),
+      ticks: (from, to) => [[from, label(from)], [to, label(to)]],
+    };
+  };
+
+  const KINDS = {lines: lineChart, steps: stepChart, stages: stagesChart};
+
+  const enliven = plot => {
+    const kind = Object.keys(KINDS).find(name => plot.closest("figure").classList.contains(name));
+    const {grain, stops, ticks} = KINDS[kind](plot, plot.dataset);
+    const view = plot.querySelector(".view");
+    const content = plot.querySelector(".content");
+    const across = plot.querySelector(".across");
+    const frame = plot.parentElement;
+    const tip = frame.appendChild(document.createElement("p"));
+    const reset = frame.appendChild(document.createElement("button"));
+    const cursor = plot.appendChild(draw("line", {class: "cursor", y1: 0, y2: "100%"}));
+    const selection = plot.appendChild(draw("rect", {class: "selection", y: 0, height: "100%"}));
+    const zoomed = plot.appendChild(draw("g", {}));
+    let from = 0, to = 1, current = null, began = null;
+
+    const hide = () => {
+      current?.shape?.classList.remove("at");
+      current = null;
+      tip.hidden = true;
+      cursor.style.display = "none";
+    };
+    const show = stop => {
+      if (stop === current) return;
+      hide();
+      if (!stop) return;
+      current = stop;
+      const place = clamp((stop.at - from) / (to - from), 0, 1);
+      tip.replaceChildren(...stop.words().map(words => Object.assign(document.createElement("span"), {textContent: words})));
+      tip.hidden = false;
+      const middle = plot.getBoundingClientRect().left - frame.getBoundingClientRect().left + place * plot.clientWidth;
+      tip.style.left = place < 0.5 ? `${middle + 10}px` : "";
+      tip.style.right = place < 0.5 ? "" : `${frame.clientWidth - middle + 10}px`;
+      if (stop.shape) return stop.shape.classList.add("at");
+      cursor.style.display = "";
+      cursor.setAttribute("x1", percent(place));
+      cursor.setAttribute("x2", percent(place));
+    };
+    const zoom = (first, last) => {
+      const shown = current;
+      hide();
+      from = clamp(Math.floor(first * grain + 1e-6) / grain, 0, 1);
+      to = clamp(Math.ceil(last * grain - 1e-6) / grain, 0, 1);
+      if (to <= from) [from, to] = [0, 1];
+      const all = from === 0 && to === 1;
+      content.setAttribute("x", percent(-from / (to - from)));
+      content.setAttribute("width", percent(1 / (to - from)));
+      view.classList.toggle("zoomed", !all);
+      across.style.display = all ? "" : "none";
+      reset.hidden = all;
+      const labels = all ? [] : ticks(from, to);
+      zoomed.replaceChildren(...labels.map(([at, words], index) => draw("text", {
+        class: "tick",
+        x: percent((at - from) / (to - from)),
+        y: "100%",
+        dy: "1.5em",
+        "text-anchor": kind === "steps" ? "middle" : index ? "end" : "start",
+      }, words)));
+      if (shown && shown.at >= from && shown.at <= to) show(shown);
+    };
+
+    const place = event => {
+      const box = plot.getBoundingClientRect();
+      return from + clamp((event.clientX - box.left) / box.width, 0, 1) * (to - from);
+    };
+    const inside = () => stops.filter(({at}) => at >= from && at <= to);
+    const stopAt = event => {
+      if (kind === "stages") return stops.find(({shape}) => shape === event.target);
+      const at = place(event);
+      const distance = stop => Math.abs(stop.at - at);
+      return inside().reduce((best, stop) => (best && distance(best) <= distance(stop) ? best : stop), null);
+    };
+    const select = event => {
+      const ends = [began, event ? place(event) : began].sort((a, b) => a - b);
+      selection.setAttribute("x", percent((ends[0] - from) / (to - from)));
+      selection.setAttribute("width", percent((ends[1] - ends[0]) / (to - from)));
+      return ends;
+    };
+    plot.addEventListener("pointerdown", event => {
+      if (event.button) return;
+      began = place(event);
+      show(stopAt(event));
+    });
+    plot.addEventListener("pointermove", event => {
+      if (began === null) return show(stopAt(event));
+      plot.setPointerCapture(event.pointerId);
+      select(event);
+    });
+    plot.addEventListener("pointerup", event => {
+      if (began === null) return;
+      const ends = select(event);
+      select(began = null);
+      if ((ends[1] - ends[0]) * plot.clientWidth > 8 * (to - from)) zoom(...ends);
+    });
+    plot.addEventListener("pointercancel", () => select(began = null));
+    plot.addEventListener("pointerleave", event => event.pointerType === "mouse" && hide());
+    plot.addEventListener("dblclick", () => zoom(0, 1));
+    plot.addEventListener("blur", hide);
+    plot.addEventListener("focus", () => current ?? show(inside()[0]));
+    plot.addEventListener("keydown", event => {
+      const around = inside();
+      const index = around.indexOf(current);
+      const at = current ? current.at : (from + to) / 2;
+      const half = (to - from) / 2;
+      const keys = {
+        ArrowRight: () => show(around[Math.min(index + 1, around.length - 1)]),
+        ArrowLeft: () => show(around[Math.max(index - 1, 0)]),
+        Home: () => show(around[0]),
+        End: () => show(around.at(-1)),
+        "+": () => zoom(at - half / 2, at + half / 2),
+        "-": () => zoom(at - 2 * half, at + 2 * half),
+        Escape: () => zoom(0, 1),
+      };
+      if (!Object.hasOwn(keys, event.key) || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      keys[event.key]();
+    });
+
+    tip.className = "tip";
+    tip.setAttribute("role", "status");
+    reset.textContent = "whole range";
+    reset.type = "button";
+    reset.addEventListener("click", () => zoom(0, 1));
+    plot.setAttribute("tabindex", "0");
+    plot.setAttribute("aria-describedby", "keys");
+    // The browser would show them too, over ours.
+    plot.querySelectorAll("title").forEach(title => title.remove());
+    zoom(0, 1);
+  };
+
+  document.querySelectorAll(".plot").forEach(enliven);
+  document.getElementById("keys").hidden = false;
+}
