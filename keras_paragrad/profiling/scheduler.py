@@ -1,10 +1,17 @@
-"""Follows a schedule during training: which trace window comes next, and when."""
+"""Follows a schedule during training, and requests by signal: which trace window comes next, and when."""
 
+import logging
 import math
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, TraceWindow
 from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.windows import WindowTracer
+
+_log = logging.getLogger("keras_paragrad")
 
 
 class WindowScheduler:
@@ -71,3 +78,42 @@ class WindowScheduler:
 
     def _scheduled(self) -> TraceWindow | None:
         return self.schedule.window(self._index) if self.schedule else None
+
+
+class RequestSignal:
+    """Calls a function when this process receives a signal.
+
+    Args:
+        name: The signal's name, such as `"SIGUSR1"`, or `None` for no signal.
+        request: Called on each signal, in the main thread, between any two lines.
+    """
+
+    # A `fit` that was aborted doesn't notify its callbacks.
+    listening: "ClassVar[RequestSignal | None]" = None
+
+    def __init__(self, name: str | None, request: Callable[[], None]):
+        self._name = name
+        self._request = request
+        self._before: Any = None
+
+    def listen(self) -> None:
+        """Installs the handler, unless the signal already has one."""
+        if RequestSignal.listening is not None:
+            RequestSignal.listening.stop()
+        RequestSignal.listening = self
+        number = getattr(signal, self._name or "", None)
+        if number is None or threading.current_thread() is not threading.main_thread():
+            return
+        before = signal.getsignal(number)
+        if before is not signal.SIG_DFL:
+            _log.info("%s already has a handler, so it does not request a trace window.", self._name)
+            return
+        self._before = before
+        signal.signal(number, lambda *_: self._request())
+
+    def stop(self) -> None:
+        """Restores the previous handler."""
+        RequestSignal.listening = None
+        if self._before is not None:
+            signal.signal(getattr(signal, self._name or ""), self._before)
+            self._before = None

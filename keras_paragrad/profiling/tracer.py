@@ -18,10 +18,9 @@ from keras_paragrad.arguments import (
     check_text,
     refusal,
 )
-from keras_paragrad.profiling.on_demand import OnDemand
 from keras_paragrad.profiling.run_info import run_info, write_run_info
 from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule
-from keras_paragrad.profiling.scheduler import WindowScheduler
+from keras_paragrad.profiling.scheduler import RequestSignal, WindowScheduler
 from keras_paragrad.profiling.session import Session, warn_of_missing
 from keras_paragrad.profiling.stops import Stops
 from keras_paragrad.profiling.summary import ProfileSummary
@@ -46,7 +45,7 @@ class Profiler(keras.callbacks.Callback):
     is traced) and data of unknown length. A profiling failure is logged in one line, and training continues. Between
     windows, the overhead per batch is one comparison and one addition.
 
-    Request a window of a running training with `kill -USR1 PID` or `touch LOGDIR/profile-now`.
+    Request a window of a running training with `kill -USR1 PID`, or `trace_now()` from a callback.
 
     Args:
         log_dir: Where traces go: TensorBoard's log directory.
@@ -101,7 +100,7 @@ class Profiler(keras.callbacks.Callback):
         self.operations = check_integer("operations", operations, least=0, example=5)
         self.summaries: list[ProfileSummary] = []
         warn_of_missing(self.log_dir, report=bool(self.report))
-        self._on_demand = OnDemand(self.log_dir, on_signal, self.trace_now)
+        self._request_signal = RequestSignal(on_signal, self.trace_now)
         self._scheduler: WindowScheduler | None = None
         self._epoch: EpochCount | None = None
         self._warned: set[str] = set()
@@ -150,7 +149,7 @@ class Profiler(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Closes an open window, logs if none was traced, and writes the report."""
-        self._safely(self._on_demand.end, "Listening for requests was not stopped")
+        self._safely(self._request_signal.stop, "The signal handler was not restored")
         self._safely(self._end)
         self._scheduler = None
         self._next = math.inf
@@ -163,7 +162,7 @@ class Profiler(keras.callbacks.Callback):
             self._scheduler = WindowScheduler(self.schedule, WindowTracer(self.model, self.log_dir, run, self.keep))
             self._next = self._scheduler.next_due(0)
         # On other workers too: without a handler, the signal would kill the training.
-        self._on_demand.begin()
+        self._request_signal.listen()
         if self._is_first:
             self._safely(lambda: write_run_info(self.log_dir, run), "The run's description was not written")
 

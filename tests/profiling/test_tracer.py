@@ -16,7 +16,6 @@ import pytest
 import tensorflow as tf
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, GradientTelemetry
-from keras_paragrad.profiling import on_demand
 from keras_paragrad.profiling.run_info import write_run_info
 from keras_paragrad.profiling.schedule import ProfileSchedule
 from keras_paragrad.profiling.session import PROFILES, SUMMARY, remove_oldest
@@ -258,7 +257,6 @@ class Asks(keras.callbacks.Callback):
             self.how()
 
 
-@pytest.mark.long
 def test_a_signal_asks_for_a_window(tmp_path):
     before = signal.getsignal(signal.SIGUSR1)
     callback = profiler(tmp_path, None)
@@ -267,23 +265,6 @@ def test_a_signal_asks_for_a_window(tmp_path):
     (summary,) = callback.summaries
     assert [step.step for step in summary.steps] == list(range(12, 22))
     assert signal.getsignal(signal.SIGUSR1) == before
-
-
-def test_a_touched_file_asks_for_a_window(tmp_path, monkeypatch):
-    monkeypatch.setattr(on_demand, "POLL_SECONDS", 0.2)
-    callback = profiler(tmp_path, None)
-    asks = Asks((tmp_path / "profile-now").touch)
-    profiled.model().fit(profiled.dataset(60, milliseconds=10), shuffle=False, verbose=0, callbacks=[callback, asks])
-    (summary,) = callback.summaries
-    assert len(summary.steps) == 10 and summary.steps[0].step >= 12
-
-
-def test_a_file_from_before_asks_for_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(on_demand, "POLL_SECONDS", 0.2)
-    (tmp_path / "profile-now").touch()
-    callback = profiler(tmp_path, None)
-    profiled.model().fit(profiled.dataset(30, milliseconds=20), shuffle=False, verbose=0, callbacks=[callback])
-    assert callback.summaries == []
 
 
 @pytest.mark.few(1)

@@ -10,8 +10,7 @@ import numpy as np
 from keras_paragrad.engine.telemetry.counts import TracedGraph
 from keras_paragrad.plain_json import read_json
 from keras_paragrad.profiling.summary import ProfileSummary
-from keras_paragrad.profiling.telemetry.scalars import Scalars
-from keras_paragrad.profiling.telemetry.sinks import Guarded
+from keras_paragrad.profiling.telemetry.sinks import Guarded, Scalars
 from keras_paragrad.profiling.telemetry.tables import Table, begin_csv
 
 

@@ -16,8 +16,8 @@ from keras_paragrad.profiling.report.bars import MOST_BARS, shares_bar, step_cha
 from keras_paragrad.profiling.report.figures import PARTS, figures_of
 from keras_paragrad.profiling.report.lines import line_chart
 from keras_paragrad.profiling.report.records import Series
-from keras_paragrad.profiling.report.stages_view import stages_chart
 from keras_paragrad.profiling.report.thinning import kept
+from keras_paragrad.profiling.report.window_view import stages_chart
 
 pytestmark = pytest.mark.fast
 
