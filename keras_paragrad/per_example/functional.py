@@ -1,13 +1,180 @@
 """`per_example_gradients` and `per_example_norms`: for custom training loops and for inspecting data."""
 
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.per_example.batches import in_batches
+from keras_paragrad.arguments import check_flag, check_instance, check_integer, refusal
+from keras_paragrad.engine.losses.terms import LossTerm
+from keras_paragrad.engine.step.gradient_functions import releasing
+from keras_paragrad.engine.step.symbolic import build_by_calling
+from keras_paragrad.per_example.capture import Capture
+from keras_paragrad.per_example.losses import check_loss, row_losses
+from keras_paragrad.per_example.mixing import check_layer
+from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.quantities import Quantities
+
+# Intermediate per-example tensors are as large as the result, so this bounds the memory.
+BATCH_SIZE = 256
+_KEPT = 8
+_COMPILED: "weakref.WeakKeyDictionary[keras.Model, dict]" = weakref.WeakKeyDictionary()
+
+Quantity = Callable[[Quantities], list[tf.Tensor]]
+
+
+def in_batches(
+    quantity: Quantity,
+    model: keras.Model,
+    x: Any,
+    y: Any,
+    loss: Any,
+    sample_weight: Any,
+    batch_size: int | None,
+    training: bool,
+    jit_compile: bool,
+) -> list[Any]:
+    """A quantity for all rows; for the arguments see `per_example_gradients`.
+
+    Args:
+        quantity: Computes it for a batch: tensors `(batch, ...)`.
+
+    Returns:
+        Arrays `(N, ...)`, one for each of the tensors. Within a `tf.function`, the tensors, for all rows at once.
+    """
+    check_instance("model", model, keras.Model, "a Keras model")
+    batch_size = check_integer("batch_size", batch_size, example=256, optional=True)
+    training = check_flag("training", training)
+    jit_compile = check_flag("jit_compile", jit_compile)
+    if tf.executing_eagerly():
+        x = _check_rows("x", x)
+        build_by_calling(model, x)
+    if not model.trainable_variables:
+        raise ValueError(
+            f"{model.name!r} has no trainable weights: set trainable=True on its layers. Within a tf.function, build "
+            "it first."
+        )
+    for each in keras.tree.flatten(loss) or [loss]:
+        _as_loss(each)
+    compiled = _compiled(quantity, model, loss, training, jit_compile)
+    if not tf.executing_eagerly():
+        return compiled(x, y, sample_weight)
+    data = (x, _check_rows("y", y), _check_rows("sample_weight", sample_weight, optional=True))
+    counts = {len(rows) for rows in keras.tree.flatten(data) if rows is not None}
+    if len(counts) != 1:
+        raise ValueError(f"x, y and sample_weight must have the same number of rows, and have {sorted(counts)}.")
+    (count,) = counts
+    filled: list[np.ndarray] = []
+    for rows, batch in _batches(data, count, min(batch_size or BATCH_SIZE, count)):
+        parts = [part.numpy() for part in compiled(*batch)]
+        filled = filled or [np.empty((count, *part.shape[1:]), part.dtype) for part in parts]
+        for whole, part in zip(filled, parts, strict=True):
+            whole[rows] = part[: rows.stop - rows.start]
+    return filled
+
+
+def _batches(data: Any, count: int, size: int) -> Iterator[tuple[slice, Any]]:
+    """Yields a slice and its rows; the last batch is padded with the last row, so that all have the same size."""
+    for start in range(0, count, size):
+        rows = slice(start, min(start + size, count))
+        indices = np.minimum(np.arange(start, start + size), count - 1)
+        yield rows, keras.tree.map_structure(lambda each, i=indices: None if each is None else each[i], data)
+
+
+def _compiled(quantity: Quantity, model: keras.Model, loss: Any, training: bool, jit_compile: bool) -> Any:
+    """The compiled function that computes a quantity for one batch, cached per model and loss."""
+    weights = tuple(id(variable) for variable in model.trainable_variables)
+    key = (quantity, weights, tuple(keras.tree.flatten(loss)), training, jit_compile)
+    cached = _COMPILED.setdefault(model, {})
+    if key not in cached:
+        # A loss function created anew for every call must not grow the cache without bound.
+        while len(cached) >= _KEPT:
+            del cached[next(iter(cached))]
+        cached[key] = _compile(quantity, weakref.ref(model), loss, training, jit_compile)
+    return cached[key]
+
+
+def _compile(quantity: Quantity, reference: Any, loss: Any, training: bool, jit_compile: bool) -> Any:
+    losses = [_as_loss(each) for each in keras.tree.flatten(loss)]
+
+    @tf.function(jit_compile=jit_compile, reduce_retracing=True, autograph=False)
+    @releasing
+    def compiled(x, y, sample_weight):
+        model, anchor = reference(), tf.zeros([])
+        check_layer(model, x, training=training)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(anchor)
+            capture = Capture(model, units_for(model, (x,), {"training": training}), anchor, True)
+            y_pred = capture(x, training=training)
+            total = tf.add_n([tf.reduce_sum(row_losses(term)) for term in _terms(losses, y, y_pred, sample_weight)])
+        tape.gradient(total, anchor)
+        return quantity(Quantities(capture.recorded, model.trainable_variables))
+
+    return compiled
+
+
+def _terms(losses: list[keras.losses.Loss], y: Any, y_pred: Any, sample_weight: Any) -> list[LossTerm]:
+    targets, predictions, weights = (keras.tree.flatten(each) for each in (y, y_pred, sample_weight))
+    if len(weights) == 1:
+        weights *= len(predictions)
+    if not len(losses) == len(targets) == len(predictions) == len(weights):
+        raise ValueError(
+            f"The model has {len(predictions)} outputs, and there are {len(targets)} targets, {len(losses)} losses and "
+            f"{len(weights)} sample weights. Pass as many of each, nested as the outputs are."
+        )
+    terms = [LossTerm(*parts) for parts in zip(losses, targets, predictions, weights, strict=True)]
+    for term in terms:
+        check_loss(term)
+    return terms
+
+
+class _Function(keras.losses.Loss):
+    """Wraps a function of targets and predictions as a loss."""
+
+    def __init__(self, function: Callable[[Any, Any], Any]):
+        super().__init__(name=getattr(function, "__name__", "loss"))
+        self.call = function
+
+
+def _as_loss(loss: Any) -> keras.losses.Loss:
+    try:
+        found = keras.losses.get(loss)
+    except Exception:  # whatever Keras raises for an invalid loss
+        found = None
+    if isinstance(found, keras.losses.Loss):
+        return found
+    if callable(found):
+        return _Function(found)
+    raise refusal("loss", loss, "a Keras loss, its name, or a function of targets and predictions", "'mse'")
+
+
+def _check_rows(name: str, nested: Any, *, optional: bool = False) -> Any:
+    """Converts every leaf to an array of at least one row, and keeps the nesting.
+
+    Args:
+        name: The argument's name.
+        nested: NumPy arrays, tensors or lists of numbers.
+        optional: Whether a leaf may be `None`.
+
+    Raises:
+        ValueError: A leaf is something else, or an array without rows.
+    """
+
+    def check(leaf: Any) -> np.ndarray | None:
+        if leaf is None and optional:
+            return None
+        try:
+            rows = keras.ops.convert_to_numpy(leaf)
+        except Exception:  # the backend's error for a value that is not an array
+            rows = np.empty(0, object)
+        if not rows.ndim or not len(rows) or rows.dtype == object:
+            raise refusal(name, leaf, "arrays of shape (rows, ...), nested as the model takes them")
+        return rows
+
+    return keras.tree.map_structure(check, nested)
 
 
 def per_example_gradients(

@@ -8,7 +8,7 @@ import pytest
 from keras_paragrad.__main__ import main
 from keras_paragrad.distribution import diagnosis
 from keras_paragrad.distribution.described import describe
-from keras_paragrad.distribution.probe import Probe, judge, probed_devices, run_probe
+from keras_paragrad.distribution.diagnosis import Probe, judge, probed_devices, run_probe
 
 pytestmark = pytest.mark.fast
 

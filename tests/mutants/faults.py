@@ -247,7 +247,7 @@ _STEP = [
     ),
     _fault(
         "a step is traced for one batch after another",
-        "engine/step/compiled_step.py",
+        "engine/step/execution.py",
         "self._function.get_concrete_function(spec)",
         "pass",
         "distribution/data/test_replicas.py::test_the_graph_of_a_step_is_there_once",
@@ -429,7 +429,7 @@ _PER_EXAMPLE = [
     ),
     _fault(
         "the noise scale takes the sum of micro-batches' squared norms for their mean",
-        "per_example/noise_estimate.py",
+        "per_example/noise_scale.py",
         "small, of_small, of_large = squares / count, inverses / count, 1 / rows",
         "small, of_small, of_large = squares, inverses / count, 1 / rows",
         "per_example/test_callbacks.py::test_from_accumulation",
@@ -780,14 +780,14 @@ _SHARDING = [
     ),
     _fault(
         "a dilated convolution on a mesh puts the places of its blocks beside each other",
-        "engine/mesh/equivalents.py",
+        "engine/mesh/tracing.py",
         "for place in (count + axis, axis)]",
         "for place in (axis, count + axis)]",
         "sharding/test_mesh_operations.py::test_dilated_convolutions",
     ),
     _fault(
         "a place of an axis is taken on a mesh as DTensor takes it",
-        "engine/mesh/equivalents.py",
+        "engine/mesh/tracing.py",
         '    (gen_array_ops, "strided_slice", shrunk_last),\n',
         "",
         "sharding/test_mesh.py::test_ends_where_one_device_ends",

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad.engine.mesh.equivalents import batch_to_blocks, blocks_to_batch, flipped, rolled, shrunk_last
 from keras_paragrad.engine.mesh.image_gradients import (
     average_pool_gradient,
     depthwise_filter_gradient,
     depthwise_input_gradient,
 )
+from keras_paragrad.engine.mesh.tracing import batch_to_blocks, blocks_to_batch, flipped, rolled, shrunk_last
 
 CLOSE = 1e-6
 PADDINGS = ["SAME", "VALID"]

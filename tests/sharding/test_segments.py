@@ -11,8 +11,8 @@ from recomputed_models import L, attention, check_equal, trained, without
 
 from keras_paragrad import PerExampleGradients, recompute
 from keras_paragrad.distribution.alike import fingerprint
-from keras_paragrad.memory.choice import Span, best_segments, every_few, kept_bytes
 from keras_paragrad.memory.measure import Cost, Measured, _bytes, _used_backward
+from keras_paragrad.memory.segments import Span, best_segments, every_few, kept_bytes
 
 
 def convolutional():

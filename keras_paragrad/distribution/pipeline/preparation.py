@@ -1,10 +1,13 @@
 """Puts a model's stages on their devices, and has `fit` run them as a pipeline."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import keras
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
 
 from keras_paragrad.compat.capabilities import accumulating
 from keras_paragrad.compat.stand_ins import bytes_of
@@ -12,7 +15,6 @@ from keras_paragrad.distribution.pipeline.calls import variables_of
 from keras_paragrad.distribution.pipeline.cutting import cut
 from keras_paragrad.distribution.pipeline.microbatches import MicroBatches
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
-from keras_paragrad.distribution.pipeline.table import Stage, StageTable
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.engine.losses.normalization import LossNormalization, warn_of_batch_statistics
 from keras_paragrad.engine.pipeline.columns import Columns
@@ -21,7 +23,52 @@ from keras_paragrad.engine.pipeline.on_device import STAGE, OnDevice
 from keras_paragrad.engine.pipeline.placement import home_of, move_with_slots, placed_by_inputs, slots_by_home
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.segments import Part, functional_of, run_in_stages
+from keras_paragrad.memory.estimated import bytes_in_words
+from keras_paragrad.plain_text import Printable
 from keras_paragrad.storage.checkpoint_state import build_optimizer
+
+
+class Stage(NamedTuple):
+    """A stage of a pipeline.
+
+    Attributes:
+        devices: The devices that it runs on, of which the first holds its weights and optimizer state.
+        layers: The names of its layers, in order.
+        parameters: The number of its weights' elements.
+        weight_bytes: The bytes of its variables.
+        slot_bytes: The bytes of what the optimizer has for them.
+    """
+
+    devices: tuple[str, ...]
+    layers: tuple[str, ...]
+    parameters: int
+    weight_bytes: int
+    slot_bytes: int
+
+
+class StageTable(Printable):
+    """The stages of a pipeline as a table, for `print` or a rich console.
+
+    Args:
+        model: The model's name.
+        stages: Its stages, in order.
+    """
+
+    def __init__(self, model: str, stages: Iterable[Stage]):
+        self.model = model
+        self.stages = tuple(stages)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title=Text(f"Stages of {self.model}"), show_lines=True)
+        for header in ("Stage", "Device", "Layers", "Parameters", "Weights", "Optimizer"):
+            table.add_column(header, overflow="fold", justify="left" if header in ("Device", "Layers") else "right")
+        for index, stage in enumerate(self.stages):
+            names = stage.layers if len(stage.layers) <= 3 else (stage.layers[0], "...", stage.layers[-1])
+            size, slots = bytes_in_words(stage.weight_bytes), bytes_in_words(stage.slot_bytes)
+            table.add_row(
+                str(index), " ".join(stage.devices), Text(" ".join(names)), f"{stage.parameters:,}", size, slots
+            )
+        yield table
 
 
 class PipelinePreparation(Preparation):

@@ -1,7 +1,9 @@
 """Installs methods on one model in place of those of its class."""
 
+import collections
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +11,6 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.method_patch import replace_methods, restore_methods
-from keras_paragrad.engine.replicas.added_losses import keep_apart, keep_together
 from keras_paragrad.engine.replicas.evaluation import predict_function, test_function
 from keras_paragrad.engine.replicas.parallel_reading import read_by_own_workers
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -17,6 +18,48 @@ from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.engine.step.symbolic import build_from
 from keras_paragrad.engine.step.whole_batches import predict_on_batch
 from keras_paragrad.storage.gathering import gather_at_calls, gather_on_read
+
+_LOSSES = "_losses"
+
+
+class _OfReplicas(collections.UserList):
+    """A list with other contents in each thread, which a replica has for itself.
+
+    Args:
+        replaced: Keras's own list.
+    """
+
+    def __init__(self, replaced: list[Any]):
+        self.replaced = replaced
+        self._threads = threading.local()
+
+    @property
+    def data(self) -> list[Any]:  # pyright: ignore
+        """Those of this thread."""
+        return vars(self._threads).setdefault("own", [])
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.data[index]
+
+    def __reduce__(self) -> Any:
+        # As Keras's own, where a model is copied or pickled.
+        return list, ()
+
+
+def keep_apart(model: keras.Model) -> None:
+    """Has each replica find the losses that it added, until `keep_together`."""
+    for layer in model._flatten_layers():
+        # Bypass Keras's tracking: losses are not state.
+        if not isinstance(vars(layer)[_LOSSES], _OfReplicas):
+            vars(layer)[_LOSSES] = _OfReplicas(vars(layer)[_LOSSES])
+
+
+def keep_together(model: keras.Model) -> None:
+    """Restores Keras's own lists."""
+    for layer in model._flatten_layers():
+        if isinstance(own := vars(layer)[_LOSSES], _OfReplicas):
+            vars(layer)[_LOSSES] = own.replaced
+
 
 Cut = Callable[[Any, int | None], Any]
 

@@ -1,20 +1,21 @@
 """The training step of one replica, put together from the stages that are filled."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.capabilities import Accumulating, accumulating
-from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
+from keras_paragrad.compat.collectives import are_local, replica_count, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compiled_by_layer
+from keras_paragrad.compat.method_patch import MethodPatch, patched
 from keras_paragrad.compat.model import all_layers, check_no_row_states
 from keras_paragrad.engine.losses.logs import SharedResults
 from keras_paragrad.engine.losses.normalization import IndivisibleError
 from keras_paragrad.engine.losses.own_logs import trained_by_own_step
 from keras_paragrad.engine.losses.tracking import LossWindow, TrackedLosses
-from keras_paragrad.engine.replicas.own_optimizers import built_outside_of_steps
 from keras_paragrad.engine.replicas.shard import Shard
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.forward import Normalizer, StepContext
@@ -29,6 +30,35 @@ from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Split, Stages
 from keras_paragrad.engine.telemetry.observe import observe_before_sum
 from keras_paragrad.storage.gathering import compiled_in_pieces, gathered_first
+
+
+def built_outside_of_steps(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """While a step is traced in it, an optimizer of the model makes its variables outside of the graph.
+
+    In a graph they would be made in a branch, which TensorFlow can't do on several devices.
+    """
+    if replica_count() == 1 or not are_local() or tf.executing_eagerly():
+        return contextlib.nullcontext()
+    return patched(model, lambda: _BuiltOutside(model))
+
+
+class _BuiltOutside(MethodPatch):
+    def __init__(self, model: Any):
+        super().__init__()
+        values = keras.tree.flatten([value for name, value in vars(model).items() if not name.startswith("_")])
+        self.optimizers = [each for each in values if isinstance(each, keras.optimizers.Optimizer) and not each.built]
+
+    def patch_all(self) -> None:
+        for optimizer in self.optimizers:
+            self.replace(optimizer, "build", _outside(optimizer.build))
+
+
+def _outside(build: Callable[..., None]) -> Callable[..., None]:
+    def built(variables: Any) -> None:
+        with tf.init_scope():
+            build(variables)
+
+    return built
 
 
 class TrainStep(NamedTuple):

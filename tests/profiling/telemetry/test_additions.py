@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad.engine.telemetry.weight_deltas import WeightDeltas
+from keras_paragrad.engine.telemetry.watch import WeightDeltas
 
 ADDED = [
     lambda: keras.optimizers.SGD(0.1, momentum=0.9),
