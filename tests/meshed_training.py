@@ -180,10 +180,11 @@ def distribution_for(case: MeshCase) -> Any:
 def compared(listed: list[list[Any]]) -> list[dict[str, Any]]:
     """How far training on meshes is from training by Keras alone, by what is compared."""
     configure()
-    return [_compared(MeshCase(each[0], tuple(each[1]), each[2], tuple(each[3]))) for each in listed]
+    cases = [MeshCase(each[0], tuple(each[1]), each[2], tuple(each[3])) for each in listed]
+    return [_compared(case, only_trained=index > 0) for index, case in enumerate(cases)]
 
 
-def _compared(case: MeshCase) -> dict[str, Any]:
+def _compared(case: MeshCase, *, only_trained: bool) -> dict[str, Any]:
     x, y, weights = data_for(case.model)
     settings = {"epochs": 2, "shuffle": False, "verbose": 0}
     # Of one device, that of two that are accumulated.
@@ -208,18 +209,23 @@ def _compared(case: MeshCase) -> dict[str, Any]:
         history = model.fit(x, y, sample_weight=weights, **sizes[0], **settings).history
     else:
         history = dist.fit(model, x, y, sample_weight=weights, **sizes[0], **settings).history
-    # Batches that can't be divided.
-    evaluated, also = (each.evaluate(x, y, sample_weight=weights, verbose=0, batch_size=11) for each in (model, alone))
-    predicted, those = (keras.tree.flatten(each.predict(x, verbose=0, batch_size=11)) for each in (model, alone))
     divided = {each.path: storage.axes for each, storage in variables_on_mesh(model) if any(storage.axes)}
-    return {
+    found = {
         "weights": apart(model.get_weights(), alone.get_weights()),
         "history": apart(map(np.asarray, history.values()), [np.asarray(expected[name]) for name in history]),
-        "evaluated": apart([np.asarray(evaluated)], [np.asarray(also)]),
-        "predicted": apart(predicted, those),
         "names": list(history) == list(expected),
         "divided": divided,
         "explained": str(dist.explain()),
+    }
+    if only_trained:
+        return found
+    # Batches that can't be divided.
+    evaluated, also = (each.evaluate(x, y, sample_weight=weights, verbose=0, batch_size=11) for each in (model, alone))
+    predicted, those = (keras.tree.flatten(each.predict(x, verbose=0, batch_size=11)) for each in (model, alone))
+    return {
+        **found,
+        "evaluated": apart([np.asarray(evaluated)], [np.asarray(also)]),
+        "predicted": apart(predicted, those),
     }
 
 
@@ -387,24 +393,21 @@ def reloaded(given: tuple[str, list[tuple[str, str]]]) -> list[float]:
     return found
 
 
-def undone(_: Any) -> list[float]:
+def undone(options: list[str]) -> float:
     """How far training ends from that of one device, if it was there first, then on a mesh, and then there again."""
     configure()
-    found = []
     x, y, weights = data_for("mlp")
-    for options in ((), ("accumulate",)):
-        case = MeshCase("mlp", (2, 2), "adam", options)
-        alone, model = made(case, alone=True), made(case, alone=False)
-        alone.fit(x, y, sample_weight=weights, batch_size=8, epochs=3, shuffle=False, verbose=0)
-        settings = {"sample_weight": weights, "batch_size": 4 if options else 8, "shuffle": False, "verbose": 0}
-        settings["callbacks"] = [ExactAccumulation()] if options else []
-        model.fit(x, y, **settings)
-        prepared = way_to_train("(2, 2)").prepare(model)
-        model.fit(x, y, **settings)
-        prepared.undo()
-        model.fit(x, y, **settings)
-        found.append(apart(model.get_weights(), alone.get_weights()))
-    return found
+    case = MeshCase("mlp", (2, 2), "adam", tuple(options))
+    alone, model = made(case, alone=True), made(case, alone=False)
+    alone.fit(x, y, sample_weight=weights, batch_size=8, epochs=3, shuffle=False, verbose=0)
+    settings = {"sample_weight": weights, "batch_size": 4 if options else 8, "shuffle": False, "verbose": 0}
+    settings["callbacks"] = [ExactAccumulation()] if options else []
+    model.fit(x, y, **settings)
+    prepared = way_to_train("(2, 2)").prepare(model)
+    model.fit(x, y, **settings)
+    prepared.undo()
+    model.fit(x, y, **settings)
+    return apart(model.get_weights(), alone.get_weights())
 
 
 def on_a_worker(given: tuple[str, list[Any]]) -> list[dict[str, float]]:

@@ -9,7 +9,7 @@ import numpy as np
 from keras_paragrad.distribution import servers
 from keras_paragrad.distribution.cluster import find_cluster
 
-ROWS, BATCH, WIDTH = 4000, 16, 300
+ROWS, BATCH, WIDTH = 1600, 16, 300
 
 
 class Report(keras.callbacks.Callback):

@@ -30,7 +30,8 @@ def lines_of(path):
     return card["parts"]["broken"]["lines"]
 
 
-@pytest.mark.parametrize("words", [[], pytest.param(["--every"], marks=pytest.mark.long)], ids=["first", "every"])
+@pytest.mark.long
+@pytest.mark.parametrize("words", [[], ["--every"]], ids=["first", "every"])
 def test_all_parts_run_small_on_cpus(words, tmp_path):
     """Nothing is compared with time; the script itself says what failed."""
     command = [sys.executable, "-W", "ignore", BENCHMARKS / "gpu.py", "--cpu", "--seconds", "900", *words]

@@ -75,7 +75,8 @@ class Compiles(keras.callbacks.Callback):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("change", [SetsMomentum, Freezes])
 def test_a_forced_trace_sees_what_changed(change, tmp_path):
-    one = build(sgd())
+    # Tracing takes longer than the steps.
+    one = build(sgd(), run_eagerly=True)
     fit(one, 16, [change()])
     # The first epoch's last window is closed, in a function of its own, before the setting changes.
     parts = build(accumulated(sgd()))
@@ -159,7 +160,7 @@ def test_what_a_failed_fit_left_in_the_window_is_dropped_and_said_once(nan, capl
         fit(model, 4, [ExactAccumulation()])
         fit(model, 4, [ExactAccumulation()])
     assert [record.message.count("are dropped") for record in caplog.records if record.name == "keras_paragrad"] == [1]
-    one = build("sgd")
+    one = build("sgd", run_eagerly=True)
     fit(one, 16, epochs=6)
     assert largest_difference(model, one) < 1e-6
     assert "make_train_function" not in vars(model)
@@ -167,7 +168,7 @@ def test_what_a_failed_fit_left_in_the_window_is_dropped_and_said_once(nan, capl
 
 def test_a_window_restored_after_a_failed_fit_goes_on(tmp_path):
     def whole():
-        one = build("sgd")
+        one = build("sgd", run_eagerly=True)
         fit(one, 16, epochs=1)
         return one
 
@@ -264,7 +265,7 @@ def test_layers_frozen_before_the_first_trace_are_frozen():
 
 @pytest.mark.own_process(seconds=120)
 def test_a_forced_trace_on_replicas():
-    one = build(sgd())
+    one = build(sgd(), run_eagerly=True)
     fit(one, 16, [SetsMomentum()])
     dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"])
     with dist.scope():

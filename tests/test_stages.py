@@ -64,9 +64,9 @@ def check_orders(dist=None, epochs=transforms.EPOCHS, **options):
         np.testing.assert_array_equal(ours, theirs)
 
 
-# In a graph, what is attached is looked at in the same place.
-@pytest.mark.slow(10)
-@pytest.mark.parametrize("run_eagerly", [True, pytest.param(False, marks=pytest.mark.long)])
+# In `make test`, replicas below have the same stages.
+@pytest.mark.long
+@pytest.mark.parametrize("run_eagerly", [True, False])
 def test_on_one_device(run_eagerly):
     check_orders(run_eagerly=run_eagerly)
 

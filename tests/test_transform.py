@@ -43,14 +43,17 @@ WAYS = {
 }
 
 
+# The replicas below run eagerly, and test_transform_gradients.py has XLA.
+IN_OTHER_WAYS = ("eager", "XLA", "accumulated, XLA", "two steps a call")
+
+
 # A sign that is lost shows with one of them, and a gradient that is transformed twice, or in parts, with the other.
 @pytest.mark.slow(10)
 @pytest.mark.parametrize(
     ("way", "name"),
     [
-        *((way, "shifted") for way in WAYS if way != "XLA"),
-        # Accumulated, XLA compiles the same stage and more.
-        pytest.param("XLA", "shifted", marks=pytest.mark.long),
+        *((way, "shifted") for way in WAYS if way not in IN_OTHER_WAYS),
+        *(pytest.param(way, "shifted", marks=pytest.mark.long) for way in IN_OTHER_WAYS),
         *(("plain", "negated"), ("accumulated", "negated")),
     ],
 )
@@ -76,8 +79,14 @@ def test_without_loss_scale(by):
 @pytest.mark.own_process(seconds=240)
 def test_on_replicas():
     dist = DistributedFit(devices=["CPU:0", "CPU:1"], jit=False)
-    check(accumulated(negated, dist), negated)
     check(transforms.sliced(shifted, dist, scaled(inner), run_eagerly=True), shifted)
+
+
+# In `make test`, transform_gradients fills the same stage in accumulated steps on replicas.
+@pytest.mark.long
+@pytest.mark.own_process(seconds=240)
+def test_accumulated_on_replicas():
+    check(accumulated(negated, DistributedFit(devices=["CPU:0", "CPU:1"], jit=False)), negated)
 
 
 @pytest.mark.own_process

@@ -165,7 +165,8 @@ def test_an_optimizer_from_outside_the_scope_is_refused():
             optimizer.build(model.trainable_variables)
 
 
-@pytest.mark.slow(15)
+# In `make test`, distribution/test_workers.py has two workers that accumulate.
+@pytest.mark.long
 def test_two_workers_equal_one_process():
     whole = build_model(lambda: keras.optimizers.Adam(clipnorm=0.05))
     train_on_whole_windows(whole, windows(DataCase((4,) * 7).batches(), lambda _: 3, 1))

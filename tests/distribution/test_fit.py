@@ -124,7 +124,9 @@ def test_a_replica_without_rows_adds_nothing(jit):
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("accumulates", [False, True], ids=["every batch", "windows"])
+@pytest.mark.parametrize(
+    "accumulates", [pytest.param(False, marks=pytest.mark.long), True], ids=["every batch", "windows"]
+)
 def test_the_loss_scale_falls_for_what_only_the_last_replica_sees(accumulates):
     dist = DistributedFit(strategy="mirrored", precision="mixed_float16")
     with dist.scope():
@@ -192,6 +194,8 @@ def test_a_step_of_its_own_is_refused_or_taken_as_it_is():
     assert history.history["loss"][-1] < history.history["loss"][0]
 
 
+# In `make test`, per_example/test_replicas.py has them.
+@pytest.mark.long
 def test_gradients_of_single_examples_come_out_of_uneven_parts():
     x, y = data(27)
     found = []

@@ -8,7 +8,7 @@ from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulat
 from keras_paragrad.distribution.data import distributed_dataset
 
 TWO_REPLICAS = ["CPU:0", "CPU:1"]
-# Masks and several outputs are trained in graphs below, and on workers in test_shown_by_workers.py.
+# Masks and several outputs are trained in graphs below; the latter, in `make test`, in test_shown_by_workers.py.
 ON_REPLICAS = ("added values",)
 MORE_ON_REPLICAS = (
     *("not reduced", "one number"),
@@ -80,7 +80,8 @@ def test_on_replicas(names):
     ("names", "mode"),
     [
         pytest.param(["mask"], {"jit_compile": True}, id="XLA", marks=pytest.mark.long),
-        pytest.param(["two outputs"], {}, id="graph"),
+        # In `make test`, workers have several outputs in a graph, in test_shown_by_workers.py.
+        pytest.param(["two outputs"], {}, id="graph", marks=pytest.mark.long),
         pytest.param(["two outputs"], {"jit_compile": True}, id="XLA, two outputs", marks=pytest.mark.long),
         pytest.param(["mask"], {}, id="graph, mask", marks=pytest.mark.long),
     ],

@@ -12,7 +12,7 @@ from keras_paragrad import DistributedFit, microbatch
 
 TWO_REPLICAS = ["CPU:0", "CPU:1"]
 # In `make test`, test_shown_by_workers.py has "Tracking". What else is left out differs from these in its options.
-FEW = ("Guide", "Guide, weighted", "Loss")
+FEW = ("Guide", "Loss")
 
 
 def on_replicas(**options):

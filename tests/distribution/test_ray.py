@@ -54,9 +54,9 @@ def on_workers(directory: Path, weights: str) -> None:
     own_process.on_workers(ray_train.train, {"epochs": EPOCHS, "weights": str(directory / weights)}, SECONDS)
 
 
-# Ray takes most of a minute to start.
-@pytest.mark.slow(20)
-@pytest.mark.parametrize("run", [on_workers, pytest.param(on_a_ray_cluster, marks=pytest.mark.long)])
+# Ray takes most of a minute to start. In `make test`, test_workers.py has two workers.
+@pytest.mark.long
+@pytest.mark.parametrize("run", [on_workers, on_a_ray_cluster])
 def test_two_workers_equal_one_device(tmp_path, run):
     run(tmp_path, "two.weights.h5")
     own_process.call(ray_train.train, {"epochs": EPOCHS, "weights": str(tmp_path / "one.weights.h5")}, [{}], SECONDS)

@@ -10,7 +10,8 @@ from own_steps import CASES as OWN_STEPS
 
 SHORT = [
     # In `make test`, test_history.py has other losses on replicas, test_own_steps.py other steps.
-    *("loss: two weighted", "own step: Tracking", "metrics: of whole batches"),
+    # And test_metrics.py has metrics on the workers' collectives.
+    *("loss: two weighted", "own step: Tracking"),
 ]
 ALL = [
     *(f"loss: {name}" for name in CASES),

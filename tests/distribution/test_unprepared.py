@@ -14,20 +14,20 @@ X = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
 Y = X[:, :1] ** 2
 
 
-def build(compiled=True):
+def build(compiled=True, **options):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
     if compiled:
-        model.compile(keras.optimizers.SGD(0.05, clipnorm=0.1), "mse", metrics=["mae"])
+        model.compile(keras.optimizers.SGD(0.05, clipnorm=0.1), "mse", metrics=["mae"], **options)
     return model
 
 
 class Compiles(keras.callbacks.Callback):
     """Trains another layer from the second epoch on."""
 
-    def __init__(self, within=None):
+    def __init__(self, within=None, **options):
         super().__init__()
-        self.within = within
+        self.within, self.options = within, options
 
     def on_epoch_end(self, epoch, logs=None):
         if epoch == 0:
@@ -39,7 +39,7 @@ class Compiles(keras.callbacks.Callback):
                     self.compile()
 
     def compile(self):
-        self.model.compile(keras.optimizers.SGD(0.05, clipnorm=0.1), "mse", metrics=["mae"])
+        self.model.compile(keras.optimizers.SGD(0.05, clipnorm=0.1), "mse", metrics=["mae"], **self.options)
         self.model.make_train_function()
 
 
@@ -62,8 +62,9 @@ def test_a_model_that_was_not_prepared_or_compiled_elsewhere(mirrored, tmp_path)
         model = build()
     with pytest.raises(ValueError, match=r"`with dist.scope\(\): model.compile\(...\)`, .* also in a callback"):
         fit(functools.partial(dist.fit, model), [Compiles()])
-    one = build()
-    fit(one.fit, [Compiles()], epochs=3)
+    # Tracing takes longer than the steps.
+    one = build(run_eagerly=True)
+    fit(one.fit, [Compiles(run_eagerly=True)], epochs=3)
     with dist.scope():
         model = build()
     fit(functools.partial(dist.fit, model), [Compiles(dist)], epochs=3)
@@ -77,7 +78,7 @@ def test_a_model_that_was_not_prepared_or_compiled_elsewhere(mirrored, tmp_path)
         fit(train, [keras.callbacks.BackupAndRestore(tmp_path), stops])
     model.set_weights([weight * 0 for weight in model.get_weights()])
     fit(train, [keras.callbacks.BackupAndRestore(tmp_path)])
-    one = build()
+    one = build(run_eagerly=True)
     fit(one.fit)
     assert largest_difference(model, one) < 1e-6
 

@@ -116,7 +116,7 @@ _STEP = [
         "storage/updating.py",
         "    for place, total in zip(cut, sum_over_replicas([found[place] for place in cut]), strict=True):",
         "    for place, total in zip(cut, [found[place] for place in cut], strict=True):",
-        "sharding/test_shards.py::test_every_optimizer",
+        "sharding/test_shards.py::test_every_kind_of_optimizer",
     ),
     _fault(
         "copies of weights in shards are not refreshed",
@@ -130,7 +130,7 @@ _STEP = [
         "storage/updating.py",
         'return type(optimizer).update_step in _ELEMENTWISE and "update_step" not in vars(optimizer)',
         "return True",
-        "sharding/test_shards.py::test_every_optimizer",
+        "sharding/test_shards.py::test_every_kind_of_optimizer",
     ),
     _fault(
         "gathered weights are kept for the backward pass",

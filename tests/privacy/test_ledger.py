@@ -136,6 +136,7 @@ def test_copies_of_a_model_bring_their_ledger(first, tmp_path):
     spent(clone, (0.5, RATE, 6))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ours", [True, False], ids=["Backup", "BackupAndRestore"])
 def test_a_resumed_run_with_other_settings(tmp_path, ours):
     def backup():

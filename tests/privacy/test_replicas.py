@@ -84,7 +84,7 @@ def test_the_systems_noise_is_one_draw():
 
 @pytest.fixture(scope="module")
 def workers():
-    return own_process.call(private_worker.work, None, own_process.environments_of_workers(2), 150)
+    return own_process.on_workers(private_worker.work, ["seeded", "unseeded"], seconds=150)
 
 
 @pytest.mark.slow(10)
@@ -100,9 +100,16 @@ def test_workers_take_the_updates_of_one_device(workers):
             np.testing.assert_allclose(found["history"][name], expected["history"][name], rtol=1e-5)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("noise", ["unseeded", "secure"])
-def test_workers_agree_on_samples_and_noise(workers, noise):
+@pytest.mark.long
+def test_workers_agree_on_the_systems_noise():
+    check_agreement(own_process.on_workers(private_worker.work, ["secure"], seconds=150), "secure")
+
+
+def test_workers_agree_on_samples_and_noise(workers):
+    check_agreement(workers, "unseeded")
+
+
+def check_agreement(workers, noise):
     first, second = (worker[noise]["weights"] for worker in workers)
     another = private_worker.without_a_seed(DistributedFit("none"), secure=noise == "secure")["weights"]
     for one, other, elsewhere in zip(first, second, another, strict=True):

@@ -89,7 +89,8 @@ def accumulating():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "callbacks"), [(adam, ()), (accumulating, ()), (accumulating, (ExactAccumulation,))]
+    ("optimizer", "callbacks"),
+    [(adam, ()), pytest.param(accumulating, (), marks=pytest.mark.long), (accumulating, (ExactAccumulation,))],
 )
 def test_trains_as_any_other(tmp_path, optimizer, callbacks):
     def ending(doubled, epochs=2, directory=None):

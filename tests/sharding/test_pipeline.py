@@ -26,10 +26,10 @@ FEW = [
 # The last batch has one or two rows, for as many of the columns.
 HYBRIDS = [
     PipelineCase("mlp", 2, "adamw", ("columns", "global_clipnorm", "excluded", "segments"), 4),
-    PipelineCase("several", ("pool",), "sgd", ("columns",)),
     PipelineCase("mlp", ("two",), "adam", ("uneven", "eager", "ema", "clipvalue")),
 ]
 MORE_HYBRIDS = [
+    PipelineCase("several", ("pool",), "sgd", ("columns",)),
     PipelineCase("skips", 2, "adamw", ("columns", "global_clipnorm", "segments"), 4),
     PipelineCase("masked", ("embedding",), "sgd", ("columns", "jit"), 2),
     *(PipelineCase(name, 2, "sgd", ("columns",), 5) for name in pipelined_training.MODELS if name != "stateful"),
@@ -42,7 +42,6 @@ MORE_HYBRIDS = [
 ]
 MORE = [
     PipelineCase("mlp", ("two",), "adam", ("eager", "ema", "clipvalue")),
-    # In `make test`, two columns train it.
     PipelineCase("several", ("pool",)),
     PipelineCase("masked", ("embedding", "attention")),
     PipelineCase("masked", ("embedding", "attention"), "sgd", ("jit",), 2),

@@ -8,14 +8,15 @@ import pytest
 CLOSE = 1e-6
 # The ways that run in `make test`; state is counted, and a loop of one's own goes on, where there is one replica.
 FEW = {
-    "changed": ["mesh", "columns"],
-    "written": ["mesh", "optimizer"],
-    "counted": ["mesh", "pipeline"],
+    "changed": ["mesh"],
+    "written": ["optimizer"],
+    "counted": ["pipeline"],
     "stepped": ["mesh"],
 }
 MORE = {
-    "changed": ["pipeline", "auto", "parameters", "optimizer", "replicas"],
-    "written": ["pipeline", "columns", "auto", "parameters", "replicas"],
+    "changed": ["columns", "pipeline", "auto", "parameters", "optimizer", "replicas"],
+    "written": ["mesh", "pipeline", "columns", "auto", "parameters", "replicas"],
+    "counted": ["mesh"],
     "stepped": ["pipeline"],
 }
 

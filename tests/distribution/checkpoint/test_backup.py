@@ -185,6 +185,8 @@ def test_two_replicas_to_one(mirrored, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fit(parallel, [ExactAccumulation(), Backup(tmp_path, every=4), BreakOff(STEPS + 9, interrupt)])
     straight, resumed = build(), build()
+    # Tracing takes longer than the steps.
+    straight.run_eagerly = resumed.run_eagerly = True
     expected = fit(straight, [ExactAccumulation()])
     found = fit(resumed, [ExactAccumulation(), Backup(tmp_path, every=4)])
     for one, other in zip(resumed.get_weights(), straight.get_weights(), strict=True):

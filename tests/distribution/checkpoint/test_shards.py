@@ -44,9 +44,9 @@ def check_equal(found, expected):
         np.testing.assert_allclose(one, other, rtol=0, atol=CLOSE * max(1.0, np.abs(other).max()))
 
 
-# In `make test` three replicas: each of them is traced.
-@pytest.mark.slow(45)
-@pytest.mark.parametrize("most", [3, pytest.param(4, marks=pytest.mark.long)])
+# In `make test` two replicas: each of them is traced.
+@pytest.mark.slow(35)
+@pytest.mark.parametrize("most", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_from_replicas_to_fewer_to_one_to_workers_and_back(tmp_path, most):
     # In the middle of a window each time.
     fewer = [(2, "parameters", 9)] if most == 4 else []

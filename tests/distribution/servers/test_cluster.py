@@ -15,7 +15,7 @@ import served_member
 
 from keras_paragrad.distribution.launch.tasks import Layout
 
-UPDATES = 250  # In an epoch of 4000 examples, 16 in a batch.
+UPDATES = 100  # In an epoch of 1600 examples, 16 in a batch.
 SECONDS = 150
 SERVING = ("worker 0", "worker 1", "ps 0")
 
@@ -82,7 +82,7 @@ def members(epochs: int, folder: Path):
 def check_that_no_example_is_lost(cluster: Members) -> None:
     assert cluster.wait_for("chief", SECONDS) == 0, cluster.said()
     epochs = [line.split() for line in cluster.lines() if line.startswith("epoch")]
-    assert [words[-1] for words in epochs] == ["4000"] * 3
+    assert [words[-1] for words in epochs] == ["1600"] * 3
     # The step that the worker had begun is taken again by another, and may have reached the weights before.
     assert epochs[0][3] == str(UPDATES)
     for words, whole in zip(epochs[1:], (2 * UPDATES, 3 * UPDATES), strict=True):
@@ -138,7 +138,7 @@ def test_a_launched_cluster_trains(tmp_path):
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert [line for line in finished.stdout.splitlines() if "running" not in line] == [
-        f"[chief] epoch 0 updates {UPDATES} examples 4000",
-        f"[chief] epoch 1 updates {2 * UPDATES} examples 4000",
+        f"[chief] epoch 0 updates {UPDATES} examples 1600",
+        f"[chief] epoch 1 updates {2 * UPDATES} examples 1600",
         "[chief] falls True",
     ]

@@ -222,6 +222,8 @@ def test_two_replicas_the_other_way(mirrored):
         check_on_replicas(mirrored, kind, distributed=True)
 
 
+# In `make test`, the replicas above clip each window.
+@pytest.mark.long
 @pytest.mark.own_process(seconds=240)
 def test_two_replicas_that_clip(mirrored):
     with mirrored.scope():
