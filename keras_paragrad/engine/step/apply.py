@@ -1,4 +1,4 @@
-"""The *apply* stage: passes the gradient of a batch to the optimizer on every replica."""
+"""The *apply* stage: passes a batch's gradient to the optimizer on every replica."""
 
 import functools
 import warnings
@@ -25,12 +25,12 @@ _REDUCE = "_all_reduce_sum_gradients"
 
 
 class Contribution(NamedTuple):
-    """What a replica's gradient contributes to an accumulation window: three float32 scalars.
+    """How a replica's gradient is added to an accumulation window: three float32 scalars.
 
     Attributes:
-        scale: What the gradient is multiplied with.
-        weight: What it adds to the window's weight on this replica, by which the sum of all gradients is divided.
-        kept: The factor of the weight that the window has already: 0 if gradients are summed and not averaged.
+        scale: The factor of the gradient.
+        weight: Added to the window's weight on this replica. The sum of all gradients is divided by the weight of all.
+        kept: The factor of the window's weight so far: 0 if gradients are summed and not averaged.
     """
 
     scale: Any
@@ -39,7 +39,7 @@ class Contribution(NamedTuple):
 
     @classmethod
     def of(cls, normalizer: Normalizer | None) -> "Contribution":
-        """That of a gradient whose loss was divided by a normalizer; every gradient's is the same, if `None`."""
+        """The contribution of a gradient whose loss was divided by a normalizer; all count the same, if `None`."""
         # Keras divides the loss by the number of replicas, so that their gradients can be summed.
         share = 1.0 / replica_count()
         if normalizer is None:
@@ -63,24 +63,24 @@ def apply_gradient(
     Args:
         model: A compiled model.
         gradients: A gradient for each of its `trainable_weights`, or `None`.
-        weight: What they count for in an accumulation window, or `None` if all count the same.
-        whole: Whether the sum over the replicas is exactly the gradient of the batch. Then gradients are all-reduced
-            before they are clipped, so the step is that of one device. An accumulating optimizer does that itself.
-        beside: Other tensors to all-reduce, in the same collective.
+        weight: Their weight in an accumulation window, or `None` if all count the same.
+        whole: Whether the sum over the replicas is exactly the batch's gradient. Then gradients are all-reduced before
+            they are clipped, as on one device. An accumulating optimizer all-reduces them itself.
+        beside: Other tensors to all-reduce in the same collective.
 
     Returns:
         Their sums, or `None` if gradients were not all-reduced here.
     """
     optimizer, variables = model.optimizer, model.trainable_weights
     if not variables:
-        # As in Keras: such a model is still run for its metrics and its layers' non-trainable state.
+        # As in Keras: the step still updates metrics and non-trainable state.
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return None
     accumulator = accumulating(optimizer)
     if accumulator or replica_count() == 1 or not whole:
         contribution = None if weight is None else Contribution.of(weight)
         if accumulator:
-            # What is divided is accumulated in parts, so it is reduced here, weighted as it counts.
+            # Gradients of sharded variables are accumulated in shards, so they are weighted and reduced here.
             gradients = reduced_divided(gradients, variables, contribution.scale if contribution else None)
         if accumulator and whole and replica_count() > 1 and _skips_nonfinite(optimizer, variables):
             gradients = _nonfinite_everywhere(gradients)
@@ -107,7 +107,7 @@ def apply_gradient(
 def _weighting(
     optimizer: Any, accumulator: Accumulating, variables: Sequence[keras.Variable], contribution: Contribution
 ) -> tuple[tf.Tensor, keras.Variable]:
-    """What tells an accumulating optimizer, through those around it, what the gradients beside it count for."""
+    """The pair that carries a `Contribution` to an accumulating optimizer, through the optimizers around it."""
     if not optimizer.built:
         with keras.name_scope(optimizer.name):
             optimizer.build(variables)
@@ -115,14 +115,14 @@ def _weighting(
 
 
 def _skips_nonfinite(optimizer: Any, variables: Sequence[keras.Variable]) -> bool:
-    """Whether all replicas have to know of an overflow on one."""
+    """Whether an overflow on one replica has to be known on all."""
     skips = unscaled(optimizer) is not optimizer
-    # Replicas hold different parts of the same gradients.
+    # Replicas hold different shards of the same gradients.
     return skips or (divided(variables) and any(getattr(each, "skip_nonfinite", False) for each in nested(optimizer)))
 
 
 def _nonfinite_everywhere(gradients: list[Any]) -> list[Any]:
-    """NaN on every replica if any replica overflows: a `LossScaleOptimizer` checks only the first one's gradients."""
+    """Makes gradients NaN on all replicas if one overflows: a `LossScaleOptimizer` checks the first replica alone."""
     values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients if each is not None]
     finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
     (elsewhere,) = sum_over_replicas([tf.cast(tf.logical_not(finite), "float32")])
@@ -138,7 +138,7 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
         optimizer: A built optimizer.
         gradients: A gradient or `None` for each variable, grouped by replica.
         variables: The variables that the optimizer was built with.
-        norms: What `squares` has found, grouped by replica.
+        norms: The results of `squares`, grouped by replica.
     """
     by_replica: dict[int, Any] = {}
 
@@ -147,11 +147,11 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
         optimizer.apply(gradients, variables)
 
     frequencies = [(part, part.ema_overwrite_frequency) for part in parts(optimizer)]
-    made = [_updates_made(part) if part.use_ema and frequency else None for part, frequency in frequencies]
+    counts = [_update_count(part) if part.use_ema and frequency else None for part, frequency in frequencies]
     before = [part.__dict__.get(_REDUCE) for part, _ in frequencies]
     for part, _ in frequencies:
         part.__dict__[_REDUCE] = list
-        # Keras overwrites in a branch on each replica, and a strategy refuses to update a variable in there.
+        # Keras would overwrite weights in a branch on each replica, where a strategy can't update variables.
         part.ema_overwrite_frequency = None
     try:
         with updating(optimizer, variables, by_replica):
@@ -163,18 +163,18 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
                 del part.__dict__[_REDUCE]
             else:
                 part.__dict__[_REDUCE] = replaced
-    # The copies are those from before the update, and constraints read the averages.
+    # Copies of shards are from before the update, and constraints read the averages.
     with updating(optimizer, variables, by_replica):
-        for (part, frequency), earlier in zip(frequencies, made, strict=True):
+        for (part, frequency), earlier in zip(frequencies, counts, strict=True):
             if earlier is not None and part.built:
-                now = _updates_made(part)
-                # Not after an update that a loss scale skipped: before the first one, averages are zeros.
+                now = _update_count(part)
+                # Not after an update that a loss scale skipped: before the first update, averages are zeros.
                 due = tf.logical_and(tf.not_equal(now, earlier), tf.equal(now % frequency, 0))
                 run_if(due, functools.partial(_overwrite_with_average, per_replica, part))
     per_replica(functools.partial(refresh, variables))
 
 
-def _updates_made(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
+def _update_count(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
     return tf.identity(tf.convert_to_tensor(optimizer.iterations))
 
 

@@ -1,7 +1,7 @@
-"""The one place that builds a train function, from the stages that components fill.
+"""Builds a model's train function from the stages that components fill.
 
-A step has seven stages: *take* batches from the iterator, *split* a batch into slices, *gradient* of a slice, *combine*
-the gradients, *transform* that of a whole update, *apply* it, *log*. An unfilled stage does what Keras does.
+The stages of a step: *take* a batch from the iterator, *split* it into slices, compute the *gradient* of each,
+*combine* them, *observe* and *transform* the gradient of an update, *apply* it, *log*. Keras fills the others.
 """
 
 import contextlib
@@ -39,16 +39,16 @@ from keras_paragrad.engine.telemetry.watch import updates_each_batch, watched
 from keras_paragrad.storage.layout import divided
 from keras_paragrad.storage.updating import install as install_storages
 
-# What a callback fills stages with, by their names, for the model as it is compiled now.
+# Returns the stages that a callback fills, by name, for the model as it is compiled now.
 Fillers = Callable[[], dict[str, Any]]
 
 
 class StepBuilder:
-    """Builds the train function of one model, in place of Keras while a stage is filled.
+    """Builds the train function of one model, in Keras's place while a stage is filled.
 
     Attributes:
-        stages: What the stages are filled with.
-        loss_window: The losses of the micro-batches since the last update, once an *apply* stage has run.
+        stages: The fillers.
+        loss_window: The losses of the micro-batches since the last update, once the *apply* stage has run.
     """
 
     def __init__(self, model: keras.Model):
@@ -60,7 +60,7 @@ class StepBuilder:
         self._resume: Callable[[], None] | None = None
         self._built: dict[Any, Callable] = {}
         self._built_for: Any = None
-        # The optimizer that the last stages are installed in.
+        # The optimizer whose `apply` runs the last stages.
         self._updating: Any = None
         self._of_callbacks: dict[Fillers, tuple[str, ...]] = {}
         self._trainable: Trainable | None = None
@@ -68,17 +68,17 @@ class StepBuilder:
 
     @classmethod
     def of(cls, model: keras.Model) -> "StepBuilder":
-        """The model's builder; stored on the model, so that compiled functions are reused by the next `fit`."""
+        """The model's builder. The model keeps it, so the next `fit` reuses compiled functions."""
         state = state_of(model)
         if state.step_builder is None:
             state.step_builder = cls(model)
         return state.step_builder
 
     def fill(self, **stages: Any) -> None:
-        """Fills stages, or empties them with `None`; when all are empty, Keras's own methods are restored.
+        """Fills stages, or empties them with `None`. When all are empty, Keras builds the train function again.
 
         Args:
-            **stages: What to fill them with, by the names that `Stages` has.
+            **stages: The fillers, by the attributes of `Stages`.
         """
         if self.model.compiled:
             self._by_configuration()
@@ -88,30 +88,30 @@ class StepBuilder:
         self._install()
 
     def _install(self) -> None:
-        """Builds the model's train function in place of Keras, as long as there is something to do for it."""
+        """Replaces the model's `make_train_function` while it is needed."""
         if self.stages.filled or self._to_skip:
             self.model.__dict__["make_train_function"] = self.make_train_function
         else:
             self.model.__dict__.pop("make_train_function", None)
 
     def retrace(self) -> None:
-        """Has the next step traced anew: layers of the model do something else when they are called."""
+        """Drops compiled steps, after a change to what layers do when they are called."""
         self._built.clear()
         self.model.train_function = None
 
     def begin_fit(self, fillers: Fillers) -> None:
-        """Fills stages until `end_fit`, for the `fit` that runs; and once more if a callback calls `compile`."""
+        """Fills stages until `end_fit`; again, if a callback calls `compile` during this `fit`."""
         filled = fillers()
         self.fill(**filled)
         self._of_callbacks[fillers] = tuple(filled)
         self.build()
 
     def end_fit(self, fillers: Fillers) -> None:
-        """Empties the stages that were filled by `begin_fit`, at the end of `fit`."""
+        """Empties the stages that `begin_fit` filled."""
         self.fill(**dict.fromkeys(self._of_callbacks.pop(fillers, ())))
 
     def make_train_function(self, force: bool = False) -> None:
-        """Replaces the model's `make_train_function` while a stage is filled."""
+        """The model's `make_train_function` while a stage is filled."""
         if not self._fit_has_begun(inspect.currentframe()):
             self._drop_leftovers()
         if force:
@@ -121,13 +121,13 @@ class StepBuilder:
             self.build()
 
     def _fit_has_begun(self, frame: FrameType | None) -> bool:
-        """Whether a callback of the running `fit` is the caller: `fit` itself calls before its callbacks have begun."""
+        """Whether a callback of the running `fit` calls, rather than `fit` itself before its callbacks begin."""
         caller = frame and frame.f_back
-        found = fit_frame(caller, self.model)
-        return found is not None and found is not caller
+        running = fit_frame(caller, self.model)
+        return running is not None and running is not caller
 
     def _drop_leftovers(self) -> None:
-        """Drops what a `fit` that failed has left: the stages of its callbacks, an open window, batches to skip."""
+        """Cleans up after a `fit` that failed: its callbacks' stages, an open window, batches to skip."""
         if self._of_callbacks and self.stages.apply:
             self.stages.apply.abandoned(self.model.name)
         if self._to_skip:
@@ -136,7 +136,7 @@ class StepBuilder:
             self.end_fit(fillers)
 
     def build(self) -> None:
-        """Gives the model its train function, compiled before if nothing has changed since."""
+        """Sets the model's train function; compiled functions are reused while nothing has changed."""
         self._by_configuration()
         stages = self.stages
         if stages.observe and divided(self.model.trainable_variables):
@@ -151,11 +151,11 @@ class StepBuilder:
         self.model.train_function = self._built[stages]
 
     def read_from(self, iterator: Any) -> None:
-        """Notes what the running `fit` reads, to build metrics from if a callback calls `compile`."""
+        """Notes the iterator of the running `fit`, to build metrics from if a callback calls `compile`."""
         self._reads = weakref.ref(iterator) if iterator is not None else lambda: None
 
     def _by_configuration(self) -> None:
-        """Begins anew if the model was compiled again: a train function is only good for what it was traced with."""
+        """Starts over if the model was compiled again."""
         configuration = self.model._compile_config
         if self._built_for is configuration:
             return
@@ -169,13 +169,13 @@ class StepBuilder:
         functions = compiled_functions(self.model.train_function)
         traced = any(function.experimental_get_tracing_count() for function in functions)
         known = traced and optimizer is not None and optimizer.built
-        # Otherwise those of the first trace.
+        # Otherwise, the first trace determines them.
         self._trainable = Trainable.by_optimizer(self.model) if known else None
         for fillers in self._of_callbacks:
             self.stages = self.stages._replace(**fillers())
         self._install_stages()
         if self.stages.take and (iterator := self._reads()) is not None:
-            # Variables of metrics can't be created within a step on replicas.
+            # Metrics can't create variables within a step on replicas.
             build_from(self.model, iterator, None)
 
     def _install_stages(self) -> None:
@@ -204,7 +204,7 @@ class StepBuilder:
         return pick_watched(*functions, telemetry, ahead, self._next_batches, updates_each_batch(self.model.optimizer))
 
     def make_loss_window(self) -> None:
-        """Makes the `loss_window`, if there is to be one and the model's losses are built."""
+        """Makes the `loss_window`, if a stage needs it and the model's losses are built."""
         if self.stages.apply and losses_built(self.model):
             self._make_loss_window()
 
@@ -226,11 +226,11 @@ class StepBuilder:
         return 0 if self._to_skip else self.model.steps_per_execution
 
     def skip_batches(self, batches: int, then: Callable[[], None] | None = None) -> None:
-        """Skips the next batches: a resumed run has already been trained on them.
+        """Skips the next batches, which a resumed training has seen.
 
         Args:
-            batches: How many.
-            then: Called after them, when the compiled losses and metrics have been built.
+            batches: Number of batches.
+            then: Called after them, once the compiled losses and metrics are built.
         """
         if batches and not self.stages.filled:
             # Keras's own train function can't skip batches.
@@ -240,7 +240,7 @@ class StepBuilder:
 
     @property
     def batches_to_skip(self) -> int:
-        """How many of the next batches are skipped."""
+        """Number of batches still to skip."""
         return self._to_skip
 
     def _on_resumed(self, batch: Any) -> None:
@@ -253,12 +253,12 @@ class StepBuilder:
         then()
 
     def _skipped(self, batches: int) -> int:
-        passed = min(self._to_skip, batches)
-        self._to_skip -= passed
-        return passed
+        skipped = min(self._to_skip, batches)
+        self._to_skip -= skipped
+        return skipped
 
     def one_step(self, data: Any) -> dict:
-        """Takes a step that ends with an update, and returns its logs; called while a function is traced."""
+        """Runs a step that ends with an update, and returns its logs; for tracing."""
         return self._step(data, True, None, IndivisibleBatchGuard(self.model, self.stages.split))
 
     def _steps(self, telemetry: Telemetry | None, guard: IndivisibleBatchGuard) -> list[Callable[[Any], dict]]:
@@ -272,7 +272,7 @@ class StepBuilder:
         self._trainable = self._trainable or Trainable.of(self.model)
         traced = traced_as(self.model, self._trainable)
         with traced, place, observed(self.model, self.stages.observe, shard.rows), watched(self.model, telemetry):
-            logs = step.in_its_own_way(data) if has_own_train_step(self.model) else step(data, shard)
+            logs = step.run_custom(data) if has_own_train_step(self.model) else step(data, shard)
             if self.stages.apply:
                 self.stages.apply.end(update)
         if telemetry and replica_count() == 1:

@@ -1,4 +1,4 @@
-"""Taking batches from the iterator and running compiled steps on them: the outermost part of a train function."""
+"""The outermost part of a train function: takes batches from the iterator, and runs compiled steps on them."""
 
 import sys
 import weakref
@@ -14,23 +14,23 @@ from keras_paragrad.compat.collectives import of_first_replica
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import MeshRunner, Take
-from keras_paragrad.engine.step.whole_batches import divided
+from keras_paragrad.engine.step.whole_batches import divide_batch
 
 Step = Callable[[Any], dict]
 
 
 class CompiledStep:
-    """A step on all replicas, in a graph of its own.
+    """A step on all replicas, as a function that TensorFlow never inlines.
 
-    Not inlined in another, so that nothing in it, such as a counter, runs ahead of a batch that turns out not to exist.
+    Inlined, a counter in it could advance for a batch that turns out not to exist.
 
     Args:
-        model: The model that is trained; its `jit_compile` and `run_eagerly` hold.
-        step: What runs on each replica.
-        take: How batches are spread over replicas, or `None` for Keras's way.
-        guard: How large batches may be, if there is a limit.
-        by_xla: Whether XLA may compile the step, if the model is compiled by it.
-        mesh: Runs the step on a mesh of devices, or `None` to run it on one.
+        model: The model. Its `jit_compile` and `run_eagerly` apply.
+        step: Runs on each replica.
+        take: Divides batches among replicas; Keras does, if `None`.
+        guard: Checks the size of batches.
+        by_xla: Whether XLA may compile the step.
+        mesh: Runs the step on a mesh of devices; on one device, if `None`.
     """
 
     def __init__(
@@ -66,26 +66,26 @@ class CompiledStep:
         self._get_next = tf.function(lambda iterator: iterator.get_next(), reduce_retracing=True, autograph=False)
         self._take = tf.function(lambda iterator: self(iterator.get_next()), reduce_retracing=True, autograph=False)
         self._iterator: Any = lambda: None
-        self._apart = True
+        self._through_python = True
 
     def __call__(self, data: Any) -> dict:
         return self._run(data)
 
     def run_next(self, iterator: Any) -> dict:
-        """Runs the step on the next batch, in a graph for any batch of the iterator: a batch tells its own shape alone.
+        """Runs the step on the next batch, traced for the element spec of the iterator and not for that batch's shape.
 
-        A graph around the step that takes the batch would hold the graph of the step a second time: 5 kB an operation.
+        A function that also takes the batch would hold the step's graph a second time: 5 kB an operation.
         """
         if not self._in_functions:
             return self(iterator.get_next())
         if self._iterator() is not iterator:
             self._iterator = weakref.ref(iterator)
             spec = keras.tree.map_structure(_without_optional, iterator.element_spec)
-            # Of a part without rows that is handed to Python, TensorFlow loses the inner dimensions.
-            self._apart = not any(map(_is_ragged, keras.tree.flatten(spec)))
-            if self._apart:
+            # TensorFlow loses the inner dimensions of empty ragged tensors that pass through Python.
+            self._through_python = not any(map(_is_ragged, keras.tree.flatten(spec)))
+            if self._through_python:
                 self._function.get_concrete_function(spec)
-        return self(self._get_next(iterator)) if self._apart else self._take(iterator)
+        return self(self._get_next(iterator)) if self._through_python else self._take(iterator)
 
 
 def _without_optional(spec: Any) -> Any:
@@ -96,7 +96,7 @@ def _is_ragged(spec: Any) -> bool:
     return any(isinstance(part, tf.RaggedTensorSpec) for part in getattr(spec, "_value_specs", (spec,)))
 
 
-# From an iterator, and whether each batch ends with an update, to the last batch's logs; `None` if there was no batch.
+# Maps an iterator, and whether each batch ends with an update, to the last batch's logs; `None` without a batch.
 Execute = Callable[[Any, list[bool]], dict | None]
 
 
@@ -112,22 +112,20 @@ def compile_steps(
     by_xla: bool = True,
     mesh: MeshRunner | None = None,
 ) -> Callable[[Any], dict]:
-    """Makes a train function in which each batch is run by one of several separately compiled steps.
+    """Makes a train function that runs one of several compiled steps on each batch.
 
-    The host picks the step: the branch is outside the compiled code, so a step that doesn't run costs nothing.
+    The host picks the step, outside of the compiled code, so the other steps cost nothing.
 
     Args:
-        model: The model that is trained; its `jit_compile`, `run_eagerly` and `steps_per_execution` hold.
+        model: The model. Its `jit_compile`, `run_eagerly` and `steps_per_execution` apply.
         steps: One step, or two: without and with an update.
-        schedule: Its `plan(batches)` says for each batch whether to take the second step; its `ended(batches,
-            exhausted)` is told that they have run, and its `skipped(batches)` that they have not. Needed for two
-            steps.
-        take: How batches are spread over replicas, or `None` for Keras's way.
-        skipped: How many of so many next batches to take and not to run.
-        guard: How large batches may be, if there is a limit.
-        on_resumed: Called with the last batch that was passed over, before the first that is run.
-        by_xla: Whether XLA may compile a whole step, if the model is compiled by it.
-        mesh: Runs the steps on a mesh of devices, one by one, or `None` to run them on one device.
+        schedule: The *apply* stage, which picks one of two steps.
+        take: Divides batches among replicas; Keras does, if `None`.
+        skipped: Maps a number of batches to how many of them to skip.
+        guard: Checks the size of batches.
+        on_resumed: Called with the last skipped batch, before the first step.
+        by_xla: Whether XLA may compile a whole step.
+        mesh: Runs the steps on a mesh of devices; on one device, if `None`.
 
     Returns:
         A function for `model.train_function`.
@@ -141,24 +139,24 @@ def compile_steps(
         batches = model.steps_per_execution
         try:
             batch = None
-            for _ in range(passed := skipped(batches)):
+            for _ in range(to_skip := skipped(batches)):
                 batch = _next_batch(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):
-            # The rest of them, or the model's next `fit` would pass over what nobody has seen.
+            # Otherwise the model's next `fit` would skip the rest.
             skipped(sys.maxsize)
             raise ValueError(
                 "The data ended before the batch at which training was to resume. Give fit the data, batch_size and "
                 "steps_per_epoch that it had, or give Backup another directory to begin anew."
             ) from None
-        if schedule and passed:
-            schedule.skipped(passed)
-        if passed:
+        if schedule and to_skip:
+            schedule.skipped(to_skip)
+        if to_skip:
             on_resumed(batch)
-        if passed == batches:
+        if to_skip == batches:
             return {}
-        batches -= passed
+        batches -= to_skip
         updates = schedule.plan(batches) if schedule else [False] * batches
-        of_tensors = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not passed
+        of_tensors = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not to_skip
         execute = run if of_tensors else by_host
         try:
             logs = execute(iterator, updates)
@@ -180,7 +178,7 @@ def _next_batch(iterator: Any) -> Any:
 
 
 def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
-    """Takes all the batches of a call in one graph."""
+    """Runs all batches of a call in one graph."""
     per_call = model.steps_per_execution
 
     def pick(update: tf.Tensor, data: Any) -> dict:
@@ -217,13 +215,13 @@ def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
 
 
 def _by_host(model: keras.Model, steps: Sequence[CompiledStep], *, cuts: bool) -> Execute:
-    """Takes batches one by one: TensorFlow can't run collectives inside `tf.cond`."""
+    """Runs batches one by one: TensorFlow can't run collectives inside `tf.cond`."""
     strategy = model.distribute_strategy
 
     def take_next(iterator: Any) -> Any:
-        # From `train_on_batch` and `test_on_batch`, which know nothing of replicas.
+        # A Python iterator of `train_on_batch` or `test_on_batch`.
         batch = next(iterator)
-        return divided(strategy, batch) if cuts and strategy.num_replicas_in_sync > 1 else batch
+        return divide_batch(strategy, batch) if cuts and strategy.num_replicas_in_sync > 1 else batch
 
     def execute(iterator: Any, updates: list[bool]) -> dict | None:
         logs = None

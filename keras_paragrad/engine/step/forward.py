@@ -1,4 +1,4 @@
-"""The forward and backward pass of one batch on one device, in the graph around it or as a function of its own."""
+"""The forward and backward pass of one batch on one device: inline, or as a function in the graph."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -21,13 +21,13 @@ from keras_paragrad.storage.row_gradients import scaled_gradient
 
 
 class Normalizer(NamedTuple):
-    """The number that a micro-batch's loss was divided by, which is the weight of its gradient.
+    """The divisor of a loss, which is the weight of its gradient among others.
 
     Attributes:
-        value: The loss's divisor, a float32 scalar: the gradient of two micro-batches together is the average of
-            their gradients, weighted by it.
-        summed: Whether the loss was not divided at all, so that the gradients of micro-batches are summed.
-        stated: The `weighting` that the user asked for, or `None` if the compiled losses tell.
+        value: The divisor, a float32 scalar. The gradient of two micro-batches together is the mean of their
+            gradients, weighted by it.
+        summed: Whether the loss is a sum, so that gradients are summed.
+        stated: The user's `weighting`, or `None` if it follows from the compiled losses.
     """
 
     value: tf.Tensor
@@ -35,28 +35,28 @@ class Normalizer(NamedTuple):
     stated: str | None = None
 
 
-# From a model, the arguments its `compute_loss` was called with, and the loss terms it called, to the weight.
+# Maps a model, the arguments of its `compute_loss` and the recorded loss terms to the weight.
 Normalize = Callable[[keras.Model, dict[str, Any], list[LossTerm]], Normalizer]
-# Takes what a `Normalize` takes, and gives nothing.
+# Takes the arguments of a `Normalize`.
 Look = Callable[[keras.Model, dict[str, Any], list[LossTerm]], None]
-# From a weight to what the loss is multiplied with before the backward pass.
+# Maps a weight to the factor of the loss in the backward pass.
 WeighReplica = Callable[[Normalizer], tf.Tensor]
-# From a batch, as `train_step` takes it, to a boolean tensor `(rows,)`.
+# Maps a batch, as `train_step` takes it, to a boolean tensor `(rows,)`.
 Present = Callable[[Any], tf.Tensor]
 
 
 class StepContext(NamedTuple):
-    """What a forward and backward pass needs beside its batch; replaced where a slice's differs from the batch's.
+    """The context of a forward and backward pass.
 
     Attributes:
-        model: A compiled model with Keras's own `train_step`.
-        shard: Whether there are examples in the batch.
-        normalize: Measures the weight of the gradient. On replicas, that of a mean is then divided by their number.
-        weigh_replica: What the loss is multiplied with, by its weight.
-        sums: Whether to tell what the losses are made of, instead of leaving outputs' losses to Keras's trackers.
-        look: Is shown what `normalize` would be given.
-        present: Says which rows are examples; all are, if `None`.
-        by_xla: Whether XLA compiles the forward and backward pass, and nothing else.
+        model: A compiled model with Keras's `train_step`.
+        shard: Says whether there are examples in the batch.
+        normalize: Measures the weight of the gradient; not measured, if `None`.
+        weigh_replica: Maps the weight to a factor of the loss.
+        sums: Whether to return numerators and denominators of the losses, instead of updating Keras's trackers.
+        look: Receives the arguments of `normalize`.
+        present: Masks the rows that are examples; all are, if `None`.
+        by_xla: Whether XLA compiles the pass alone.
         in_loop: Whether the pass is traced in a loop.
     """
 
@@ -72,14 +72,14 @@ class StepContext(NamedTuple):
 
 
 class ForwardBackwardResult(NamedTuple):
-    """What a forward and backward pass leaves behind.
+    """The result of a forward and backward pass.
 
     Attributes:
         gradients: A gradient for each of the model's `trainable_weights`, or `None` where there is none.
-        loss: The loss as the model computed it.
+        loss: The model's loss.
         y_pred: The model's outputs.
-        weight: The gradient's weight, or `None` if not requested.
-        sums: What the losses are made of, or `None` if Keras keeps track of them.
+        weight: The gradient's weight, or `None` if not measured.
+        sums: Numerators and denominators of the losses, or `None` if Keras tracks them.
     """
 
     gradients: list[Any]
@@ -90,7 +90,7 @@ class ForwardBackwardResult(NamedTuple):
 
 
 def forward_backward(context: StepContext, data: Any) -> ForwardBackwardResult:
-    """Does what Keras's `train_step` does from the inputs to the gradients of a batch."""
+    """Runs Keras's `train_step` from the inputs to the gradients."""
     model, normalize = context.model, context.normalize
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape, differentiable(tape) as source:
@@ -103,67 +103,67 @@ def forward_backward(context: StepContext, data: Any) -> ForwardBackwardResult:
             loss = model._compute_loss(**arguments, training=True)
         with tape.stop_recording():
             weight = normalize(model, arguments, terms) if normalize else None
-            found = None
+            sums = None
             if context.sums:
-                found = loss_sums(model, loss, terms, rows_of(x), weight, divided=normalize is None)
+                sums = loss_sums(model, loss, terms, rows_of(x), weight, divided=normalize is None)
             if context.look:
-                # Last, as terms keep what they compute, and this computes it in a graph of its own.
+                # Last: terms cache what they compute, and this computes it in another graph.
                 context.look(model, arguments, terms)
             factor = context.weigh_replica(weight) if weight is not None and context.weigh_replica else None
-        shared = loss if factor is None else loss * tf.cast(factor, loss.dtype)
+        weighted = loss if factor is None else loss * tf.cast(factor, loss.dtype)
         if weight is not None and not weight.summed and replica_count() > 1:
-            shared *= tf.cast(1 / replica_count(), shared.dtype)
-        scaled = model.optimizer.scale_loss(shared)
+            weighted *= tf.cast(1 / replica_count(), weighted.dtype)
+        scaled = model.optimizer.scale_loss(weighted)
     with _with_replica_weight(model, factor), regather_in_backward(scaled):
         gradients = tape.gradient(scaled, [source(variable) for variable in model.trainable_weights])
-    return ForwardBackwardResult(gradients, loss, y_pred, weight, found)
+    return ForwardBackwardResult(gradients, loss, y_pred, weight, sums)
 
 
 def forward_backward_in_function(context: StepContext, data: Any) -> ForwardBackwardResult:
-    """`forward_backward` as a function of its own in the step's graph.
+    """`forward_backward` as a function in the step's graph.
 
-    On several replicas XLA can compile no more than this: it knows one device. What it is given and gives back is then
-    the same, but for the replica loss scale, which comes from other replicas and is multiplied with the gradients.
+    On several replicas XLA can compile this function alone, as it knows one device. The replica's weight depends on the
+    other replicas, so it is then multiplied with the gradients, outside.
 
-    In a loop without XLA, oneDNN has to see max-pooling apart: in a graph with a cycle it replaces TensorFlow's kernels
-    in no order, and in some processes misses that of the gradient, which then takes ten times as long.
+    In a loop without XLA, max-pooling has to be in a function: in a graph with a cycle, oneDNN replaces TensorFlow's
+    kernels in no fixed order, and in some processes misses the one of the gradient, which then takes ten times as long.
     """
     traced, by_xla, weigh_replica = [], context.by_xla, context.weigh_replica
 
     def parts(data):
-        passed = forward_backward(context._replace(weigh_replica=None) if by_xla else context, data)
-        traced.append(passed)
-        value = None if passed.weight is None else passed.weight.value
-        return passed.gradients, passed.loss, passed.y_pred, value, passed.sums.vector if passed.sums else None
+        result = forward_backward(context._replace(weigh_replica=None) if by_xla else context, data)
+        traced.append(result)
+        value = None if result.weight is None else result.weight.value
+        return result.gradients, result.loss, result.y_pred, value, result.sums.vector if result.sums else None
 
     gradients, loss, y_pred, value, vector = call_in_function(parts, data, by_xla=by_xla)
-    # What is no tensor is as it was when the step was traced.
-    weight, found = traced[-1].weight, traced[-1].sums
+    # Take everything but the tensors from the trace.
+    weight, sums = traced[-1].weight, traced[-1].sums
     weight = weight and weight._replace(value=value)
-    found = found and found._replace(vector=vector)
+    sums = sums and sums._replace(vector=vector)
     if by_xla and weight is not None and weigh_replica:
         gradients = [scaled_gradient(gradient, weigh_replica(weight)) for gradient in gradients]
-    return ForwardBackwardResult(gradients, loss, y_pred, weight, found)
+    return ForwardBackwardResult(gradients, loss, y_pred, weight, sums)
 
 
 def call_in_function(function: Callable[[Any], Any], data: Any, *, by_xla: bool = True) -> Any:
-    """Calls a function on one replica that stays one in the graph; the masks on what it returns are kept."""
+    """Calls a function on one replica without inlining it; its outputs keep their masks."""
 
     attributes = None if by_xla else {NO_INLINE: True}
 
-    # Made anew on each replica: a function that they shared would be traced for the device of the first.
+    # Traced on each replica: a shared function would run on the first one's device.
     @tf.function(jit_compile=by_xla, autograph=False, experimental_attributes=attributes)
-    def apart(data):
+    def call(data):
         outputs = function(data)
         return outputs, [mask_of(output) for output in keras.tree.flatten(outputs)]
 
-    outputs, masks = apart(data)
+    outputs, masks = call(data)
     marked = [with_mask(*pair) for pair in zip(keras.tree.flatten(outputs), masks, strict=True)]
     return keras.tree.pack_sequence_as(outputs, marked)
 
 
 def replica_weight_of(model: keras.Model) -> tf.Tensor:
-    """What the loss was multiplied with in the backward pass that is being traced on this replica."""
+    """The factor of the loss in the backward pass that is being traced on this replica."""
     return state_of(model).replica_weights.get(replica_index(), tf.constant(1.0))
 
 

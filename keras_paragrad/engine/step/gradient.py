@@ -27,15 +27,15 @@ _CONVOLUTIONS = tuple(layer for name, layer in vars(keras.layers).items() if "Co
 
 
 class Gradient(NamedTuple):
-    """What came out of a forward and backward pass.
+    """The gradient of a slice or a batch.
 
     Attributes:
         gradients: A gradient for each of the model's `trainable_weights`, or `None` where there is none.
-        loss: The loss as the model computed it, or `None` if there are only the `sums` of several.
-        rows: How many examples it was computed on.
+        loss: The model's loss, or `None` if it is in `sums`.
+        rows: Number of examples, a scalar.
         weight: The gradient's weight, or `None` if not requested.
-        sums: What the losses that are shown are made of, or `None` if they are left to Keras.
-        show: For a whole batch, tracks its loss and metrics as Keras does after the update, and returns the logs.
+        sums: Numerators and denominators of the losses in the logs, or `None` if Keras tracks them.
+        show: For a whole batch, updates loss and metrics as Keras does after the update, and returns the logs.
     """
 
     gradients: list[Any]
@@ -46,101 +46,101 @@ class Gradient(NamedTuple):
     show: Callable[[], dict[str, Any]] | None = None
 
     def of_all(self, gradients: list[Any], rows: tf.Tensor, divisor: tf.Tensor, losses: tf.Tensor) -> "Gradient":
-        """That of a batch of which this is one slice, given the sums over all slices of weights and of losses."""
+        """The gradient of the batch that this slice is from, with the sums over all its slices."""
         weight = self.weight and self.weight._replace(value=divisor)
         return Gradient(gradients, None, rows, weight, self.sums and self.sums._replace(vector=losses))
 
     def counting_as_one(self) -> "Gradient":
-        """This, weighing as much on each replica, whatever it was computed on."""
+        """The gradient with weight 1, so that all replicas count alike."""
         weight = self.weight and self.weight._replace(value=tf.ones_like(self.weight.value))
         return self._replace(weight=weight)
 
 
 class ReplicaWeight:
-    """How much of a batch's gradient one replica's is: its weight in that of all.
+    """The weight of this replica's gradient in the batch's; reduced over the replicas once.
 
     Args:
-        shard: Whether this replica has examples.
+        shard: Says whether this replica has examples.
     """
 
     def __init__(self, shard: Shard):
         self.shard = shard
-        self._known: tf.Tensor | None = None
+        self._factor: tf.Tensor | None = None
 
     def __call__(self, weight: Normalizer) -> tf.Tensor:
-        """The factor of this replica's loss with which the sum of the replicas' gradients is that of the batch."""
-        if self._known is None:
-            self._known = self._share(weight)
-        return self._known
+        """The factor for this replica's loss that makes the sum of all replicas' gradients the batch's."""
+        if self._factor is None:
+            self._factor = self._reduce(weight)
+        return self._factor
 
-    def _share(self, weight: Normalizer) -> tf.Tensor:
+    def _reduce(self, weight: Normalizer) -> tf.Tensor:
         one = tf.constant(1.0)
         if weight.summed:
             return one
         value = self.shard.weight(tf.cast(weight.value, "float32"))
         (total,) = sum_over_replicas([value])
-        # The loss is divided by the number of replicas already.
+        # Keras has divided the loss by the number of replicas.
         return tf.where(total > 0, value * replica_count() / total, one)
 
 
 def gradient_of(context: StepContext, data: Any, **how: Any) -> Gradient:
-    """Does what Keras's `train_step` does up to the optimizer: forward, loss, backward, metrics.
+    """Runs Keras's `train_step` up to the optimizer: forward pass, loss, backward pass, metrics.
 
     Args:
-        context: What the pass needs beside the batch.
+        context: The context of the pass.
         data: A batch, as `train_step` takes it.
-        **how: What replaces parts of the context.
+        **how: Fields of the context to replace.
 
     Returns:
-        The `Gradient`; the loss has not been tracked yet, and of a whole batch the metrics neither.
+        The `Gradient`. Its loss is not tracked yet, nor are the metrics of a whole batch.
     """
     context = context._replace(**how)
     model, shard = context.model, context.shard
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     in_function = context.by_xla or (context.in_loop and _is_slower_in_loop(model))
-    passed = (forward_backward_in_function if in_function else forward_backward)(context, data)
-    batch = {"x": x, "y": y, "y_pred": passed.y_pred, "sample_weight": sample_weight}
-    found = passed.sums and passed.sums.only_if(shard.nonempty)
+    result = (forward_backward_in_function if in_function else forward_backward)(context, data)
+    batch = {"x": x, "y": y, "y_pred": result.y_pred, "sample_weight": sample_weight}
+    sums = result.sums and result.sums.only_if(shard.nonempty)
     show = None
     if context.present is not None:
-        there = tf.logical_and(context.present(data), shard.rows > 0)
-        found = found and found.of_rows(tf.math.count_nonzero(there))
+        present = tf.logical_and(context.present(data), shard.rows > 0)
+        sums = sums and sums.of_rows(tf.math.count_nonzero(present))
         if has_metrics(model):
-            shard.only(there).run(lambda: update_metrics(model, _rows_of_batch(batch, there)))
+            shard.only(present).run(lambda: update_metrics(model, _select_rows(batch, present)))
     elif not context.sums and shard.nonempty is None:
-        show = functools.partial(_show, model, passed.loss, batch)
+        show = functools.partial(_track_batch, model, result.loss, batch)
     else:
         shard.run(lambda: update_metrics(model, batch))
     if context.normalize is not None:
-        check_metrics(model, y, passed.y_pred, sample_weight)
-    weight = passed.weight and passed.weight._replace(value=shard.weight(passed.weight.value))
-    return Gradient(shard.gradients(passed.gradients), passed.loss, rows_of(x), weight, found, show)
+        check_metrics(model, y, result.y_pred, sample_weight)
+    weight = result.weight and result.weight._replace(value=shard.weight(result.weight.value))
+    return Gradient(shard.gradients(result.gradients), result.loss, rows_of(x), weight, sums, show)
 
 
 def _is_slower_in_loop(model: keras.Model) -> bool:
-    """Whether oneDNN misses kernels of the pass in the graph of a loop; see `forward_backward_in_function`."""
+    """Whether oneDNN misses kernels when the pass is in a loop; see `forward_backward_in_function`."""
     pooling = keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D
     in_graph = not tf.executing_eagerly() and not model.jit_compile
     return in_graph and any(isinstance(layer, pooling) for layer in all_layers(model))
 
 
 def is_slower_in_xla_loop(model: keras.Model) -> bool:
-    """Whether XLA runs the pass two to three times as long in a loop as by itself, on CPUs."""
+    """Whether the pass takes XLA two to three times as long in a loop, on CPUs."""
     return any(isinstance(layer, _CONVOLUTIONS) for layer in all_layers(model))
 
 
-def _rows_of_batch(batch: dict[str, Any], there: tf.Tensor) -> dict[str, Any]:
-    rows = tf.squeeze(tf.where(there), 1)
+def _select_rows(batch: dict[str, Any], present: tf.Tensor) -> dict[str, Any]:
+    rows = tf.squeeze(tf.where(present), 1)
     return keras.tree.map_structure(lambda tensor: tensor if tensor is None else tf.gather(tensor, rows), batch)
 
 
-def _show(model: keras.Model, loss: tf.Tensor, batch: dict[str, Any]) -> dict[str, Any]:
+def _track_batch(model: keras.Model, loss: tf.Tensor, batch: dict[str, Any]) -> dict[str, Any]:
     track_loss(model, loss, rows_of(batch["x"]))
     return model.compute_metrics(**batch)
 
 
-def scaled(gradient: Gradient, weigh_replica: WeighReplica) -> Gradient:
-    """A gradient times its share in that of all replicas."""
+def scale_by_replica(gradient: Gradient, weigh_replica: WeighReplica) -> Gradient:
+    """A gradient times this replica's weight."""
     if gradient.weight is None:
         return gradient
     factor = weigh_replica(gradient.weight)
@@ -148,5 +148,5 @@ def scaled(gradient: Gradient, weigh_replica: WeighReplica) -> Gradient:
 
 
 def track_loss(model: keras.Model, loss: tf.Tensor, rows: tf.Tensor) -> None:
-    """Adds a batch's loss, as the model computed it, to the mean that `fit` shows as `loss`; as Keras does."""
+    """Adds a batch's loss to the mean that `fit` logs as `loss`."""
     model._loss_tracker.update_state(unscale_loss_for_distribution(loss), sample_weight=rows)

@@ -1,4 +1,4 @@
-"""Batches that are trained on whole, under a component that would divide larger ones or divide them over devices."""
+"""Batches that fit in one slice: trained whole where larger ones would be refused."""
 
 import functools
 import logging
@@ -16,18 +16,18 @@ from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.replicas.shard import rows_of
 
 _log = logging.getLogger("keras_paragrad")
-# TensorFlow quotes what a check fails with, so that this can be found in it and a longer text can't.
-_ABOVE = "keras_paragrad: a batch is larger than a slice"
+# TensorFlow quotes an assertion's message, but cuts long ones.
+_TOO_LARGE = "keras_paragrad: a batch is larger than a slice"
 
 
 class DeferredRefusal:
-    """Says once for each model what a `LossNormalization` would refuse, where no batch is divided and nothing measured.
+    """Warns, once for each model, of what a `LossNormalization` would refuse if batches were divided.
 
-    Two of the same measure are equal, so that a step compiled for one serves the other.
+    Instances with the same measure are equal, so they share compiled steps.
 
     Args:
-        measure: What would measure the parts of a batch.
-        where: What follows the model's name and comes before "would be refused".
+        measure: The normalization that a divided batch would need.
+        where: The warning's words between the model's name and "would be refused".
     """
 
     def __init__(self, measure: LossNormalization, where: str):
@@ -40,20 +40,20 @@ class DeferredRefusal:
         return hash((self.measure, self.where))
 
     def check(self, model: keras.Model) -> None:
-        """Says what can be told without a batch."""
+        """Warns of what shows without a batch."""
         try:
             self.measure.check(model)
         except IndivisibleError as refusal:
             self.say(model, refusal)
 
     def look(self, model: Any, arguments: dict[str, Any], terms: list[LossTerm]) -> None:
-        """Says what is found in a step; takes what a `LossNormalization` takes. Looks once for each `compile`."""
+        """Warns of what shows in a step, with the arguments of a `LossNormalization`; once for each `compile`."""
         state = state_of(model)
         if self.where in state.logged or state.deferred_refusal.get(self.where) is model._compile_config:
             return
         state.deferred_refusal = {**state.deferred_refusal, self.where: model._compile_config}
-        # What is computed to find out is in a graph that is never run.
-        with FuncGraph("foreseen").as_default(), warnings.catch_warnings():
+        # A graph of its own, which never runs.
+        with FuncGraph("deferred_refusal").as_default(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 self.measure.check(model)
@@ -61,11 +61,11 @@ class DeferredRefusal:
             except IndivisibleError as refusal:
                 self.say(model, refusal)
             except Exception:
-                # Of a loss that runs eagerly alone, for one. What is only foreseen must not end training.
+                # A loss that only runs eagerly, for one: a warning must not end the training.
                 return
 
     def say(self, model: keras.Model, refusal: IndivisibleError) -> None:
-        """Logs what would be refused, unless that was said of this model before."""
+        """Logs the refusal, unless it was logged for this model before."""
         state = state_of(model)
         if self.where not in state.logged:
             state.logged |= {self.where}
@@ -73,11 +73,11 @@ class DeferredRefusal:
 
 
 class IndivisibleBatchGuard:
-    """The most examples that a batch may have in one train function, once its step has turned out to be indivisible.
+    """Limits the size of batches to one slice, once a traced step has turned out to be indivisible.
 
     Args:
         model: The model.
-        split: What would cut its batches, or `None`.
+        split: The *split* stage, or `None`.
     """
 
     def __init__(self, model: keras.Model, split: Any):
@@ -86,10 +86,10 @@ class IndivisibleBatchGuard:
         self._refusal: str | None = None
 
     def leave_whole(self, data: Any, refusal: IndivisibleError) -> None:
-        """Told, while a step is traced, why its batches can't be cut.
+        """Leaves the batch that is being traced in one piece.
 
         Raises:
-            IndivisibleError: A batch of these shapes has to be cut.
+            IndivisibleError: Batches of these shapes are larger than a slice.
         """
         cuts = self.split.cuts(data)
         message = f"{self.split.undivided} {refusal}"
@@ -100,33 +100,33 @@ class IndivisibleBatchGuard:
         self.split.deferred_refusal.say(self.model, refusal)
 
     def watch(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A compiled step that fails on batches above the limit; outside of it, as XLA leaves out what only checks."""
+        """Makes a compiled step check its batches; outside of the step, as XLA drops assertions."""
 
         def check(data: Any) -> None:
             rows = rows_of(data)
-            tf.debugging.Assert(rows <= self.split.size, [_ABOVE])
+            tf.debugging.Assert(rows <= self.split.size, [_TOO_LARGE])
 
         @functools.partial(tf.function, reduce_retracing=True, autograph=False)
         def check_all(data: Any) -> None:
             self.model.distribute_strategy.run(check, args=(data,))
 
         def watched(data: Any) -> Any:
-            known = self._refusal
-            if known:
+            checked = self._refusal
+            if checked:
                 check_all(data)
             result = step(data)
-            # Only found out while the step was traced just now.
-            if self._refusal and not known:
+            # The call above may have traced the step, and found it indivisible.
+            if self._refusal and not checked:
                 check_all(data)
             return result
 
         return watched if self.split else step
 
     def explain(self, error: tf.errors.InvalidArgumentError) -> None:
-        """Raises a failure to check as what it is; does nothing for other errors.
+        """Replaces the error of a failed check; ignores other errors.
 
         Raises:
-            IndivisibleError: A batch was above the limit.
+            IndivisibleError: A batch was larger than a slice.
         """
-        if self._refusal and _ABOVE in error.message:
+        if self._refusal and _TOO_LARGE in error.message:
             raise IndivisibleError(self._refusal) from None

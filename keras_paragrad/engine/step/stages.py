@@ -1,4 +1,4 @@
-"""The stages of a step, and what fills them."""
+"""The stages of a step, and the protocols of what fills them."""
 
 import contextlib
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from keras_paragrad.engine.telemetry.observe import Observe
 
 
 class Take(NamedTuple):
-    """Fills the *take* stage: batches are spread over replicas, and what is shown is put together from all of them.
+    """Fills the *take* stage: divides batches among replicas, and combines their logs.
 
     Attributes:
-        normalize: The loss normalization of a replica's shard, or `None` if all count the same.
+        normalize: The loss normalization of a replica batch, or `None` if all count the same.
         by_xla: Whether XLA compiles each replica's forward and backward pass.
-        deferred_refusal: On one replica, says what more of them would refuse.
+        deferred_refusal: On one replica, warns of what several would refuse.
     """
 
     normalize: LossNormalization | None = None
@@ -29,92 +29,91 @@ class Take(NamedTuple):
 
 
 class Split(Protocol):
-    """Fills the *split* stage: a batch cut into slices, and its gradient put together again from theirs."""
+    """Fills the *split* stage: divides a batch into slices, and combines their gradients."""
 
     normalize: LossNormalization
 
     @property
     def size(self) -> int:
-        """The most examples in a batch that is never cut."""
+        """The size of a slice, in examples."""
         ...
 
     @property
     def deferred_refusal(self) -> DeferredRefusal:
-        """Says of batches that are one slice what several would refuse."""
+        """Warns, for batches of one slice, of what several would refuse."""
         ...
 
     @property
     def undivided(self) -> str:
-        """Which batch can't be cut, for the error of a model that allows no slices."""
+        """The first sentence of the error for a model whose batches can't be divided."""
         ...
 
     def cuts(self, data: Any) -> bool | None:
-        """Whether a batch has more examples than a slice; `None` where its shapes don't say."""
+        """Whether a batch is larger than a slice; `None` if its static shape doesn't say."""
         ...
 
     def __call__(self, context: StepContext, data: Any) -> Gradient:
-        """The gradient of a batch, from those of its slices, which each have what `context` says."""
+        """The gradient of a batch. Each of its slices is computed in `context`."""
         ...
 
 
 class Apply(Protocol):
-    """Fills the *combine* and *apply* stages: when gradients that were gathered reach the weights."""
+    """Fills the *combine* and *apply* stages: accumulates gradients, and decides when to update."""
 
     @property
     def deferred_refusal(self) -> DeferredRefusal | None:
-        """Where each batch makes an update by itself, says what several would refuse."""
+        """If every batch is a whole window, warns of what larger windows would refuse."""
         ...
 
     def plan(self, batches: int) -> list[bool]:
-        """Whether each of the next batches ends with an update; asked by the host before they are run."""
+        """Whether each of the next batches ends with an update; the host asks before it runs them."""
         ...
 
     def ended(self, batches: int, exhausted: bool) -> None:
-        """Tells that the planned batches have run, or that the data ran out before the first of them."""
+        """Notes that the planned batches have run, or that the data ended before the first of them."""
         ...
 
     def skipped(self, batches: int) -> None:
-        """Tells that so many batches of the epoch were taken and not run, as training has seen them already."""
+        """Notes that a resumed epoch has skipped batches."""
         ...
 
     def abandoned(self, name: str) -> None:
-        """Tells that the `fit` of the model of that name has failed, and another step is about to be built."""
+        """Cleans up after a `fit` that failed, before another step is built."""
         ...
 
     def gathering(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which the optimizer gathers gradients, and `end` ends the micro-batch."""
+        """Context in which the optimizer only accumulates; `end` ends the micro-batch."""
         ...
 
     def end(self, update: bool) -> None:
-        """Ends the step on this replica, with an update or without."""
+        """Ends the micro-batch on this replica, with an update or without."""
         ...
 
 
 class MeshRunner(Protocol):
-    """Runs the steps of a model on a mesh of devices, and changes no number."""
+    """Runs the steps of a model on a mesh of devices."""
 
     def running(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A compiled step, run on the mesh with batches from outside of it."""
+        """Makes a compiled step run on the mesh, with batches from the host."""
         ...
 
 
 class Stages(NamedTuple):
-    """What the stages of a model's step are filled with, in the order in which a step goes through them.
+    """The fillers of a step's stages, in the order in which the step runs them.
 
     Attributes:
-        take: How batches are spread over replicas, or `None` for Keras's way.
-        split: Cuts a batch and combines the gradients of its slices, or `None`.
-        combine: The loss normalization of micro-batches, by which their gradients are weighted, or `None`.
-        transform: Changes the gradient of a whole update, or `None`.
-        transforms: Change what `transform` has made of it, in this order, or `None`.
-        apply: Decides when gradients reach the weights, or `None`.
-        observe: Is shown gradients before they are transformed, or `None`. It changes nothing.
-        telemetry: Is shown some updates of the weights, or `None`. It changes nothing.
-        present: Says which rows of a batch are examples, where others only fill it up and weigh 0; or `None` if all
-            are. Losses and metrics are shown of these alone.
-        place: Makes the context that puts a step's operations on devices, or `None` to leave that to TensorFlow. It
-            changes nothing else.
-        mesh: Runs steps on a mesh of devices, or `None` to run them on one.
+        take: Divides batches among replicas; Keras does, if `None`.
+        split: Divides a batch into slices, and combines their gradients.
+        combine: The loss normalization that weights micro-batches.
+        transform: Transforms the gradient of an update.
+        transforms: Transform the result of `transform`, in this order.
+        apply: Accumulates gradients, and decides when to update.
+        observe: Receives gradients before they are transformed.
+        telemetry: Receives some of the updates.
+        present: Masks the rows that are examples, in batches padded with rows of weight 0; all are, if `None`. Losses
+            and metrics are those of these rows.
+        place: Makes a context that places operations on devices; TensorFlow does, if `None`.
+        mesh: Runs steps on a mesh of devices; on one device, if `None`.
     """
 
     take: Take | None = None
@@ -131,13 +130,13 @@ class Stages(NamedTuple):
 
     @property
     def chain(self) -> Chain | None:
-        """All that changes the gradient of a whole update, in order, or `None`."""
+        """`transform` and `transforms` as one, or `None`."""
         transforms = (*((self.transform,) if self.transform else ()), *(self.transforms or ()))
         return Chain(transforms) if transforms else None
 
     @property
     def filled(self) -> list[str]:
-        """The names of the stages that are not left to Keras."""
+        """The names of the filled stages."""
         return [name for name, filler in self._asdict().items() if filler is not None]
 
     def normalization(self, *, of_slices: bool) -> Normalize | None:
@@ -153,7 +152,7 @@ class Stages(NamedTuple):
         return self.combine or split or (self.take.normalize if self.take else None)
 
     def by_xla_alone(self, model: Any, replicas: int) -> bool:
-        """Whether XLA compiles each forward and backward pass by itself, and nothing else of the step."""
+        """Whether XLA compiles the forward and backward passes alone, and not the whole step."""
         if replicas > 1:
             return bool(self.take and self.take.by_xla)
         transform = self.chain and self.chain.outside_xla
@@ -162,6 +161,6 @@ class Stages(NamedTuple):
 
     @property
     def deferred_refusal(self) -> DeferredRefusal | None:
-        """Says what larger batches, more replicas or larger windows would refuse, where there are none."""
-        found = (stage.deferred_refusal for stage in (self.split, self.take, self.apply) if stage)
-        return next((each for each in found if each), None)
+        """Warns of what slices, several replicas or larger windows would refuse, where there are none."""
+        stages = (self.split, self.take, self.apply)
+        return next((stage.deferred_refusal for stage in stages if stage and stage.deferred_refusal), None)

@@ -1,4 +1,4 @@
-"""Building a model from what its data looks like, before the first step."""
+"""Builds models, losses and metrics from the shapes of data, before the first step."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from keras_paragrad.engine.probes.untouched import untouched
 
 
 def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> None:
-    """Builds a layer, and all within, that is not built: calls it on what only has the shapes of its arguments.
+    """Builds a layer and its sublayers, by a call on symbolic tensors of its arguments' shapes.
 
     Args:
-        layer: The layer; one that is built is left alone.
-        *arguments: Arrays or tensors with a row for each example, nested as the layer takes them.
-        **keywords: What else it is called with, as it is.
+        layer: The layer. Nothing happens if it is built.
+        *arguments: Nested arrays or tensors with a row for each example.
+        **keywords: Other arguments of the call, passed on.
     """
     if layer.built and all(inner.built for inner in layer._flatten_layers()):
         return
@@ -27,25 +27,25 @@ def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any
     def of_any_size(tensor):
         if tensor is None:
             return None
-        # Shapes of examples are what weights are made from.
+        # Weights depend on the shape of an example, not on the batch size.
         return keras.KerasTensor((None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype))
 
     compute_output_spec(layer, *keras.tree.map_structure(of_any_size, arguments), **keywords)
 
 
 def has_build(layer: keras.layers.Layer) -> bool:
-    """Whether a layer has a `build` of its own, rather than layers that are built when it calls them."""
+    """Whether a layer's class defines `build`."""
     return not is_default(layer.build)
 
 
 def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
-    """Builds what Keras's `_maybe_symbolic_build` builds, from one replica's part of a batch.
+    """Builds what Keras's `_maybe_symbolic_build` builds, from the batch of one replica.
 
-    Keras averages the replicas' parts to get at their shape, which fails where they differ in size.
+    Keras averages the replica batches to read their shape, which fails if their sizes differ.
 
     Args:
-        model: A model made under a strategy.
-        iterator: What gives batches, as Keras's trainer has it, or `None`.
+        model: A model that was created under a strategy.
+        iterator: The epoch iterator of Keras's trainer, or `None`.
         data_batch: A batch, or `None`.
     """
     if all(layer.built for layer in model._flatten_layers()) and _all_built(model):
@@ -56,7 +56,7 @@ def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None
 
     def of_any_size(tensor):
         local = strategy.experimental_local_results(tensor)[0]
-        # None where an optional input is left out.
+        # An optional input that was left out.
         if local is None:
             return None
         return keras.KerasTensor((None, *local.shape[1:]), keras.backend.standardize_dtype(local.dtype))
@@ -65,17 +65,17 @@ def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None
         try:
             model._symbolic_build(data_batch=keras.tree.map_structure(of_any_size, data_batch))
         except Exception:
-            # A step of its own need not call the model, which is not built then for all its layers.
+            # A custom `train_step` need not call the model, so only the layers may be built.
             if not has_own_train_step(model) or not all(layer.built for layer in all_layers(model)):
                 raise
 
 
 def build_from_inputs(model: Any, data_batch: Any) -> None:
-    """Builds the layers of a model that is to predict before it has been trained.
+    """Builds the layers of a model that predicts before it was trained.
 
     Args:
-        model: A model made under a strategy.
-        data_batch: A batch, as `predict_step` takes it, with a part for each replica.
+        model: A model that was created under a strategy.
+        data_batch: A batch of `predict_step`, divided among the replicas.
     """
     if all(layer.built for layer in model._flatten_layers()):
         return
@@ -87,28 +87,28 @@ def build_from_inputs(model: Any, data_batch: Any) -> None:
 
 
 def losses_built(model: Any) -> bool:
-    """Whether a model's compiled losses are there, if it has any."""
+    """Whether a model's compiled losses are built, if it has any."""
     return model._compile_loss is None or model._compile_loss.built
 
 
 def build_losses(model: Any, data: Any, *, metrics: bool = False) -> None:
-    """Builds the compiled losses from a part of a batch, within a step or before it; does nothing if they are built.
+    """Builds the compiled losses from a batch, unless they are built; within a step or before it.
 
-    Under a strategy Keras has built them before.
+    Under a strategy, Keras has built them already.
 
     Args:
         model: A compiled model.
-        data: The part, as `train_step` takes it.
+        data: A batch or a slice, as `train_step` takes it.
         metrics: Whether to build the compiled metrics too.
     """
     compiled = model._compile_metrics if metrics else None
     if losses_built(model) and (compiled is None or compiled.built):
         return
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    # Its variables are to stay.
+    # Outside of the graph below, so that its variables stay.
     build_by_calling(model, x)
     scope = keras.StatelessScope(collect_losses=True)
-    # In a graph that is never run: the model is called to see what its outputs look like.
+    # In a graph that never runs: the call shows the structure of the outputs.
     with (
         FuncGraph("losses").as_default(),
         SymbolicScope(),
@@ -130,7 +130,7 @@ def _all_built(model: Any) -> bool:
 
 
 def _first_batch(iterator: Any) -> Any:
-    """A batch, which is still there to be trained on if the data can show one."""
+    """The first batch, which is still trained on if the data adapter can peek."""
     first = getattr(iterator.data_adapter, "first_batch", None)
     if first:
         return first()

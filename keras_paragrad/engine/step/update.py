@@ -36,9 +36,9 @@ def intercept(optimizer: Any, apply: Apply | None) -> None:
 
 
 def install(optimizer: Any, transform: Transform | None, *, shown: bool = False) -> None:
-    """Has an optimizer's updates pass through the last stages of a step, or no longer, if none is filled.
+    """Makes an optimizer's `apply` run the last stages of a step, while one is filled.
 
-    An optimizer and not a step makes an update: that of an accumulation window, and one that a loss scale may skip.
+    They run in the optimizer because it decides on updates: at the end of a window, and unless a loss scale skips one.
 
     Args:
         optimizer: The innermost, which gets the gradient of a whole update.
@@ -60,7 +60,7 @@ def install(optimizer: Any, transform: Transform | None, *, shown: bool = False)
 
 
 def installed(optimizer: Any) -> Transform | None:
-    """What the gradients of an optimizer's updates pass through. Functions traced with another one are outdated."""
+    """The transform of an optimizer's updates. Functions that were traced with another one are outdated."""
     return state_of(optimizer).transform
 
 

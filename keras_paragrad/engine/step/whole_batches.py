@@ -1,4 +1,4 @@
-"""Batches that come whole, as `train_on_batch`, `test_on_batch` and `predict_on_batch` take them."""
+"""Batches of `train_on_batch`, `test_on_batch` and `predict_on_batch`, which reach every worker whole."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ import keras
 import tensorflow as tf
 
 
-def divided(strategy: tf.distribute.Strategy, batch: Any) -> Any:
-    """A batch that every worker holds, cut up among the replicas in their order.
+def divide_batch(strategy: tf.distribute.Strategy, batch: Any) -> Any:
+    """Divides a batch among the replicas, in their order.
 
     Args:
-        strategy: Whose replicas.
-        batch: Nested arrays or tensors, with `None` among them.
+        strategy: The strategy of the replicas.
+        batch: Nested arrays or tensors; some may be `None`.
 
     Returns:
-        For each of them one value a replica. Sizes differ by one row at most, and a replica may get no row.
+        The nested `PerReplica` values. Sizes differ by at most one row, and a replica may get none.
     """
     replicas = strategy.num_replicas_in_sync
 
@@ -32,9 +32,9 @@ def divided(strategy: tf.distribute.Strategy, batch: Any) -> Any:
 
 
 def predict_on_batch(model: Any, x: Any) -> Any:
-    """What the model's `predict_on_batch` does on replicas: each row once, in order."""
+    """The model's `predict_on_batch` on replicas: each row once, in order."""
     model.make_predict_function()
-    outputs = model.predict_function([divided(model.distribute_strategy, (x,))])
+    outputs = model.predict_function([divide_batch(model.distribute_strategy, (x,))])
     return keras.tree.map_structure(
         lambda output: output if isinstance(output, (tf.SparseTensor, tf.RaggedTensor)) else output.numpy(), outputs
     )
