@@ -120,11 +120,11 @@ def held(model):
     """Bytes of weights and of the optimizer's state on a device, counted from the variables."""
     import tensorflow as tf
 
-    from keras_paragrad.storage.sharded import storage_of
+    from keras_paragrad.storage.sharded import sharded_value
 
     total = 0
     for variable in (*model.variables, *model.optimizer.variables):
-        storage, size = storage_of(variable), tf.as_dtype(variable.dtype).size
+        storage, size = sharded_value(variable), tf.as_dtype(variable.dtype).size
         if storage is None or storage.copies is not None:
             total += math.prod(variable.shape) * size
         if storage is not None:
