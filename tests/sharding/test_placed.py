@@ -10,13 +10,13 @@ CLOSE = 1e-6
 FEW = {
     "changed": ["mesh"],
     "written": ["optimizer"],
-    "counted": ["pipeline"],
+    "counted": ["mesh"],
     "stepped": ["mesh"],
 }
 MORE = {
     "changed": ["columns", "pipeline", "auto", "parameters", "optimizer", "replicas"],
     "written": ["mesh", "pipeline", "columns", "auto", "parameters", "replicas"],
-    "counted": ["mesh"],
+    "counted": ["pipeline"],
     "stepped": ["pipeline"],
 }
 
