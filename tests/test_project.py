@@ -1,5 +1,7 @@
 """What the project's files say of each other holds: releases, workflows, issue forms and the citation."""
 
+import ast
+import importlib
 import re
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 GITHUB = ROOT / ".github"
+SCRIPTS = [path for folder in ("benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def constraints(path: Path, releases: str) -> str:
@@ -142,3 +145,14 @@ def test_the_citation_is_of_this_version():
     citation = (ROOT / "CITATION.cff").read_text()
     assert f'version: "{keras_paragrad.__version__}"' in citation
     assert f"license: {PROJECT['license']}" in citation
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_script_imports_of_the_package_is_there(script):
+    """Few of them run in the tests, and some import only in a process of their own."""
+    nodes = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.ImportFrom)]
+    for node in nodes:
+        if node.module and node.module.partition(".")[0] == "keras_paragrad":
+            module = importlib.import_module(node.module)
+            missing = [each.name for each in node.names if not hasattr(module, each.name)]
+            assert not missing, f"{node.module} has no {missing}"
