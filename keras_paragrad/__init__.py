@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from keras_paragrad.command_line import is_command
+from keras_paragrad.cli import is_command
 from keras_paragrad.exports import lazily
 
 if TYPE_CHECKING or not is_command():

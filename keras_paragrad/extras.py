@@ -9,6 +9,7 @@ EXTRAS = {
     "psutil": "profile",
     "pyarrow": "profile",
     "ray": "ray",
+    "shtab": "completions",
     "tensorboard": "profile",
     "xprof": "profile",
 }

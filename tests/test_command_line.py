@@ -1,7 +1,7 @@
 """The command line: quick where it can be, and of help where words are wrong."""
 
-import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,8 +9,7 @@ import sys
 import pytest
 
 import keras_paragrad
-from keras_paragrad.__main__ import main
-from keras_paragrad.completion import ASKED_BY
+from keras_paragrad.cli.main import main
 
 pytestmark = pytest.mark.fast
 
@@ -20,7 +19,7 @@ import atexit, sys
 sys.argv[0] = "keras-paragrad"
 heavy = {"h5py", "jax", "keras", "numpy", "pandas", "rich", "tensorflow", "torch"}
 atexit.register(lambda: print("IMPORTED", sorted(heavy & set(sys.modules)), file=sys.stderr))
-from keras_paragrad.__main__ import main
+from keras_paragrad.cli.main import main
 sys.exit(main())
 """
 
@@ -102,43 +101,44 @@ def test_report_refuses_what_is_no_path(words, capsys):
     assert "must be a path" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["la"], ["launch"]),
-        ([""], ["completions", "doctor", "estimate", "explain", "launch", "report", "-h", "--help", "--version"]),
-        (["launch", "--wo"], ["--workers"]),
-        (["launch", "--workers", ""], []),
-        (["launch", "--workers", "2", "train.py", "--wo"], []),
-        (["explain", "--strategy", "m"], ["mirrored", "multi_worker"]),
-        (["completions", ""], ["bash", "zsh", "fish"]),
-        (["report", "lo"], []),
-        (["nothing", "--wo"], []),
-    ],
-    ids=" ".join,
-)
-def test_completions(words, expected, monkeypatch, capsys):
-    monkeypatch.setenv(ASKED_BY, "1")
-    assert main(words) == 0
-    assert capsys.readouterr().out.split() == expected
+COMPLETED = {
+    "la": ["launch"],
+    "": ["completions", "doctor", "estimate", "explain", "launch", "report"],
+    "--ver": ["--version"],
+    "launch --wo": ["--workers"],
+    "launch --workers ": [],
+    "launch --workers 2 tr": ["train.py"],
+    "launch --workers 2 train.py tr": ["train.py"],
+    "explain --json --strategy m": ["mirrored", "multi_worker"],
+    "completions ": ["bash", "zsh", "fish"],
+    "report lo": ["logs"],
+    "report --compare logs lo": ["logs"],
+    "nothing --wo": [],
+}
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash_completes(tmp_path, capsys):
-    program = tmp_path / "keras-paragrad"
-    program.write_text(
-        f"#!{sys.executable} -P\nimport sys\nfrom keras_paragrad.__main__ import main\nsys.exit(main())\n"
-    )
-    program.chmod(0o755)
-    main(["completions", "bash"])
-    script = f"""{capsys.readouterr().out}
-COMP_WORDS=(keras-paragrad explain --strategy mir)
-COMP_CWORD=3
-_keras_paragrad keras-paragrad
-echo "${{COMPREPLY[@]}}"
-"""
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "mirrored\n"
+    (tmp_path / "train.py").touch()
+    (tmp_path / "logs").mkdir()
+    assert main(["completions", "bash"]) == 0
+    script = [capsys.readouterr().out]
+    for line in COMPLETED:
+        words = shlex.join(["keras-paragrad", *line.split(" ")])
+        script.append(f"COMP_WORDS=({words}); COMP_CWORD=$(({'${#COMP_WORDS[@]}'} - 1))")
+        script.append('_shtab_keras_paragrad; echo "${COMPREPLY[*]}"')
+    command = ["bash", "-c", "\n".join(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert dict(zip(COMPLETED, map(str.split, done.stdout.splitlines()), strict=True)) == COMPLETED
+
+
+@pytest.mark.parametrize(("shell", "begins"), [("zsh", "#compdef keras-paragrad"), ("fish", "# AUTOMATICALLY")])
+def test_other_shells_get_code(shell, begins, capsys):
+    assert main(["completions", shell]) == 0
+    assert capsys.readouterr().out.startswith(begins)
+
+
+def test_completions_name_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completions", "bash"]) == 1
+    assert "Run pip install 'keras_paragrad[completions]'" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_paragrad.__main__ import main
+from keras_paragrad.cli.main import main
 from keras_paragrad.per_example import registry
 
 pytestmark = pytest.mark.fast

@@ -12,7 +12,7 @@ import keras_paragrad
 pytestmark = pytest.mark.fast
 
 PACKAGE = Path(keras_paragrad.__file__).parent
-SHARED = {"arguments", "exports", "extras", "flops", "plain_json", "plain_text", "sums", "command_line", "completion"}
+SHARED = {"arguments", "exports", "extras", "flops", "plain_json", "plain_text", "sums"}
 SEAM = {"compat", "engine", "storage"}
 # What each component imports from others, beside the seam and what all share.
 BELOW = {
@@ -26,7 +26,7 @@ BELOW = {
     "memory": {"per_example"},
     "distribution": {"accumulation", "memory"},
     "profiling": {"distribution", "accumulation"},
-    "commands": {"distribution", "profiling", "memory"},
+    "cli": {"distribution", "profiling", "memory"},
 }
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from keras_paragrad.__main__ import main
+from keras_paragrad.cli.main import main
 from keras_paragrad.distribution import diagnosis
 from keras_paragrad.distribution.described import describe
 from keras_paragrad.distribution.diagnosis import Probe, judge, probed_devices, run_probe

@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from keras_paragrad.__main__ import main
+from keras_paragrad.cli.main import main
 from keras_paragrad.distribution.described import describe
 from keras_paragrad.distribution.explain import Explanation, value_in_words
 from keras_paragrad.distribution.options import Options

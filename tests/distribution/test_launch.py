@@ -20,7 +20,7 @@ START = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv[0] = "keras-paragrad"
-from keras_paragrad.__main__ import main
+from keras_paragrad.cli.main import main
 """
 # What every script begins with. A worker says who it is by a file, for its output is what is tested.
 COMMON = """

@@ -16,7 +16,7 @@ import numpy as np
 import own_process
 import pytest
 
-from keras_paragrad.__main__ import main
+from keras_paragrad.cli.main import main
 from keras_paragrad.distribution.cluster import find_cluster
 from keras_paragrad.distribution.launch.tasks import HOST, Layout, free_ports
 
@@ -42,7 +42,7 @@ TWO = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index"
 START = """
 import sys
 sys.argv[0] = "keras-paragrad"
-from keras_paragrad.__main__ import main
+from keras_paragrad.cli.main import main
 sys.exit(main())
 """
 

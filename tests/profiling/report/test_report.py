@@ -22,7 +22,7 @@ from made_runs import (
 )
 
 import keras_paragrad
-from keras_paragrad.__main__ import main
+from keras_paragrad.cli.main import main
 from keras_paragrad.profiling.report import write_report
 from keras_paragrad.profiling.summary import OperationTime, ProfileSummary, StepTime
 

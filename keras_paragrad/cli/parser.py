@@ -1,30 +1,16 @@
-"""Shared by the commands: detecting that one was started, a parser that suggests corrections, and number parsing."""
+"""Shared by the commands: a parser that suggests corrections, bounded numbers, and arguments that name files."""
 
 import argparse
 import difflib
 import re
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import PurePath
 from typing import Any, NoReturn
 
 from keras_paragrad.arguments import check_integer, check_number, shown
 
-PROGRAM = "keras-paragrad"
-_UNKNOWN = "unrecognized arguments: "
 _CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
 # No sensible number has more digits, and Python is slow to parse one that has.
 _LONGEST_NUMBER = 40
-
-
-def is_command() -> bool:
-    """Whether Python was started for a command: `keras-paragrad`, or `python -m keras_paragrad`."""
-    script = getattr(sys, "argv", None) or [""]
-    if script[0] == "-m":
-        # Python is still locating the module, which may be another one that imports this package.
-        module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
-        return module == ["keras_paragrad"]
-    return PurePath(script[0]).stem in (PROGRAM, f"{PROGRAM}-script")
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         if words:
             options = [option for action in self._actions for option in action.option_strings]
             unknown = words[0].partition("=")[0]
-            self.error(f"{_UNKNOWN}{shown(' '.join(words))[1:-1]}{did_you_mean(unknown, options)}")
+            self.error(f"unrecognized arguments: {shown(' '.join(words))[1:-1]}{did_you_mean(unknown, options)}")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -53,12 +39,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     Example:
 
-    >>> from keras_paragrad.command_line import did_you_mean
+    >>> from keras_paragrad.cli.parser import did_you_mean
     >>> did_you_mean("--worker", ["--workers", "--ps"])
     '. Did you mean `--workers`?'
     """
     close = difflib.get_close_matches(word[:100], [each for each in known if each], 1)
     return f". Did you mean `{close[0]}`?" if close else ""
+
+
+def complete_paths(*actions: argparse.Action) -> None:
+    """Has shells complete arguments with the names of files; shtab reads this attribute."""
+    for action in actions:
+        vars(action)["complete"] = "file"
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:

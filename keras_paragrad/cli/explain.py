@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from keras_paragrad.arguments import LARGEST, shown
-from keras_paragrad.command_line import integer, number
+from keras_paragrad.cli.parser import integer, number
 from keras_paragrad.distribution.choices import (
     BATCHES,
     COMMUNICATIONS,
@@ -45,14 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan.
-
-    Args:
-        arguments: What `add_arguments` declares.
-
-    Returns:
-        0, or 2 if the arguments are wrong, or contradict the machine.
-    """
+    """Prints the plan; returns 0, or 2 if the arguments are wrong, or contradict the machine."""
     import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
     from keras_paragrad.distribution.explain import Explanation
     from keras_paragrad.distribution.plan import make_plan

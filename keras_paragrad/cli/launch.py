@@ -5,12 +5,12 @@ import os
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from keras_paragrad.command_line import integer, number
-from keras_paragrad.distribution.cluster import Cluster, find_cluster
-from keras_paragrad.distribution.clusters.kind import sources_in_words
-from keras_paragrad.distribution.launch.gang import launch
-from keras_paragrad.distribution.launch.tasks import Layout
+from keras_paragrad.cli.parser import complete_paths, integer, number
+
+if TYPE_CHECKING:
+    from keras_paragrad.distribution.cluster import Cluster
 
 # Limit of processes on one machine, and of GPUs for each.
 _MOST = 1024
@@ -45,18 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="a module and its arguments"
     )
-    what.add_argument("script", nargs=argparse.REMAINDER, help="a script and its arguments")
+    complete_paths(what.add_argument("script", nargs=argparse.REMAINDER, help="a script and its arguments"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Starts the processes and waits for them; within a job, this process is replaced by the task's.
+    """Starts the processes; returns their exit status, or 2 for wrong arguments. Within a job, becomes the task."""
+    from keras_paragrad.distribution.cluster import find_cluster
+    from keras_paragrad.distribution.launch.gang import launch
+    from keras_paragrad.distribution.launch.tasks import Layout
 
-    Args:
-        arguments: What `add_arguments` declares.
-
-    Returns:
-        2 for invalid arguments, else the exit status of the processes.
-    """
     try:
         command = _command(arguments.script, arguments.module)
         cluster = find_cluster(os.environ)
@@ -86,13 +83,15 @@ def _command(script: list[str], module: list[str] | None) -> list[str]:
     return [sys.executable, *script]
 
 
-def _given_cluster(arguments: argparse.Namespace, cluster: Cluster | None) -> Cluster:
+def _given_cluster(arguments: argparse.Namespace, cluster: "Cluster | None") -> "Cluster":
     """The cluster set up by the scheduler, to which the options of a local cluster don't apply."""
     local = {"--ps": arguments.ps, "--devices-per-worker": arguments.devices_per_worker}
     for option, value in {**local, "--port-base": arguments.port_base}.items():
         if value:
             raise ValueError(f"{option} is for a cluster on this machine. Add --workers N, or leave {option} out.")
     if cluster is None:
+        from keras_paragrad.distribution.clusters.kind import sources_in_words
+
         raise ValueError(
             f"The environment describes no cluster: it has no {sources_in_words()} variables. Write --workers N for N "
             "workers on this machine, or start this as a task of a cluster."
@@ -100,7 +99,7 @@ def _given_cluster(arguments: argparse.Namespace, cluster: Cluster | None) -> Cl
     return cluster
 
 
-def _check_alone(workers: int, cluster: Cluster | None) -> None:
+def _check_alone(workers: int, cluster: "Cluster | None") -> None:
     """Checks that this isn't one of several tasks, each of which would start its own cluster."""
     if cluster is not None and sum(map(len, cluster.jobs.values())) > 1:
         raise ValueError(
@@ -109,7 +108,7 @@ def _check_alone(workers: int, cluster: Cluster | None) -> None:
         )
 
 
-def _become(command: list[str], cluster: Cluster, max_restarts: int) -> int:
+def _become(command: list[str], cluster: "Cluster", max_restarts: int) -> int:
     """Replaces this process by the task's, so that signals and the exit status pass between it and the scheduler."""
     ignored = " --max-restarts has no effect here." if max_restarts else ""
     print(

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from keras_paragrad.arguments import LARGEST, shown
-from keras_paragrad.command_line import did_you_mean, integer
+from keras_paragrad.cli.parser import complete_paths, did_you_mean, integer
 from keras_paragrad.distribution.choices import MOST_DESCRIBED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `estimate`."""
-    parser.add_argument(
+    model = parser.add_argument(
         "model", metavar="train.py:build_model", type=_function, help="a file, and its function that returns the model"
     )
+    complete_paths(model)
     some = integer(1, LARGEST)
     parser.add_argument("--batch-size", type=some, default=32, metavar="N", help="examples in a batch (default: 32)")
     devices = integer(1, MOST_DESCRIBED)
@@ -26,14 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the estimate.
-
-    Args:
-        arguments: What `add_arguments` declares.
-
-    Returns:
-        0, or 2 if there is no such function, or its model can't be traced. What the file itself raises is not caught.
-    """
+    """Prints the estimate; returns 0, or 2 if there is no such function, or its model can't be traced."""
     path, name = arguments.model
     found = vars(_imported(path))
     if not callable(found.get(name)):

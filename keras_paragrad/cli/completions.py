@@ -1,8 +1,9 @@
 """Print the code that makes a shell complete keras-paragrad's commands and options."""
 
 import argparse
+import sys
 
-from keras_paragrad.completion import SCRIPTS
+from keras_paragrad.extras import MissingExtraError, require
 
 _HELP = """to use it, add to the shell's startup file:
   bash   eval "$(keras-paragrad completions bash)"
@@ -14,17 +15,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `completions`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _HELP
-    parser.add_argument("shell", choices=SCRIPTS, help="the shell")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the code.
+    """Prints the code; returns 0, or 1 if shtab is not installed."""
+    try:
+        require("`completions`", "shtab")
+    except MissingExtraError as error:
+        print(error, file=sys.stderr)
+        return 1
+    import shtab
 
-    Args:
-        arguments: What `add_arguments` declares.
-
-    Returns:
-        0.
-    """
-    print(SCRIPTS[arguments.shell])
+    print(shtab.complete(arguments.parser, arguments.shell))
     return 0

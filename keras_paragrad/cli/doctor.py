@@ -2,7 +2,7 @@
 
 import argparse
 
-from keras_paragrad.command_line import number
+from keras_paragrad.cli.parser import number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,14 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the findings.
-
-    Args:
-        arguments: What `add_arguments` declares.
-
-    Returns:
-        0 if all is well; 1 if the environment is malformed, no plan can be made for it, or the collective failed.
-    """
+    """Prints the findings; returns 0, or 1 if no plan can be made for this environment, or the collective failed."""
     from keras_paragrad.distribution.diagnosis import diagnose
 
     return diagnose(arguments.seconds)

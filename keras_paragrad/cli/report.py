@@ -3,28 +3,28 @@
 import argparse
 import sys
 
+from keras_paragrad.cli.parser import complete_paths
 from keras_paragrad.extras import MissingExtraError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `report`."""
     runs = parser.add_mutually_exclusive_group(required=True)
-    runs.add_argument("log_dir", nargs="?", metavar="LOGDIR", help="the log_dir of Profiler, or a folder with a trace")
-    runs.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two such folders to compare")
-    parser.add_argument(
-        "--output", metavar="FILE", help="the file to write (default: report.html in LOGDIR, or comparison.html in A)"
+    complete_paths(
+        runs.add_argument(
+            "log_dir", nargs="?", metavar="LOGDIR", help="the log_dir of Profiler, or a folder with a trace"
+        ),
+        runs.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two such folders to compare"),
+        parser.add_argument(
+            "--output",
+            metavar="FILE",
+            help="the file to write (default: report.html in LOGDIR, or comparison.html in A)",
+        ),
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the report and prints its path.
-
-    Args:
-        arguments: What `add_arguments` declares.
-
-    Returns:
-        0; or 1 if there is nothing to report on, or the file can't be written.
-    """
+    """Writes the report and prints its path; returns 0, or 1 if there is nothing to report on, or nowhere to write."""
     from keras_paragrad.profiling.report import write_report
 
     log_dir, other = arguments.compare or (arguments.log_dir, None)
