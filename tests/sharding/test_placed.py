@@ -8,13 +8,13 @@ import pytest
 CLOSE = 1e-6
 # The ways that run in `make test`; state is counted, and a loop of one's own goes on, where there is one replica.
 FEW = {
-    "changed": ["mesh"],
+    "changed": ["mesh", "columns"],
     "written": ["optimizer"],
     "counted": ["mesh"],
     "stepped": ["mesh"],
 }
 MORE = {
-    "changed": ["columns", "pipeline", "auto", "parameters", "optimizer", "replicas"],
+    "changed": ["pipeline", "auto", "parameters", "optimizer", "replicas"],
     "written": ["mesh", "pipeline", "columns", "auto", "parameters", "replicas"],
     "counted": ["pipeline"],
     "stepped": ["pipeline"],
