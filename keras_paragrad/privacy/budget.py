@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from keras_paragrad.extras import require
 from keras_paragrad.plain_text import InNotebooks
+from keras_paragrad.privacy.accounting.accountants import ACCOUNTANTS
 from keras_paragrad.privacy.accounting.adaptive import gradient_noise_multiplier
 from keras_paragrad.privacy.accounting.calibration import last_that, noise_multiplier
 from keras_paragrad.privacy.accounting.composition import checked
@@ -270,10 +271,7 @@ class Privacy(InNotebooks):
     def statement(self) -> str:
         """A paragraph for a paper: what is promised, of what, how it was computed, and what is outside of it."""
         settings, entries = self.settings, self.entries()
-        accountant = {
-            "rdp": "Rényi differential privacy (Mironov et al., 2019) with the conversion of Canonne et al. (2020)",
-            "pld": "privacy loss distributions (dp-accounting), or Rényi differential privacy where that gives less",
-        }[settings.accountant]
+        accountant = ACCOUNTANTS[settings.accountant].in_words
         noise = (
             "drawn from the operating system's randomness; floating-point arithmetic is not defended against"
             if settings.secure_noise

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_paragrad.privacy.accounting.accountants import ACCOUNTANTS
 from keras_paragrad.privacy.budget import Privacy
 from keras_paragrad.privacy.ledger import Entry
 
@@ -97,7 +98,7 @@ class PrivacyLogs(keras.callbacks.Callback):
         """Adds epsilon, and stops training after the last update that the budget allows."""
         epochs, settings = self._epochs, self.privacy.settings
         made = epochs.made_after(batch)
-        if settings.accountant == "rdp":
+        if ACCOUNTANTS[settings.accountant].fast:
             self._shown = epochs.epsilon_after(batch)
         if logs is not None:
             logs["epsilon"] = self._shown

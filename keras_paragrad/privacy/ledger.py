@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_paragrad.privacy.accounting.composition import Updates, composed_epsilon
+from keras_paragrad.privacy.accounting.accountants import Updates
+from keras_paragrad.privacy.accounting.composition import composed_epsilon
 
 # Entries that a file has room for, and the words of 64 bits of each.
 ROWS, WORDS = 32, 10

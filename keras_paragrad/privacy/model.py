@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.engine.losses.normalization import LossNormalization
 from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.extras import require
 from keras_paragrad.per_example.model import PerExampleModel
 from keras_paragrad.privacy.adaptive import AdaptiveClip, ClipState
 from keras_paragrad.privacy.budget import Privacy, Settings
@@ -159,7 +160,10 @@ class PrivateModel(PerExampleModel):
 
         Raises:
             ValueError: The data have no random access, the budget is spent, or an argument is refused.
+            MissingExtraError: dp-accounting is not installed.
         """
+        # Of a loaded model, too, and before the first update rather than after it.
+        require("A private model's fit", "dp_accounting")
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = callbacks.callbacks
         listed = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]

@@ -5,7 +5,8 @@ from typing import Any
 import keras
 
 from keras_paragrad.arguments import check_choice, check_flag, check_instance, check_integer, check_number
-from keras_paragrad.privacy.accounting.composition import ACCOUNTANTS
+from keras_paragrad.extras import require
+from keras_paragrad.privacy.accounting.accountants import ACCOUNTANTS
 from keras_paragrad.privacy.budget import Settings
 from keras_paragrad.privacy.clipping import check_clip
 from keras_paragrad.privacy.model import PrivateModel
@@ -49,7 +50,7 @@ def make_private(
         physical_batch_size: The most rows that are computed at a time, of all replicas together, to fit the memory. By
             default as many as most draws have. Physical batches without a drawn row are not computed, so how long an
             update takes depends on the draw.
-        accountant: `"rdp"`, or `"pld"` for a tighter epsilon, which takes `pip install keras_paragrad[privacy]`.
+        accountant: `"rdp"`, or `"pld"` for a tighter epsilon, which takes longer; both are dp-accounting's.
         secure_noise: Whether to draw noise from the operating system's randomness. It is slow, and can't be repeated.
             It does not defend against attacks on floating-point arithmetic.
         seed: Makes sampling and noise repeatable: the same training, with the same weights to begin with, ends the
@@ -61,6 +62,7 @@ def make_private(
 
     Raises:
         ValueError: An argument is out of its range, or the model mixes examples. The message says what to write.
+        MissingExtraError: dp-accounting is not installed.
 
     Example:
 
@@ -88,7 +90,7 @@ def make_private(
         check_number("noise_multiplier", noise_multiplier, above=0, example=1.0, optional=True),
         check_integer("examples", examples, example=60_000, optional=True),
         check_integer("physical_batch_size", physical_batch_size, example=64, optional=True),
-        check_choice("accountant", accountant, ACCOUNTANTS),
+        check_choice("accountant", accountant, tuple(ACCOUNTANTS)),
         check_flag("secure_noise", secure_noise),
     )
     check_integer("seed", seed, least=0, most=2**64 - 1, example=7, optional=True)
@@ -110,4 +112,5 @@ def make_private(
     if settings.examples is not None:
         settings.check_examples(settings.examples)
     check_model(model)
+    require("make_private", "dp_accounting")
     return PrivateModel.around(model, settings, seed)

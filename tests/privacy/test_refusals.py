@@ -1,5 +1,7 @@
 """What would break the promise is refused, with the way out."""
 
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from keras import layers
 from privacy_oracle import CLASSES, FEATURES, cross_entropy, perceptron, some_data
 
 from keras_paragrad import AccumulatingOptimizer, microbatch
+from keras_paragrad.extras import MissingExtraError
 from keras_paragrad.privacy import AdaptiveClip, make_private
 from keras_paragrad.privacy.clipping import PrivateGradients
 
@@ -280,3 +283,12 @@ def test_steps_outside_of_fit():
 def test_targets_are_needed():
     with pytest.raises(ValueError, match="There are no targets"):
         fitted(private_of(), data=(tf.zeros((60, FEATURES)),))
+
+
+def test_no_update_is_made_that_could_not_be_accounted_for(monkeypatch):
+    """Of a model that was loaded where dp-accounting is not installed."""
+    private = private_of()
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(MissingExtraError, match="A private model.s fit needs dp_accounting"):
+        fitted(private)
+    assert private.privacy.updates == 0

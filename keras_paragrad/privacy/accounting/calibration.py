@@ -1,13 +1,13 @@
 """What a budget allows: how little noise, and how many updates."""
 
+import functools
 import math
 from collections.abc import Callable
 
 from keras_paragrad.arguments import check_integer, check_number
+from keras_paragrad.privacy.accounting.accountants import find_accountant
 from keras_paragrad.privacy.accounting.composition import epsilon
 
-# Relative, of the noise multiplier. A privacy loss distribution takes a second, and rounds to a grid.
-_TOLERANCES = {"rdp": 1e-6, "pld": 1e-3}
 LEAST_NOISE, _MOST_NOISE = 2.0**-6, 2.0**160
 
 
@@ -35,6 +35,7 @@ def noise_multiplier(
     Raises:
         ValueError: An argument is out of its range, or no noise meets the target: truncation takes all
             of delta, or target and delta are next to nothing.
+        MissingExtraError: dp-accounting is not installed.
 
     Example:
 
@@ -46,28 +47,33 @@ def noise_multiplier(
     check_number("target_epsilon", target_epsilon, above=0, example=3.0)
     check_number("sampling_rate", sampling_rate, above=0, most=1, example=0.01)
     check_integer("updates", updates, least=1, example=1000)
-    start = 1.0
-    if accountant == "pld":
+    _, _, tolerance, fast = find_accountant(accountant, "noise_multiplier")
+    high, step = 1.0, 0.5
+    if not fast:
         # It takes as much noise or a little less, and far more time.
-        start = noise_multiplier(target_epsilon, sampling_rate, updates, delta, truncation=truncation)
+        high, step = noise_multiplier(target_epsilon, sampling_rate, updates, delta, truncation=truncation), 0.9
 
-    def met(noise: float) -> bool:
-        return epsilon(noise, sampling_rate, updates, delta, accountant, truncation=truncation) <= target_epsilon
+    @functools.cache
+    def excess(noise: float) -> float:
+        """Above 0 with too little noise: the logarithm of epsilon over its target, which is almost a line."""
+        spent = epsilon(noise, sampling_rate, updates, delta, accountant, truncation=truncation)
+        return math.log(min(max(spent / target_epsilon, 1e-9), 1e9))
 
-    high = start
-    while not met(high):
+    if excess(high) > 0 and excess(_MOST_NOISE) > 0:
+        raise _unmet(target_epsilon, updates, delta, truncation)
+    while excess(high) > 0:
         high *= 2
-        if high > _MOST_NOISE:
-            raise _unmet(target_epsilon, updates, delta, truncation)
-    step = 0.9 if accountant == "pld" else 0.5
-    low = high * step
-    while low >= LEAST_NOISE and met(low):
-        low, high = low * step, low
-    low = max(low, LEAST_NOISE)
-    while high / low > 1 + _TOLERANCES[accountant]:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if met(middle) else (middle, high)
-    return high
+    low = max(high * step, LEAST_NOISE)
+    while low > LEAST_NOISE and excess(low) <= 0:
+        low, high = max(low * step, LEAST_NOISE), low
+    if excess(low) <= 0:
+        return low
+    from scipy.optimize import brentq  # pyright: ignore[reportMissingImports]
+
+    found = brentq(excess, low, high, xtol=1e-300, rtol=tolerance / 4) * (1 + tolerance / 2)
+    while excess(found) > 0:
+        found *= 1 + tolerance
+    return found
 
 
 def updates_within(
@@ -90,6 +96,10 @@ def updates_within(
     Returns:
         A number of updates from 0 to `most`.
 
+    Raises:
+        ValueError: An argument is out of its range.
+        MissingExtraError: dp-accounting is not installed.
+
     Example:
 
     >>> from keras_paragrad.privacy import epsilon, updates_within
@@ -99,13 +109,14 @@ def updates_within(
     """
     check_number("target_epsilon", target_epsilon, above=0, example=3.0)
     check_integer("most", most, example=10**9)
+    fast = find_accountant(accountant, "updates_within").fast
 
     def met(count: int) -> bool:
         spent = epsilon(noise_multiplier, sampling_rate, count, delta, accountant, truncation=truncation)
         return spent <= target_epsilon
 
     start = 1
-    if accountant == "pld":
+    if not fast:
         # It allows as many or more, and takes far more time.
         start = max(1, updates_within(target_epsilon, noise_multiplier, sampling_rate, delta, truncation=truncation))
     return last_that(met, most, start)

@@ -1,33 +1,10 @@
 """What updates cost together."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-import numpy as np
-
-from keras_paragrad.arguments import check_choice, check_integer, check_number
-from keras_paragrad.privacy.accounting import pld
-from keras_paragrad.privacy.accounting.renyi import ORDERS, epsilon_of, rdp_of_update
-
-ACCOUNTANTS = ("rdp", "pld")
-
-
-class Updates(NamedTuple):
-    """Updates that are alike.
-
-    Attributes:
-        noise_multiplier: Standard deviation of the noise, in units of the clip norm.
-        sampling_rate: Probability of each example to be drawn into an update.
-        updates: How many.
-        truncation: What `truncation_probability` says of one of them.
-    """
-
-    noise_multiplier: float
-    sampling_rate: float
-    updates: int
-    truncation: float = 0.0
+from keras_paragrad.arguments import check_integer, check_number
+from keras_paragrad.privacy.accounting.accountants import Updates, find_accountant
 
 
 def epsilon(
@@ -52,7 +29,7 @@ def epsilon(
         delta: Above 0 and below 1; smaller than 1 / examples.
         accountant: `"rdp"` for Rényi divergences (Mironov et al., 2019, https://arxiv.org/abs/1908.10530), or
             `"pld"` for privacy loss distributions (Koskela et al., 2020, https://arxiv.org/abs/1906.03049), which gives
-            less and takes dp-accounting; below a noise multiplier of 0.01, and wherever that is less, it is `"rdp"`.
+            less and takes longer; below a noise multiplier of 0.01, and wherever that is less, it is `"rdp"`.
         truncation: Of draws that are cut at a limit, `truncation_probability`.
 
     Returns:
@@ -60,7 +37,7 @@ def epsilon(
 
     Raises:
         ValueError: An argument is out of its range.
-        MissingExtraError: The accountant is `"pld"` and dp-accounting is not installed.
+        MissingExtraError: dp-accounting is not installed.
 
     Example:
 
@@ -76,20 +53,25 @@ def composed_epsilon(parts: Sequence[Updates], delta: float, accountant: str = "
 
     Example:
 
-    >>> from keras_paragrad.privacy.accounting.composition import Updates, composed_epsilon
+    >>> from keras_paragrad.privacy.accounting.accountants import Updates
+    >>> from keras_paragrad.privacy.accounting.composition import composed_epsilon
     >>> halves = [Updates(1.0, 0.01, 500), Updates(2.0, 0.01, 500)]
     >>> composed_epsilon(halves[1:], 1e-5) < composed_epsilon(halves, 1e-5)
     True
     """
     delta = check_number("delta", delta, above=0, below=1, example=1e-5)
-    check_choice("accountant", accountant, ACCOUNTANTS)
+    found = find_accountant(accountant, "epsilon")
     parts = [checked(*part) for part in parts]
     parts = [part for part in parts if part.updates and part.sampling_rate]
     if not parts:
         return 0.0
     if not all(part.noise_multiplier for part in parts):
         return math.inf
-    return with_truncation(_spent(parts, accountant), delta, sum(part.updates * part.truncation for part in parts))
+    # So rarely is the example drawn at all that delta allows for it.
+    if sum(part.updates * part.sampling_rate for part in parts) <= delta:
+        return 0.0
+    truncated = sum(part.updates * part.truncation for part in parts)
+    return with_truncation(found.compose(parts), delta, truncated)
 
 
 def checked(noise_multiplier: float, sampling_rate: float, updates: int, truncation: float = 0.0) -> Updates:
@@ -123,14 +105,3 @@ def with_truncation(spent: Callable[[float], float], delta: float, truncated: fl
         # A little more than needed, so that it ends.
         found = needed + (needed - found) / 8 + 1e-12 * needed
     return math.inf
-
-
-def _spent(parts: Sequence[Updates], accountant: str) -> Callable[[float], float]:
-    total = np.sum([part.updates * rdp_of_update(part.noise_multiplier, part.sampling_rate) for part in parts], 0)
-    by_rdp = functools.partial(epsilon_of, total, ORDERS)
-    # With less noise, losses overflow dp-accounting's floats, and no epsilon tells anything.
-    if accountant == "rdp" or min(part.noise_multiplier for part in parts) < pld.LEAST_NOISE:
-        return by_rdp
-    by_pld = pld.epsilons([(part.noise_multiplier, part.sampling_rate, part.updates) for part in parts])
-    # Both are bounds. Losses are rounded up in each update, so of millions at a tiny rate "pld" knows less.
-    return lambda delta: min(by_pld(delta), by_rdp(delta))
