@@ -43,6 +43,26 @@ def fit(model, batch_size, callbacks=(), epochs=3, x=X):
     model.fit(x, Y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
 
 
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_first_step_is_traced_once(windows, monkeypatch):
+    """TensorFlow traces a function again that makes variables, as those of optimizers, metrics and windows."""
+    traced, step = [], StepBuilder._step
+    monkeypatch.setattr(StepBuilder, "_step", lambda *args, **named: traced.append(1) or step(*args, **named))
+
+    def paths(**options):
+        keras.backend.clear_session(free_memory=False)
+        model = build(accumulated("adam") if windows else "adam", metrics=["mae"], **options)
+        if not windows:
+            microbatch(model, 8)
+        fit(model, 16, [ExactAccumulation()] if windows else (), epochs=1)
+        return [variable.path for variable in model.optimizer.variables]
+
+    found = paths(jit_compile=False)
+    # In windows, with an update and without.
+    assert len(traced) == 1 + windows
+    assert found == paths(run_eagerly=True)
+
+
 class SetsMomentum(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self.model.optimizer.momentum = 0.9 - 0.4 * epoch

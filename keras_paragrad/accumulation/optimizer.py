@@ -158,7 +158,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         if len(grads) == 0:
             return
         if not self.built and trainable_variables is not None:
-            with keras.name_scope(self.name):
+            with keras.name_scope(self.name, caller=self):
                 self.build(list(trainable_variables))
         window = self.window
         variables = self.trainable_variables if trainable_variables is None else trainable_variables

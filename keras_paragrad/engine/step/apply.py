@@ -109,7 +109,7 @@ def _weighting(
 ) -> tuple[tf.Tensor, keras.Variable]:
     """The pair that carries a `Contribution` to an accumulating optimizer, through the optimizers around it."""
     if not optimizer.built:
-        with keras.name_scope(optimizer.name):
+        with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
     return tf.stack(contribution), accumulator.gradient_weight
 

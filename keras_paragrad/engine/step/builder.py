@@ -27,7 +27,7 @@ from keras_paragrad.engine.replicas.unprepared import check_compiled_in_scope
 from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Stages
-from keras_paragrad.engine.step.symbolic import build_from, build_losses, losses_built
+from keras_paragrad.engine.step.symbolic import all_built, build_from, build_losses, build_losses_of, losses_built
 from keras_paragrad.engine.step.train_step import TrainStep
 from keras_paragrad.engine.step.trainable import Trainable, traced_as
 from keras_paragrad.engine.step.transform import save_states
@@ -195,7 +195,7 @@ class StepBuilder:
         steps = self._steps(telemetry, guard)
         replicas = self.model.distribute_strategy.num_replicas_in_sync
         whole = not self.stages.by_xla_alone(self.model, replicas)
-        taking = self.stages.take, self._skipped, guard, self._on_resumed
+        taking = self.stages.take, self._skipped, guard, self._on_resumed, self._build_variables
         return compile_steps(self.model, steps, apply, *taking, by_xla=whole, mesh=self.stages.mesh)
 
     def _picked(self, telemetry: Telemetry) -> Callable[[Any], dict]:
@@ -214,6 +214,19 @@ class StepBuilder:
             inside = tf.distribute.has_strategy() or strategy is tf.distribute.get_strategy()
             with tf.init_scope(), contextlib.nullcontext() if inside else strategy.scope():
                 self.loss_window = LossWindow(self.model)
+
+    def _build_variables(self, iterator: Any) -> None:
+        """Makes what the first step would make while it is traced: TensorFlow would trace it again without."""
+        model = self.model
+        if all_built(model) or has_own_train_step(model) or not model.built:
+            return
+        if not build_losses_of(model, iterator.element_spec):
+            return
+        self.make_loss_window()
+        optimizer = model.optimizer
+        if optimizer is not None and not optimizer.built:
+            with keras.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(model.trainable_variables)
 
     def _window_of(self, data: Any) -> LossWindow | None:
         if not self.stages.apply or has_own_train_step(self.model):

@@ -108,6 +108,7 @@ def compile_steps(
     skipped: Callable[[int], int] = lambda batches: 0,
     guard: IndivisibleBatchGuard | None = None,
     on_resumed: Callable[[Any], None] = lambda batch: None,
+    build: Callable[[Any], None] = lambda iterator: None,
     *,
     by_xla: bool = True,
     mesh: MeshRunner | None = None,
@@ -124,6 +125,7 @@ def compile_steps(
         skipped: Maps a number of batches to how many of them to skip.
         guard: Checks the size of batches.
         on_resumed: Called with the last skipped batch, before the first step.
+        build: Called with the iterator before each call; makes the variables that the steps need.
         by_xla: Whether XLA may compile a whole step.
         mesh: Runs the steps on a mesh of devices; on one device, if `None`.
 
@@ -158,6 +160,8 @@ def compile_steps(
         updates = schedule.plan(batches) if schedule else [False] * batches
         of_tensors = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not to_skip
         execute = run if of_tensors else by_host
+        if of_tensors and in_graph and not model.run_eagerly:
+            build(iterator)
         try:
             logs = execute(iterator, updates)
         except tf.errors.InvalidArgumentError as error:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend import compute_output_spec
 from keras.src.backend.common.symbolic_scope import SymbolicScope
 from keras.src.utils.python_utils import is_default
@@ -48,7 +49,7 @@ def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None
         iterator: The epoch iterator of Keras's trainer, or `None`.
         data_batch: A batch, or `None`.
     """
-    if all(layer.built for layer in model._flatten_layers()) and _all_built(model):
+    if all(layer.built for layer in model._flatten_layers()) and all_built(model):
         return
     strategy = model.distribute_strategy
     if iterator is not None:
@@ -124,7 +125,19 @@ def build_losses(model: Any, data: Any, *, metrics: bool = False) -> None:
             compiled.build(y, y_pred)
 
 
-def _all_built(model: Any) -> bool:
+def build_losses_of(model: Any, spec: Any) -> bool:
+    """Builds the compiled losses and metrics from what batches look like; returns whether that is plain tensors."""
+    specs = keras.tree.flatten(spec)
+    if not all(type(each) is tf.TensorSpec for each in specs):
+        return False
+    with FuncGraph("batch").as_default():
+        data = keras.tree.map_structure(lambda each: tf.compat.v1.placeholder(each.dtype, each.shape), spec)
+        build_losses(model, data, metrics=True)
+    return True
+
+
+def all_built(model: Any) -> bool:
+    """Whether what a model was compiled with has made its variables."""
     parts = (model._compile_metrics, model._compile_loss, model.optimizer)
     return all(part is None or part.built for part in parts)
 
