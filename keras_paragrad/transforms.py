@@ -10,7 +10,7 @@ from keras_paragrad.arguments import check_instance, refusal
 from keras_paragrad.compat.saved import SavedVariables
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.storage.layout import divided, mesh_of
+from keras_paragrad.storage.storage import any_divided, mesh_of
 
 _EXAMPLE = "lambda gradients, variables: gradients"
 
@@ -181,7 +181,7 @@ class _Transform:
         return checked, _checked("state", tf.nest.flatten(after), tf.nest.flatten(before))
 
     def _check_storage(self, variables: Sequence[keras.Variable]) -> None:
-        if divided(variables):
+        if any_divided(variables):
             raise ValueError(
                 f"The weights of {self.model.name} are in shards, and f takes whole ones. Train with "
                 "DistributedFit(..., shard=None), or without transform_gradients."

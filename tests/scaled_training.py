@@ -12,7 +12,7 @@ from sharded_training import LEAST_BYTES, Case, Updated, made_optimizer, make_de
 from keras_paragrad import DistributedFit
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.storage.sharded import sharded_value
-from keras_paragrad.storage.updating import install
+from keras_paragrad.storage.updating import install_storages
 
 SCALE, GROWTH = 2.0**10, 2
 
@@ -39,7 +39,7 @@ def updates(argument: dict[str, Any]) -> list[dict[str, Any]]:
         with dist.scope():
             ours = Updated(scaled(case), variables_to_update())
             ours.optimizer.build(ours.trainable_weights)
-        install(ours.optimizer, ours.trainable_weights)
+        install_storages(ours.optimizer, ours.trainable_weights)
 
         def step(ours: Updated, *gradients: tf.Tensor) -> None:
             apply_gradient(ours, list(map(tf.identity, gradients)), whole=True)  # pyright: ignore

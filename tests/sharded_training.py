@@ -16,7 +16,7 @@ from keras import layers, optimizers
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, microbatch, recompute
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.storage.sharded import sharded_value
-from keras_paragrad.storage.updating import install
+from keras_paragrad.storage.updating import install_storages
 
 VOCABULARY, LENGTH = 80, 6
 # All but the last are cut; biases of a few bytes too.
@@ -225,7 +225,7 @@ def updates(argument: dict[str, Any]) -> list[dict[str, float]]:
         with dist.scope():
             ours = Updated(made_optimizer(case), variables_to_update())
             ours.optimizer.build(ours.trainable_weights)
-        install(ours.optimizer, ours.trainable_weights)
+        install_storages(ours.optimizer, ours.trainable_weights)
 
         def step(ours: Updated, *gradients: tf.Tensor) -> None:
             apply_gradient(ours, list(gradients), whole=True)  # pyright: ignore

@@ -199,7 +199,7 @@ def test_an_attribute_that_code_no_longer_assigns_is_found(monkeypatch):
     ("owner", "method", "attribute", "user"),
     [
         (keras.Model, "compile", "_compile_loss", "losses.terms"),
-        (keras.Model, "__init__", "_initial_epoch", "checkpoint_state"),
+        (keras.Model, "__init__", "_initial_epoch", "model_variables"),
         (CompileLoss, "build", "_flat_losses", "losses"),
         (keras.Variable, "__init__", "_value", "metric_states"),
         (keras.Optimizer, "build", "_trainable_variables_indices", "optimizer"),

@@ -10,7 +10,7 @@ from transforms import BATCH, EPOCHS, MICRO_BATCH, columns, gradients_of_whole_b
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch, transform_gradients
 from keras_paragrad.privacy import make_private
-from keras_paragrad.storage.checkpoint_state import training_variables
+from keras_paragrad.storage.model_variables import training_variables
 
 # Keras says so of the weight without a gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")

@@ -33,8 +33,8 @@ from keras_paragrad.engine.step.apply import apply_everywhere
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.update import installed
 from keras_paragrad.engine.telemetry.observe import observe_gradient
-from keras_paragrad.storage.layout import computing_with, mesh_of
-from keras_paragrad.storage.updating import install, squares
+from keras_paragrad.storage.storage import computing_with, mesh_of
+from keras_paragrad.storage.updating import install_storages, squared_norms
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
@@ -136,7 +136,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
             self.__dict__["_model"] = weakref.ref(found.f_locals["self"]) if found else lambda: None
             self._strategy = tf.distribute.get_strategy()
             self._window = GradientWindow(self, self.accumulator_dtype)
-            install(self.inner_optimizer, variables)
+            install_storages(self.inner_optimizer, variables)
 
     @property
     def window(self) -> GradientWindow:
@@ -226,7 +226,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
             gradients = dict(zip(indices, means, strict=True))
             present = [gradients.get(index) for index in places]
             # Before the branch below, in which TensorFlow can't run collectives.
-            return present, weight, squares(self.inner_optimizer, present, variables)
+            return present, weight, squared_norms(self.inner_optimizer, present, variables)
 
         gradients, weight, norms = per_replica(mean)
         # A window without finite gradients makes no update, not even one with a zero gradient.

@@ -10,7 +10,7 @@ from keras_paragrad.engine.losses.sums import zero_sums
 from keras_paragrad.engine.replicas.shard import rows_of
 from keras_paragrad.engine.step.forward import StepContext
 from keras_paragrad.engine.step.gradient import Gradient, gradient_of
-from keras_paragrad.storage.row_gradients import scaled_gradient
+from keras_paragrad.storage.row_gradients import scale_gradient
 
 
 class RunningSums(NamedTuple):
@@ -123,7 +123,7 @@ class SliceSums:
                 return None
             gradient = total.gradients[index]
             if not getattr(variable, "overwrite_with_gradient", False):
-                gradient = scaled_gradient(gradient, factor)
+                gradient = scale_gradient(gradient, factor)
             return tf.cast(gradient, variable.dtype)
 
         gradients = [mean(index, variable) for index, variable in enumerate(self.variables)]

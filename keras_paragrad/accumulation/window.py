@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_paragrad.compat.optimizer import WrappingOptimizer
 from keras_paragrad.compat.saved import SavedVariables
 from keras_paragrad.engine.step.apply import Contribution
-from keras_paragrad.storage.layout import reduced_replicated
+from keras_paragrad.storage.gradients import reduce_replicated_gradients
 from keras_paragrad.storage.storage import storage_of
 
 
@@ -111,7 +111,7 @@ class GradientWindow(SavedVariables):
         # Without tf.identity, a multi-worker strategy can't place variables that are used inside a conditional.
         sums = [tf.identity(storage_of(self.accumulators[index]).local) for index in indices]
         averaged = [place for place, index in enumerate(indices) if not self.overwrites[index]]
-        totals, (weight,) = reduced_replicated(
+        totals, (weight,) = reduce_replicated_gradients(
             [sums[place] for place in averaged],
             [variables[place] for place in averaged],
             [tf.identity(self.weight.value)],

@@ -14,8 +14,7 @@ from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.workers import gather
 from keras_paragrad.memory.estimate import estimate_memory
 from keras_paragrad.memory.estimated import Estimate, bytes_in_words
-from keras_paragrad.storage.creation import create_in_shards, create_whole
-from keras_paragrad.storage.resharding import hold_copies, hold_whole
+from keras_paragrad.storage.creation import add_copies, create_in_shards, create_whole, unshard
 
 _log = logging.getLogger("keras_paragrad")
 # Of a device's memory. The rest is for the error of an estimate, and for what TensorFlow and the data take.
@@ -114,11 +113,11 @@ def _hold(model: Any, strategy: tf.distribute.Strategy, shard: str | None, least
     if shard == "parameters":
         return
     if shard == "optimizer":
-        hold_copies(strategy, model)
+        add_copies(strategy, model)
         create_in_shards(strategy, copies=True, min_bytes=least)
     else:
         create_whole(strategy)
-        hold_whole(strategy, model)
+        unshard(strategy, model)
 
 
 def _in_words(shard: str | None) -> str:

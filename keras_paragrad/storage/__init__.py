@@ -1,1 +1,1 @@
-"""Where a variable's value lives: in shards, one on each replica."""
+"""Where a variable's value lives: whole, in shards, or on a mesh."""

@@ -1,37 +1,40 @@
-"""Creating variables in shards: each is drawn once, as one device would, and every replica gets its shard."""
+"""Creating variables in shards, and changing how a built model is held."""
 
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import of_first_replica, replica_index
 from keras_paragrad.compat.local import place_of
-from keras_paragrad.storage.outside import updated_outside
+from keras_paragrad.storage.model_variables import rename_keys, replace_value, training_variables
 from keras_paragrad.storage.partition import Partition
-from keras_paragrad.storage.sharded import ShardedVariable, sharded_value
+from keras_paragrad.storage.sharded import ShardedVariable, check_being_updated, sharded_value
 
 _CREATE = "_create_variable"
+# The methods of Keras's optimizers that call `StrategyExtended.update` in a step.
+_STEP_METHODS = ("_apply_weight_decay", "_backend_increment_gradient_accumulators", "_distributed_tf_update_step")
 
 
 def create_in_shards(strategy: tf.distribute.Strategy, *, copies: bool, min_bytes: float) -> None:
-    """Has large trainable variables and their optimizer slots created in shards, wherever the strategy creates them.
+    """Makes a strategy create large trainable variables and their optimizer slots in shards.
 
     Args:
-        strategy: The strategy; nothing but this object is changed.
+        strategy: The strategy; no other object is changed.
         copies: Whether each replica keeps a whole copy of the variables, to compute with.
-        min_bytes: The size from which a variable is cut.
+        min_bytes: The size from which a variable is sharded.
     """
-    own = vars(strategy.extended)
-    own[_CREATE] = functools.partial(_create, strategy, copies=copies, min_bytes=min_bytes)
-    own["update"] = functools.partial(updated_outside, strategy)
+    attributes = vars(strategy.extended)
+    attributes[_CREATE] = functools.partial(_create, strategy, copies=copies, min_bytes=min_bytes)
+    attributes["update"] = functools.partial(_update, strategy)
 
 
 def create_whole(strategy: tf.distribute.Strategy) -> None:
-    """Has a strategy create whole variables again; slots of variables in shards stay in shards."""
+    """Makes a strategy create whole variables again; slots of sharded variables stay sharded."""
     if _CREATE in vars(strategy.extended):
         create_in_shards(strategy, copies=False, min_bytes=math.inf)
 
@@ -49,46 +52,103 @@ def creating_whole(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 def may_be_in_shards(model: Any) -> bool:
-    """Whether a model has variables in shards, or may get them when it is built."""
+    """Whether a model has sharded variables, or may get some when it is built."""
     create = vars(model.distribute_strategy.extended).get(_CREATE)
     creates = create is not None and create.keywords["min_bytes"] < math.inf
     return creates or any(sharded_value(variable) for variable in model.variables)
 
 
+def unshard(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Makes the variables of a model and its optimizer whole on each replica; called on every worker."""
+    optimizer: Any = model.optimizer
+    keys = {}
+    for variable, value in _sharded_variables(model, "model", "optimizer"):
+        old = optimizer._var_key(variable)
+        with creating_whole(strategy):
+            replace_value(variable, value.numpy())
+        keys[old] = optimizer._var_key(variable)
+    rename_keys(optimizer, keys)
+
+
+def add_copies(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Gives each replica a whole copy of the model's sharded variables; called on every worker."""
+    for _, value in _sharded_variables(model, "model"):
+        with creating_whole(strategy):
+            value.copies = tf.Variable(value.numpy(), aggregation=value.aggregation)
+        value.copies_are_current = True
+
+
+def _sharded_variables(model: keras.Model, *sections: str) -> Iterator[tuple[Any, ShardedVariable]]:
+    variables = training_variables(model)
+    for variable in [each for section in sections for each in variables[section]]:
+        value = sharded_value(variable)
+        if value is not None:
+            yield variable, value
+
+
 def _create(strategy: Any, next_creator: Any, *, copies: bool, min_bytes: float, **kwargs: Any) -> Any:
+    """`StrategyExtended._create_variable`: one initial value is drawn, and every replica gets its shard."""
     create = functools.partial(type(strategy.extended)._create_variable, strategy.extended, next_creator)
     reference = kwargs.get("colocate_with")
-    shared = reference.partition if isinstance(reference, ShardedVariable) else None
+    slot_of = reference.partition if isinstance(reference, ShardedVariable) else None
     trained = reference is None and kwargs.get("trainable") is not False
-    if not (shared or trained) or not tf.executing_eagerly():
+    if not (slot_of or trained) or not tf.executing_eagerly():
         return create(**kwargs)
     with tf.device("CPU:0"):
         initial = kwargs.pop("initial_value")
         value: Any = initial() if callable(initial) else initial
         whole = tf.convert_to_tensor(value, kwargs.get("dtype"))
-    alike = shared is not None and tuple(whole.shape) == shared.shape
+    same_shape = slot_of is not None and tuple(whole.shape) == slot_of.shape
     large = whole.dtype.is_floating and whole.shape.num_elements() * whole.dtype.size >= min_bytes
-    if not (alike or (trained and large)):
+    if not (same_shape or (trained and large)):
         return create(initial_value=whole, **kwargs)
     place = place_of(strategy)
     if place.workers > 1:
-        whole = _of_the_chief(strategy, whole)
-    partition = shared if shared and alike else Partition.of(tuple(whole.shape), place.replicas)
-    # Keras 3.16 states the shape, which is that of the whole.
-    of_shards = {key: value for key, value in kwargs.items() if key != "shape"}
-    made = create(initial_value=functools.partial(tf.zeros, [partition.size], whole.dtype), **of_shards)
-    for index, shard in enumerate(made.values):
-        shard.assign(partition.kept_shard(whole, place.first + index))
+        whole = _broadcast_from_chief(strategy, whole)
+    partition = slot_of if slot_of and same_shape else Partition.of(tuple(whole.shape), place.replicas)
+    # Keras 3.16 passes the shape of the whole.
+    shard_kwargs = {key: value for key, value in kwargs.items() if key != "shape"}
+    shards = create(initial_value=functools.partial(tf.zeros, [partition.size], whole.dtype), **shard_kwargs)
+    for index, shard in enumerate(shards.values):
+        shard.assign(partition.copy_shard(whole, place.first + index))
     mirror = create(initial_value=whole, **kwargs) if copies and trained else None
-    return ShardedVariable(strategy, made.values, partition, made.aggregation, made._policy, mirror)
+    return ShardedVariable(strategy, shards.values, partition, shards.aggregation, shards._policy, mirror)
 
 
-def _of_the_chief(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
-    """The value that the first worker has, on all of them."""
-
-    def chosen() -> tf.Tensor:
-        mine = value if replica_index() == 0 else tf.zeros_like(value)
+def _broadcast_from_chief(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
+    def broadcast() -> tf.Tensor:
+        contribution = value if replica_index() == 0 else tf.zeros_like(value)
         context: Any = tf.distribute.get_replica_context()
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(mine))
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(contribution))
 
-    return of_first_replica(strategy, strategy.run(chosen))
+    return of_first_replica(strategy, strategy.run(broadcast))
+
+
+def _update(
+    strategy: Any, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True
+) -> Any:
+    """`StrategyExtended.update`: outside of a step, as in callbacks, `fn` gets whole variables instead of shards.
+
+    Raises:
+        ValueError: An optimizer updates shards in a custom training loop.
+    """
+    values = {id(each): sharded_value(each) for each in tf.nest.flatten([var, args, kwargs or {}])}
+    sharded = {key: value for key, value in values.items() if value is not None}
+    if not sharded or any(value.being_updated for value in sharded.values()):
+        return type(strategy.extended).update(strategy.extended, var, fn, args, kwargs, group)
+    if not tf.executing_eagerly() or any(name in getattr(fn, "__qualname__", "") for name in _STEP_METHODS):
+        check_being_updated(sharded.values())
+    # The same variable may be passed twice, and `fn` may write to either.
+    unique = {id(value): value for value in sharded.values()}
+    tensors = {key: value.value() for key, value in unique.items()}
+    with tf.device("CPU:0"):
+        wholes = {key: tf.Variable(tensor, trainable=False) for key, tensor in tensors.items()}
+
+    def whole(each: Any) -> Any:
+        return wholes[id(sharded[id(each)])] if id(each) in sharded else each
+
+    with strategy.scope():
+        result = fn(whole(var), *tf.nest.map_structure(whole, args), **tf.nest.map_structure(whole, kwargs or {}))
+        for key, value in unique.items():
+            value.assign(wholes[key].read_value())
+    return result

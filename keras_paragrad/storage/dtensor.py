@@ -1,4 +1,4 @@
-"""The one place that knows DTensor: tensors, variables and functions on a mesh of devices."""
+"""DTensor, which no other module uses: tensors, variables and functions on a mesh of devices."""
 
 import contextlib
 import os
@@ -11,33 +11,33 @@ import tensorflow as tf
 from tensorflow.dtensor.python import api
 from tensorflow.experimental import dtensor  # pyright: ignore[reportMissingModuleSource]
 
-# With that pass, several all-reduces of a step on a mesh that divides the batch are added up wrong, without a word.
+# With this pass, the all-reduces of a step on a mesh that divides the batch give wrong sums, without an error.
 COMBINE_PASS = "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"
 
-# What a dimension of a tensor is divided along: the name of a mesh's axis, or `None`.
+# For each dimension of a tensor, the name of the mesh axis along which it is divided, or `None`.
 Axes = tuple[str | None, ...]
 
 
-class _Inside(threading.local):
-    """What this thread computes on.
+class _MeshContext(threading.local):
+    """The mesh that this thread computes on.
 
     Attributes:
         mesh: The mesh, if any.
-        assigned: By the `id`s of variables, what was assigned and is to be discarded; `None` if assignments count.
+        assigned: Discarded assignments by the `id` of the variable; `None` if assignments are carried out.
     """
 
     mesh: Any = None
     assigned: dict[int, Any] | None = None
 
 
-INSIDE = _Inside()
+CONTEXT = _MeshContext()
 
 
 def turn_combine_pass_off() -> None:
-    """Has TensorFlow leave the all-reduces of a step apart.
+    """Keeps TensorFlow from combining the all-reduces of a step.
 
     Raises:
-        ValueError: The environment says otherwise, or TensorFlow may have read it.
+        ValueError: The environment turns the pass on, or TensorFlow may have read the environment before.
     """
     if COMBINE_PASS not in os.environ and api._dtensor_singleton is not None:
         raise ValueError(
@@ -51,114 +51,112 @@ def turn_combine_pass_off() -> None:
         )
 
 
-def join(workers: Sequence[str], worker: int) -> None:
-    """Has meshes of this process span several, which have joined a cluster.
+def span_workers(workers: Sequence[str], worker: int) -> None:
+    """Lets meshes of this process span the workers of a cluster.
 
     Args:
-        workers: Their addresses.
-        worker: The number of this one.
+        workers: The addresses of all workers.
+        worker: The number of this worker.
     """
     os.environ |= {"DTENSOR_JOB_NAME": "worker", "DTENSOR_JOBS": ",".join(workers)}
     os.environ |= {"DTENSOR_CLIENT_ID": str(worker), "DTENSOR_NUM_CLIENTS": str(len(workers))}
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[str], workers: int = 1, worker: int = 0) -> Any:
-    """A mesh of this process's devices, or of those of several workers.
+    """Makes a mesh of this process's devices, or of those of all workers.
 
     Args:
-        shape: The size of each axis, by its name.
-        devices: The names of this process's devices, in row-major order, such as `"CPU:0"`; each worker has as many.
-        workers: How many workers there are.
-        worker: The number of this one.
+        shape: The size of each axis by name.
+        devices: The names of this process's devices, such as `"CPU:0"`, in row-major order; each worker has as many.
+        workers: The number of workers.
+        worker: The number of this worker.
     """
     if workers == 1:
         return dtensor.create_mesh(list(shape.items()), devices=list(devices))
     names = [f"/job:worker/replica:0/task:{task}/device:{name}" for task in range(workers) for name in devices]
-    here = range(worker * len(devices), (worker + 1) * len(devices))
-    places, make = np.arange(len(names)).reshape(list(shape.values())), cast("Any", dtensor.Mesh)
-    return make(list(shape), places, list(here), [names[place] for place in here], global_devices=names)
+    local = list(range(worker * len(devices), (worker + 1) * len(devices)))
+    ids, make = np.arange(len(names)).reshape(list(shape.values())), cast("Any", dtensor.Mesh)
+    return make(list(shape), ids, local, [names[index] for index in local], global_devices=names)
 
 
 @contextlib.contextmanager
 def on_mesh(mesh: Any) -> Iterator[None]:
-    """Context in which functions run on a mesh, and variables on it are read and assigned as its tensors."""
-    before, error = INSIDE.mesh, None
+    """Context in which functions run on a mesh, and its variables are read and assigned as DTensors."""
+    before, error = CONTEXT.mesh, None
     with dtensor.default_mesh(mesh):
-        INSIDE.mesh = mesh
+        CONTEXT.mesh = mesh
         try:
             yield
         except BaseException as raised:
-            # It has to be kept back until the mesh is left: DTensor doesn't undo a scope that ends with an error.
+            # Raised after the mesh is left: `default_mesh` doesn't undo itself when an error passes through it.
             error = raised
         finally:
-            INSIDE.mesh = before
+            CONTEXT.mesh = before
     if error is not None:
         raise error
 
 
 @contextlib.contextmanager
-def assignments_discarded() -> Iterator[None]:
-    """Context in which what a step on a mesh assigns to variables is read from them, and then forgotten."""
-    INSIDE.assigned = {}
+def discard_assignments() -> Iterator[None]:
+    """Context in which a step on a mesh reads back what it assigns to variables, which keep their values."""
+    CONTEXT.assigned = {}
     try:
         yield
     finally:
-        INSIDE.assigned = None
+        CONTEXT.assigned = None
 
 
 def computing_on_mesh() -> bool:
     """Whether this thread computes on a mesh."""
-    return INSIDE.mesh is not None
+    return CONTEXT.mesh is not None
 
 
 def layout_of(mesh: Any, axes: Axes) -> Any:
-    """DTensor's layout of a tensor that is divided along axes of a mesh."""
+    """The DTensor layout of a tensor that is divided along axes of a mesh."""
     make: Any = dtensor.Layout
     return make([axis or dtensor.UNSHARDED for axis in axes], mesh)
 
 
 def axes_of(tensor: Any) -> Axes:
-    """What each dimension of a tensor on a mesh is divided along."""
+    """The mesh axis along which each dimension of a DTensor is divided."""
     specs = dtensor.fetch_layout(tensor).sharding_specs
     return tuple(None if spec == dtensor.UNSHARDED else spec for spec in specs)
 
 
-def divided(value: Any, mesh: Any, axes: Axes) -> Any:
-    """A tensor on a mesh, of which each device is sent its part alone.
+def distribute(value: Any, mesh: Any, axes: Axes) -> Any:
+    """A DTensor of a value, each part of which is sent to its devices alone.
 
     Args:
         value: The whole, an array or a tensor.
         mesh: The mesh.
-        axes: What it is divided along. Divided dimensions are multiples of their axes' sizes.
+        axes: The mesh axis of each dimension. Divided dimensions are multiples of the axis size.
     """
     layout = layout_of(mesh, axes)
     whole: Any = tf.convert_to_tensor(value)
     sizes = [size // mesh.dim_size(axis) if axis else size for size, axis in zip(whole.shape, axes, strict=True)]
-    places = _places_here(layout)
-    parts = {place: _part(whole, place, sizes) for place in set(places)}
-    return dtensor.pack([parts[place] for place in places], layout)
+    positions = _local_positions(layout)
+    parts = {position: _part(whole, position, sizes) for position in set(positions)}
+    return dtensor.pack([parts[position] for position in positions], layout)
 
 
-def _places_here(layout: Any) -> list[tuple[int, ...]]:
-    """For each of this process's devices, which part of a tensor it has."""
-    places = [tuple(place) for place in layout.offset_to_shard()]
-    return [places[index] for index in layout.mesh.local_device_ids()]
+def _local_positions(layout: Any) -> list[tuple[int, ...]]:
+    """For each of this process's devices, the position of its part in the tensor."""
+    positions = [tuple(position) for position in layout.offset_to_shard()]
+    return [positions[index] for index in layout.mesh.local_device_ids()]
 
 
 def _is_whole_on_each_worker(layout: Any) -> bool:
-    places, local = [tuple(place) for place in layout.offset_to_shard()], len(layout.mesh.local_device_ids())
-    return all(set(places[first : first + local]) == set(places) for first in range(0, len(places), local))
+    positions, local = [tuple(position) for position in layout.offset_to_shard()], len(layout.mesh.local_device_ids())
+    return all(set(positions[i : i + local]) == set(positions) for i in range(0, len(positions), local))
 
 
-def _part(whole: Any, place: Sequence[int], sizes: Sequence[int]) -> Any:
-    return tf.slice(whole, [index * size for index, size in zip(place, sizes, strict=True)], sizes) if sizes else whole
+def _part(whole: Any, position: Sequence[int], sizes: Sequence[int]) -> Any:
+    begin = [index * size for index, size in zip(position, sizes, strict=True)]
+    return tf.slice(whole, begin, sizes) if sizes else whole
 
 
-def gathered(tensor: Any) -> tf.Tensor:
-    """The whole of a tensor on a mesh, in the host's memory; one that is on no mesh is returned as it is.
-
-    Every worker of the mesh calls this.
-    """
+def gather(tensor: Any) -> tf.Tensor:
+    """The whole of a DTensor, in the host's memory; other tensors are returned unchanged. Called on every worker."""
     if not dtensor.is_dtensor(tensor):
         return tensor
     layout = dtensor.fetch_layout(tensor)
@@ -166,55 +164,56 @@ def gathered(tensor: Any) -> tf.Tensor:
         with on_mesh(layout.mesh):
             tensor = dtensor.relayout(tensor, layout_of(layout.mesh, (None,) * len(tensor.shape)))
         layout = dtensor.fetch_layout(tensor)
-    # As pieces of one device each, they may no longer be on the mesh's device.
-    parts = dict(zip(_places_here(layout), dtensor.unpack(tensor), strict=True))
+    # The parts are on single devices, and have to leave the mesh's device.
+    parts = dict(zip(_local_positions(layout), dtensor.unpack(tensor), strict=True))
     if len(parts) == 1:
         with tf.device("CPU:0"):
             return tf.identity(next(iter(parts.values())))
     whole = np.empty(tensor.shape, tensor.dtype.as_numpy_dtype)
-    for place, part in parts.items():
-        whole[tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, part.shape, strict=True))] = part.numpy()
+    for position, part in parts.items():
+        block = tuple(slice(i * size, (i + 1) * size) for i, size in zip(position, part.shape, strict=True))
+        whole[block] = part.numpy()
     with tf.device("CPU:0"):
         return tf.constant(whole)
 
 
 def relayout(tensor: Any, axes: Axes, gradient: Axes | None = None) -> Any:
-    """A tensor on the mesh of the step that is being traced, divided along other axes.
+    """Divides a DTensor along other axes of the mesh of the step that is being traced.
 
     Args:
         tensor: The tensor.
-        axes: What its dimensions are to be divided along.
-        gradient: The same of its gradient; as the tensor, if `None`.
+        axes: The new mesh axis of each dimension.
+        gradient: The mesh axes of the gradient; `axes`, if `None`.
     """
-    layout = layout_of(INSIDE.mesh, axes)
+    layout = layout_of(CONTEXT.mesh, axes)
     if not tensor.dtype.is_floating:
         return dtensor.relayout(tensor, layout)
 
     @tf.custom_gradient
-    def laid_out(tensor: Any) -> Any:
-        return dtensor.relayout(tensor, layout), back
+    def relay(tensor: Any) -> Any:
+        return dtensor.relayout(tensor, layout), backward
 
-    def back(cotangent: Any) -> Any:
-        # DTensor's own gradient is divided as the tensor was, which it does not always know. Nor has it a rule for
-        # every operation that is to give a gradient in parts: it gives the whole, which is then divided.
+    def backward(cotangent: Any) -> Any:
+        # DTensor would divide the gradient as the tensor was, which it does not always know. It also lacks rules for
+        # operations whose gradient is divided, so the gradient is computed in the new layout, and divided then.
         cotangent = dtensor.relayout(cotangent, layout)
-        return cotangent if gradient is None else dtensor.relayout(cotangent, layout_of(INSIDE.mesh, gradient))
+        return cotangent if gradient is None else dtensor.relayout(cotangent, layout_of(CONTEXT.mesh, gradient))
 
-    return laid_out(tensor)
+    return relay(tensor)
 
 
 def bytes_by_device(storage: Any) -> dict[str, int]:
-    """The bytes of a variable on a mesh that each device holds, counted in the devices' own buffers."""
-    held: dict[str, int] = {}
+    """The bytes of a variable on a mesh by device, counted in the devices' buffers."""
+    total: dict[str, int] = {}
     with on_mesh(storage.mesh):
         parts = dtensor.unpack(storage.divided_value())
     for part in parts:
         spec: Any = tf.DeviceSpec.from_string(part.backing_device)
         name = f"{spec.device_type}:{spec.device_index}"
-        held[name] = held.get(name, 0) + int(np.prod(part.shape)) * part.dtype.size
-    return held
+        total[name] = total.get(name, 0) + int(np.prod(part.shape)) * part.dtype.size
+    return total
 
 
 def make_variable(value: Any, *, mesh: Any, axes: Axes, name: str, trainable: bool) -> Any:
-    """DTensor's variable of a value, an array or a tensor, that is divided along axes of a mesh."""
-    return dtensor.DVariable(divided(value, mesh, axes), name=name, trainable=trainable)
+    """Makes a `DVariable` of a value, an array or a tensor, divided along axes of a mesh."""
+    return dtensor.DVariable(distribute(value, mesh, axes), name=name, trainable=trainable)

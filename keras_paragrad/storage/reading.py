@@ -1,4 +1,4 @@
-"""What a replica reads and assigns in place of variables in shards."""
+"""Tensors that a replica reads, and assignments that it records, in place of sharded variables."""
 
 import contextlib
 import threading
@@ -11,25 +11,25 @@ from keras_paragrad.compat.collectives import replica_index
 
 
 class Reading(threading.local):
-    """What reading a variable gives on this replica, whose code runs in a thread of its own.
+    """What replaces sharded variables on this replica, whose code runs in its own thread.
 
     Attributes:
-        values: By the `id` of variables, tensors to read instead of gathering them.
-        cast: The same, cast to the dtype that a layer computes in.
-        assigned: Where assignments are noted instead of being made, or `None`.
+        values: Tensors to read instead of gathering, by the `id` of the variable.
+        cast: The same, already cast to the dtype that a layer computes in.
+        assigned: Recorded assignments by the `id` of the variable, or `None` if assignments are carried out.
     """
 
     def __init__(self) -> None:
-        self.values: dict[int, tf.Tensor] = {}
-        self.cast: dict[int, tf.Tensor] = {}
+        self.values: Mapping[int, tf.Tensor] = {}
+        self.cast: Mapping[int, tf.Tensor] = {}
         self.assigned: dict[int, tuple[Any, tf.Tensor]] | None = None
 
 
 READING = Reading()
 
 
-class Noted:
-    """Stands for a variable whose assignments are noted."""
+class AssignmentRecorder:
+    """Takes the place of a variable and records its assignments."""
 
     def __init__(self, variable: Any, assigned: dict[int, tuple[Any, tf.Tensor]]):
         self._variable, self._assigned = variable, assigned
@@ -45,24 +45,24 @@ class Noted:
 
 
 @contextlib.contextmanager
-def updated_whole() -> Iterator[None]:
-    """Context in which this replica computes with whole variables; its shards of what is assigned are kept."""
+def assigning_whole() -> Iterator[None]:
+    """Context in which this replica assigns whole values to sharded variables; its shards are stored at the end."""
     READING.assigned = {}
     try:
         yield
         for variable, value in READING.assigned.values():
-            variable.shard.assign(variable.partition.kept_shard(tf.cast(value, variable.dtype), replica_index()))
+            variable.shard.assign(variable.partition.copy_shard(tf.cast(value, variable.dtype), replica_index()))
     finally:
         READING.assigned = None
 
 
 @contextlib.contextmanager
 def read_as(tensors: Mapping[int, tf.Tensor], cast: Mapping[int, tf.Tensor] | None = None) -> Iterator[None]:
-    """Context in which this replica reads variables as given tensors, by the `id` of their storage.
+    """Context in which this replica reads tensors in place of sharded variables.
 
     Args:
-        tensors: Whole variables.
-        cast: Others, to be read only where Keras casts them to this dtype anyway.
+        tensors: The whole values, by the `id` of the `ShardedVariable`.
+        cast: Whole values to be read only where Keras casts the variable to their dtype.
     """
     before = READING.values, READING.cast
     READING.values, READING.cast = {**before[0], **tensors}, {**before[1], **(cast or {})}
@@ -70,13 +70,3 @@ def read_as(tensors: Mapping[int, tf.Tensor], cast: Mapping[int, tf.Tensor] | No
         yield
     finally:
         READING.values, READING.cast = before
-
-
-def known() -> dict[int, tf.Tensor]:
-    """What this replica reads without gathering, by the `id` of storage."""
-    return READING.values
-
-
-def known_cast() -> dict[int, tf.Tensor]:
-    """What it reads where Keras casts it."""
-    return READING.cast

@@ -1,4 +1,4 @@
-"""Lets go of gathered weights after the forward pass: what the backward pass reads is gathered again."""
+"""Frees gathered weights after the forward pass: the backward pass reads weights that are gathered again."""
 
 import contextlib
 import threading
@@ -9,159 +9,161 @@ import tensorflow as tf
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-# What keeps a weight's buffer, or is as large as the weight, and is computed from it alone.
+# Operations whose output shares the weight's buffer, or is as large as the weight and computed from it alone.
 _VIEWS = ("Cast", "ExpandDims", "Identity", "IdentityN", "Reshape", "Squeeze", "Transpose")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-# These run at once, and keep nothing.
-_OF_SHAPE = ("Rank", "Shape", "ShapeN", "Size")
-_TOKEN, _OTHER = CollectiveReplicaLauncher._get_ordering_token, "_keras_paragrad_token"
+# Operations that run at once, and keep no input.
+_SHAPE_OPERATIONS = ("Rank", "Shape", "ShapeN", "Size")
+_GET_TOKEN, _SECOND_TOKEN = CollectiveReplicaLauncher._get_ordering_token, "_keras_paragrad_token"
 
 
 class _Gathered(threading.local):
-    """The gathered weights that this replica has read: their storage, the dtype they were gathered in, the tensor."""
+    """The weights that this replica has gathered: variable, the dtype of the gather, and tensor."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[Any, Any, tf.Tensor]] = []
+        self.weights: list[tuple[Any, Any, tf.Tensor]] = []
 
 
 _GATHERED = _Gathered()
 
 
-def note(storage: Any, dtype: Any, tensor: tf.Tensor) -> None:
-    """Notes that this replica has gathered a weight."""
+def record_gather(variable: Any, dtype: Any, tensor: tf.Tensor) -> None:
+    """Records that this replica has gathered a weight."""
     if not tf.executing_eagerly():
-        _GATHERED.found.append((storage, dtype, tensor))
+        _GATHERED.weights.append((variable, dtype, tensor))
 
 
 @contextlib.contextmanager
 def regather_in_backward(loss: tf.Tensor) -> Iterator[None]:
-    """Context of `tape.gradient`: what it makes of gathered weights is given weights that are gathered once more.
+    """Context of `tape.gradient` that gathers weights again for the backward pass.
 
-    Each is gathered when the first gradient arrives that needs it. Then the forward pass's is freed at its last use,
-    where it would be kept from the forward to the backward pass.
+    A weight is gathered when the first gradient arrives that needs it. So the tensor of the forward pass is freed at
+    its last use, and not kept until the backward pass.
 
     Args:
-        loss: The loss, for which a weight waits that no gradient has to arrive for.
+        loss: The loss. A gather waits for it if no gradient arrives before its first use.
     """
     graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    gathered = [each for each in _GATHERED.found if each[2].graph is graph]
-    _GATHERED.found = []
+    gathered = [weight for weight in _GATHERED.weights if weight[2].graph is graph]
+    _GATHERED.weights = []
     if not gathered:
         yield
         return
     before = len(graph.get_operations())
     yield
     operations = graph.get_operations()
-    places = {operation.name: place for place, operation in enumerate(operations)}
-    collectives = [(place, each) for place, each in enumerate(operations) if place >= before and _is_collective(each)]
-    rewired = [_Weight(each, before, places, collectives) for each in gathered]
-    # In the order in which the backward pass comes to them, the same on every replica.
+    positions = {operation.name: position for position, operation in enumerate(operations)}
+    collectives = [(at, each) for at, each in enumerate(operations) if at >= before and _is_collective(each)]
+    weights = [_Weight(each, before, positions, collectives) for each in gathered]
+    # In the order in which the backward pass uses them, the same on every replica.
     after = [loss]
-    for weight in sorted((each for each in rewired if each.uses), key=lambda each: each.first):
-        after = weight.rewire(after)
-    _GATHERED.found = []
+    for weight in sorted((each for each in weights if each.uses), key=lambda each: each.first):
+        after = weight.regather(after)
+    _GATHERED.weights = []
 
 
 class _Weight:
-    """A gathered weight, and the operations of the backward pass that use it or a view of it."""
+    """A gathered weight, and the backward pass's uses of it and of its views."""
 
-    def __init__(self, gathered: Any, before: int, places: dict[str, int], collectives: list[tuple[int, Any]]):
-        self._storage, self._dtype, self._tensor = gathered
-        self._before, self._places, self._collectives = before, places, collectives
-        self._again: dict[int, tf.Tensor] = {}
-        # Views keep tensors alive by whose `id` they are known.
+    def __init__(self, gathered: Any, before: int, positions: dict[str, int], collectives: list[tuple[int, Any]]):
+        self._variable, self._dtype, self._tensor = gathered
+        self._before, self._positions, self._collectives = before, positions, collectives
+        # The regathered counterparts of views, by `id`.
+        self._regathered: dict[int, tf.Tensor] = {}
+        # Keeps the tensors alive, whose `id`s are keys.
         self._views = self._views_of(self._tensor)
         self.uses = [
             (use, view)
             for view in self._views
             for use in view.consumers()
-            if self._is_backward(use) and use.type not in _OF_SHAPE
+            if self._is_backward(use) and use.type not in _SHAPE_OPERATIONS
         ]
-        self.first = min((places[use.name] for use, _ in self.uses), default=-1)
+        self.first = min((positions[use.name] for use, _ in self.uses), default=-1)
 
-    def rewire(self, after: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Has the backward pass use the weight gathered again.
+    def regather(self, after: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Gathers the weight again, and rewires the backward pass to it.
 
         Args:
-            after: What an earlier one waited for.
+            after: The tensors that the weight before this one waited for.
 
         Returns:
-            What this one waits for: nothing that depends on it, as it comes before the first use.
+            The tensors that this one waits for: inputs of its first use, which do not depend on it.
         """
-        first = next(use for use, _ in self.uses if self._places[use.name] == self.first)
+        first = next(use for use, _ in self.uses if self._positions[use.name] == self.first)
         after = [each for each in first.inputs if self._is_backward(each.op)] or after
-        self._again[id(self._tensor)] = self._gathered(after)
+        self._regathered[id(self._tensor)] = self._gather(after)
         for use, view in self.uses:
             for index, each in enumerate(use.inputs):
                 if each is view:
-                    use._update_input(index, self._made_again(view))
+                    use._update_input(index, self._counterpart(view))
         return after
 
-    def _gathered(self, after: list[tf.Tensor]) -> tf.Tensor:
-        if all(place < self.first for place, _ in self._collectives):
-            return self._storage.gathered(self._dtype, after)
-        # Of a synchronized BatchNormalization, whose gradients may need this weight's. Workers run collectives in the
-        # order in which they were made, by a token that they pass on, and this one is made last and has to run first.
-        with _in_an_order_of_their_own():
-            tensor = self._storage.gathered(self._dtype, after)
-        for own in self._made_for(tensor):
-            for place, other in self._collectives:
-                if other.device == own.device:
-                    first, then = (other, own) if place < self.first else (own, other)
+    def _gather(self, after: list[tf.Tensor]) -> tf.Tensor:
+        if all(position < self.first for position, _ in self._collectives):
+            return self._variable.gathered(self._dtype, after)
+        # Collectives of a synchronized BatchNormalization follow, whose gradients may need this weight. A token orders
+        # a worker's collectives as they were traced, but this one is traced last and has to run before them.
+        with _separate_collective_order():
+            tensor = self._variable.gathered(self._dtype, after)
+        for gather in self._collectives_behind(tensor):
+            for position, other in self._collectives:
+                if other.device == gather.device:
+                    first, then = (other, gather) if position < self.first else (gather, other)
                     then._add_control_input(first)
         return tensor
 
-    def _made_for(self, tensor: tf.Tensor) -> list[Any]:
-        """The collectives that a tensor was gathered by."""
-        found, waiting = {}, [tensor.op]
+    def _collectives_behind(self, tensor: tf.Tensor) -> list[Any]:
+        """The collectives that gathered a tensor."""
+        visited, waiting = {}, [tensor.op]
         while waiting:
-            each = waiting.pop()
-            if each.name not in self._places and each.name not in found:
-                found[each.name] = each
-                waiting += [given.op for given in each.inputs]
-        return [each for each in found.values() if _is_collective(each)]
+            operation = waiting.pop()
+            if operation.name not in self._positions and operation.name not in visited:
+                visited[operation.name] = operation
+                waiting += [each.op for each in operation.inputs]
+        return [each for each in visited.values() if _is_collective(each)]
 
     def _is_backward(self, operation: Any) -> bool:
-        # What was gathered again for another weight has no place.
-        return self._places.get(operation.name, -1) >= self._before
+        # Operations that gather another weight again have no position.
+        return self._positions.get(operation.name, -1) >= self._before
 
     def _views_of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        found = [tensor]
+        views = [tensor]
         for use in tensor.consumers():
             if self._is_backward(use):
                 continue
             if use.type in _CALLS:
-                found += [view for output in _returned(use, tensor) for view in self._views_of(output)]
+                views += [view for output in _outputs_viewing(use, tensor) for view in self._views_of(output)]
             elif use.type in _VIEWS and all(each is tensor or each.op.type == "Const" for each in use.inputs):
-                found += [view for output in use.outputs for view in self._views_of(output)]
-        return found
+                views += [view for output in use.outputs for view in self._views_of(output)]
+        return views
 
-    def _made_again(self, view: Any) -> tf.Tensor:
-        if id(view) not in self._again:
-            made, graph = view.op, self._tensor.graph
-            if made.type in _CALLS:
-                body = _body(made)
-                kept = body.outputs[view.value_index]
-                given = next(
-                    outer for outer, inner in zip(made.inputs, body.inputs, strict=True) if _origin(kept) is inner
-                )
-                self._again[id(_origin(kept))] = self._made_again(given)
-                self._again[id(view)] = self._made_again(kept)
-                return self._again[id(view)]
-            # A constant of a function's is made once more, outside of it.
-            inputs = [
-                each if each.op.type == "Const" and each.graph is graph else self._made_again(each)
-                for each in made.inputs
-            ]
-            copy = graph.create_op(
-                made.type,
-                inputs,
-                [each.dtype for each in made.outputs],
-                attrs=dict(made.node_def.attr),
-                op_def=made.op_def,
-            )
-            self._again.update((id(old), new) for old, new in zip(made.outputs, copy.outputs, strict=True))
-        return self._again[id(view)]
+    def _counterpart(self, view: Any) -> tf.Tensor:
+        """A view of the regathered weight; copies the operations that made the view."""
+        if id(view) in self._regathered:
+            return self._regathered[id(view)]
+        operation, graph = view.op, self._tensor.graph
+        if operation.type in _CALLS:
+            body = _body(operation)
+            inner = body.outputs[view.value_index]
+            pairs = zip(operation.inputs, body.inputs, strict=True)
+            argument = next(outer for outer, parameter in pairs if _origin(inner) is parameter)
+            self._regathered[id(_origin(inner))] = self._counterpart(argument)
+            self._regathered[id(view)] = self._counterpart(inner)
+            return self._regathered[id(view)]
+        # A constant inside a function is copied to the graph.
+        inputs = [
+            each if each.op.type == "Const" and each.graph is graph else self._counterpart(each)
+            for each in operation.inputs
+        ]
+        copy = graph.create_op(
+            operation.type,
+            inputs,
+            [each.dtype for each in operation.outputs],
+            attrs=dict(operation.node_def.attr),
+            op_def=operation.op_def,
+        )
+        self._regathered.update((id(old), new) for old, new in zip(operation.outputs, copy.outputs, strict=True))
+        return self._regathered[id(view)]
 
 
 def _is_collective(operation: Any) -> bool:
@@ -169,20 +171,20 @@ def _is_collective(operation: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _in_an_order_of_their_own() -> Iterator[None]:
-    """Context in which collectives don't wait for those that were made before outside of one."""
-    CollectiveReplicaLauncher._get_ordering_token = _other_token
+def _separate_collective_order() -> Iterator[None]:
+    """Context in which collectives don't wait for those that were traced outside of it."""
+    CollectiveReplicaLauncher._get_ordering_token = _second_token
     try:
         yield
     finally:
-        CollectiveReplicaLauncher._get_ordering_token = _TOKEN
+        CollectiveReplicaLauncher._get_ordering_token = _GET_TOKEN
 
 
-def _other_token(launcher: Any) -> tf.Tensor:
-    if not hasattr(launcher, _OTHER):
+def _second_token(launcher: Any) -> tf.Tensor:
+    if not hasattr(launcher, _SECOND_TOKEN):
         with tf.init_scope(), tf.device(launcher._device):
-            setattr(launcher, _OTHER, ResourceVariable(0.0))
-    return getattr(launcher, _OTHER).handle
+            setattr(launcher, _SECOND_TOKEN, ResourceVariable(0.0))
+    return getattr(launcher, _SECOND_TOKEN).handle
 
 
 def _body(call: Any) -> Any:
@@ -190,16 +192,16 @@ def _body(call: Any) -> Any:
     return call.graph._get_function(call.get_attr("f").name).graph
 
 
-def _returned(call: Any, tensor: Any) -> list[Any]:
-    """The outputs of a call that are a view of one of its inputs: what is kept for its backward pass."""
+def _outputs_viewing(call: Any, tensor: Any) -> list[Any]:
+    """The outputs of a call that are views of an input: a function returns what its backward pass reads."""
     body = _body(call)
-    inside = {id(inner) for outer, inner in zip(call.inputs, body.inputs, strict=True) if outer is tensor}
+    parameters = {id(inner) for outer, inner in zip(call.inputs, body.inputs, strict=True) if outer is tensor}
     pairs = zip(call.outputs, body.outputs, strict=True)
-    return [outer for outer, inner in pairs if id(_origin(inner)) in inside]
+    return [outer for outer, inner in pairs if id(_origin(inner)) in parameters]
 
 
 def _origin(tensor: Any) -> Any:
-    """What a tensor is a view of."""
-    made = tensor.op
-    others = [each for each in made.inputs if each.op.type != "Const"]
-    return _origin(others[0]) if made.type in _VIEWS and len(others) == 1 else tensor
+    """The tensor that a tensor is a view of."""
+    operation = tensor.op
+    inputs = [each for each in operation.inputs if each.op.type != "Const"]
+    return _origin(inputs[0]) if operation.type in _VIEWS and len(inputs) == 1 else tensor

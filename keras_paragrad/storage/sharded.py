@@ -1,6 +1,7 @@
-"""`ShardedVariable`: the storage of a Keras variable of which each replica holds a shard."""
+"""`ShardedVariable`: a variable of which each replica holds a shard, and `Sharded`, its storage."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,28 +13,29 @@ from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
 
 from keras_paragrad.compat.collectives import replica_index
-from keras_paragrad.compat.local import place_of
+from keras_paragrad.compat.local import Place, place_of
 from keras_paragrad.compat.workers import barrier
-from keras_paragrad.storage.exchange import all_gather
+from keras_paragrad.storage.exchange import all_gather, reduce_scatter
 from keras_paragrad.storage.partition import Partition
-from keras_paragrad.storage.reading import READING, Noted
-from keras_paragrad.storage.regathering import note
-from keras_paragrad.storage.sharded_storage import Sharded
+from keras_paragrad.storage.reading import READING, AssignmentRecorder, assigning_whole
+from keras_paragrad.storage.regathering import record_gather
+from keras_paragrad.storage.storage import Parts, Whole
+from keras_paragrad.storage.updating import is_elementwise
 
 
 class ShardedVariable(DistributedVariable):
     """A distributed variable of which each replica holds one flat shard.
 
-    Seen from a replica or from outside it is whole: it is gathered where it is read, and its gradient is that of the
-    whole. Within `tf.distribute.StrategyExtended.update`, where optimizers compute, it is the shard.
+    On a replica and in cross-replica context it is whole: reading gathers it, and the gradient is that of the whole.
+    Within `tf.distribute.StrategyExtended.update`, where optimizers compute, it is the shard.
 
     Args:
         strategy: The strategy.
         values: This process's shards.
-        partition: How the variable is cut.
+        partition: How the variable is divided.
         aggregation: As in `tf.Variable`.
-        policy: As in TensorFlow's own.
-        copies: A distributed variable that every replica holds whole, to read in place of gathering, or `None`.
+        policy: As in `DistributedVariable`.
+        copies: A distributed variable that is whole on each replica, to read instead of gathering, or `None`.
     """
 
     def __init__(
@@ -49,18 +51,18 @@ class ShardedVariable(DistributedVariable):
         self._packed_var = None
         self.partition = partition
         self.copies = copies
-        self.copies_hold = copies is not None
-        # Whether an optimizer is given the shards.
+        self.copies_are_current = copies is not None
+        # Whether optimizers receive the shards.
         self.being_updated = False
 
     @property
-    def storage(self) -> Sharded:
-        """What is asked where a variable's value lives."""
+    def storage(self) -> "Sharded":
+        """The variable's `Storage`."""
         return Sharded(self)
 
     @property
     def shape(self) -> tf.TensorShape:
-        """That of the whole, or within an update that of the shard."""
+        """The shape of the whole, or within an update that of the shard."""
         return self._primary.shape if get_update_replica_id() is not None else tf.TensorShape(self.partition.shape)
 
     def get_shape(self) -> tf.TensorShape:
@@ -69,9 +71,9 @@ class ShardedVariable(DistributedVariable):
 
     @property
     def handle(self) -> Any:
-        """On a replica, that of what its gradient is asked of: the copy if there is one, or the shard."""
-        if self.copies_hold and _on_replica():
-            return self._copy.handle
+        """On a replica, the handle that tapes watch: of the copy if there is one, or of the shard."""
+        if self.copies_are_current and _on_replica():
+            return self.local_copy.handle
         return super().handle
 
     @property
@@ -80,7 +82,8 @@ class ShardedVariable(DistributedVariable):
         return self._values[_local_index()]
 
     @property
-    def _copy(self) -> Any:
+    def local_copy(self) -> Any:
+        """This replica's whole copy, a `tf.Variable`."""
         return self.copies.values[_local_index()]
 
     def read_value(self) -> tf.Tensor:
@@ -92,7 +95,7 @@ class ShardedVariable(DistributedVariable):
         return tf.convert_to_tensor(self._read())
 
     def numpy(self) -> Any:
-        """The whole, gathered; every worker has to call it."""
+        """The whole, gathered; called on every worker."""
         return self.value().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -102,11 +105,11 @@ class ShardedVariable(DistributedVariable):
         return tf.convert_to_tensor(self._read(), dtype=dtype, name=name)
 
     def _get(self) -> Any:
-        # What operators such as `+` compute with.
+        # The operand of operators such as `+`.
         return self._read()
 
     def __getattr__(self, name: str) -> Any:
-        # TensorFlow asks `_get`, which gathers.
+        # TensorFlow's looks in `_get()`, which gathers.
         if name.startswith("__") or "_values" not in vars(self):
             raise AttributeError(name)
         return getattr(self._primary, name)
@@ -118,87 +121,86 @@ class ShardedVariable(DistributedVariable):
         if in_symbolic_scope():
             return tf.zeros(self.partition.shape, self.dtype)
         if not _on_replica_of(self._distribute_strategy):
-            return self._assembled()
+            return self._gather_outside()
         if READING.assigned is not None and id(self) in READING.assigned:
             return READING.assigned[id(self)][1]
         cast, scope = READING.cast.get(id(self)), get_autocast_scope()
         if cast is not None and scope is not None and cast.dtype == scope.dtype:
             return cast
-        known = READING.values.get(id(self))
-        if known is None and self.copies_hold:
-            return self._copy
-        return self.gathered() if known is None else known
+        if id(self) in READING.values:
+            return READING.values[id(self)]
+        return self.local_copy if self.copies_are_current else self.gathered()
 
     def gathered(self, dtype: Any = None, after: Sequence[tf.Tensor] = ()) -> tf.Tensor:
         """The whole on this replica, from all replicas' shards. The gradient of the shard is that of the whole.
 
         Args:
-            dtype: What to gather it in; its own, if `None`.
+            dtype: The dtype to gather in; the variable's, if `None`.
             after: Tensors to wait for.
         """
         with tf.control_dependencies(after):
             whole = self.whole(self.shard.read_value(), dtype)
-        note(self, dtype, whole)
+        record_gather(self, dtype, whole)
         return whole
 
     def whole(self, shard: tf.Tensor, dtype: Any = None) -> tf.Tensor:
-        """The whole from what each replica has read of its shard."""
+        """The whole, gathered from what each replica has read of its shard."""
 
         @tf.custom_gradient
-        def whole(shard: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
-            everything = all_gather(tf.cast(shard, dtype or shard.dtype))
-            # *Combine* scatters the gradient, weighted as it then is among those of other replicas and micro-batches.
-            return self.partition.whole(everything), lambda gradient: tf.cast(gradient, self.dtype)
+        def gather(shard: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
+            shards = all_gather(tf.cast(shard, dtype or shard.dtype))
+            # *Combine* scatters the gradient, weighted against those of other replicas and micro-batches.
+            return self.partition.whole(shards), lambda gradient: tf.cast(gradient, self.dtype)
 
-        found: Any = whole(shard)
-        return found
+        whole: Any = gather(shard)
+        return whole
 
-    def _assembled(self) -> tf.Tensor:
-        """The whole, outside of replicas."""
+    def _gather_outside(self) -> tf.Tensor:
+        """The whole in cross-replica context."""
         if place_of(self._distribute_strategy).workers > 1:
             with self._distribute_strategy.scope():
                 gathered = self._distribute_strategy.run(lambda: all_gather(self.shard.read_value()))
-            everything = self._distribute_strategy.experimental_local_results(gathered)[0]
+            shards = self._distribute_strategy.experimental_local_results(gathered)[0]
             if tf.executing_eagerly():
                 barrier()
-            return self._joined(everything)
+            return self._join(shards)
         with tf.device("CPU:0"):
-            return self._joined(tf.concat([shard.read_value() for shard in self._values], 0))
+            return self._join(tf.concat([shard.read_value() for shard in self._values], 0))
 
-    def _joined(self, shards: tf.Tensor) -> tf.Tensor:
-        """The whole of all shards, with the gradient of the first one, which a tape outside of replicas asks for."""
+    def _join(self, shards: tf.Tensor) -> tf.Tensor:
+        """The whole from all shards. Its gradient is that of the first shard, which tapes outside of replicas watch."""
 
         @tf.custom_gradient
-        def joined(_: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
+        def join(_: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
             return self.partition.whole(tf.stop_gradient(shards)), lambda gradient: gradient
 
-        found: Any = joined(self._primary.read_value())
-        return found
+        whole: Any = join(self._primary.read_value())
+        return whole
 
     def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         if isinstance(value, tf.IndexedSlices):
-            # Rows of the whole, which shards don't have.
-            written = tf.Variable(self._assembled(), trainable=False)
+            # They are rows of the whole.
+            written = tf.Variable(self._gather_outside(), trainable=False)
             update_fn(written, value, **kwargs)
             return self._update_cross_replica(lambda variable, whole: variable.assign(whole), written)
         first = place_of(self._distribute_strategy).first
         whole = tf.convert_to_tensor(value, dtype=self.dtype)
         updates = []
-        for place, shard in enumerate(self._values):
+        for index, shard in enumerate(self._values):
             with tf.device(shard.device):
-                updates.append(update_fn(shard, self.partition.kept_shard(whole, first + place), **kwargs))
+                updates.append(update_fn(shard, self.partition.copy_shard(whole, first + index), **kwargs))
                 if self.copies is not None:
-                    update_fn(self.copies.values[place], whole, **kwargs)
+                    update_fn(self.copies.values[index], whole, **kwargs)
         return updates[0]
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         whole = tf.convert_to_tensor(value, dtype=self.dtype)
         if READING.assigned is not None:
-            update_fn(Noted(self, READING.assigned), whole)
+            update_fn(AssignmentRecorder(self, READING.assigned), whole)
             return None
-        if self.copies_hold:
-            update_fn(self._copy, whole, **kwargs)
-        return update_fn(self.shard, self.partition.kept_shard(whole, replica_index()), **kwargs)
+        if self.copies_are_current:
+            update_fn(self.local_copy, whole, **kwargs)
+        return update_fn(self.shard, self.partition.copy_shard(whole, replica_index()), **kwargs)
 
     def _export_to_saved_model_graph(self, *_: Any, **__: Any) -> Any:
         raise ValueError(
@@ -206,20 +208,97 @@ class ShardedVariable(DistributedVariable):
             "into the same model built outside of dist.scope(), and export that."
         )
 
-    def refresh(self) -> None:
-        """Writes what the shards hold into the copies; called on every replica."""
-        if self.copies is not None:
-            self._copy.assign(self.partition.whole(all_gather(self.shard.read_value())))
-
     @property
     def is_gathered(self) -> bool:
-        """Whether this replica gathers the value where it is read now."""
-        known = self.copies_hold or id(self) in READING.values
-        return not known and _on_replica_of(self._distribute_strategy)
+        """Whether reading on this replica gathers."""
+        replaced = self.copies_are_current or id(self) in READING.values
+        return not replaced and _on_replica_of(self._distribute_strategy)
+
+
+class Sharded(Whole):
+    """The storage of a variable whose value is a `ShardedVariable`."""
+
+    divided = True
+
+    def read(self) -> tf.Tensor:
+        return self.variable.value()
+
+    @property
+    def local(self) -> Any:
+        return self.variable.shard
+
+    def is_replicated(self) -> bool:
+        return False
+
+    def recompute(self) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        if not self.variable.is_gathered:
+            return super().recompute()
+        return tf.identity(self.local.read_value()), self.variable.whole
+
+    @staticmethod
+    def reduce(gradients: Sequence[Any], storages: Sequence[Any]) -> list[Any]:
+        return reduce_scatter(gradients, [each.variable.partition for each in storages])
+
+    def gather(self, gradient: Any) -> Any:
+        # The identity takes on control dependencies.
+        return self.variable.partition.whole(all_gather(tf.identity(gradient)))
+
+    def scatter(self, gradient: Any) -> Any:
+        return self.variable.partition.shard(gradient, replica_index())
+
+    def accumulate(self, gradient: Any, scale: Any, first: Any) -> None:
+        # It was scaled when it was reduced. A slice of the sum would keep the whole sum in memory.
+        super().accumulate(tf.raw_ops.DeepCopy(x=gradient), None, first)
+
+    def takes_steps_of(self, optimizer: Any) -> bool:
+        return is_elementwise(optimizer)
+
+    def update(self, optimizer: Any, gradient: Any, learning_rate: Any, after: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Gathers value and gradient, runs the optimizer's step, and stores this replica's shard."""
+        check_being_updated([self.variable])
+        with tf.control_dependencies(after), assigning_whole():
+            whole = self.gather(gradient)
+            optimizer.update_step(whole, self.variable, learning_rate)
+            return [tf.identity(whole)]
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        self.variable.being_updated = True
+        # Until `refresh`, reads gather.
+        self.variable.copies_are_current = False
+        try:
+            yield
+        finally:
+            self.variable.being_updated = False
+            self.variable.copies_are_current = self.variable.copies is not None
+
+    def refresh(self) -> None:
+        """Copies the shards of all replicas to the whole copies."""
+        variable = self.variable
+        if variable.copies is not None:
+            variable.local_copy.assign(variable.partition.whole(all_gather(variable.shard.read_value())))
+
+    def parts(self, place: Place) -> Parts:
+        return Parts(self.variable.partition.size, lambda: (shard.numpy() for shard in self.variable.values))
+
+
+def check_being_updated(variables: Iterable[ShardedVariable]) -> None:
+    """Refuses to pass shards to an optimizer outside of a step, where gradients are not reduced to shards.
+
+    Raises:
+        ValueError: A variable isn't updated by a step of this package.
+    """
+    for variable in variables:
+        if not variable.being_updated:
+            raise ValueError(
+                f"{variable.name!r} is in shards, and is to be updated with a whole gradient, as a custom training "
+                "loop or a model that isn't prepared does. Train with dist.fit(model, ...), or with model.fit(...) "
+                "after dist.prepare(model). For a custom training loop, write DistributedFit(..., shard=None)."
+            )
 
 
 def sharded_value(variable: Any) -> ShardedVariable | None:
-    """The value of a variable in shards, of Keras's or TensorFlow's, or `None` for any other variable."""
+    """The `ShardedVariable` of a Keras or TensorFlow variable, or `None` for any other variable."""
     value = getattr(variable, "_value", variable)
     return value if isinstance(value, ShardedVariable) else None
 

@@ -1,4 +1,4 @@
-"""`Storage`: where a variable's value lives, and all that steps, optimizers, windows and backups ask of it."""
+"""`Storage`: where a variable's value lives, and what steps, optimizers, windows and backups ask of it."""
 
 import contextlib
 import functools
@@ -16,11 +16,11 @@ from keras_paragrad.storage.row_gradients import sum_gradients
 
 
 class Parts(NamedTuple):
-    """How the value of a variable is written to files: by each worker those parts that it has.
+    """How a worker writes its parts of a variable's value to files.
 
     Attributes:
-        size: How many elements a part has; all of them together are the whole, flat and padded.
-        read: Reads this worker's parts, one after the other.
+        size: The number of elements of a part. All workers' parts, concatenated, are the whole, flat and padded.
+        read: Reads this worker's parts one by one.
     """
 
     size: int
@@ -28,13 +28,13 @@ class Parts(NamedTuple):
 
 
 class Storage(Protocol):
-    """Where a variable's value lives; what a class leaves out is as for one that is whole on every replica.
+    """Where a variable's value lives. The defaults are those of a variable that is whole on every replica.
 
     Attributes:
-        variable: The variable, of Keras's or TensorFlow's.
+        variable: The Keras or TensorFlow variable.
         divided: Whether each replica holds a part. Then gradients are reduced before they are accumulated.
-        replaces: Whether the first gradient of a window can replace an accumulator's value, which is zeroed otherwise.
-        mesh: The mesh that functions have to run on which compute with it, or `None`.
+        replaces: Whether the first gradient of a window replaces an accumulator's value; else the value is zeroed.
+        mesh: The mesh on which functions have to run that use the variable, or `None`.
     """
 
     variable: Any
@@ -44,7 +44,7 @@ class Storage(Protocol):
 
     @property
     def local(self) -> Any:
-        """The variable of TensorFlow's that holds what this replica has of the value."""
+        """The `tf.Variable` with this replica's part of the value."""
         return self.variable.value
 
     def read(self) -> tf.Tensor:
@@ -52,8 +52,8 @@ class Storage(Protocol):
         return tf.convert_to_tensor(self.local)
 
     def recompute(self) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        """The least that this replica has to keep to read the value again, and what makes the value of it."""
-        return tf.identity(self.read()), lambda kept: kept
+        """A tensor for this replica to keep, as small as possible, and a function from it to the value."""
+        return tf.identity(self.read()), lambda value: value
 
     def is_replicated(self) -> bool:
         """Whether all replicas hold the same whole value."""
@@ -61,28 +61,28 @@ class Storage(Protocol):
 
     @staticmethod
     def reduce(gradients: Sequence[Any], storages: Sequence[Any]) -> list[Any]:
-        """Sums whole gradients over the replicas, those of several storages of this class in one exchange."""
+        """Sums whole gradients over the replicas, in one exchange for several storages of this class."""
         return sum_gradients(gradients)
 
     def gather(self, gradient: Any) -> Any:
-        """The whole of a reduced gradient."""
+        """The whole gradient from a reduced one."""
         return gradient
 
     def scatter(self, gradient: Any) -> Any:
-        """What this replica updates with, of a whole gradient."""
+        """This replica's part of a whole gradient, to update with."""
         return gradient
 
     def square(self, gradient: tf.Tensor) -> tf.Tensor:
-        """The squared norm of what this replica has of a reduced gradient."""
+        """The squared norm of this replica's part of a reduced gradient."""
         return tf.reduce_sum(tf.square(gradient))
 
     def accumulate(self, gradient: Any, scale: Any, first: Any) -> None:
-        """Adds a gradient, times a scale if that is not `None`, to the value of an accumulator.
+        """Adds a gradient to an accumulator.
 
         Args:
             gradient: Dense or `tf.IndexedSlices`.
-            scale: A scalar or `None`.
-            first: Whether a dense one replaces the value, a scalar; if it can at all.
+            scale: A scalar factor of the gradient, or `None`.
+            first: A boolean scalar: whether a dense gradient replaces the value, where `replaces` allows it.
         """
         target = self.local
 
@@ -91,7 +91,7 @@ class Storage(Protocol):
             return values if scale is None else values * tf.cast(scale, values.dtype)
 
         def add() -> None:
-            # A scaled addition in one pass over memory: the same operation as a step of gradient descent.
+            # Scales and adds in one pass over memory.
             alpha = -tf.cast(1.0 if scale is None else scale, gradient.dtype)
             tf.raw_ops.ResourceApplyGradientDescent(var=target.handle, alpha=alpha, delta=gradient)
 
@@ -99,13 +99,13 @@ class Storage(Protocol):
             # Under a strategy the variable has no `scatter_add`.
             tf.raw_ops.ResourceScatterAdd(resource=target.handle, indices=gradient.indices, updates=scaled())
         elif compiled_by_xla():
-            # It fuses both, and in a branch copies the accumulator.
+            # XLA fuses this, and would copy the accumulator in a branch.
             target.assign(tf.where(first, scaled(), target + scaled()))
         else:
             run_if(first, lambda: target.assign(scaled()), add)
 
     def reset(self, first: Any) -> None:
-        """Zeroes the value of an accumulator, if a scalar or a Python bool says so."""
+        """Zeroes an accumulator if `first`, a boolean scalar or a Python bool, is true."""
         zeros = functools.partial(tf.zeros, self.local.shape, self.local.dtype)
         if first is not True and compiled_by_xla():
             self.local.assign(tf.where(first, zeros(), self.local))
@@ -113,41 +113,57 @@ class Storage(Protocol):
             run_if(first, lambda: self.local.assign(zeros()))
 
     def takes_steps_of(self, optimizer: Any) -> bool:
-        """Whether the step of a Keras optimizer may be taken with it as with any variable."""
+        """Whether a Keras optimizer can update the variable by its usual `_backend_update_step`."""
         return True
 
     def update(self, optimizer: Any, gradient: Any, learning_rate: Any, after: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Takes an optimizer's step after some tensors, and returns those that the next one has to wait for."""
+        """Runs an optimizer's step after some tensors, and returns the tensors that the next step waits for."""
         type(optimizer)._backend_update_step(optimizer, [gradient], [self.variable], learning_rate)
         return list(after)
 
     def updating(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which optimizers update the value, entered outside of the replicas."""
+        """The context in which optimizers update the value, entered in cross-replica context."""
         return contextlib.nullcontext()
 
     def refresh(self) -> None:
-        """Ends an update, on every replica."""
+        """Ends an update; called on every replica."""
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which functions run that compute with the value."""
+        """The context in which functions run that use the variable."""
         return contextlib.nullcontext()
 
     def parts(self, place: Place) -> Parts | None:
-        """How a worker writes its parts of the value to files, or `None` if the chief writes the whole."""
+        """How a worker writes its parts to files, or `None` if the chief writes the whole."""
         return None
 
 
 class Whole(Storage):
-    """The storage of a variable that is whole on every replica."""
+    """The storage of a variable that is whole on every replica: all defaults."""
 
     def __init__(self, variable: Any):
         self.variable = variable
 
 
 def storage_of(variable: keras.Variable) -> Storage:
-    """The storage of a Keras variable: what the attribute `storage` of its value is, or else `Whole`."""
+    """The storage of a Keras variable: the attribute `storage` of its value, or else `Whole`."""
     try:
-        # Distributed variables look for attributes in a replica's, which reads some of them.
+        # The `__getattr__` of distributed variables looks in a replica's variable, and reads it for some names.
         return object.__getattribute__(variable._value, "storage")
     except AttributeError:
         return Whole(variable)
+
+
+def any_divided(variables: Sequence[keras.Variable]) -> bool:
+    """Whether each replica holds a part of any of the variables."""
+    return any(storage_of(variable).divided for variable in variables)
+
+
+def mesh_of(variables: Sequence[keras.Variable]) -> Any:
+    """The mesh on which functions have to run that use the variables, or `None`."""
+    return next((mesh for each in variables if (mesh := storage_of(each).mesh) is not None), None)
+
+
+def computing_with(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
+    """The context in which functions run that use the variables."""
+    storages = map(storage_of, variables)
+    return next((each.computing() for each in storages if each.mesh is not None), contextlib.nullcontext())

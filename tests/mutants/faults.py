@@ -114,8 +114,8 @@ _STEP = [
     _fault(
         "the norm of a gradient in shards is that of one shard",
         "storage/updating.py",
-        "    for place, total in zip(cut, sum_over_replicas([found[place] for place in cut]), strict=True):",
-        "    for place, total in zip(cut, [found[place] for place in cut], strict=True):",
+        "    for index, total in zip(divided, sum_over_replicas([squares[index] for index in divided]), strict=True):",
+        "    for index, total in zip(divided, [squares[index] for index in divided], strict=True):",
         "sharding/test_shards.py::test_every_kind_of_optimizer",
     ),
     _fault(
@@ -191,8 +191,9 @@ _STEP = [
     _fault(
         "gradients are clipped before they are all-reduced, too",
         "engine/step/apply.py",
-        "applied, sums = reduced([gradients[index] for index in present], ",
-        "applied, sums = reduced(optimizer._clip_gradients([gradients[index] for index in present]), ",
+        "[gradients[index] for index in present], [variables[index] for index in present], beside\n",
+        "optimizer._clip_gradients([gradients[index] for index in present]),\n        "
+        "[variables[index] for index in present],\n        beside,\n",
         "accumulation/test_microbatch.py::test_on_two_replicas",
     ),
     _fault(
@@ -205,7 +206,7 @@ _STEP = [
     _fault(
         "workers that hold different shards know of an overflow in their own alone",
         "engine/step/apply.py",
-        "    if divided(variables) and unscaled(optimizer) is not optimizer:\n",
+        "    if any_divided(variables) and unscaled(optimizer) is not optimizer:\n",
         "    if False:\n",
         "sharding/test_shards.py::test_an_overflow_on_one_worker_is_an_update_on_none",
     ),
@@ -255,7 +256,7 @@ _STEP = [
     _fault(
         "weights are gathered again after the statistics whose gradients need them",
         "storage/regathering.py",
-        "with _in_an_order_of_their_own():",
+        "with _separate_collective_order():",
         "with contextlib.nullcontext():",
         "sharding/test_shards.py::test_two_workers_with_synchronized_statistics",
     ),
@@ -283,8 +284,8 @@ _STEP = [
     _fault(
         "shards are clipped by the norm of the gradient before its transform",
         "engine/step/update.py",
-        "measure_again(optimizer, whole, changed)",
-        "measure_again(optimizer, unscaled, changed)",
+        "replace_norms(optimizer, whole, changed)",
+        "replace_norms(optimizer, unscaled, changed)",
         "sharding/test_storage.py::test_telemetry_and_transforms_see_whole_gradients",
     ),
 ]
@@ -801,7 +802,7 @@ _SHARDING = [
     ),
     _fault(
         "what is frozen when it is placed is never trained",
-        "storage/resharding.py",
+        "storage/model_variables.py",
         "variable.trainable = variable._value.trainable",
         "pass",
         "sharding/test_placed.py::test_acts_as_on_one_device",
@@ -816,15 +817,15 @@ _SHARDING = [
     _fault(
         "the check of a mesh's first batch counts",
         "storage/dtensor.py",
-        "    INSIDE.assigned = {}\n",
-        "    INSIDE.assigned = None\n",
+        "    CONTEXT.assigned = {}\n",
+        "    CONTEXT.assigned = None\n",
         "sharding/test_placed.py::test_acts_as_on_one_device",
     ),
     _fault(
         "callbacks that update variables in shards are given shards",
-        "storage/outside.py",
-        "    if not storages or any(",
-        "    if storages or any(",
+        "storage/creation.py",
+        "    if not sharded or any(",
+        "    if sharded or any(",
         "sharding/test_placed.py::test_acts_as_on_one_device",
     ),
     _fault(

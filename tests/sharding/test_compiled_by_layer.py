@@ -126,5 +126,5 @@ def test_losses_leave_what_is_compiled():
 def test_draws_the_same_masks_again(name, monkeypatch):
     found = trained(MODELS[name], jit=True, again=True, drawing=True)
     for module in (train_step, evaluation):
-        monkeypatch.setattr(module, "compiled_in_pieces", lambda model: False)
+        monkeypatch.setattr(module, "compiles_each_layer", lambda model: False)
     check_equal(found, trained(MODELS[name], jit=True, drawing=True))

@@ -31,7 +31,7 @@ def test_shards_joined_are_the_whole(shape, shards):
     whole = np.random.default_rng(0).normal(size=shape).astype("float32")
     parts = [partition.shard(whole, index) for index in range(shards)]
     assert {part.shape[0] for part in parts} == {partition.size}
-    np.testing.assert_array_equal(partition.joined(parts), whole)
+    np.testing.assert_array_equal(partition.whole(np.concatenate(parts)), whole)
     if partition.rows:
         assert partition.rows * shards - shape[0] < max(shards, partition.rows)
 
@@ -152,8 +152,8 @@ def test_telemetry_and_transforms_see_whole_gradients(shard, tmp_path):
 @pytest.mark.own_process
 def test_the_backward_pass_gathers_weights_again(monkeypatch):
     gathered, losses = [], []
-    note, regather = regathering.note, forward.regather_in_backward
-    monkeypatch.setattr(sharded_module, "note", lambda *found: (gathered.append(found), note(*found)))
+    record_gather, regather = regathering.record_gather, forward.regather_in_backward
+    monkeypatch.setattr(sharded_module, "record_gather", lambda *found: (gathered.append(found), record_gather(*found)))
     monkeypatch.setattr(forward, "regather_in_backward", lambda loss: (losses.append(loss), regather(loss))[1])
     dist = sharded()
     with dist.scope():

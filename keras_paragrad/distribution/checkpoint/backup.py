@@ -20,7 +20,7 @@ from keras_paragrad.distribution.checkpoint.stopping import StopChecks, StopRequ
 from keras_paragrad.distribution.fit_arguments import checked_callback
 from keras_paragrad.distribution.workers import agree, gather
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.storage import checkpoint_state as seam
+from keras_paragrad.storage import model_variables as seam
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -171,7 +171,7 @@ class Backup(keras.callbacks.Callback):
         self._request.leave()
         self._resumption = None
         if self.model is not None:
-            seam.begin_in(self.model, None)
+            seam.set_initial_epoch(self.model, None)
             StepBuilder.of(self.model).skip_batches(0)
 
     def save(self) -> bool:

@@ -12,7 +12,7 @@ from keras_paragrad.distribution.checkpoint.callback_state import restore_state
 from keras_paragrad.distribution.checkpoint.content import Content, CutVariable
 from keras_paragrad.distribution.checkpoint.files import Stored
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.storage import checkpoint_state as seam
+from keras_paragrad.storage import model_variables as seam
 
 # Variables that exist before the first step; metrics may create theirs in it.
 _BEFORE_STEPS = ("model", "optimizer")
@@ -43,7 +43,7 @@ class Resumption:
         variables = self._fitting_variables()
         self._check_run(steps)
         self._restore(variables)
-        seam.begin_in(model, self.position.epoch)
+        seam.set_initial_epoch(model, self.position.epoch)
 
     @property
     def ends(self) -> bool:
@@ -56,7 +56,7 @@ class Resumption:
         Raises:
             ValueError: `fit` has begun another epoch than that of the backup.
         """
-        seam.begin_in(self.model, None)
+        seam.set_initial_epoch(self.model, None)
         if epoch != self.position.epoch:
             raise ValueError(
                 f"fit starts with epoch {epoch + 1}, but the backup in {self._source} is at {self.position}. Leave out "

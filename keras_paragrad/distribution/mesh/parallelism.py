@@ -22,7 +22,7 @@ from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.distribution.rendezvous import join_workers, meet
 from keras_paragrad.engine.mesh.tracing import let_keras_lay_out
-from keras_paragrad.storage.dtensor import join, turn_combine_pass_off
+from keras_paragrad.storage.dtensor import span_workers, turn_combine_pass_off
 
 
 class MeshParallel(Parallelism):
@@ -69,7 +69,7 @@ class MeshParallel(Parallelism):
         if cluster is None or hardware.worker_count == 1:
             return alone
         meet(cluster, options.startup_timeout, {"mesh": str(options.mesh), "devices": len(plan.devices.value)})
-        join(cluster.jobs["worker"], cluster.index)
+        span_workers(cluster.jobs["worker"], cluster.index)
         ring = tf.distribute.experimental.CommunicationImplementation.RING
         communication = tf.distribute.experimental.CommunicationOptions(implementation=ring)
         workers = join_workers(BesideMesh, cluster, plan.devices.value[:1], communication)

@@ -22,15 +22,15 @@ from keras_paragrad.engine.mesh.comparing import gradient_differs
 from keras_paragrad.engine.mesh.placing import take_off_mesh
 from keras_paragrad.engine.mesh.running import OnMesh, rows_in
 from keras_paragrad.engine.mesh.tracing import Outputs, traced_for_mesh
-from keras_paragrad.storage.checkpoint_state import build_optimizer
 from keras_paragrad.storage.dtensor import (
     COMBINE_PASS,
-    divided,
+    distribute,
     make_mesh,
     on_mesh,
     turn_combine_pass_off,
 )
 from keras_paragrad.storage.mesh_variable import MeshVariable
+from keras_paragrad.storage.model_variables import build_optimizer
 
 _RATE = 0.1
 
@@ -71,7 +71,7 @@ def steps_differ(
         MeshVariable(value=weight, mesh=mesh, axes=each, name="checked", trainable=True)
         for weight, each in zip(weights, axes, strict=True)
     ]
-    data = [divided(each, mesh, (batch_axis, None)) for each in (x, y)]
+    data = [distribute(each, mesh, (batch_axis, None)) for each in (x, y)]
     with on_mesh(mesh):
         _two_steps(parted, *data)
     found = [np.abs(each.numpy() - one.numpy()).max() for each, one in zip(parted, alone, strict=True)]

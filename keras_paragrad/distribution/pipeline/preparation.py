@@ -25,7 +25,7 @@ from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.segments import Part, functional_of, run_in_stages
 from keras_paragrad.memory.estimated import bytes_in_words
 from keras_paragrad.plain_text import Printable
-from keras_paragrad.storage.checkpoint_state import build_optimizer
+from keras_paragrad.storage.model_variables import build_optimizer
 
 
 class Stage(NamedTuple):

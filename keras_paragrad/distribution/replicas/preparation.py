@@ -21,7 +21,7 @@ from keras_paragrad.engine.replicas.prepared import distributing_by, spread_over
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.storage.creation import may_be_in_shards
-from keras_paragrad.storage.updating import own_update
+from keras_paragrad.storage.updating import overridden_method
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -170,7 +170,7 @@ def _check_shards(model: Any) -> None:
             "TensorFlow can't scatter them. Remove that argument, and compile with AccumulatingOptimizer(optimizer, "
             f"steps={accumulation_steps(optimizer)})."
         )
-    if own := own_update(optimizer):
+    if own := overridden_method(optimizer):
         raise ValueError(
             f"{own} is an optimizer's own, and would be given shards in place of whole gradients and weights. Move "
             "what it does into update_step, as keras.optimizers.Optimizer documents it, which is given whole ones; or "

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_paragrad.compat.model import all_variables
 from keras_paragrad.engine.mesh.errors import explained
 from keras_paragrad.engine.probes.untouched import untouched
-from keras_paragrad.storage.dtensor import assignments_discarded, gathered, on_mesh
+from keras_paragrad.storage.dtensor import discard_assignments, gather, on_mesh
 from keras_paragrad.storage.storage import storage_of
 
 # A gradient that is smaller than this share of the largest is rounding, as is that of an attention's key bias.
@@ -53,7 +53,7 @@ def _most(array: Any) -> float:
 
 
 def _array(gradient: Any) -> Any:
-    return np.asarray(gathered(gradient)).astype("float64")
+    return np.asarray(gather(gradient)).astype("float64")
 
 
 def _alone(model: Any, data: Any, variables: list[keras.Variable]) -> list[Any]:
@@ -81,7 +81,7 @@ def _alone(model: Any, data: Any, variables: list[keras.Variable]) -> list[Any]:
 
 def _on_mesh(model: Any, data: Any, variables: list[keras.Variable], on_the_mesh: Any) -> list[Any]:
     with on_the_mesh.tracing():
-        with tf.GradientTape() as tape, untouched(model, assignments_discarded()):
+        with tf.GradientTape() as tape, untouched(model, discard_assignments()):
             loss = _loss(model, data)
         sources: list[Any] = [storage_of(variable).local for variable in variables]
         return [_dense(each) for each in tape.gradient(loss, sources, unconnected_gradients=_ZERO)]

@@ -8,10 +8,9 @@ import tensorflow as tf
 
 from keras_paragrad.engine.pipeline.placement import name_stems
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.storage.checkpoint_state import counterparts_in, training_variables
 from keras_paragrad.storage.dtensor import Axes
 from keras_paragrad.storage.mesh_variable import MeshVariable
-from keras_paragrad.storage.resharding import rename_storage, replace_storage
+from keras_paragrad.storage.model_variables import accumulated_variables, rename_keys, replace_value, training_variables
 
 # What a variable's dimensions are divided along, and whether steps read it whole.
 Placed = tuple[Axes, bool]
@@ -28,7 +27,7 @@ def put_on_mesh(model: Any, mesh: Any, place: Callable[[keras.Variable], Placed]
     """
     sections = training_variables(model)
     known = {variable.path.replace("/", "_"): variable for variable in sections["model"]}
-    accumulators = counterparts_in(model.optimizer)
+    accumulators = accumulated_variables(model.optimizer)
     keys = []
     for section, variables in sections.items():
         for variable in variables:
@@ -47,7 +46,7 @@ def put_on_mesh(model: Any, mesh: Any, place: Callable[[keras.Variable], Placed]
             )
             storage.whole_in_steps = whole and section == "model"
             variable._initialize(storage)
-    rename_storage(model.optimizer, {before: _key(model.optimizer, variable) for before, variable in keys})
+    rename_keys(model.optimizer, {before: _key(model.optimizer, variable) for before, variable in keys})
 
 
 def take_off_mesh(model: Any) -> None:
@@ -61,8 +60,8 @@ def take_off_mesh(model: Any) -> None:
         if storage_on_mesh(variable) is not None:
             keys.append((_key(model.optimizer, variable), variable))
             with tf.device("CPU:0"):
-                replace_storage(variable, tf.convert_to_tensor(variable.value))
-    rename_storage(model.optimizer, {before: _key(model.optimizer, variable) for before, variable in keys})
+                replace_value(variable, tf.convert_to_tensor(variable.value))
+    rename_keys(model.optimizer, {before: _key(model.optimizer, variable) for before, variable in keys})
 
 
 def storage_on_mesh(variable: keras.Variable) -> MeshVariable | None:

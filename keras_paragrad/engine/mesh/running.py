@@ -17,7 +17,7 @@ from keras_paragrad.engine.replicas.prepared import forget_functions, maker
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.engine.step.symbolic import build_from
-from keras_paragrad.storage.dtensor import divided, gathered, on_mesh
+from keras_paragrad.storage.dtensor import distribute, gather, on_mesh
 
 _UNKNOWN = ("split", "transform", "observe", "present")
 _METHODS = ("make_test_function", "make_predict_function")
@@ -105,7 +105,7 @@ class OnMesh:
             batch = self.batch(data)
             with on_mesh(self.mesh), explained(self.model):
                 found = step(batch)
-            return keras.tree.map_structure(gathered, found)
+            return keras.tree.map_structure(gather, found)
 
         return run
 
@@ -123,7 +123,7 @@ class OnMesh:
             axes: list[str | None] = [None] * len(leaf.shape)
             if even and axes and leaf.shape[0] == rows:
                 axes[0] = self.batch_axis
-            return divided(leaf, self.mesh, tuple(axes))
+            return distribute(leaf, self.mesh, tuple(axes))
 
         return keras.tree.map_structure(put, data)
 
@@ -148,7 +148,7 @@ class OnMesh:
             batch = self.batch(data)
             with on_mesh(self.mesh), explained(self.model):
                 found = compiled(batch)
-            return keras.tree.map_structure(gathered, found)
+            return keras.tree.map_structure(gather, found)
 
         def predict(batches: list) -> Any:
             outputs = [run(batch) for batch in batches]

@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.capabilities import parts
 from keras_paragrad.compat.stand_ins import bytes_of
-from keras_paragrad.storage.checkpoint_state import variables_of, with_inner
-from keras_paragrad.storage.resharding import rename_storage, replace_storage
+from keras_paragrad.storage.model_variables import nested_optimizers, rename_keys, replace_value, variables_of
 
 _REDUCE = "_all_reduce_sum_gradients"
 # Their operations are put on devices one by one.
@@ -96,7 +95,7 @@ def home_of(variable: Any) -> str:
 def slots_by_home(optimizer: Any) -> dict[str, int]:
     """The bytes that an optimizer, with all that it delegates to, has on each device."""
     held: dict[str, int] = {}
-    for variable in {id(each): each for part in with_inner(optimizer) for each in variables_of(part)}.values():
+    for variable in {id(each): each for part in nested_optimizers(optimizer) for each in variables_of(part)}.values():
         held[home_of(variable)] = held.get(home_of(variable), 0) + bytes_of(variable)
     return held
 
@@ -105,7 +104,7 @@ def move(variable: Any, device: str) -> None:
     """Keeps a variable's value on another device. An optimizer that knows the variable has to be told."""
     if home_of(variable) != device:
         with tf.device(device):
-            replace_storage(variable, tf.convert_to_tensor(variable.value))
+            replace_value(variable, tf.convert_to_tensor(variable.value))
 
 
 def move_with_slots(variables: dict[str, list[keras.Variable]], optimizer: Any) -> None:
@@ -121,8 +120,8 @@ def move_with_slots(variables: dict[str, list[keras.Variable]], optimizer: Any) 
     for device, variable in each:
         move(variable, device)
     after = [optimizer._var_key(variable) for _, variable in each] if optimizer else []
-    rename_storage(optimizer, dict(zip(before, after, strict=True)))
-    for slot in [variable for part in with_inner(optimizer) for variable in variables_of(part)]:
+    rename_keys(optimizer, dict(zip(before, after, strict=True)))
+    for slot in [variable for part in nested_optimizers(optimizer) for variable in variables_of(part)]:
         # Keras names a slot after its variable.
         home = next((homes[stem] for stem in name_stems(slot.name) if stem in homes), None)
         if home is not None:

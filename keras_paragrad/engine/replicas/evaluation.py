@@ -23,7 +23,7 @@ from keras_paragrad.engine.step.forward import call_in_function
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.engine.step.symbolic import build_from_inputs
-from keras_paragrad.storage.gathering import compiled_in_pieces, gathered_first
+from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 
 
 def test_function(model: keras.Model, take: Take) -> Callable[[Any], dict]:
@@ -101,10 +101,10 @@ def _apart(function: Callable[[Any, Any], Any], take: Take) -> Callable[[Any, An
         return function
 
     def compiled(model: Any, data: Any) -> Any:
-        if compiled_in_pieces(model):
+        if compiles_each_layer(model):
             with compiled_by_layer():
                 return function(model, data)
-        with gathered_first(model):
+        with gather_before_pass(model):
             return call_in_function(functools.partial(function, model), data)
 
     return compiled

@@ -17,9 +17,10 @@ from keras_paragrad.compat.collectives import (
     sum_over_replicas,
 )
 from keras_paragrad.engine.step.forward import Normalizer
-from keras_paragrad.storage.layout import divided, reduced, reduced_divided
-from keras_paragrad.storage.row_gradients import scaled_gradient
-from keras_paragrad.storage.updating import refresh, squares, updating
+from keras_paragrad.storage.gradients import reduce_divided_gradients, reduce_gradients
+from keras_paragrad.storage.row_gradients import scale_gradient
+from keras_paragrad.storage.storage import any_divided
+from keras_paragrad.storage.updating import refresh, squared_norms, updating
 
 _REDUCE = "_all_reduce_sum_gradients"
 
@@ -81,7 +82,7 @@ def apply_gradient(
         contribution = None if weight is None else Contribution.of(weight)
         if accumulator:
             # Gradients of sharded variables are accumulated in shards, so they are weighted and reduced here.
-            gradients = reduced_divided(gradients, variables, contribution.scale if contribution else None)
+            gradients = reduce_divided_gradients(gradients, variables, contribution.scale if contribution else None)
         if accumulator and whole and replica_count() > 1 and _skips_nonfinite(optimizer, variables):
             gradients = _nonfinite_everywhere(gradients)
         pairs = list(zip(gradients, variables, strict=True))
@@ -90,12 +91,14 @@ def apply_gradient(
         optimizer.apply_gradients(pairs)
         return None
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    applied, sums = reduced([gradients[index] for index in present], [variables[index] for index in present], beside)
+    applied, sums = reduce_gradients(
+        [gradients[index] for index in present], [variables[index] for index in present], beside
+    )
     by_index = dict(zip(present, applied, strict=True))
     total = [by_index.get(index) for index in range(len(gradients))]
-    if divided(variables) and unscaled(optimizer) is not optimizer:
+    if any_divided(variables) and unscaled(optimizer) is not optimizer:
         total = _nonfinite_everywhere(total)
-    norms = squares(optimizer, total, variables)
+    norms = squared_norms(optimizer, total, variables)
     cross_replica(
         lambda per_replica, total, norms: apply_everywhere(per_replica, optimizer, total, variables, norms),
         total,
@@ -118,7 +121,9 @@ def _skips_nonfinite(optimizer: Any, variables: Sequence[keras.Variable]) -> boo
     """Whether an overflow on one replica has to be known on all."""
     skips = unscaled(optimizer) is not optimizer
     # Replicas hold different shards of the same gradients.
-    return skips or (divided(variables) and any(getattr(each, "skip_nonfinite", False) for each in nested(optimizer)))
+    return skips or (
+        any_divided(variables) and any(getattr(each, "skip_nonfinite", False) for each in nested(optimizer))
+    )
 
 
 def _nonfinite_everywhere(gradients: list[Any]) -> list[Any]:
@@ -127,7 +132,7 @@ def _nonfinite_everywhere(gradients: list[Any]) -> list[Any]:
     finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
     (elsewhere,) = sum_over_replicas([tf.cast(tf.logical_not(finite), "float32")])
     poison = tf.where(elsewhere > 0, float("nan"), 1.0)
-    return [scaled_gradient(gradient, poison) for gradient in gradients]
+    return [scale_gradient(gradient, poison) for gradient in gradients]
 
 
 def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradients, variables, norms=()) -> None:
@@ -138,7 +143,7 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
         optimizer: A built optimizer.
         gradients: A gradient or `None` for each variable, grouped by replica.
         variables: The variables that the optimizer was built with.
-        norms: The results of `squares`, grouped by replica.
+        norms: The results of `squared_norms`, grouped by replica.
     """
     by_replica: dict[int, Any] = {}
 

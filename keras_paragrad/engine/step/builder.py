@@ -36,8 +36,8 @@ from keras_paragrad.engine.telemetry.counts import compiled_functions
 from keras_paragrad.engine.telemetry.execution import LATEST, LookAhead, Telemetry, pick_watched
 from keras_paragrad.engine.telemetry.observe import observed
 from keras_paragrad.engine.telemetry.watch import updates_each_batch, watched
-from keras_paragrad.storage.layout import divided
-from keras_paragrad.storage.updating import install as install_storages
+from keras_paragrad.storage.storage import any_divided
+from keras_paragrad.storage.updating import install_storages
 
 # Returns the stages that a callback fills, by name, for the model as it is compiled now.
 Fillers = Callable[[], dict[str, Any]]
@@ -139,7 +139,7 @@ class StepBuilder:
         """Sets the model's train function; compiled functions are reused while nothing has changed."""
         self._by_configuration()
         stages = self.stages
-        if stages.observe and divided(self.model.trainable_variables):
+        if stages.observe and any_divided(self.model.trainable_variables):
             raise ValueError(
                 f"{type(stages.observe).__name__} looks at the gradients of each replica, and this model's weights and "
                 "gradients are in shards. Train with DistributedFit(..., shard=None), or without that callback."

@@ -15,9 +15,9 @@ from keras_paragrad.engine.losses.sums import LossSums, loss_sums
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.losses.undivided import not_divided_by_replicas
 from keras_paragrad.engine.replicas.shard import Shard, rows_of
-from keras_paragrad.storage.gathering import differentiable
+from keras_paragrad.storage.gathering import watch_gathered
 from keras_paragrad.storage.regathering import regather_in_backward
-from keras_paragrad.storage.row_gradients import scaled_gradient
+from keras_paragrad.storage.row_gradients import scale_gradient
 
 
 class Normalizer(NamedTuple):
@@ -93,7 +93,7 @@ def forward_backward(context: StepContext, data: Any) -> ForwardBackwardResult:
     """Runs Keras's `train_step` from the inputs to the gradients."""
     model, normalize = context.model, context.normalize
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    with tf.GradientTape() as tape, differentiable(tape) as source:
+    with tf.GradientTape() as tape, watch_gathered(tape) as source:
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
         arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
         with (
@@ -142,7 +142,7 @@ def forward_backward_in_function(context: StepContext, data: Any) -> ForwardBack
     weight = weight and weight._replace(value=value)
     sums = sums and sums._replace(vector=vector)
     if by_xla and weight is not None and weigh_replica:
-        gradients = [scaled_gradient(gradient, weigh_replica(weight)) for gradient in gradients]
+        gradients = [scale_gradient(gradient, weigh_replica(weight)) for gradient in gradients]
     return ForwardBackwardResult(gradients, loss, y_pred, weight, sums)
 
 

@@ -21,7 +21,7 @@ from keras_paragrad.engine.step.forward import (
     forward_backward,
     forward_backward_in_function,
 )
-from keras_paragrad.storage.row_gradients import scaled_gradient
+from keras_paragrad.storage.row_gradients import scale_gradient
 
 _CONVOLUTIONS = tuple(layer for name, layer in vars(keras.layers).items() if "Conv" in name)
 
@@ -144,7 +144,7 @@ def scale_by_replica(gradient: Gradient, weigh_replica: WeighReplica) -> Gradien
     if gradient.weight is None:
         return gradient
     factor = weigh_replica(gradient.weight)
-    return gradient._replace(gradients=[scaled_gradient(each, factor) for each in gradient.gradients])
+    return gradient._replace(gradients=[scale_gradient(each, factor) for each in gradient.gradients])
 
 
 def track_loss(model: keras.Model, loss: tf.Tensor, rows: tf.Tensor) -> None:

@@ -23,7 +23,7 @@ from keras_paragrad.compat.leaves import dense_parts, has_gradient, rebuilt
 from keras_paragrad.engine.step.gradient_functions import keep_with_graphs
 from keras_paragrad.engine.step.reads import Reads, in_scope_of_others
 from keras_paragrad.engine.step.stateful_ops import check_operations
-from keras_paragrad.storage.gathering import install_gather, plain_call
+from keras_paragrad.storage.gathering import call_with_gather, install_gather
 from keras_paragrad.storage.storage import storage_of
 
 
@@ -276,7 +276,7 @@ def recompute_layer(layer: keras.layers.Layer) -> Callable[[], None]:
     # Bypass Keras's tracking: a method is not state of the layer.
     own = vars(layer)
     before = {"call": own["call"]} if "call" in own else {}
-    made = Recomputed(own.get("call") or functools.partial(plain_call, layer), layer.name, [layer], layer)
+    made = Recomputed(own.get("call") or functools.partial(call_with_gather, layer), layer.name, [layer], layer)
     own["call"] = functools.update_wrapper(made, layer.call)
 
     def undo() -> None:

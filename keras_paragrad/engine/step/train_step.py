@@ -29,7 +29,7 @@ from keras_paragrad.engine.step.gradient import (
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Split, Stages
 from keras_paragrad.engine.telemetry.observe import observe_before_sum
-from keras_paragrad.storage.gathering import compiled_in_pieces, gathered_first
+from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 
 
 class TrainStep(NamedTuple):
@@ -129,7 +129,7 @@ class TrainStep(NamedTuple):
     @property
     def _by_layer(self) -> bool:
         """Whether XLA compiles single layers, as collectives run between them."""
-        return self._by_xla and not self.stages.split and compiled_in_pieces(self.model)
+        return self._by_xla and not self.stages.split and compiles_each_layer(self.model)
 
     def _accumulating(self) -> contextlib.AbstractContextManager[Any]:
         return self.stages.apply.gathering() if self.stages.apply else contextlib.nullcontext()
@@ -137,7 +137,7 @@ class TrainStep(NamedTuple):
     def _gradient(self, context: StepContext, data: Any) -> Gradient:
         # TensorFlow can't all-gather weights within XLA, or in a loop over slices.
         gather_first = (self._by_xla and not self._by_layer) or self.stages.split
-        with gathered_first(self.model) if gather_first else compiled_by_layer(self._by_layer):
+        with gather_before_pass(self.model) if gather_first else compiled_by_layer(self._by_layer):
             if self.stages.split:
                 try:
                     return self._in_slices(self.stages.split, context, data)

@@ -12,8 +12,8 @@ from keras_paragrad.compat.state import state_of
 from keras_paragrad.engine.step.transform import Transform
 from keras_paragrad.engine.telemetry.observe import Observation
 from keras_paragrad.engine.telemetry.watch import Watch
-from keras_paragrad.storage.layout import own_parts, whole_gradients
-from keras_paragrad.storage.updating import measure_again
+from keras_paragrad.storage.gradients import gather_gradients, scatter_gradients
+from keras_paragrad.storage.updating import replace_norms
 
 # Takes the `apply` that it stands in for, and what that one takes.
 Apply = Callable[[Callable[..., None], Sequence[Any], Sequence[Any] | None], None]
@@ -89,10 +89,10 @@ def _transformed(optimizer: Any, transform: Transform, grads: list[Any], given: 
     ]
     scale = optimizer.loss_scale_factor
     changed = [variables[place] for place in places]
-    dense = whole_gradients([tf.convert_to_tensor(grads[place]) for place in places], changed)
+    dense = gather_gradients([tf.convert_to_tensor(grads[place]) for place in places], changed)
     unscaled = [gradient / scale for gradient in dense] if scale else dense
     whole = transform(unscaled, changed)
-    measure_again(optimizer, whole, changed)
-    transformed = dict(zip(places, own_parts(whole, changed), strict=True))
+    replace_norms(optimizer, whole, changed)
+    transformed = dict(zip(places, scatter_gradients(whole, changed), strict=True))
     scaled = {place: gradient * scale if scale else gradient for place, gradient in transformed.items()}
     return [scaled.get(place, gradient) for place, gradient in enumerate(grads)]

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_paragrad.compat.capabilities import accumulating, updating
 from keras_paragrad.compat.collectives import replica_count, replica_index
 from keras_paragrad.compat.method_patch import MethodPatch, patch_of, patched
-from keras_paragrad.storage.row_gradients import scaled_gradient
+from keras_paragrad.storage.row_gradients import scale_gradient
 
 
 class Observe(Protocol):
@@ -61,7 +61,7 @@ def observe_before_sum(model: keras.Model, gradients: Sequence[Any], share: tf.T
     if observation is not None:
         factor = share * tf.cast(model.optimizer.scale_loss(tf.constant(1.0)), "float32")
         observation.shown_before = True
-        observation.show_gradient([scaled_gradient(each, tf.math.reciprocal_no_nan(factor)) for each in gradients])
+        observation.show_gradient([scale_gradient(each, tf.math.reciprocal_no_nan(factor)) for each in gradients])
 
 
 class Observation(MethodPatch):

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_paragrad.compat.capabilities import accumulating, accumulation_steps, parts, updating
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.method_patch import MethodPatch, patched
-from keras_paragrad.storage.layout import whole_gradients
+from keras_paragrad.storage.gradients import gather_gradients
 
 _ADDING = ("AssignAddVariableOp", "AssignSubVariableOp")
 # In others, what is added and what becomes of the weight differ by more than their own last digits.
@@ -182,7 +182,7 @@ class Watch(MethodPatch):
             seen = self.seen[replica_index()]
             seen.learning_rate = learning_rate
             places = [seen.places[id(variable)] for variable in variables]
-            found = whole_gradients([*seen.unclipped, *gradients], [*variables, *variables])
+            found = gather_gradients([*seen.unclipped, *gradients], [*variables, *variables])
             both = self._of_all_replicas(optimizer, variables, found)
             for index, place in enumerate(places):
                 seen.gradients[place], seen.clipped[place] = both[index], both[index + len(places)]

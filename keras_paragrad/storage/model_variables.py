@@ -1,0 +1,114 @@
+"""The variables of a model and its optimizer: listed, assigned, and moved to another `tf.Variable`."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.saved import SavedVariables
+from keras_paragrad.compat.state import state_of
+
+Sections = dict[str, list[keras.Variable]]
+
+
+def training_variables(model: keras.Model) -> Sections:
+    """All variables that a step reads or writes, by owner, in the same order in every process."""
+    builder = state_of(model).step_builder
+    window = builder.loss_window if builder is not None and builder.stages.apply else None
+    sections = {
+        "model": model.variables,
+        "optimizer": [variable for part in nested_optimizers(model.optimizer) for variable in variables_of(part)],
+        "metrics": [*model.metrics_variables, *(window.variables.values() if window is not None else ())],
+    }
+    seen: set[int] = set()
+    unique: Sections = {}
+    for name, variables in sections.items():
+        new = {id(variable): variable for variable in variables if id(variable) not in seen}
+        unique[name] = list(new.values())
+        seen.update(new)
+    return unique
+
+
+def assign_all(sections: Sections, values: dict[str, Iterable[np.ndarray]]) -> None:
+    """Assigns values to the variables; called on all workers, whose number may have changed."""
+    for name, variables in sections.items():
+        for variable, value in zip(variables, values[name], strict=True):
+            variable.assign(value)
+
+
+def add_all(sections: Sections, values: dict[str, Iterable[np.ndarray]]) -> None:
+    """Adds the values of another replica to the variables; called on all workers."""
+    for name, variables in sections.items():
+        for variable, value in zip(variables, values[name], strict=True):
+            variable.assign(variable.numpy() + value)
+
+
+def build_optimizer(model: Any) -> None:
+    """Builds the optimizer if no step has."""
+    if model.optimizer is not None and not model.optimizer.built:
+        with model.distribute_strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+
+
+def set_initial_epoch(model: Any, epoch: int | None) -> None:
+    """Sets the epoch at which the running `fit` and later ones begin; `None` resets it."""
+    check_objects()
+    model._initial_epoch = epoch
+
+
+def nested_optimizers(optimizer: Any) -> list[Any]:
+    """An optimizer and all optimizers inside it."""
+    if optimizer is None:
+        return []
+    inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
+    return [optimizer, *(part for each in inner for part in nested_optimizers(each))]
+
+
+def variables_of(optimizer: Any) -> list[keras.Variable]:
+    """An optimizer's variables, with its accumulators."""
+    return [
+        *optimizer.variables,
+        *(variable for saved in _saved_variables(optimizer) for variable in saved.variables.values()),
+    ]
+
+
+def accumulated_variables(optimizer: Any) -> dict[int, keras.Variable]:
+    """The model's variable for each accumulator of its gradient, by the accumulator's `id`."""
+    saved = [each for part in nested_optimizers(optimizer) for each in _saved_variables(part)]
+    return {accumulator: variable for each in saved for accumulator, variable in each.counterparts.items()}
+
+
+def replace_value(variable: Any, value: Any) -> None:
+    """Moves a Keras variable to a new `tf.Variable` with a value; tapes watch it if they watched the old one."""
+    # Keras's flag is that of the moment: a layer that is frozen now may be trained later.
+    trainable = variable.trainable
+    variable.trainable = variable._value.trainable
+    try:
+        variable._initialize(value)
+    finally:
+        variable.trainable = trainable
+
+
+def rename_keys(optimizer: Any, keys: dict[str, str]) -> None:
+    """Replaces an optimizer's keys of variables, which change with the `tf.Variable` that holds them.
+
+    Args:
+        optimizer: The optimizer, or `None`.
+        keys: The new keys by the old ones.
+    """
+    for part in nested_optimizers(optimizer):
+        for attribute in vars(part).values():
+            if isinstance(attribute, dict):
+                for key in keys.keys() & attribute.keys():
+                    attribute[keys[key]] = attribute.pop(key)
+            elif isinstance(attribute, set):
+                # The variables excluded from weight decay.
+                old = keys.keys() & attribute
+                attribute.difference_update(old)
+                attribute.update(keys[key] for key in old)
+
+
+def _saved_variables(optimizer: Any) -> Iterator[SavedVariables]:
+    return (attribute for attribute in vars(optimizer).values() if isinstance(attribute, SavedVariables))
