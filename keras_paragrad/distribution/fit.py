@@ -13,9 +13,14 @@ from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.data import split_for_validation
 from keras_paragrad.compat.local import place_of
 from keras_paragrad.compat.model import has_own_fit
-from keras_paragrad.distribution.alike import check_alike, check_same_weights, fingerprint, given_callbacks
 from keras_paragrad.distribution.auto_shard import settle_shard
 from keras_paragrad.distribution.checkpoint.backup import Backup
+from keras_paragrad.distribution.consistency import (
+    check_same_training,
+    check_same_weights,
+    describe_training,
+    given_callbacks,
+)
 from keras_paragrad.distribution.data import (
     DistributedData,
     distributed_dataset,
@@ -190,7 +195,7 @@ class DistributedFit(InNotebooks):
         """
         self._parallelism.check(model, self._run)
         batch_size = check_integer("batch_size", batch_size, example=64)
-        self._check_alike(model)
+        self._check_consistent(model)
         self._settle_shard(model, batch_size)
         return self._prepared(model)
 
@@ -207,14 +212,14 @@ class DistributedFit(InNotebooks):
         self._table = prepared.table
         return prepared
 
-    def _check_alike(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:
+    def _check_consistent(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:
         """Raises on every worker if their training differs, before mismatched collectives can hang."""
         workers = self._strategies.workers
         if place_of(workers).workers == 1:
             return
         decided = {decision.name: decision.value for decision in self.plan if decision.name in self.plan.alike}
         options = {"weighting": self.options.weighting, **decided}
-        check_alike(workers, all_or_none(workers, lambda: fingerprint(model, options, arguments)))
+        check_same_training(workers, all_or_none(workers, lambda: describe_training(model, options, arguments)))
         check_same_weights(workers, model)
 
     @passing_options_to(distributed_dataset, without=["strategy", "batch", "shard_policy"])
@@ -328,7 +333,7 @@ class DistributedFit(InNotebooks):
             "x sharded": isinstance(x, DistributedData),
             "validation_data sharded": isinstance(validation_data, DistributedData),
         }
-        self._check_alike(model, {**given, "normalize": normalize, **sharded, **data_options})
+        self._check_consistent(model, {**given, "normalize": normalize, **sharded, **data_options})
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_for_validation(x, y, sample_weight, validation_split)
         if normalize:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.distribution.alike import SAME_CODE
+from keras_paragrad.distribution.consistency import SAME_SCRIPT
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware
@@ -165,5 +165,5 @@ def building_together(strategy: tf.distribute.Strategy) -> Iterator[None]:
             raise
         raise RuntimeError(
             "This worker could not create the model's variables. The workers create each of them together, so either "
-            f"one of them has died, or their models differ.{SAME_CODE} TensorFlow says: {error.message[:500]}"
+            f"one of them has died, or their models differ.{SAME_SCRIPT} TensorFlow says: {error.message[:500]}"
         ) from error

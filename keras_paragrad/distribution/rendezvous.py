@@ -13,8 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_paragrad.compat.workers import NamedDevicesStrategy, has_joined_a_cluster
-from keras_paragrad.distribution.alike import versions
 from keras_paragrad.distribution.cluster import Cluster
+from keras_paragrad.distribution.consistency import versions
 from keras_paragrad.distribution.listening import host_of, listen_at, port_of
 from keras_paragrad.distribution.rendezvous_server import Caller, RendezvousServer
 from keras_paragrad.distribution.signing import LONGEST, MessageSigner

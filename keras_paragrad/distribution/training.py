@@ -8,10 +8,10 @@ import keras
 from keras_paragrad.accumulation.callback import ExactAccumulation
 from keras_paragrad.compat.capabilities import accumulating
 from keras_paragrad.compat.local import place_of
-from keras_paragrad.distribution.alike import AgreeEachEpoch, with_agreement
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.failures import explained_failures
 from keras_paragrad.distribution.checkpoint.writers import with_one_writer
+from keras_paragrad.distribution.consistency import AgreeEachEpoch, with_agreement
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs
 from keras_paragrad.distribution.parallelism import PlannedRun
 

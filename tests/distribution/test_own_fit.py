@@ -1,6 +1,6 @@
 """`DistributedFit.fit` on models that do something with the data themselves."""
 
-import alike_worker
+import consistency_worker
 import hub_task
 import keras
 import numpy as np
@@ -20,12 +20,12 @@ def mirrored(**options):
 
 
 def test_a_model_that_reads_its_data_itself_trains_as_one_device():
-    alone = alike_worker.pipeline()
-    expected = alike_worker.results_of_pipeline(alone.fit, alone)
+    alone = consistency_worker.pipeline()
+    expected = consistency_worker.results_of_pipeline(alone.fit, alone)
     dist = mirrored()
     with dist.scope():
-        made = alike_worker.pipeline()
-    found = alike_worker.results_of_pipeline(lambda *data, **options: dist.fit(made, *data, **options), made)
+        made = consistency_worker.pipeline()
+    found = consistency_worker.results_of_pipeline(lambda *data, **options: dist.fit(made, *data, **options), made)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
@@ -40,17 +40,17 @@ def test_what_can_not_reach_its_data_is_refused():
     ):
         dist = mirrored(**options)
         with dist.scope():
-            made = alike_worker.pipeline()
+            made = consistency_worker.pipeline()
         with pytest.raises(ValueError, match=r"Pipeline overrides `fit`. Write dist.prepare\(model\)") as caught:
-            dist.fit(made, *alike_worker.data(), **arguments)
+            dist.fit(made, *consistency_worker.data(), **arguments)
         assert says in str(caught.value)
     dist = mirrored()
     with dist.scope():
-        made = alike_worker.pipeline()
+        made = consistency_worker.pipeline()
         plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match=r"Write model.compile\(...\)"):
         dist.fit(plain, object())
-    sharded = dist.dataset(*alike_worker.data(), batch_size=16)
+    sharded = dist.dataset(*consistency_worker.data(), batch_size=16)
     with pytest.raises(ValueError, match=r"keras.Model.fit\(model, data\)"):
         dist.fit(made, sharded)
     dist.prepare(made)

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-import alike_worker
+import consistency_worker
 import forked_scripts
 import own_process
 import pytest
@@ -130,11 +130,11 @@ def test_workers_end_where_one_process_ends(tmp_path, devices):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        # Without the launcher, test_alike.py and data/test_workers.py have these in clusters that many cases share.
+        # Without the launcher, test_consistency.py and data/test_workers.py have these in clusters that cases share.
         pytest.param({"rows": [90, 80]}, "examples: 72 on worker 0, 64 on worker 1", id="data", marks=pytest.mark.long),
         pytest.param({"hidden": [8, 9]}, "their models differ", id="another model", marks=pytest.mark.long),
         pytest.param(
-            {"clips": [0.1, 0.2]}, "global_clipnorm is 0.1 on worker 0 and 0.2 on worker 1", id="another optimizer"
+            {"clips": [0.1, 0.2]}, "global_clipnorm: 0.1 on worker 0, 0.2 on worker 1", id="another optimizer"
         ),
         pytest.param({"batch_size": 1}, "batch_size", id="a batch smaller than the replicas", marks=pytest.mark.long),
     ],
@@ -142,7 +142,7 @@ def test_workers_end_where_one_process_ends(tmp_path, devices):
 def test_what_does_not_belong_together_is_refused(tmp_path, settings, says):
     refused = run(tmp_path, 2, "refused", devices=["CPU:0"], **settings)
     assert refused.returncode != 0
-    # Every worker raises it, as test_alike.py shows; the launcher may stop one before it has printed anything.
+    # Every worker raises it, as test_consistency.py shows; the launcher may stop one before it has printed anything.
     assert says in refused.stderr, refused.stderr[-3000:]
     assert results(tmp_path, "refused") == []
 
@@ -160,4 +160,4 @@ def test_parameter_servers_count_exactly(tmp_path):
 
 def test_tensors_made_too_early_are_named():
     with pytest.raises(RuntimeError, match=r"Write DistributedFit\(\.\.\.\) before the first optimizer"):
-        own_process.on_workers(alike_worker.too_late, None, seconds=120)
+        own_process.on_workers(consistency_worker.too_late, None, seconds=120)

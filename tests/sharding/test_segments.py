@@ -10,7 +10,7 @@ from hypothesis import given
 from recomputed_models import L, attention, check_equal, trained, without
 
 from keras_paragrad import PerExampleGradients, recompute
-from keras_paragrad.distribution.alike import fingerprint
+from keras_paragrad.distribution.consistency import describe_training
 from keras_paragrad.memory.measure import Cost, Measured, _bytes, _used_backward
 from keras_paragrad.memory.segments import Span, best_segments, every_few, kept_bytes
 
@@ -210,7 +210,7 @@ def test_workers_compare_what_is_recomputed():
         model.compile("sgd", "mse")
         if choose:
             choose(model)
-        return dict(fingerprint(model))
+        return describe_training(model)["recompute"]
 
     none = entries(None)
     several = [
@@ -222,8 +222,9 @@ def test_workers_compare_what_is_recomputed():
     found = [entries(choose) for choose in several]
     assert found == [entries(choose) for choose in several]
     assert all(each != other for index, each in enumerate(found) for other in (none, *found[:index]))
-    assert found[0]["recomputed in the model"] == "operations: 1 again, 1 again, 1 again, 1"
-    assert found[2].keys() - none.keys() == {"recomputed in layer 1"}
+    assert none == {}
+    assert found[0] == {"model": "operations: 1 again, 1 again, 1 again, 1"}
+    assert found[2].keys() == {"layer 1"}
 
 
 class Scaled(L.Layer):

@@ -1,19 +1,25 @@
 """What workers agree on while `fit` runs: when to stop and, once an epoch, that their data and weights are the same."""
 
+import inspect
 import math
 from collections.abc import Sequence
+from types import CodeType, FunctionType
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.distribution.alike.callbacks import stops_within
-from keras_paragrad.distribution.alike.weights import refuse_if_differing, sketches, variables_to_compare
+from keras_paragrad.distribution.consistency.describe import is_of_a_library
+from keras_paragrad.distribution.consistency.weights import refuse_if_differing, sketches, variables_to_compare
 from keras_paragrad.distribution.data import DistributedData
 from keras_paragrad.distribution.workers import gather
 
 _HALF = 1 << 32
+_BATCH_HOOKS = {
+    "stop_training": ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
+    "stop_evaluating": ("on_test_batch_begin", "on_test_batch_end"),
+}
 
 
 class AgreeEachEpoch(keras.callbacks.Callback):
@@ -133,6 +139,32 @@ class AgreeEachEpoch(keras.callbacks.Callback):
                 f"The workers differ after epoch {epoch}, counted from 0: the {found[0, 2]:.0f} batches that worker 0 "
                 f"read have other shapes than those of worker {others[0]}. {_ADVICE['batches']}"
             )
+
+
+def stops_within(callbacks: Sequence[keras.callbacks.Callback], flag: str) -> bool:
+    """Whether a callback with batch hooks mentions `stop_training` or `stop_evaluating`, and so may stop in an epoch.
+
+    `TerminateOnNaN` doesn't count: it goes by the loss, which is the same on all workers.
+    """
+    return any(flag in _names_in(code) for callback in callbacks for code in _codes(callback, _BATCH_HOOKS[flag]))
+
+
+def _codes(callback: keras.callbacks.Callback, hooks: Sequence[str]) -> list[CodeType]:
+    """The code of a custom callback's methods and functions; none if it has no batch hooks of its own."""
+    custom = [base for base in type(callback).__mro__ if not is_of_a_library(base)]
+    has_hooks = any(hook in vars(base) for base in custom for hook in hooks)
+    if not (has_hooks or isinstance(callback, keras.callbacks.LambdaCallback)):
+        return []
+    # A hook may call another of the callback's methods, which stops.
+    members = [member for each in (*custom, callback) for member in vars(each).values()]
+    functions = [inspect.unwrap(getattr(each, "__func__", getattr(each, "fget", each))) for each in members]
+    return [each.__code__ for each in functions if isinstance(each, FunctionType)]
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The attributes and globals that code and the functions in it refer to."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
 
 
 _ADVICE = {

@@ -9,11 +9,11 @@ import keras
 
 from keras_paragrad.compat.data import readable_again
 from keras_paragrad.compat.workers import barrier
-from keras_paragrad.distribution.alike.comparison import check_alike
-from keras_paragrad.distribution.alike.epochs import AgreeEachEpoch
-from keras_paragrad.distribution.alike.fingerprint import arguments_of, fingerprint
-from keras_paragrad.distribution.alike.weights import check_same_weights
 from keras_paragrad.distribution.checkpoint.backup import Backup
+from keras_paragrad.distribution.consistency.compare import check_same_training
+from keras_paragrad.distribution.consistency.describe import arguments_of, describe_training
+from keras_paragrad.distribution.consistency.epochs import AgreeEachEpoch
+from keras_paragrad.distribution.consistency.weights import check_same_weights
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.workers import all_or_none
 
@@ -54,7 +54,7 @@ class ComparedFit:
             return fit(*args, **kwargs)
         strategy = self._model.distribute_strategy
         given = {**arguments, "callbacks": callbacks}
-        check_alike(strategy, all_or_none(strategy, lambda: fingerprint(self._model, None, given)))
+        check_same_training(strategy, all_or_none(strategy, lambda: describe_training(self._model, None, given)))
         check_same_weights(strategy, self._model)
         x = arguments.get("x")
         self._agreement = AgreeEachEpoch(strategy, callbacks, x if isinstance(x, DistributedData) else None)
