@@ -16,7 +16,7 @@ import keras_paragrad
 from keras_paragrad.distribution import Pipeline, with_one_writer
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.data import adapt_normalization, distributed_dataset, normalize_inputs
-from keras_paragrad.distribution.described import describe
+from keras_paragrad.distribution.hardware import describe
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.per_example import register_rule
 

@@ -10,8 +10,7 @@ import tensorflow as tf
 from counting import CALLED, CountingLoss, counting_model
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch, recompute
-from keras_paragrad.distribution.pipeline.calls import Calls
-from keras_paragrad.distribution.pipeline.cutting import measured_times
+from keras_paragrad.distribution.pipeline.cutting import Calls, measured_times
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.probes.independence import check_metrics, independence_refusal
 from keras_paragrad.engine.probes.losses import mixes_rows

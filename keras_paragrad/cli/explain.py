@@ -85,8 +85,7 @@ def _add_options(group: Any) -> None:
 
 def _machine(arguments: argparse.Namespace) -> "Hardware":
     """The described machine, or this one."""
-    from keras_paragrad.distribution.described import describe
-    from keras_paragrad.distribution.hardware import detect
+    from keras_paragrad.distribution.hardware import describe, detect
 
     names = ("cpus", "logical_cpus", "gpus", "gpu_memory_gb", "compute_capability", "tpu_cores", "workers", "ps")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
         distributed_dataset,
         normalize_inputs,
     )
-    from keras_paragrad.distribution.described import describe
     from keras_paragrad.distribution.explain import Explanation
     from keras_paragrad.distribution.fit import DistributedFit
-    from keras_paragrad.distribution.hardware import detect
+    from keras_paragrad.distribution.hardware import describe, detect
     from keras_paragrad.distribution.options import Options
     from keras_paragrad.distribution.pipeline.pipeline import Pipeline
     from keras_paragrad.distribution.plan import make_plan
@@ -54,7 +53,7 @@ __getattr__, __dir__ = lazily(
         "Pipeline": "pipeline.pipeline",
         "WorkerLostError": "checkpoint.failures",
         "adapt_normalization": "data",
-        "describe": "described",
+        "describe": "hardware",
         "detect": "hardware",
         "distributed_dataset": "data",
         "make_plan": "plan",

@@ -33,12 +33,12 @@ class Probe:
     Attributes:
         works: Whether every replica got the right sum.
         devices: The participating devices.
-        says: The outcome in a sentence.
+        outcome: What happened, as the end of a sentence.
     """
 
     works: bool
     devices: tuple[str, ...]
-    says: str
+    outcome: str
 
 
 def probed_devices(hardware: Hardware) -> tuple[str, ...]:
@@ -59,18 +59,21 @@ def run_probe(devices: tuple[str, ...], seconds: float) -> Probe:
         return Probe(False, devices, f"did not finish within {seconds:g} s, and was killed")
     if done.returncode:
         return Probe(False, devices, f"failed with exit status {done.returncode}: {done.stderr.strip()[-600:]}")
-    return judge(devices, json.loads(done.stdout.splitlines()[-1]))
+    return check_sums(devices, json.loads(done.stdout.splitlines()[-1]))
 
 
-def judge(devices: tuple[str, ...], answer: dict[str, Any]) -> Probe:
-    """Compares the replicas' results with the sum of 1, 2, 3..., which the replicas hold."""
+def check_sums(devices: tuple[str, ...], answer: dict[str, Any]) -> Probe:
+    """Compares the replicas' results with the sum of 1, 2, 3..., the numbers that they hold."""
     expected = len(devices) * (len(devices) + 1) / 2
-    got = [tuple(pair) for pair in answer["least_and_most"]]
-    if got != [(expected, expected)] * len(devices):
-        return Probe(False, devices, f"gave wrong sums: minimum and maximum per replica {got}, instead of {expected:g}")
+    sums = [tuple(pair) for pair in answer["least_and_most"]]
+    if sums != [(expected, expected)] * len(devices):
+        outcome = f"gave wrong sums: minimum and maximum per replica {sums}, instead of {expected:g}"
+        return Probe(False, devices, outcome)
     size = f"{NUMBERS * 4 / 2**20:g} MiB"
-    says = f"gave the right sum, {expected:g}: {answer['milliseconds']:.2f} ms for {size}, the median of {REPEATS} runs"
-    return Probe(True, devices, f"{says}; the first took {answer['first_seconds']:.2f} s")
+    outcome = (
+        f"gave the right sum, {expected:g}: {answer['milliseconds']:.2f} ms for {size}, the median of {REPEATS} runs"
+    )
+    return Probe(True, devices, f"{outcome}; the first took {answer['first_seconds']:.2f} s")
 
 
 def reduce_known_numbers(devices: tuple[str, ...]) -> dict[str, Any]:
@@ -107,20 +110,16 @@ def main(devices: tuple[str, ...]) -> None:
     print(json.dumps(reduce_known_numbers(devices)))
 
 
-if __name__ == "__main__":
-    main(tuple(sys.argv[1:]))
-
-
 def diagnose(seconds: float) -> int:
-    """Prints the findings."""
+    """Prints versions, hardware, plan and probe; returns the exit status."""
     _print_pairs("Versions", _versions())
     try:
         hardware = detect()
     except ValueError as error:
         print(f"\nThe cluster description in the environment is malformed: {error}")
         return 1
-    _print_pairs("Found", _findings(hardware))
-    return max(_plan(hardware), _probe(hardware, seconds))
+    _print_pairs("Found", _describe(hardware))
+    return max(_print_plan(hardware), _print_probe(hardware, seconds))
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -132,7 +131,7 @@ def _versions() -> list[tuple[str, str]]:
     ]
 
 
-def _findings(hardware: Hardware) -> list[tuple[str, str]]:
+def _describe(hardware: Hardware) -> list[tuple[str, str]]:
     rows = [
         ("processors", str(hardware.cpu_count)),
         ("memory", _gibibytes(hardware.memory_bytes)),
@@ -157,7 +156,7 @@ def _gibibytes(count: int | None) -> str:
     return "memory unknown" if count is None else f"{count / 2**30:.1f} GiB"
 
 
-def _plan(hardware: Hardware) -> int:
+def _print_plan(hardware: Hardware) -> int:
     try:
         plan = make_plan(hardware, Options())
     except ValueError as error:
@@ -167,9 +166,9 @@ def _plan(hardware: Hardware) -> int:
     return 0
 
 
-def _probe(hardware: Hardware, seconds: float) -> int:
+def _print_probe(hardware: Hardware, seconds: float) -> int:
     probe = run_probe(probed_devices(hardware), seconds)
-    print(f"An all-reduce over {', '.join(probe.devices)} {probe.says}.")
+    print(f"An all-reduce over {', '.join(probe.devices)} {probe.outcome}.")
     return 0 if probe.works else 1
 
 
@@ -177,3 +176,7 @@ def _print_pairs(title: str, pairs: list[tuple[str, str]]) -> None:
     print(title)
     for name, value in pairs:
         print(f"  {name.ljust(max(len(name) for name, _ in pairs))}  {value}")
+
+
+if __name__ == "__main__":
+    main(tuple(sys.argv[1:]))

@@ -6,10 +6,8 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResul
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.clusters.kind import ClusterKind, cluster_kinds
-from keras_paragrad.distribution.decisions.decision import Decision
-from keras_paragrad.distribution.decisions.strategy import found_in_words
+from keras_paragrad.distribution.decisions.strategy import hardware_in_words
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.plain_text import Printable
@@ -29,7 +27,7 @@ class Explanation(Printable):
     Args:
         plan: The plan.
         hardware: The hardware it was made for.
-        estimate: The memory of a step, if a decision was made by it; or what each device holds, such as the stages of
+        estimate: The memory of a step, with `shard="auto"`; or a table of what each device holds, such as the stages of
             a pipeline.
 
     Example:
@@ -52,11 +50,13 @@ class Explanation(Printable):
         for line in summary_lines(self.plan, self.hardware):
             yield Text(line, overflow="fold")
         table = Table(show_lines=True)
-        for header, share in (("Decision", None), ("Value", None), ("Why", 3), ("To change it", 2)):
-            table.add_column(header, ratio=share, overflow="fold")
+        for header, ratio in (("Decision", None), ("Value", None), ("Why", 3), ("To change it", 2)):
+            table.add_column(header, ratio=ratio, overflow="fold")
         for decision in self.plan:
-            value = Text(value_in_words(decision.value), "bold")
-            table.add_row(Text(decision.name), value, _why(decision), Text(decision.override))
+            value, why = Text(value_in_words(decision.value), "bold"), Text(decision.reason)
+            if decision.evidence:
+                why.append(f"\n{decision.evidence}", "dim")
+            table.add_row(Text(decision.name), value, why, Text(decision.override))
         yield table
         if self.estimate is not None:
             yield self.estimate
@@ -65,16 +65,10 @@ class Explanation(Printable):
 def value_in_words(value: Any) -> str:
     """A decision's value on one line."""
     if isinstance(value, tuple):
-        shown = value if len(value) <= 2 else (value[0], "...", value[-1])
-        return " ".join(shown) or "-"
+        return " ".join(value if len(value) <= 2 else (value[0], "...", value[-1])) or "-"
     if value is None:
         return "-"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _why(decision: Decision) -> Text:
-    text = Text(decision.reason)
-    return text.append(f"\n{decision.evidence}", "dim") if decision.evidence else text
 
 
 def summary_lines(plan: Plan, hardware: Hardware) -> list[str]:
@@ -92,7 +86,12 @@ def summary_lines(plan: Plan, hardware: Hardware) -> list[str]:
     Step: compiled by XLA on each replica, float32, each batch divided among the replicas, exact
     To start it: python train.py
     """
-    return [f"Found: {found_in_words(hardware)}", _plan(plan), _step(plan), f"To start it: {_command(plan, hardware)}"]
+    return [
+        f"Found: {hardware_in_words(hardware)}",
+        _plan(plan),
+        _step(plan),
+        f"To start it: {_command(plan, hardware)}",
+    ]
 
 
 def _plan(plan: Plan) -> str:
@@ -101,10 +100,9 @@ def _plan(plan: Plan) -> str:
     if devices and replicas and replicas > len(devices):
         where += f" of each of {replicas // len(devices)} workers"
     counted = "replicas" if replicas is None else f"{replicas} replica{'s' if replicas > 1 else ''}"
-    counted = plan.counted or counted
-    by = "" if plan.communication.value in ("none", "given") else f", all-reduce by {plan.communication.value}"
+    all_reduce = "" if plan.communication.value in ("none", "given") else f", all-reduce by {plan.communication.value}"
     strategy = plan.strategy.value if plan.strategy.value != "none" else "no strategy"
-    return f"Plan: {strategy}, {counted}{where}{by}"
+    return f"Plan: {strategy}, {plan.counted or counted}{where}{all_reduce}"
 
 
 def _step(plan: Plan) -> str:
@@ -119,17 +117,15 @@ def _command(plan: Plan, hardware: Hardware) -> str:
         return "python train.py"
     if cluster.source == "a description":
         tasks = sum(map(len, cluster.jobs.values()))
-        start = (
+        command = (
             f"keras-paragrad launch train.py in each of {tasks} tasks, with a machine for each: those of a Slurm or "
             "Kubernetes job, or processes with TF_CONFIG"
         )
-        # Several workers on one machine would each take all of its GPUs.
-        here = f"keras-paragrad launch {_processes(cluster)} train.py"
-        return start if hardware.gpus else f"{start}; to try it here, {here}"
+        if hardware.gpus:
+            # Several workers on one machine would each take all of its GPUs.
+            return command
+        workers, servers = len(cluster.jobs["worker"]), len(cluster.jobs.get("ps", ()))
+        servers = f" --ps {servers}" if servers else ""
+        return f"{command}; to try it here, keras-paragrad launch --workers {workers}{servers} train.py"
     commands = {kind.source: kind.command for kind in cluster_kinds()}
     return commands.get(cluster.source, ClusterKind.command)
-
-
-def _processes(cluster: Cluster) -> str:
-    servers = len(cluster.jobs.get("ps", ()))
-    return f"--workers {len(cluster.jobs['worker'])}" + (f" --ps {servers}" if servers else "")

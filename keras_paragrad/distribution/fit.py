@@ -13,28 +13,22 @@ from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.data import split_for_validation
 from keras_paragrad.compat.local import place_of
 from keras_paragrad.compat.model import has_own_fit
-from keras_paragrad.distribution.auto_shard import settle_shard
 from keras_paragrad.distribution.checkpoint.backup import Backup
-from keras_paragrad.distribution.consistency import (
-    check_same_training,
-    check_same_weights,
-    describe_training,
-    given_callbacks,
-)
+from keras_paragrad.distribution.consistency import check_same_training, check_same_weights, describe_training
 from keras_paragrad.distribution.data import (
     DistributedData,
     distributed_dataset,
     normalize_inputs,
 )
 from keras_paragrad.distribution.data.sources import is_batched
+from keras_paragrad.distribution.decisions.shard import choose_shard
 from keras_paragrad.distribution.explain import Explanation, summary_lines
-from keras_paragrad.distribution.fit_arguments import check_fit, check_own_fit
 from keras_paragrad.distribution.hardware import Hardware, detect
 from keras_paragrad.distribution.options import Options
-from keras_paragrad.distribution.parallelism import PlannedRun, building_together, parallelism_of
+from keras_paragrad.distribution.parallelism import PlannedRun, build_scope, parallelism_of
 from keras_paragrad.distribution.plan import Plan, make_plan
 from keras_paragrad.distribution.preparation import Preparation
-from keras_paragrad.distribution.training import train
+from keras_paragrad.distribution.training import check_fit_arguments, check_overridden_fit, train
 from keras_paragrad.distribution.workers import all_or_none
 from keras_paragrad.engine.replicas.unprepared import warn_of_unprepared
 from keras_paragrad.exports import passing_options_to, with_arguments_of
@@ -42,7 +36,7 @@ from keras_paragrad.memory.estimated import Estimate
 from keras_paragrad.plain_text import InNotebooks
 from keras_paragrad.storage.creation import create_in_shards, create_whole
 
-# Of `fit`, those that are not in the data.
+# The arguments of `fit` that aren't part of the data.
 _ARGUMENTS = ("epochs", "validation_data", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq")
 
 
@@ -50,9 +44,9 @@ class DistributedFit(InNotebooks):
     """Detects the hardware, plans how to train on it, and makes `fit` take the same steps as on one device.
 
     Build and compile the model within `scope()`, then call `fit` here, or `prepare` the model and call its own. Each
-    batch is divided among the replicas and each shard weighted by its loss normalizer; gradients are all-reduced once
-    per update and clipped after that; metrics cover all examples. Weights, history and the order of the examples are
-    the same on one device, on several, and on several machines.
+    batch is divided among the replicas, and each replica's part is weighted by its loss normalizer; gradients are
+    all-reduced once per update, and then clipped; metrics cover all examples. Weights, history and the order of the
+    examples are the same on one device, on several, and on several machines.
 
     Args:
         strategy: `"auto"`; or `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`,
@@ -63,31 +57,31 @@ class DistributedFit(InNotebooks):
             pipeline, those of its stages, in order; with data parallelism a list of devices for each stage.
         communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
             `"one_device"`.
-        jit: Whether to compile with XLA; on several replicas, each one's forward and backward pass, and of a
-            pipeline each stage. `"auto"` follows the model's `compile`.
+        jit: Whether to compile with XLA: on several replicas the forward and backward pass of each, in a pipeline each
+            stage. `"auto"` follows the model's `compile`.
         precision: The name of a Keras dtype policy for models that are built within `scope()`. `"auto"` keeps the
             current one.
         batch: Whether a batch of the data is divided among the replicas (`"global"`), or each replica takes one
             (`"per_replica"`).
         lr_scaling: How the learning rate grows with the batch, under `batch="per_replica"`: `None`, `"linear"` or
             `"sqrt"`.
-        warmup_steps: Number of updates over which it grows to that.
+        warmup_steps: Number of updates over which the learning rate grows to its scaled value.
         exact: Whether the result must be that of one device. If not, a model may have a custom `train_step`.
-        weighting: The weight of a shard, for a custom `compute_loss`: `"examples"`, `"sample_weight"`, `"mask"` or
-            `"sum"`.
+        weighting: The weight of a replica's part of a batch, for a custom `compute_loss`: `"examples"`,
+            `"sample_weight"`, `"mask"` or `"sum"`.
         shard_policy: How workers share the data: `"auto"`, `"data"`, `"file"` or `"already_sharded"`.
         pack_bytes: Bytes of gradients per bucket; 0 is a single bucket, except that between CPUs gradients of 1 MiB
             and more are reduced separately.
         shard: What each replica holds a shard of: nothing (`None`); the `"optimizer"`'s state, with whole weights; or
-            all `"parameters"`, with their gradients and the optimizer's state, where each layer's weights are gathered
-            when it is called. `"auto"` is the first of these of which the estimated step fits the devices; `explain()`
-            shows the estimate and the choice once `fit` or `prepare` was given the model.
-        min_shard_bytes: The size of a trainable variable, in bytes, from which it is cut into shards.
-        device_bytes: The memory of a device, in bytes, for `shard="auto"`; by default as detected.
+            all `"parameters"`, with their gradients and the optimizer's state; layers gather their weights when they
+            are called. `"auto"` is the first of these whose estimated step fits the devices; `explain()` shows the
+            estimate and the choice after `fit` or `prepare`.
+        min_shard_bytes: Trainable variables of at least this size, in bytes, are cut into shards.
+        device_bytes: The memory of a device, in bytes, for `shard="auto"`; by default the detected one.
         mesh: Instead of a strategy, a mesh of devices: the sizes of its axes `"batch"`, which divides batches, and
             `"model"`, which divides weights.
-        layout: `"auto"`, with `mesh`: how weights are divided is found from the model's structure, and `explain()`
-            shows it.
+        layout: `"auto"`, with `mesh`: the layout of the weights follows from the model's structure; `explain()` shows
+            it.
         startup_timeout: Seconds to wait for the other workers at startup.
         collective_timeout: Seconds after which a collective without the other workers fails.
 
@@ -115,7 +109,7 @@ class DistributedFit(InNotebooks):
         self.plan: Plan = make_plan(self.hardware, self.options)
         self._parallelism = parallelism_of(self.options, self.hardware)
         self._strategies = self._parallelism.strategy(self.plan, self.hardware, self.options)
-        # What `explain` shows below the plan.
+        # Shown by `explain` below the plan.
         self._estimate: Estimate | None = None
         self._table: Any = None
         self._create_as_planned()
@@ -123,7 +117,7 @@ class DistributedFit(InNotebooks):
 
     @property
     def strategy(self) -> tf.distribute.Strategy:
-        """What models are built under."""
+        """The strategy that models are built under."""
         return self._strategies.models
 
     @property
@@ -135,24 +129,24 @@ class DistributedFit(InNotebooks):
 
     def _create_as_planned(self) -> None:
         if self.plan.shard.value == "none":
-            # The strategy may be that of another `DistributedFit`.
+            # Another `DistributedFit` may have changed the strategy.
             create_whole(self.strategy)
         else:
-            least = self.options.min_shard_bytes
-            create_in_shards(self.strategy, copies=self.plan.shard.value == "optimizer", min_bytes=least)
+            copies = self.plan.shard.value == "optimizer"
+            create_in_shards(self.strategy, copies=copies, min_bytes=self.options.min_shard_bytes)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Context in which to build and compile a model."""
         if self._estimate is not None:
-            # shard="auto" is open again, for the model that is built here.
+            # shard="auto" is undecided again, for the model that is built here.
             self.plan = self.plan.with_decision(make_plan(self.hardware, self.options).shard)
             self._create_as_planned()
         policy = keras.config.dtype_policy()
         if self.options.precision not in (None, "auto"):
             keras.config.set_dtype_policy(self.options.precision)
         try:
-            with building_together(self.strategy), self._parallelism.placement():
+            with build_scope(self.strategy), self._parallelism.placement():
                 yield
         finally:
             keras.config.set_dtype_policy(policy)
@@ -160,7 +154,7 @@ class DistributedFit(InNotebooks):
     def explain(self) -> Explanation:
         """The plan as a table, for `print` and rich: each decision, its reason, and how to override it.
 
-        Of a pipeline also the stages, and of a mesh the layout, once `fit` or `prepare` was given the model.
+        After `fit` or `prepare`, also the stages of a pipeline and the layout on a mesh.
         """
         return Explanation(self.plan, self.hardware, self._estimate or self._table)
 
@@ -168,7 +162,7 @@ class DistributedFit(InNotebooks):
         """The memory that `fit` takes on each device, from the traced step; for `print`.
 
         Args:
-            model: A compiled and built model. It is left as it is, and nothing is run.
+            model: A compiled and built model. It isn't changed, and nothing is run.
             batch_size: As in `fit`.
             length: The size of axes that the model's inputs leave open, such as the number of tokens.
 
@@ -185,7 +179,7 @@ class DistributedFit(InNotebooks):
 
         Args:
             model: A compiled model, built within `scope()`. Only this instance is changed.
-            batch_size: What `fit` will be given; only `shard="auto"` asks for it.
+            batch_size: The batch size of `fit`, for `shard="auto"`.
 
         Returns:
             A handle; `undo()` restores the methods of the model's class.
@@ -196,35 +190,29 @@ class DistributedFit(InNotebooks):
         self._parallelism.check(model, self._run)
         batch_size = check_integer("batch_size", batch_size, example=64)
         self._check_consistent(model)
-        self._settle_shard(model, batch_size)
-        return self._prepared(model)
+        return self._prepare_checked(model, batch_size)
 
-    def _settle_shard(self, model: keras.Model, batch_size: int, batch_spec: Any = None) -> None:
-        """Chooses what this model holds in shards, if that is still open."""
+    def _prepare_checked(self, model: keras.Model, batch_size: int, batch_spec: Any = None) -> Preparation:
         if self.plan.shard.value == "auto":
-            decision, self._estimate = settle_shard(
-                model, batch_size, batch_spec, self.strategy, self.plan, self.hardware, self.options
-            )
+            decision, self._estimate = choose_shard(model, batch_size, batch_spec, self._run)
             self.plan = self.plan.with_decision(decision)
-
-    def _prepared(self, model: keras.Model) -> Preparation:
-        prepared = self._parallelism.prepare(model, self._run)
-        self._table = prepared.table
-        return prepared
+        preparation = self._parallelism.prepare(model, self._run)
+        self._table = preparation.table
+        return preparation
 
     def _check_consistent(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:
         """Raises on every worker if their training differs, before mismatched collectives can hang."""
         workers = self._strategies.workers
         if place_of(workers).workers == 1:
             return
-        decided = {decision.name: decision.value for decision in self.plan if decision.name in self.plan.alike}
-        options = {"weighting": self.options.weighting, **decided}
+        decisions = {decision.name: decision.value for decision in self.plan if decision.name in self.plan.alike}
+        options = {"weighting": self.options.weighting, **decisions}
         check_same_training(workers, all_or_none(workers, lambda: describe_training(model, options, arguments)))
         check_same_weights(workers, model)
 
     @passing_options_to(distributed_dataset, without=["strategy", "batch", "shard_policy"])
     def dataset(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> DistributedData:
-        """Data for `fit`, `evaluate` or `predict` of a prepared model, each batch sharded over the replicas.
+        """Data for `fit`, `evaluate` or `predict` of a prepared model, each batch divided among the replicas.
 
         Args:
             x: As in `fit`: arrays, a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator.
@@ -295,22 +283,8 @@ class DistributedFit(InNotebooks):
 
         Returns:
             The model's `History`.
-
         """
-        callbacks = check_fit(
-            model,
-            callbacks,
-            epochs=epochs,
-            initial_epoch=initial_epoch,
-            validation_split=validation_split,
-            validation_steps=validation_steps,
-            validation_batch_size=validation_batch_size,
-            validation_freq=validation_freq,
-            normalize=normalize,
-        )
-        self._parallelism.check(model, self._run)
-        callbacks = given_callbacks(callbacks)
-        given = {
+        arguments = {
             "x": x,
             "y": y,
             "batch_size": batch_size,
@@ -327,57 +301,57 @@ class DistributedFit(InNotebooks):
             "validation_freq": validation_freq,
             "callbacks": callbacks,
         }
+        callbacks = arguments["callbacks"] = check_fit_arguments(model, arguments, normalize)
+        self._parallelism.check(model, self._run)
         if has_own_fit(model):
-            return self._fit_overridden(model, given, verbose, normalize, data_options)
-        sharded = {
+            return self._fit_overridden(model, arguments, verbose, normalize, data_options)
+        compared = {
+            "normalize": normalize,
             "x sharded": isinstance(x, DistributedData),
             "validation_data sharded": isinstance(validation_data, DistributedData),
         }
-        self._check_consistent(model, {**given, "normalize": normalize, **sharded, **data_options})
+        self._check_consistent(model, {**arguments, **compared, **data_options})
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_for_validation(x, y, sample_weight, validation_split)
         if normalize:
             normalize_inputs(model, x, self._strategies.readers, shard_policy=self.options.shard_policy)
         training = {"shuffle": shuffle, "class_weight": class_weight, **data_options}
-        data = self._sharded((x, y, sample_weight), batch_size, steps_per_epoch, training)
+        data = self._distribute((x, y, sample_weight), batch_size, steps_per_epoch, training)
         if validation_data is not None:
             rows = keras.utils.unpack_x_y_sample_weight(validation_data)
             cache = data_options.get("cache", False)
-            beside = f"{fspath(cache)}.validation" if isinstance(cache, (str, PathLike)) else cache
-            options = {**data_options, "cache": beside}
-            # The training batches' size is none of data that is batched already.
+            cache = f"{fspath(cache)}.validation" if isinstance(cache, (str, PathLike)) else cache
+            # Data that is batched already does not take the batch size of the training data.
             default = None if is_batched(rows[0]) and self.plan.batch.value == "global" else batch_size
-            already = isinstance(rows[0], DistributedData)
-            validation_data = self._sharded(rows, validation_batch_size or default, validation_steps, options)
-            if not already:
+            size = validation_batch_size or default
+            validation_data = self._distribute(rows, size, validation_steps, {**data_options, "cache": cache})
+            if validation_data is not rows[0]:
                 validation_data.for_validation(validation_steps)
-        self._settle_shard(model, data.batch_size or batch_size or 32, data.batch_spec)
-        self._prepared(model)
-        given["validation_data"] = validation_data
-        arguments = {name: given[name] for name in _ARGUMENTS}
+        self._prepare_checked(model, data.batch_size or batch_size or 32, data.batch_spec)
+        arguments = {name: arguments[name] for name in _ARGUMENTS} | {"validation_data": validation_data}
         return train(self._run, model, data, callbacks, arguments, verbose)
 
     def _fit_overridden(
-        self, model: keras.Model, given: dict[str, Any], verbose: Any, normalize: bool, data_options: dict[str, Any]
+        self, model: keras.Model, arguments: dict[str, Any], verbose: Any, normalize: bool, data_options: dict[str, Any]
     ) -> keras.callbacks.History:
         """Trains a model whose class overrides `fit`, and passes it the data unchanged."""
         self._parallelism.check_own_fit(model)
-        check_own_fit(model, given["x"], data_options, self.plan)
-        self.prepare(model, batch_size=given["batch_size"] or 32)
+        check_overridden_fit(model, arguments["x"], data_options, self.plan)
+        self.prepare(model, batch_size=arguments["batch_size"] or 32)
         if normalize:
-            normalize_inputs(model, given["x"], self._strategies.readers, shard_policy=self.options.shard_policy)
+            normalize_inputs(model, arguments["x"], self._strategies.readers, shard_policy=self.options.shard_policy)
         # Such a `fit` need not accept all arguments of Keras's.
-        usual = inspect.signature(keras.Model.fit).parameters
-        own = {name: each for name, each in given.items() if name != "callbacks" and each is not usual[name].default}
-        return train(self._run, model, own.pop("x", None), given["callbacks"], own, verbose)
+        callbacks, defaults = arguments.pop("callbacks"), inspect.signature(keras.Model.fit).parameters
+        arguments = {name: value for name, value in arguments.items() if value is not defaults[name].default}
+        return train(self._run, model, arguments.pop("x", None), callbacks, arguments, verbose)
 
     @property
     def is_chief(self) -> bool:
         """Whether this process writes and reports for all."""
         return self.hardware.is_chief
 
-    def _sharded(self, data: tuple[Any, Any, Any], batch_size: int | None, steps: int | None, options: dict) -> Any:
-        """The data sharded over the replicas, which it may be already."""
+    def _distribute(self, data: tuple[Any, Any, Any], batch_size: int | None, steps: int | None, options: dict) -> Any:
+        """The data divided among the replicas, unless it is a `DistributedData` already."""
         if isinstance(data[0], DistributedData):
             return data[0]
         return self.dataset(*data, batch_size=batch_size, steps_per_epoch=steps, **options)

@@ -1,14 +1,18 @@
-"""The hardware to train on: processors, accelerators, memory, and the cluster they belong to."""
+"""The hardware to train on, detected or described: processors, accelerators, memory, and the cluster."""
 
+import functools
 import os
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import tensorflow as tf
 
+from keras_paragrad.arguments import check_each, check_integer, check_number, refusal
+from keras_paragrad.distribution.choices import MOST_DESCRIBED
 from keras_paragrad.distribution.cluster import Cluster, find_cluster
 
 KINDS = ("CPU", "GPU", "TPU")
@@ -37,7 +41,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware to train on, found by `detect` or described by hand.
+    """The hardware to train on, from `detect` or `describe`.
 
     Attributes:
         cpu_count: Number of processors that this process may use.
@@ -48,7 +52,7 @@ class Hardware:
         cluster: The processes that train together, or `None`.
         tpu_name: The value of `TPU_NAME`.
 
-    Example: a machine that isn't here.
+    Example:
 
     >>> from keras_paragrad.distribution.hardware import Device, Hardware
     >>> gpus = tuple(Device(f"GPU:{index}", "GPU", 80 * 2**30, (9, 0), "H100") for index in range(2))
@@ -101,17 +105,17 @@ def detect(environment: Mapping[str, str] | None = None) -> Hardware:
         ValueError: The environment's description of a cluster is malformed.
     """
     environment = os.environ if environment is None else environment
-    machine = _machine_memory()
+    memory = _machine_memory()
     physical = tf.config.get_visible_devices("GPU")
     gpus = _gpus(physical, memory_by_name() if physical else {})
-    devices = logical_devices(gpus, machine)
+    devices = logical_devices(gpus, memory)
     tpus = tuple(device for device in devices if device.kind == "TPU")
     return Hardware(
         cpu_count=_usable_cpus(),
-        memory_bytes=machine,
+        memory_bytes=memory,
         devices=devices,
         gpus=gpus,
-        tpus=tpus or _tpus_by_environment(environment),
+        tpus=tpus or _tpus_in_environment(environment),
         cluster=find_cluster(environment),
         tpu_name=environment.get("TPU_NAME"),
     )
@@ -121,26 +125,33 @@ def logical_devices(gpus: tuple[Device, ...] | None = None, memory: int | None =
     """The logical devices that TensorFlow has created, or will create, for this process.
 
     Args:
-        gpus: The physical GPUs; by default they are looked up, without their memory size.
+        gpus: The physical GPUs; by default those that TensorFlow sees, without their memory.
         memory: The machine's memory, in bytes.
     """
-    physical = {kind: tf.config.get_visible_devices(kind) for kind in KINDS}
-    whole = [
-        *(Device("", "CPU", memory) for _ in physical["CPU"]),
-        *(_gpus(physical["GPU"], {}) if gpus is None else gpus),
-        *(Device("", "TPU") for _ in physical["TPU"]),
+    cpus, visible_gpus, tpus = map(tf.config.get_visible_devices, KINDS)
+    described = [
+        *(Device("", "CPU", memory) for _ in cpus),
+        *(_gpus(visible_gpus, {}) if gpus is None else gpus),
+        *(Device("", "TPU") for _ in tpus),
     ]
-    return _logical([one for kind in KINDS for one in physical[kind]], whole)
+    devices: list[Device] = []
+    counts = Counter[str]()
+    for physical, device in zip([*cpus, *visible_gpus, *tpus], described, strict=True):
+        # Does not trigger their creation.
+        for part in tf.config.get_logical_device_configuration(physical) or [None]:
+            limit = part.memory_limit if part else None
+            size = int(limit) * 2**20 if limit else device.memory_bytes
+            name = f"{device.kind}:{counts[device.kind]}"
+            devices.append(Device(name, device.kind, size, device.compute_capability, device.description))
+            counts[device.kind] += 1
+    return tuple(devices)
 
 
 def memory_by_name() -> dict[str, int]:
-    """Queries `nvidia-smi` for the memory of each GPU model, in bytes.
+    """Queries `nvidia-smi` for the bytes of memory of each GPU model, by its name; empty if it doesn't answer.
 
-    By model rather than index, since TensorFlow and `nvidia-smi` may number GPUs differently. Models found with
-    several memory sizes are omitted.
-
-    Returns:
-        From names, as in TensorFlow's `device_name`, to bytes; empty if `nvidia-smi` is missing or doesn't answer.
+    By name rather than index, since TensorFlow and `nvidia-smi` may number GPUs differently. Models with several memory
+    sizes are omitted.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -155,10 +166,10 @@ def memory_by_name() -> dict[str, int]:
         name, _, mebibytes = line.rpartition(",")
         if mebibytes.strip().isdecimal():
             sizes.setdefault(name.strip(), set()).add(int(mebibytes) * 2**20)
-    return {name: found.pop() for name, found in sizes.items() if len(found) == 1}
+    return {name: values.pop() for name, values in sizes.items() if len(values) == 1}
 
 
-def _gpus(physical: list, memory: Mapping[str, int]) -> tuple[Device, ...]:
+def _gpus(physical: Sequence[tf.config.PhysicalDevice], memory: Mapping[str, int]) -> tuple[Device, ...]:
     gpus = []
     for index, gpu in enumerate(physical):
         details = tf.config.experimental.get_device_details(gpu)
@@ -167,23 +178,10 @@ def _gpus(physical: list, memory: Mapping[str, int]) -> tuple[Device, ...]:
     return tuple(gpus)
 
 
-def _logical(physical: list, whole: list[Device]) -> tuple[Device, ...]:
-    """The logical devices that TensorFlow will create from the physical ones, without triggering that."""
-    devices, counts = [], Counter()
-    for one, device in zip(physical, whole, strict=True):
-        for part in tf.config.get_logical_device_configuration(one) or [None]:
-            limit = part.memory_limit if part else None
-            memory = int(limit) * 2**20 if limit else device.memory_bytes
-            name = f"{device.kind}:{counts[device.kind]}"
-            devices.append(Device(name, device.kind, memory, device.compute_capability, device.description))
-            counts[device.kind] += 1
-    return tuple(devices)
-
-
-def _tpus_by_environment(environment: Mapping[str, str]) -> tuple[Device, ...]:
+def _tpus_in_environment(environment: Mapping[str, str]) -> tuple[Device, ...]:
     """A TPU whose cores TensorFlow sees only after connecting to it."""
-    told = [f"{name}={environment[name]}" for name in TPU_VARIABLES if environment.get(name)]
-    return (Device("TPU", "TPU", description=", ".join(told)),) if told else ()
+    variables = [f"{name}={environment[name]}" for name in TPU_VARIABLES if environment.get(name)]
+    return (Device("TPU", "TPU", description=", ".join(variables)),) if variables else ()
 
 
 def _usable_cpus() -> int:
@@ -197,3 +195,70 @@ def _machine_memory() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
+
+
+def describe(
+    cpus: int = 1,
+    gpus: int = 0,
+    gpu_memory_gb: float | None = None,
+    compute_capability: tuple[int, int] | None = None,
+    tpu_cores: int = 0,
+    workers: int = 1,
+    ps: int = 0,
+    logical_cpus: int = 1,
+) -> Hardware:
+    """Describes a machine, or a cluster of identical machines as seen from the first.
+
+    Args:
+        cpus: Number of processors per worker.
+        gpus: Number of GPUs per worker.
+        gpu_memory_gb: Memory of each GPU, in GiB.
+        compute_capability: Of each GPU, such as `(8, 0)`.
+        tpu_cores: Number of TPU cores.
+        workers: Number of processes that train together.
+        ps: Number of parameter servers; if there are any, the cluster also has a chief.
+        logical_cpus: Number of logical CPU devices that TensorFlow creates.
+
+    Returns:
+        The description, for `make_plan`.
+
+    Raises:
+        ValueError: A count is negative or implausibly large, or there is no worker or processor.
+
+    Example:
+
+    >>> from keras_paragrad.distribution import describe
+    >>> from keras_paragrad.distribution import Options
+    >>> from keras_paragrad.distribution import make_plan
+    >>> make_plan(describe(gpus=8, workers=2), Options()).replicas.value
+    16
+    """
+    count = functools.partial(check_integer, most=MOST_DESCRIBED)
+    cpus, logical_cpus, workers = count("cpus", cpus), count("logical_cpus", logical_cpus), count("workers", workers)
+    gpus, tpu_cores, ps = count("gpus", gpus, least=0), count("tpu_cores", tpu_cores, least=0), count("ps", ps, least=0)
+    gigabytes = check_number("gpu_memory_gb", gpu_memory_gb, above=0, most=MOST_DESCRIBED, example=80, optional=True)
+    if compute_capability is not None:
+        compute_capability = _check_capability(compute_capability)
+    memory = None if gigabytes is None else int(gigabytes * 2**30)
+    gpu_devices = tuple(Device(f"GPU:{index}", "GPU", memory, compute_capability) for index in range(gpus))
+    tpu_devices = tuple(Device(f"TPU:{index}", "TPU") for index in range(tpu_cores))
+    cpu_devices = tuple(Device(f"CPU:{index}", "CPU") for index in range(logical_cpus))
+    devices = (*cpu_devices, *gpu_devices, *tpu_devices)
+    return Hardware(cpus, None, devices, gpu_devices, tpu_devices, _describe_cluster(workers, ps))
+
+
+def _check_capability(value: Any) -> tuple[int, int]:
+    expected = "two integers, such as (9, 0)"
+    digits = functools.partial(check_integer, least=0, most=99)
+    capability = check_each("compute_capability", value, digits, expected, example="(9, 0)")
+    if len(capability) != 2:
+        raise refusal("compute_capability", value, expected, "(9, 0)")
+    return capability[0], capability[1]
+
+
+def _describe_cluster(workers: int, ps: int) -> Cluster | None:
+    hosts = tuple(f"worker{index}:2222" for index in range(workers))
+    if ps:
+        servers = tuple(f"ps{index}:2222" for index in range(ps))
+        return Cluster({"chief": ("chief0:2222",), "worker": hosts, "ps": servers}, "chief", 0, "a description")
+    return Cluster({"worker": hosts}, "worker", 0, "a description") if workers > 1 else None

@@ -21,16 +21,16 @@ _CLASSES = {
 
 def canonical_devices(devices: Sequence[str]) -> tuple[str, ...]:
     """Device names in their shortest form, `CPU:0`."""
-    names = check_each("devices", devices, _canonical, "names of devices", example="['CPU:0', 'CPU:1']")
+    names = check_each("devices", devices, _canonical_device, "names of devices", example="['CPU:0', 'CPU:1']")
     if not names:
         raise ValueError("`devices` is empty. Name one or more, such as ['GPU:0'], or leave it out.")
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ValueError(f"`devices` names {shown(twice)} more than once. A device takes one replica.")
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise ValueError(f"`devices` names {shown(repeated)} more than once. A device takes one replica.")
     if len({kind_of_device(name) for name in names}) > 1:
         raise ValueError(
-            f"`devices` is {shown(names)}, of several kinds. Name devices of one kind: replicas take equal shards, and "
-            "all wait for the slowest."
+            f"`devices` is {shown(names)}, of several kinds. Name devices of one kind: replicas take equal parts of a "
+            "batch, and all wait for the slowest."
         )
     return names
 
@@ -49,15 +49,15 @@ def kind_of_strategy(strategy: tf.distribute.Strategy) -> str:
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return "none"
     central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
-    because = " Under it, Keras's metrics are wrong." if central else ""
+    reason = " Under it, Keras's metrics are wrong." if central else ""
     raise ValueError(
-        f"strategy is a {type(strategy).__name__}, which DistributedFit doesn't support.{because} Pass a "
+        f"strategy is a {type(strategy).__name__}, which DistributedFit doesn't support.{reason} Pass a "
         "OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy or ParameterServerStrategy, or "
         'write strategy="auto".'
     )
 
 
-def _canonical(argument: str, name: Any) -> str:
+def _canonical_device(argument: str, name: Any) -> str:
     match = _DEVICE.fullmatch(name.strip()) if isinstance(name, str) else None
     if match is None:
         raise refusal(argument, name, "the name of a device, such as 'CPU:0' or 'GPU:1'")

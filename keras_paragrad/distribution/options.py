@@ -1,4 +1,4 @@
-"""`Options`: the validated arguments of `DistributedFit`, and what they ask of a parallelism."""
+"""`Options`: the validated arguments of `DistributedFit`; and the parallelism that they select."""
 
 import abc
 import functools
@@ -78,8 +78,8 @@ class Options:
 
     def __post_init__(self):
         checked = {name: check_choice(name, getattr(self, name), choices) for name, choices in CHOICES.items()}
-        checked["strategy"] = _checked_strategy(self.strategy)
-        checked["precision"] = _checked_precision(self.precision)
+        checked["strategy"] = _check_strategy(self.strategy)
+        checked["precision"] = _check_precision(self.precision)
         checked["warmup_steps"] = check_integer("warmup_steps", self.warmup_steps, least=0)
         checked["min_shard_bytes"] = check_integer("min_shard_bytes", self.min_shard_bytes, least=1)
         checked["device_bytes"] = check_integer("device_bytes", self.device_bytes, example=16 * 2**30, optional=True)
@@ -113,11 +113,11 @@ class Options:
             )
         if self.device_bytes is not None and self.shard != "auto":
             raise ValueError(
-                f'device_bytes={self.device_bytes} is what shard="auto" chooses by, but shard is {self.shard!r}. Write '
+                f'device_bytes={self.device_bytes} is only used by shard="auto", but shard is {self.shard!r}. Write '
                 'shard="auto", or leave device_bytes out.'
             )
-        own = {"devices", "communication", "pack_bytes", "collective_timeout"}
-        changed = sorted(name for name in own if getattr(self, name) not in (None, "auto"))
+        fixed = ("collective_timeout", "communication", "devices", "pack_bytes")
+        changed = [name for name in fixed if getattr(self, name) not in (None, "auto")]
         if self.given is not None and changed:
             raise ValueError(
                 f"strategy is a {type(self.given).__name__}, which was created with its own {', '.join(changed)}. "
@@ -133,8 +133,8 @@ class Decisions(NamedTuple):
     """A parallelism's part of the plan.
 
     Attributes:
-        made: Its decisions. Those that it leaves out are made as for replicas.
-        counted: What the model is divided among, in words such as "2 stages"; replicas, if empty.
+        made: Its decisions. The functions in `decisions/` make the others.
+        counted: In words such as "2 stages", the parts that the model is divided into; replicas, if empty.
         launched: Whether the processes of a cluster train together, and have to be started together.
     """
 
@@ -144,11 +144,11 @@ class Decisions(NamedTuple):
 
 
 class Planner(abc.ABC):
-    """How a parallelism is asked for and planned, which `keras_paragrad.distribution.parallelism` adds the rest to.
+    """The part of a `Parallelism` that plans: how options select it, its own options, and its decisions.
 
     Attributes:
-        precedence: Those in the package are asked in ascending order whether options mean them.
-        accepts: The classes of what can be passed as `strategy` for it.
+        precedence: `asked` is called on the classes of the package in ascending order.
+        accepts: The classes of the objects that select it as `strategy`.
     """
 
     precedence: ClassVar[int] = 0
@@ -156,21 +156,21 @@ class Planner(abc.ABC):
 
     @classmethod
     def asked(cls, options: Options, hardware: Hardware | None) -> "Planner | None":
-        """The parallelism, if options mean it on some hardware, or on any if that isn't known yet."""
+        """The parallelism, if the options select it; `hardware` is `None` while options are checked."""
         return None
 
     @classmethod
     def checked_options(cls, options: Options) -> dict[str, Any]:
-        """The checked values of options that are this parallelism's alone, by name.
+        """The checked values of options that only this parallelism has, by name.
 
         Raises:
             ValueError: One is invalid. The message says what to write.
         """
         return {}
 
-    @classmethod  # noqa: B027  (most options contradict none)
+    @classmethod  # noqa: B027  (most parallelisms contradict no options)
     def check_options(cls, options: Options) -> None:
-        """Refuses options that contradict it; asked of every parallelism.
+        """Refuses options that contradict it; called on every parallelism.
 
         Raises:
             ValueError: The message says what to write.
@@ -195,18 +195,18 @@ class Planner(abc.ABC):
 
 @functools.cache
 def planners() -> tuple[type[Planner], ...]:
-    """The parallelisms in the package: what the module `parallelism` of each folder names `PARALLELISM`."""
-    folders = [each.parent.name for each in Path(__file__).parent.glob("*/parallelism.py")]
-    found = [importlib.import_module(f"{__package__}.{folder}.parallelism").PARALLELISM for folder in folders]
-    return tuple(sorted(found, key=lambda each: each.precedence))
+    """The parallelisms in the package: `PARALLELISM` in each `<folder>/parallelism.py`."""
+    folders = [path.parent.name for path in Path(__file__).parent.glob("*/parallelism.py")]
+    classes = [importlib.import_module(f"{__package__}.{folder}.parallelism").PARALLELISM for folder in folders]
+    return tuple(sorted(classes, key=lambda planner: planner.precedence))
 
 
 def planner_of(options: Options, hardware: Hardware | None = None) -> Planner:
-    """The parallelism that options mean: the only place that picks one."""
+    """The parallelism that the options select; nothing else chooses one."""
     if isinstance(options.strategy, Planner):
         return options.strategy
-    found = (planner.asked(options, hardware) for planner in planners())
-    return next(each for each in found if each is not None)
+    selected = (planner.asked(options, hardware) for planner in planners())
+    return next(planner for planner in selected if planner is not None)
 
 
 def refuse_devices(options: Options) -> None:
@@ -218,14 +218,14 @@ def refuse_devices(options: Options) -> None:
         )
 
 
-def _checked_strategy(found: Any) -> Any:
-    if isinstance(found, (Planner, *(each for planner in planners() for each in planner.accepts))):
-        return found
-    if isinstance(found, tf.distribute.Strategy):
-        kind_of_strategy(found)
-        return found
+def _check_strategy(strategy: Any) -> Any:
+    if isinstance(strategy, (Planner, *(accepted for planner in planners() for accepted in planner.accepts))):
+        return strategy
+    if isinstance(strategy, tf.distribute.Strategy):
+        kind_of_strategy(strategy)
+        return strategy
     try:
-        return check_choice("strategy", found, STRATEGIES)
+        return check_choice("strategy", strategy, STRATEGIES)
     except ValueError as error:
         raise ValueError(
             f"{error} Or pass a tf.distribute.Strategy, a Pipeline, or a keras.distribution.DataParallel or "
@@ -233,14 +233,14 @@ def _checked_strategy(found: Any) -> Any:
         ) from None
 
 
-def _checked_precision(found: Any) -> str | None:
-    if found is None:
+def _check_precision(precision: Any) -> str | None:
+    if precision is None:
         return None
     try:
-        name = check_text("precision", found)
+        name = check_text("precision", precision)
         if name != "auto":
             keras.DTypePolicy(name)
     except (TypeError, ValueError):
         expected = "'auto', None, or the name of a Keras dtype policy, such as 'float32' or 'mixed_bfloat16'"
-        raise refusal("precision", found, expected) from None
+        raise refusal("precision", precision, expected) from None
     return name

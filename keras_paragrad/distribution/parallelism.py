@@ -1,4 +1,4 @@
-"""`Parallelism`: how a model is trained, which is all that `DistributedFit` asks."""
+"""`Parallelism`: how a model is trained. `DistributedFit` calls nothing else."""
 
 import abc
 import contextlib
@@ -19,7 +19,7 @@ from keras_paragrad.engine.replicas.unprepared import check_compiled_in_scope
 from keras_paragrad.memory.estimate import estimate_memory
 from keras_paragrad.memory.estimated import Estimate
 
-# All that a parallelism of one's own is written with.
+# The names that a user's parallelism needs.
 __all__ = ["Decision", "Decisions", "Parallelism", "PlannedRun", "Preparation", "Strategies", "parallelism_of"]
 
 
@@ -27,9 +27,9 @@ class Strategies(NamedTuple):
     """The strategies of a run.
 
     Attributes:
-        models: What models are built under.
-        workers: By which workers talk to each other; of a single one, if each works by itself.
-        readers: For which data is read.
+        models: Models are built under it.
+        workers: The workers' collectives run under it; a strategy of one worker, if each works by itself.
+        readers: Data is divided among its replicas.
     """
 
     models: tf.distribute.Strategy
@@ -43,14 +43,7 @@ class Strategies(NamedTuple):
 
 
 class PlannedRun(NamedTuple):
-    """What models are trained by.
-
-    Attributes:
-        hardware: The hardware.
-        options: The arguments of `DistributedFit`.
-        plan: The plan for them.
-        strategies: The strategies that were created for it.
-    """
+    """The hardware, the arguments of `DistributedFit`, the plan for both, and the strategies created for the plan."""
 
     hardware: Hardware
     options: Options
@@ -59,10 +52,10 @@ class PlannedRun(NamedTuple):
 
 
 class Parallelism(Planner):
-    """How a model is trained: what it is built under, how it is made exact, and what it is given.
+    """How a model is trained: its plan, its strategies, its data, and how it is made exact.
 
-    Derive from this class, and pass an object as `DistributedFit(strategy=...)`. `decide` and `prepare` have to be
-    written; the other methods are those of one replica.
+    Derive from this class, and pass an instance as `DistributedFit(strategy=...)`. `decide` and `prepare` are abstract;
+    the other methods are those of one replica.
 
     Example:
 
@@ -80,10 +73,10 @@ class Parallelism(Planner):
     """
 
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:
-        """Creates the planned strategies, and waits for other workers if there are any.
+        """Creates the planned strategies, and waits for the other workers, if any.
 
         Raises:
-            RuntimeError: TensorFlow was already set up otherwise in this process.
+            RuntimeError: TensorFlow was already set up differently in this process.
         """
         return Strategies.same(tf.distribute.get_strategy())
 
@@ -92,7 +85,7 @@ class Parallelism(Planner):
         return contextlib.nullcontext()
 
     def check(self, model: Any, run: PlannedRun) -> None:
-        """Refuses a model before anything is touched.
+        """Refuses a model, before anything is changed.
 
         Raises:
             ValueError: The message says what to write.
@@ -100,10 +93,11 @@ class Parallelism(Planner):
         strategy = run.strategies.models
         if not model.compiled:
             raise ValueError("The model has not been compiled. Write model.compile(...) before dist.prepare(model).")
-        found = model.distribute_strategy
-        if found is not strategy and (found.num_replicas_in_sync, strategy.num_replicas_in_sync) != (1, 1):
+        built_under = model.distribute_strategy
+        one_replica = built_under.num_replicas_in_sync == strategy.num_replicas_in_sync == 1
+        if built_under is not strategy and not one_replica:
             raise ValueError(
-                f"The model was built under {type(found).__name__}, but is to be trained under "
+                f"The model was built under {type(built_under).__name__}, but is to be trained under "
                 f"{type(strategy).__name__}. Build and compile it within `with dist.scope():`."
             )
         check_compiled_in_scope(model)
@@ -131,7 +125,7 @@ class Parallelism(Planner):
         """The memory of a step on each device; see `DistributedFit.estimate`.
 
         Raises:
-            ValueError: The step can't be traced, or isn't taken by replicas.
+            ValueError: The step can't be traced, or isn't data-parallel.
         """
         return estimate_memory(
             model,
@@ -144,14 +138,14 @@ class Parallelism(Planner):
 
 
 def parallelism_of(options: Options, hardware: Hardware) -> Parallelism:
-    """The parallelism that options mean on some hardware."""
-    found = planner_of(options, hardware)
-    assert isinstance(found, Parallelism)
-    return found
+    """The parallelism that the options select on this hardware."""
+    parallelism = planner_of(options, hardware)
+    assert isinstance(parallelism, Parallelism)
+    return parallelism
 
 
 @contextlib.contextmanager
-def building_together(strategy: tf.distribute.Strategy) -> Iterator[None]:
+def build_scope(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """The strategy's scope; explains the error if workers with different models fail to build them."""
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         # TensorFlow's default strategy can't be entered within the scope of another.

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from keras_paragrad.distribution.decisions.decision import Decision
-from keras_paragrad.distribution.decisions.registry import deciders
+from keras_paragrad.distribution.decisions.decision import Decision, deciders
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options, planner_of
 
@@ -17,13 +16,13 @@ __all__ = ["Decision", "Plan", "make_plan"]
 class Plan:
     """Decisions in the order they were made; iterable. Each is also an attribute, such as `plan.strategy`.
 
-    A parallelism makes some, and the functions in `keras_paragrad.distribution.decisions` the others; those say which
-    values each can have.
+    The parallelism makes some, and the functions in `keras_paragrad.distribution.decisions` the others, whose
+    docstrings list the values.
 
     Attributes:
         decisions: The decisions.
         alike: The names of those that have to be the same on all workers.
-        counted: What the model is divided among, in words, if that isn't replicas.
+        counted: The parts that the model is divided into, in words, if those aren't replicas.
         launched: Whether the processes of a cluster have to be started together.
     """
 
@@ -33,19 +32,19 @@ class Plan:
     launched: bool = False
 
     def __getattr__(self, name: str) -> Decision:
-        # Not `self.decisions`, which is not there yet while an instance is unpickled.
-        found = {decision.name: decision for decision in vars(self).get("decisions", ())}
-        if name not in found:
-            raise AttributeError(f"The plan has no decision {name!r}. Decided are {', '.join(found)}.")
-        return found[name]
+        # Not `self.decisions`, which is missing while an instance is unpickled.
+        decisions = {decision.name: decision for decision in vars(self).get("decisions", ())}
+        if name not in decisions:
+            raise AttributeError(f"The plan has no decision {name!r}. Its decisions are {', '.join(decisions)}.")
+        return decisions[name]
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *(decision.name for decision in self)})
 
     def with_decision(self, decision: Decision) -> "Plan":
-        """The plan with a decision in place of that of the same name."""
-        made = (decision if decision.name == each.name else each for each in self.decisions)
-        return dataclasses.replace(self, decisions=tuple(made))
+        """The plan with the decision of this name replaced."""
+        decisions = (decision if decision.name == each.name else each for each in self.decisions)
+        return dataclasses.replace(self, decisions=tuple(decisions))
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -81,14 +80,14 @@ def make_plan(hardware: Hardware, options: Options) -> Plan:
     >>> plan.strategy.value, plan.communication.value, plan.jit.value
     ('mirrored', 'nccl', 'per_replica')
     """
-    asked = planner_of(options, hardware).decide(hardware, options)
-    made = {decision.name: decision for decision in asked.made}
+    planned = planner_of(options, hardware).decide(hardware, options)
+    by_parallelism = {decision.name: decision for decision in planned.made}
     known: dict[str, Any] = {"hardware": hardware, "options": options}
     decisions, alike = [], []
     for decider in deciders():
-        decision = made.get(decider.name) or decider(known)
+        decision = by_parallelism.get(decider.name) or decider(known)
         known[decision.name] = decision.value
         decisions.append(decision)
         if decider.alike:
             alike.append(decision.name)
-    return Plan(tuple(decisions), tuple(alike), asked.counted, asked.launched)
+    return Plan(tuple(decisions), tuple(alike), planned.counted, planned.launched)

@@ -1,4 +1,4 @@
-"""`Preparation`: a model that is trained in another way, until `undo`."""
+"""`Preparation`: a model whose training is changed until `undo`."""
 
 import abc
 from collections.abc import Callable
@@ -11,19 +11,19 @@ from keras_paragrad.compat.state import state_of
 
 
 class Preparation(abc.ABC):
-    """A model whose `fit`, `evaluate` and `predict` train and run it in another way, until `undo`.
+    """A model whose `fit`, `evaluate` and `predict` are changed until `undo`.
 
-    A class writes `renew`, which installs all that a step needs, and `stop`, which takes it off; `start` if there is
-    anything that is needed only once; and `table` if there is anything to show.
+    A subclass defines `renew`, which installs what a step needs, and `stop`, which uninstalls it; optionally `start`,
+    for what is needed once, and `table`, for `explain`.
 
     Args:
         model: A compiled model.
-        *settings: What the model is prepared with.
+        *settings: The arguments of the preparation.
 
     Attributes:
         model: The model.
-        settings: What it is prepared with.
-        changes_in_place: Whether other settings can be taken by `renew`, without `stop` and `start`.
+        settings: The arguments of the preparation.
+        changes_in_place: Whether `renew` can apply other settings, without `stop` and `start`.
     """
 
     changes_in_place: ClassVar[bool] = False
@@ -32,7 +32,7 @@ class Preparation(abc.ABC):
         self.model: Any = model
         self.settings = settings
         self._methods: set[str] = set()
-        # What `jit_compile` was, and what it was set to.
+        # The original `jit_compile`, and the value that it was set to.
         self._jit_compile: tuple[Any, Any] | None = None
         self.start()
         self.renew()
@@ -41,7 +41,7 @@ class Preparation(abc.ABC):
 
     @classmethod
     def of(cls, model: Any, *settings: Any) -> Self:
-        """A model's preparation with these settings, which it may have already and is renewed then."""
+        """The model's preparation with these settings; one that it already has is renewed."""
         before = state_of(model).preparations.get(cls)
         if before is not None and before.settings != settings and not cls.changes_in_place:
             before.undo()
@@ -57,11 +57,11 @@ class Preparation(abc.ABC):
         return before
 
     def start(self) -> None:  # noqa: B027  (most prepare nothing that outlasts `compile`)
-        """Does what is needed once, whatever is compiled later."""
+        """Does what is needed once, and need not be repeated after `compile`."""
 
     @abc.abstractmethod
     def renew(self) -> None:
-        """Installs what a step needs; also what `compile` may have replaced.
+        """Installs what a step needs; called again after `compile`, which may have replaced it.
 
         Raises:
             ValueError: The model can't be trained in this way. The message says what to write.
@@ -69,10 +69,10 @@ class Preparation(abc.ABC):
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """Takes off what `start` and `renew` have installed, but methods and `jit_compile`."""
+        """Uninstalls what `start` and `renew` have installed, except methods and `jit_compile`."""
 
     def undo(self) -> None:
-        """Restores the methods of the model's class, and its settings."""
+        """Restores the methods of the model's class, and its `jit_compile`."""
         state = state_of(self.model)
         if state.preparations.get(type(self)) is not self:
             return
@@ -84,19 +84,19 @@ class Preparation(abc.ABC):
 
     @property
     def table(self) -> Any:
-        """What each device holds, for `explain`; `None` if there is nothing to say."""
+        """What each device holds, as `explain` shows it, or `None`."""
         return None
 
     def replace(self, **methods: Callable[..., Any]) -> None:
-        """Gives the model other methods, until `undo`."""
+        """Replaces methods of the model, until `undo`."""
         replace_methods(self.model, **methods)
         self._methods.update(methods)
 
     def set_jit_compile(self, jit: bool) -> None:
         """Sets the model's `jit_compile`, until `undo`."""
-        before = self.model.jit_compile
-        if self._jit_compile is not None and before == self._jit_compile[1]:
-            # It was not compiled since.
-            before = self._jit_compile[0]
+        original = self.model.jit_compile
+        if self._jit_compile is not None and original == self._jit_compile[1]:
+            # The model has not been compiled since.
+            original = self._jit_compile[0]
         self.model.jit_compile = jit
-        self._jit_compile = before, self.model.jit_compile
+        self._jit_compile = original, self.model.jit_compile

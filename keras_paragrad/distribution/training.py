@@ -1,19 +1,62 @@
-"""Runs the `fit` of a prepared model, with the callbacks that replicas need and errors that name lost workers."""
+"""The `fit` of `DistributedFit`: checks its arguments, and calls the model's `fit` with the callbacks replicas need."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 
 from keras_paragrad.accumulation.callback import ExactAccumulation
+from keras_paragrad.arguments import check_each, check_flag, check_instance, check_integer, check_number
 from keras_paragrad.compat.capabilities import accumulating
 from keras_paragrad.compat.local import place_of
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.failures import explained_failures
-from keras_paragrad.distribution.checkpoint.writers import with_one_writer
+from keras_paragrad.distribution.checkpoint.writers import check_callbacks, with_one_writer
 from keras_paragrad.distribution.consistency import AgreeEachEpoch, with_agreement
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs
 from keras_paragrad.distribution.parallelism import PlannedRun
+from keras_paragrad.distribution.plan import Plan
+
+
+def check_fit_arguments(model: Any, arguments: Mapping[str, Any], normalize: Any) -> list[keras.callbacks.Callback]:
+    """Checks the arguments of `fit` other than data, before any worker waits for another; returns the callbacks."""
+    check_instance("model", model, keras.Model, "a Keras model")
+    check_integer("epochs", arguments["epochs"], least=0, example=10)
+    check_integer("initial_epoch", arguments["initial_epoch"], least=0, example=0)
+    check_number("validation_split", arguments["validation_split"], least=0, below=1, example=0.2)
+    check_integer("validation_steps", arguments["validation_steps"], optional=True)
+    check_integer("validation_batch_size", arguments["validation_batch_size"], optional=True)
+    if isinstance(arguments["validation_freq"], (list, tuple, set)):
+        check_each("validation_freq", arguments["validation_freq"], check_integer, "epochs")
+    else:
+        check_integer("validation_freq", arguments["validation_freq"], example=1)
+    check_flag("normalize", normalize)
+    callbacks = arguments["callbacks"]
+    if callbacks is None:
+        return []
+    return [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else check_callbacks(callbacks)
+
+
+def check_overridden_fit(model: keras.Model, x: Any, data_options: dict[str, Any], plan: Plan) -> None:
+    """Refuses what has no effect on a model whose class overrides `fit`, and so reads its data itself."""
+    prepared = f"{type(model).__name__} overrides `fit`. Write dist.prepare(model) and then"
+    if isinstance(x, DistributedData):
+        raise ValueError(
+            f"{prepared} keras.Model.fit(model, data), which takes data that is already sharded; or pass the original "
+            "data to dist.fit."
+        )
+    if plan.batch.value == "per_replica":
+        raise ValueError(
+            f'{prepared} model.fit(...) with the batch of all replicas: batch="per_replica" has no effect on data that '
+            "the model reads itself. Leave it out."
+        )
+    if data_options:
+        listed = ", ".join(f"{option}=" for option in data_options)
+        raise ValueError(
+            f"{prepared} model.fit(...) without {listed}, which has no effect on data that the model reads itself. "
+            "Configure that in a tf.data.Dataset; or preprocess the data, and write "
+            "keras.Model.fit(model, dist.dataset(x, y))."
+        )
 
 
 def train(
@@ -24,47 +67,35 @@ def train(
     arguments: dict[str, Any],
     verbose: Any,
 ) -> keras.callbacks.History:
-    """Calls the `fit` of a prepared model."""
+    """Calls the `fit` of a prepared model; of several workers, only the chief shows progress and writes files."""
     hardware, plan, strategy = run.hardware, run.plan, run.strategies.workers
-    sharded = data if isinstance(data, DistributedData) else None
+    distributed = data if isinstance(data, DistributedData) else None
+    one_worker = hardware.worker_count == 1 and place_of(strategy).workers == 1
     factor = plan.lr_scaling.value or float(strategy.num_replicas_in_sync)
-    rate = [ScaledLearningRate(factor, plan.warmup_steps.value)] if factor != 1 else []
-    alone = hardware.worker_count == 1 and place_of(strategy).workers == 1
-    together = _arranged(model, sharded, rate, callbacks, None if alone else hardware.is_chief)
-    if sharded is not None and place_of(strategy).workers > 1:
-        together = with_agreement(together, AgreeEachEpoch(strategy, together, sharded))
-    shown = verbose if hardware.is_chief or verbose != "auto" else 0
-    try:
-        with explained_failures(hardware.cluster):
-            return model.fit(data, verbose=shown, callbacks=together, **arguments)
-    finally:
-        # Keras does not notify callbacks of a `fit` that failed.
-        for callback in together:
-            if isinstance(callback, (Backup, ScaledLearningRate)):
-                callback.leave()
-
-
-def _arranged(
-    model: Any,
-    data: DistributedData | None,
-    rate: Sequence[keras.callbacks.Callback],
-    callbacks: Sequence[keras.callbacks.Callback],
-    is_chief: bool | None,
-) -> list[keras.callbacks.Callback]:
-    """All callbacks in order; a `Backup` comes last, as it saves the state of all others.
-
-    Of several workers only the chief writes; `is_chief` is `None` if there is one.
-    """
+    # A `Backup` comes last, as it saves the state of all others.
     backups = [callback for callback in callbacks if isinstance(callback, Backup)]
     others = [callback for callback in callbacks if not isinstance(callback, Backup)]
-    ours: list[keras.callbacks.Callback] = [FollowEpochs(data)] if data is not None else []
+    added: list[keras.callbacks.Callback] = [FollowEpochs(distributed)] if distributed is not None else []
     if accumulating(model.optimizer) and not any(isinstance(callback, ExactAccumulation) for callback in others):
-        ours.append(ExactAccumulation())
-    written = [*ours, *rate, *others]
-    written = written if is_chief is None else with_one_writer(written, is_chief)
+        added.append(ExactAccumulation())
+    if factor != 1:
+        added.append(ScaledLearningRate(factor, plan.warmup_steps.value))
+    others = [*added, *others]
+    others = others if one_worker else with_one_writer(others, hardware.is_chief)
     for backup in backups:
-        backup.callbacks = [*backup.callbacks, *written]
-    return [*written, *backups]
+        backup.callbacks = [*backup.callbacks, *others]
+    callbacks = [*others, *backups]
+    if distributed is not None and place_of(strategy).workers > 1:
+        callbacks = with_agreement(callbacks, AgreeEachEpoch(strategy, callbacks, distributed))
+    try:
+        with explained_failures(hardware.cluster):
+            verbose = verbose if hardware.is_chief or verbose != "auto" else 0
+            return model.fit(data, verbose=verbose, callbacks=callbacks, **arguments)
+    finally:
+        # Keras does not notify callbacks of a `fit` that failed.
+        for callback in callbacks:
+            if isinstance(callback, (Backup, ScaledLearningRate)):
+                callback.leave()
 
 
 class ScaledLearningRate(keras.callbacks.Callback):
@@ -72,10 +103,10 @@ class ScaledLearningRate(keras.callbacks.Callback):
 
     Args:
         factor: The factor of the rate.
-        warmup_steps: Number of updates over which the rate grows to that, in equal steps.
+        warmup_steps: Number of updates over which the rate grows by the factor, in equal steps.
 
     Raises:
-        ValueError: When `fit` begins: the optimizer has a schedule, which has to be scaled where it is defined.
+        ValueError: When `fit` begins: the optimizer has a schedule, which has to be scaled in its definition.
 
     Reference:
         Goyal et al., Accurate, Large Minibatch SGD (2017), https://arxiv.org/abs/1706.02677: gradual warmup.
@@ -86,8 +117,8 @@ class ScaledLearningRate(keras.callbacks.Callback):
         self.factor = factor
         self.warmup_steps = warmup_steps
         self._rate: float | None = None
-        self._grows = False
-        self._began = 0
+        self._warming_up = False
+        self._first_update = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Records the rate."""
@@ -100,27 +131,27 @@ class ScaledLearningRate(keras.callbacks.Callback):
                 f"The learning rate of {optimizer.name} follows a schedule, which lr_scaling= can't scale. "
                 f"Leave lr_scaling out, and multiply the schedule's rates by {self.factor:g}."
             ) from error
-        self._rate, self._grows = rate, True
-        self._began = int(optimizer.iterations.numpy())
+        self._rate, self._warming_up = rate, True
+        self._first_update = int(optimizer.iterations.numpy())
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Sets the rate of the next update during warm-up; afterwards other callbacks may change it."""
-        if not self._grows or self._rate is None:
+        if not self._warming_up or self._rate is None:
             return
-        done = int(self._optimizer.iterations.numpy()) - self._began
-        self._grows = done < self.warmup_steps
-        share = done / self.warmup_steps if self._grows else 1.0
-        self._optimizer.learning_rate = self._rate * (1 + (self.factor - 1) * share)
+        updates = int(self._optimizer.iterations.numpy()) - self._first_update
+        self._warming_up = updates < self.warmup_steps
+        progress = updates / self.warmup_steps if self._warming_up else 1.0
+        self._optimizer.learning_rate = self._rate * (1 + (self.factor - 1) * progress)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Divides the rate by the factor, so that the next `fit` starts unscaled."""
         self.leave()
 
     def leave(self) -> None:
-        """Does the same once, also after a `fit` that failed with an error."""
+        """Does the same, once; also called after a `fit` that failed."""
         if self._rate is not None:
             rate = float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
-            self._optimizer.learning_rate = self._rate if self._grows else rate / self.factor
+            self._optimizer.learning_rate = self._rate if self._warming_up else rate / self.factor
             self._rate = None
 
     @property

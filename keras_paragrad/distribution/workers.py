@@ -1,4 +1,4 @@
-"""Exchanges numbers between workers, and checks that they agree."""
+"""Exchanges numbers and bytes between workers, and checks that they agree."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -6,12 +6,12 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.local import place_of
+from keras_paragrad.compat.local import Place, place_of
 from keras_paragrad.compat.workers import barrier
 
 Result = TypeVar("Result")
 
-# Bytes are summed in parts of this size, so that they take no more memory than a large gradient.
+# Bytes are summed in chunks of this size, which take no more memory than a large gradient.
 _CHUNK = 1 << 24
 
 
@@ -26,21 +26,26 @@ def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarra
         An array of shape `(workers, len(values))`, the same on every worker.
     """
     place = place_of(strategy)
-    own = np.asarray(values)
+    row = np.asarray(values)
     if place.workers == 1:
-        return own[np.newaxis]
-    mine = np.zeros((place.workers, *own.shape), own.dtype)
-    if not own.size:
-        # TensorFlow's all-reduce of nothing ends in a segmentation fault.
-        return mine
-    mine[place.worker] = own
-
-    def shown(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
-        return tf.constant(mine if context.replica_id_in_sync_group == place.first else np.zeros_like(mine))
-
-    found = strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(shown), axis=None).numpy()
+        return row[np.newaxis]
+    rows = np.zeros((place.workers, *row.shape), row.dtype)
+    if not row.size:
+        # TensorFlow's all-reduce of an empty tensor ends in a segmentation fault.
+        return rows
+    rows[place.worker] = row
+    gathered = _sum(strategy, place, rows)
     barrier()
-    return found
+    return gathered
+
+
+def _sum(strategy: tf.distribute.Strategy, place: Place, values: np.ndarray) -> np.ndarray:
+    """The all-reduced sum of the workers' arrays, which the first replica of each worker contributes."""
+
+    def value_of(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
+        return tf.constant(values if context.replica_id_in_sync_group == place.first else np.zeros_like(values))
+
+    return strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(value_of), axis=None).numpy()
 
 
 def from_chief(strategy: tf.distribute.Strategy, content: bytes | None) -> bytes:
@@ -57,35 +62,27 @@ def from_chief(strategy: tf.distribute.Strategy, content: bytes | None) -> bytes
     if place.workers == 1:
         return content or b""
     length = int(gather(strategy, np.array([len(content or b"")]))[0, 0])
-    mine = np.zeros(length, np.uint8) if content is None else np.frombuffer(content, np.uint8)
-    return sum_bytes(strategy, mine).tobytes()
+    array = np.zeros(length, np.uint8) if content is None else np.frombuffer(content, np.uint8)
+    return sum_bytes(strategy, array).tobytes()
 
 
-def sum_bytes(strategy: tf.distribute.Strategy, mine: np.ndarray) -> np.ndarray:
-    """The sum of the workers' bytes, of which no two have the same one nonzero; every worker calls this.
+def sum_bytes(strategy: tf.distribute.Strategy, array: np.ndarray) -> np.ndarray:
+    """The sum of the workers' bytes, the same on every worker; each byte is nonzero on one worker at most.
 
     Args:
-        strategy: The workers' strategy.
-        mine: This worker's bytes, with zeros for those of others.
-
-    Returns:
-        The same bytes everywhere.
+        strategy: The workers' strategy; all its workers call this, with equally many bytes.
+        array: This worker's bytes, with zeros in place of those of others.
     """
     place = place_of(strategy)
     if place.workers == 1:
-        return mine
-    parts = []
-    for start in range(0, len(mine), _CHUNK):
-        part = mine[start : start + _CHUNK]
-        padded = np.pad(part, (0, -len(part) % 4)).view(np.int32)
-
-        def shown(context: tf.distribute.experimental.ValueContext, padded: np.ndarray = padded) -> tf.Tensor:
-            return tf.constant(padded if context.replica_id_in_sync_group == place.first else np.zeros_like(padded))
-
-        total = strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(shown), axis=None).numpy()
-        parts.append(total.view(np.uint8)[: len(part)])
+        return array
+    sums = []
+    for start in range(0, len(array), _CHUNK):
+        chunk = array[start : start + _CHUNK]
+        padded = np.pad(chunk, (0, -len(chunk) % 4)).view(np.int32)
+        sums.append(_sum(strategy, place, padded).view(np.uint8)[: len(chunk)])
     barrier()
-    return np.concatenate(parts) if parts else mine
+    return np.concatenate(sums) if sums else array
 
 
 def agree(strategy: tf.distribute.Strategy, values: Mapping[str, int], what: str, hint: str = "") -> None:
@@ -106,9 +103,8 @@ def agree(strategy: tf.distribute.Strategy, values: Mapping[str, int], what: str
     >>> import tensorflow as tf
     >>> agree(tf.distribute.get_strategy(), {"examples": 1000}, "the training data")
     """
-    found = gather(strategy, np.array(list(values.values()), np.int64))
-    for index, name in enumerate(values):
-        numbers = found[:, index]
+    gathered = gather(strategy, np.array(list(values.values()), np.int64))
+    for name, numbers in zip(values, gathered.T, strict=True):
         if (numbers != numbers[0]).any():
             known = ["unknown" if number < 0 else str(number) for number in numbers]
             listed = ", ".join(f"{number} on worker {worker}" for worker, number in enumerate(known))
@@ -116,7 +112,7 @@ def agree(strategy: tf.distribute.Strategy, values: Mapping[str, int], what: str
 
 
 def all_or_none(strategy: tf.distribute.Strategy, prepare: Callable[[], Result]) -> Result:
-    """Calls `prepare` on every worker, and raises on all if it fails on one, so that none waits for the failed one.
+    """Calls `prepare` on every worker; if it fails on one, all raise, so that none waits for that worker.
 
     Raises:
         ValueError: `prepare` failed on another worker.

@@ -7,8 +7,8 @@ import pytest
 
 from keras_paragrad.cli.main import main
 from keras_paragrad.distribution import diagnosis
-from keras_paragrad.distribution.described import describe
-from keras_paragrad.distribution.diagnosis import Probe, judge, probed_devices, run_probe
+from keras_paragrad.distribution.diagnosis import Probe, check_sums, probed_devices, run_probe
+from keras_paragrad.distribution.hardware import describe
 
 pytestmark = pytest.mark.fast
 
@@ -30,28 +30,28 @@ def test_a_collective_that_does_not_end():
 
 def test_a_process_that_fails(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert run_probe(("CPU:0", "CPU:1"), 120).says.startswith("failed with exit status 1: ")
+    assert run_probe(("CPU:0", "CPU:1"), 120).outcome.startswith("failed with exit status 1: ")
 
 
 @pytest.mark.long
 def test_a_collective_that_fails():
     probe = run_probe(("CPU:0", "CPU:0"), 120)
     assert not probe.works
-    assert probe.says.startswith("failed with exit status 1: ")
+    assert probe.outcome.startswith("failed with exit status 1: ")
 
 
 @pytest.mark.long
 def test_more_devices():
-    assert run_probe(tuple(f"CPU:{index}" for index in range(3)), 120).says.startswith("gave the right sum, 6: ")
+    assert run_probe(tuple(f"CPU:{index}" for index in range(3)), 120).outcome.startswith("gave the right sum, 6: ")
 
 
 def test_wrong_sums_are_noticed():
     answer = {"least_and_most": [[3.0, 3.0], [2.0, 3.0]], "milliseconds": 1.0, "first_seconds": 1.0}
-    probe = judge(("CPU:0", "CPU:1"), answer)
+    probe = check_sums(("CPU:0", "CPU:1"), answer)
     assert not probe.works
-    assert "wrong sums" in probe.says
-    assert not judge(("CPU:0", "CPU:1", "CPU:2"), answer).works
-    assert judge(("CPU:0", "CPU:1"), {**answer, "least_and_most": [[3.0, 3.0]] * 2}).works
+    assert "wrong sums" in probe.outcome
+    assert not check_sums(("CPU:0", "CPU:1", "CPU:2"), answer).works
+    assert check_sums(("CPU:0", "CPU:1"), {**answer, "least_and_most": [[3.0, 3.0]] * 2}).works
 
 
 def test_which_devices_meet():
@@ -83,7 +83,7 @@ def test_the_status(monkeypatch, capsys, tf_config, works, status, says):
 
 
 def test_a_machine_with_gpus_in_words():
-    found = dict(diagnosis._findings(describe(gpus=2, gpu_memory_gb=80, compute_capability=(9, 0), workers=2)))
+    found = dict(diagnosis._describe(describe(gpus=2, gpu_memory_gb=80, compute_capability=(9, 0), workers=2)))
     assert found["GPUs"] == "GPU:0, 80.0 GiB, compute capability 9.0; GPU:1, 80.0 GiB, compute capability 9.0"
     assert found["cluster"] == "from a description: worker worker0:2222, worker1:2222"
     assert found["this task"] == "worker 0"

@@ -9,8 +9,7 @@ import own_process
 import pytest
 import tensorflow as tf
 
-from keras_paragrad.distribution.described import describe
-from keras_paragrad.distribution.hardware import Device, Hardware, detect, memory_by_name
+from keras_paragrad.distribution.hardware import Device, Hardware, describe, detect, memory_by_name
 
 pytestmark = pytest.mark.fast
 

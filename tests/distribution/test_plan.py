@@ -11,12 +11,11 @@ import tensorflow as tf
 
 from keras_paragrad.distribution import decisions
 from keras_paragrad.distribution.cluster import Cluster
-from keras_paragrad.distribution.decisions import registry
+from keras_paragrad.distribution.decisions import decision as deciding
 from keras_paragrad.distribution.decisions.batch import scaling_factor
 from keras_paragrad.distribution.decisions.computation import compiled_form
-from keras_paragrad.distribution.described import describe
 from keras_paragrad.distribution.explain import Explanation
-from keras_paragrad.distribution.hardware import Device, Hardware
+from keras_paragrad.distribution.hardware import Device, Hardware, describe
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import Decision, make_plan
 
@@ -136,7 +135,7 @@ def test_decisions_are_named_as_they_are_asked_for():
     plan = make_plan(MACHINES["8-gpus"], Options())
     assert all(getattr(plan, decision.name) is decision for decision in plan)
     assert {decision.name for decision in plan} <= {*dir(plan)}
-    with pytest.raises(AttributeError, match="no decision 'strategie'. Decided are strategy, devices"):
+    with pytest.raises(AttributeError, match="no decision 'strategie'. Its decisions are strategy, devices"):
         _ = plan.strategie
 
 
@@ -154,15 +153,14 @@ def one_more(tmp_path, monkeypatch):
         (tmp_path / "added.py").write_text(f"{IMPORTS}{source}")
         monkeypatch.setattr(decisions, "__path__", [*decisions.__path__, str(tmp_path)])
 
-    monkeypatch.setattr(registry, "_DECIDERS", {**registry._DECIDERS})
+    monkeypatch.setattr(deciding, "_DECIDERS", {**deciding._DECIDERS})
     monkeypatch.setitem(sys.modules, "keras_paragrad.distribution.decisions.added", None)
     del sys.modules["keras_paragrad.distribution.decisions.added"]
     return add
 
 
 IMPORTS = """
-from keras_paragrad.distribution.decisions.decision import Decision
-from keras_paragrad.distribution.decisions.registry import decides
+from keras_paragrad.distribution.decisions.decision import Decision, decides
 """
 
 

@@ -163,8 +163,8 @@ _STEP = [
     _fault(
         "a worker does not wait for those that still read from it",
         "distribution/workers.py",
-        "    barrier()\n    return found",
-        "    return found",
+        "    barrier()\n    return gathered",
+        "    return gathered",
         "distribution/test_consistency.py::test_no_worker_ends_before_others_have_read",
     ),
     _fault(
@@ -683,9 +683,9 @@ _SHARDING = [
     ),
     _fault(
         "a micro-batch without a row of its own counts",
-        "distribution/pipeline/microbatches.py",
-        "_MaybeRepeated(last - first, last > first)",
-        "_MaybeRepeated(last - first)",
+        "distribution/pipeline/preparation.py",
+        "_PossiblyEmpty(last - first, last > first)",
+        "_PossiblyEmpty(last - first)",
         "sharding/test_pipeline.py::test_ends_where_one_device_ends",
     ),
     _fault(
@@ -711,7 +711,7 @@ _SHARDING = [
     ),
     _fault(
         "only the first devices of a pipeline's stages count",
-        "distribution/pipeline/microbatches.py",
+        "distribution/pipeline/preparation.py",
         "functools.reduce(sums.joined, totals)",
         "totals[0]",
         "sharding/test_pipeline.py::test_columns_of_devices_end_where_one_device_ends",

@@ -123,7 +123,7 @@ def check_agreement(workers, noise):
     ("arguments", "message"),
     [
         ({"mesh": {"batch": 2}, "layout": "auto"}, "is trained on a mesh, .*PhysicalBatches"),
-        ({"strategy": Pipeline(2, microbatches=2)}, "is a PrivateModel with a call of its own"),
+        ({"strategy": Pipeline(2, microbatches=2)}, "is a PrivateModel that overrides call"),
     ],
 )
 def test_meshes_and_pipelines_are_refused(arguments, message):

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given
 
-from keras_paragrad.distribution.described import describe
+from keras_paragrad.distribution.hardware import describe
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
 from keras_paragrad.profiling.analysis import advice

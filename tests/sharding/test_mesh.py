@@ -11,7 +11,7 @@ from meshed_training import MeshCase
 
 from keras_paragrad.distribution import Options, describe
 from keras_paragrad.distribution.mesh.checks import check_batch
-from keras_paragrad.distribution.mesh.layouts import check_patterns, layouts_of
+from keras_paragrad.distribution.mesh.layouts import axes_of_variables, check_layout_map
 from keras_paragrad.distribution.mesh.mesh import Mesh, planned_mesh
 from keras_paragrad.distribution.plan import make_plan
 from keras_paragrad.storage.dtensor import COMBINE_PASS, turn_combine_pass_off
@@ -204,7 +204,7 @@ def parallel(*shape, **layouts):
 def test_layouts_that_do_not_fit(layouts, says):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="dense")])
     with pytest.raises(ValueError, match=says):
-        layouts_of(model, parallel(2, 2, **layouts))
+        axes_of_variables(model, parallel(2, 2, **layouts))
 
 
 def test_an_axis_that_is_not_there():
@@ -215,11 +215,11 @@ def test_an_axis_that_is_not_there():
 def test_a_pattern_has_to_match():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="dense")])
     divided = {"dense__kernel": ("model", None)}
-    check_patterns(model, parallel(2, 2, **divided), None)
+    check_layout_map(model, parallel(2, 2, **divided), None)
     with pytest.raises(ValueError, match=r"No key .* '.*kernels'. The variables of .* match a whole path\.$"):
-        check_patterns(model, parallel(2, 2, kernels=("model", None)), None)
+        check_layout_map(model, parallel(2, 2, kernels=("model", None)), None)
     with pytest.raises(ValueError, match=r"a whole path: write '.*ker.*' instead of '.*ker'\."):
-        check_patterns(model, parallel(2, 2, ker=("model", None)), None)
+        check_layout_map(model, parallel(2, 2, ker=("model", None)), None)
 
 
 def test_keys_of_other_models_of_a_family_are_named_once():
@@ -228,10 +228,10 @@ def test_keys_of_other_models_of_a_family_are_named_once():
         2, 2, dense__kernel=("model", None), head__kernel=("model", None), head__output=("batch", None)
     )
     with pytest.warns(UserWarning, match=r"A key of the layout map matches no .* divides nothing: '.*head/kernel'"):
-        check_patterns(model, of_a_family, None)
+        check_layout_map(model, of_a_family, None)
     with pytest.warns(UserWarning, match=r"These keys .* '.*head/kernel', '.*head/output'"):
-        check_patterns(model, of_a_family, [])
-    check_patterns(model, parallel(2, 2, dense__kernel=("model", None), head__bias=("model",)), [])
+        check_layout_map(model, of_a_family, [])
+    check_layout_map(model, parallel(2, 2, dense__kernel=("model", None), head__bias=("model",)), [])
 
 
 def test_a_batch_has_to_divide():
@@ -262,7 +262,7 @@ def test_options_that_contradict_a_mesh(options, says):
 
 def test_devices_are_those_of_the_distribution():
     distribution = keras.distribution.DataParallel(mesh(2, names=("batch",)))
-    with pytest.raises(ValueError, match="has devices of its own"):
+    with pytest.raises(ValueError, match="names its own devices"):
         Options(strategy=distribution, devices=["CPU:0", "CPU:1"])
 
 

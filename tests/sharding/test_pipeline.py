@@ -245,7 +245,7 @@ def test_options_that_contradict_a_pipeline(options, says):
 @pytest.mark.parametrize(
     ("machine", "says"),
     [
-        ({"cpus": 8}, "split that into logical devices first"),
+        ({"cpus": 8}, "split the CPU into logical devices, run this first"),
         ({"gpus": 2}, r"only GPU:0, GPU:1. Write Pipeline\(stages=2"),
         ({"gpus": 4, "workers": 2}, "within one process"),
     ],

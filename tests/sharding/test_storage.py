@@ -269,7 +269,7 @@ def test_refusals():
         dist.prepare(own)
     with pytest.raises(ValueError, match="compile with AccumulatingOptimizer"):
         dist.prepare(accumulating)
-    with pytest.raises(ValueError, match="Centralized.apply is an optimizer's own, and would be given shards"):
+    with pytest.raises(ValueError, match="Centralized.apply overrides Keras's, and would get shards"):
         dist.prepare(centralized)
     with pytest.raises(ValueError, match="looks at the gradients of each replica"):
         dist.fit(observed, X, Y, batch_size=8, verbose=0, callbacks=[GradientNoiseScale()])

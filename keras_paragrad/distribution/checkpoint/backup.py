@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_paragrad.arguments import check_each, check_flag, check_integer
+from keras_paragrad.arguments import check_flag, check_integer
 from keras_paragrad.compat.local import place_of, together_of
 from keras_paragrad.distribution.checkpoint.agreement import common_backup
 from keras_paragrad.distribution.checkpoint.callback_state import HISTORY, check_storable, state_of, with_epoch
@@ -17,7 +17,7 @@ from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, 
 from keras_paragrad.distribution.checkpoint.resuming import Resumption
 from keras_paragrad.distribution.checkpoint.shards import NO_SHARDS, Written, keep_shards, values_of, write_together
 from keras_paragrad.distribution.checkpoint.stopping import StopChecks, StopRequest, TrainingInterrupted
-from keras_paragrad.distribution.fit_arguments import checked_callback
+from keras_paragrad.distribution.checkpoint.writers import check_callbacks
 from keras_paragrad.distribution.workers import agree, gather
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.storage import model_variables as seam
@@ -89,7 +89,7 @@ class Backup(keras.callbacks.Callback):
         self.every = check_integer("every", every, also=("epoch",), example=500)
         self.on_sigterm = check_flag("on_sigterm", on_sigterm)
         self.check_every = check_integer("check_every", check_every, example=100, optional=True)
-        self.callbacks = list(check_each("callbacks", callbacks, checked_callback, "Keras callbacks"))
+        self.callbacks = check_callbacks(callbacks)
         self.delete_when_done = check_flag("delete_when_done", delete_when_done)
         self._request = StopRequest()
         self._resumption: Resumption | None = None

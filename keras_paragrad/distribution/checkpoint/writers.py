@@ -10,8 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad.arguments import check_each, check_flag
-from keras_paragrad.distribution.fit_arguments import checked_callback
+from keras_paragrad.arguments import check_each, check_flag, check_instance
 
 # These read variables, which may be a collective operation; the attribute holds the path they write to.
 _READ_BY_ALL = {keras.callbacks.ModelCheckpoint: "filepath", keras.callbacks.TensorBoard: "log_dir"}
@@ -45,13 +44,22 @@ def with_one_writer(callbacks: Sequence[keras.callbacks.Callback], is_chief: boo
     >>> with_one_writer([log], is_chief=True) == [log], with_one_writer([log], is_chief=False)
     (True, [])
     """
-    callbacks = list(check_each("callbacks", callbacks, checked_callback, "Keras callbacks"))
+    callbacks = check_callbacks(callbacks)
     is_chief = check_flag("is_chief", is_chief)
     for callback in callbacks:
         _refuse(callback)
     if is_chief:
         return callbacks
     return [kept for callback in callbacks for kept in _for_another_worker(callback)]
+
+
+def check_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
+    """The argument `callbacks` as a list."""
+
+    def check(name: str, value: Any) -> keras.callbacks.Callback:
+        return check_instance(name, value, keras.callbacks.Callback, "a Keras callback")
+
+    return list(check_each("callbacks", callbacks, check, "Keras callbacks"))
 
 
 def _refuse(callback: keras.callbacks.Callback) -> None:

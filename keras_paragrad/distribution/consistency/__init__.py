@@ -3,7 +3,7 @@
 from keras_paragrad.distribution.consistency.compare import SAME_SCRIPT, check_same_training
 from keras_paragrad.distribution.consistency.describe import describe_training, versions
 from keras_paragrad.distribution.consistency.epochs import AgreeEachEpoch
-from keras_paragrad.distribution.consistency.fitting import ComparedFit, given_callbacks, with_agreement
+from keras_paragrad.distribution.consistency.fitting import ComparedFit, with_agreement
 from keras_paragrad.distribution.consistency.weights import check_same_weights
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "check_same_training",
     "check_same_weights",
     "describe_training",
-    "given_callbacks",
     "versions",
     "with_agreement",
 ]

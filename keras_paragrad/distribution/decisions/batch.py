@@ -1,21 +1,20 @@
-"""Decides how batches are divided, how the learning rate scales, and how data is sharded."""
+"""Decides how batches are divided, how the learning rate scales, and how workers share the data."""
 
 import math
 
-from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
-from keras_paragrad.distribution.decisions.registry import decides
+from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, decides
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options
 
 
 @decides(90)
 def decide_batch(options: Options, replicas: int | None) -> Decision:
-    """Decides whether the dataset's batch is divided among the replicas, or each of them takes one.
+    """Decides whether a batch of the data is divided among the replicas, or each of them takes one.
 
     Returns:
         `"global"` or `"per_replica"`.
     """
-    count = f"{replicas} replica{'s' * (replicas != 1)}" if replicas else "replicas counted once the TPU is connected"
+    count = f"{replicas} replica{'s' * (replicas != 1)}" if replicas else "counted once the TPU is connected"
     if options.batch == "per_replica":
         reason = "requested: every replica takes a batch, and a step is taken on all of them"
         return Decision("batch", "per_replica", reason, count, 'batch="global"')
@@ -40,10 +39,10 @@ def scaling_factor(rule: str | None, replicas: int | None) -> float | None:
 
     Args:
         rule: `None`, `"linear"` or `"sqrt"`.
-        replicas: How many there are; `None` if that isn't known yet.
+        replicas: The number of replicas; `None` until it is known.
 
     Returns:
-        The factor, or `None` if it isn't known yet.
+        The factor, or `None` until the number of replicas is known.
 
     Example:
 

@@ -1,7 +1,6 @@
 """Decides the all-reduce of gradients, its bucket size, and its timeout."""
 
-from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
-from keras_paragrad.distribution.decisions.registry import decides
+from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, decides
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.distribution.options import Options
@@ -25,21 +24,20 @@ def decide_communication(
     """
     if options.given is not None:
         return Decision(NAME, "given", "the strategy was created with its own", _on(devices), 'strategy="auto"')
-    asked = options.communication
     if strategy == "tpu" or replicas == 1:
         reason = "a TPU brings its own" if strategy == "tpu" else "there is one replica: nothing to all-reduce"
         return no_communication(hardware, options, strategy, devices, reason)
-    _check_asked(asked, hardware, strategy, devices)
-    if asked != "auto":
-        return Decision(NAME, asked, "requested", _on(devices), 'communication="auto"')
+    _check_requested(options.communication, hardware, strategy, devices)
+    if options.communication != "auto":
+        return Decision(NAME, options.communication, "requested", _on(devices), 'communication="auto"')
     return Decision(NAME, *_fastest(hardware, strategy, kind_of_device(devices[0])))
 
 
 def no_communication(
     hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...], reason: str
 ) -> Decision:
-    """The decision where replicas all-reduce nothing."""
-    _check_asked(options.communication, hardware, strategy, devices)
+    """The decision if nothing is all-reduced."""
+    _check_requested(options.communication, hardware, strategy, devices)
     return Decision(NAME, "none", reason, _on(devices), NO_CHOICE)
 
 
@@ -95,22 +93,22 @@ def decide_collective_timeout(options: Options, strategy: str) -> Decision:
 
 
 def _on(devices: tuple[str, ...]) -> str:
-    return f"{len(devices)} {kind_of_device(devices[0])} here" if devices else "devices are the strategy's own"
+    return f"{len(devices)} {kind_of_device(devices[0])} here" if devices else "the strategy defines the devices"
 
 
-def _check_asked(asked: str, hardware: Hardware, strategy: str, devices: tuple[str, ...]) -> None:
+def _check_requested(requested: str, hardware: Hardware, strategy: str, devices: tuple[str, ...]) -> None:
     on_gpus = bool(devices) and kind_of_device(devices[0]) == "GPU"
-    if asked == "nccl" and (not on_gpus or hardware.has_virtual_gpus):
-        here = "parts of a GPU" if on_gpus else _on(devices)
+    if requested == "nccl" and (not on_gpus or hardware.has_virtual_gpus):
+        others = "parts of a GPU" if on_gpus else _on(devices)
         raise ValueError(
-            f'communication="nccl" works between whole GPUs, but there are {here}. Write communication="auto".'
+            f'communication="nccl" works between whole GPUs, but there are {others}. Write communication="auto".'
         )
-    if strategy == "multi_worker" and asked in ("hierarchical_copy", "one_device"):
+    if strategy == "multi_worker" and requested in ("hierarchical_copy", "one_device"):
         raise ValueError(
-            f'communication="{asked}" works within one process, but strategy is "multi_worker". Write '
+            f'communication="{requested}" works within one process, but strategy is "multi_worker". Write '
             'communication="auto", "ring" or, with GPUs, "nccl".'
         )
-    if strategy == "mirrored" and asked == "ring" and on_gpus and not hardware.has_virtual_gpus:
+    if strategy == "mirrored" and requested == "ring" and on_gpus and not hardware.has_virtual_gpus:
         raise ValueError(
             'communication="ring" is not available in a MirroredStrategy on GPUs, which uses NCCL instead. Write '
             'communication="auto", "hierarchical_copy" or "one_device".'

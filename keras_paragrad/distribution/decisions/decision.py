@@ -1,9 +1,15 @@
-"""`Decision`: a decision of the plan, its reason, and how to override it."""
+"""`Decision`: one decision of the plan; and the functions that make them, called in the order that each states."""
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+
+from keras_paragrad.distribution import decisions
+from keras_paragrad.exports import modules_of
 
 NO_CHOICE = "nothing to choose"
+Decide = TypeVar("Decide", bound="Callable[..., Decision]")
 
 
 @dataclass(frozen=True)
@@ -25,13 +31,71 @@ class Decision:
     override: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The decision without its name, as data that JSON can hold."""
+        """The decision as JSON-serializable data, without its name."""
         value = list(self.value) if isinstance(self.value, tuple) else self.value
         return {"value": value, "reason": self.reason, "evidence": self.evidence, "override": self.override}
 
 
+class Decider(NamedTuple):
+    """A function that makes one decision of the plan.
+
+    Attributes:
+        name: The decision's, as in `decide_<name>`.
+        decide: The function. Its parameters name its inputs: `hardware`, `options`, and decisions of a lower order,
+            whose values are passed.
+        order: Decisions are made, and listed in the plan, in ascending order.
+        alike: Whether all workers have to decide the same.
+    """
+
+    name: str
+    decide: Callable[..., Decision]
+    order: int
+    alike: bool
+
+    def __call__(self, known: Mapping[str, Any]) -> Decision:
+        """Makes the decision.
+
+        Args:
+            known: The hardware, the options, and the values of the decisions made so far, by name.
+
+        Raises:
+            ValueError: The options can't work on the hardware. The message says what to write instead.
+        """
+        inputs = inspect.signature(self.decide).parameters
+        undecided = [name for name in inputs if name not in known]
+        if undecided:
+            name = self.decide.__name__
+            raise TypeError(f"{name} asks for {', '.join(undecided)}, not decided yet. Give {name} a higher order.")
+        return self.decide(**{name: known[name] for name in inputs})
+
+
+_DECIDERS: dict[str, Decider] = {}
+
+
+def decides(order: int, *, alike: bool = True) -> Callable[[Decide], Decide]:
+    """Decorates a function `decide_<name>` that makes a decision of the plan.
+
+    Args:
+        order: Its place among the decisions.
+        alike: Whether all workers have to decide the same.
+    """
+
+    def register(decide: Decide) -> Decide:
+        name = decide.__name__.removeprefix("decide_")
+        _DECIDERS[f"{decide.__module__}.{decide.__name__}"] = Decider(name, decide, order, alike)
+        return decide
+
+    return register
+
+
+def deciders() -> list[Decider]:
+    """The functions that decide, in order; imports all modules of this folder."""
+    modules_of(decisions)
+    return sorted(_DECIDERS.values(), key=lambda decider: decider.order)
+
+
 def list_of(names: tuple[str, ...]) -> str:
-    """The names as one writes them in a list; the middle of a long one is left out."""
+    """Names as a Python list, abbreviated if there are more than 4."""
     if len(names) <= 4:
         return "[" + ", ".join(f'"{name}"' for name in names) + "]"
     return f'["{names[0]}", "{names[1]}", ..., "{names[-1]}"]'

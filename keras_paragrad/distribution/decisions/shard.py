@@ -1,10 +1,26 @@
-"""Decides what is held in shards: nothing, the optimizer's state, or all that is trained."""
+"""Decides what each replica holds a shard of; with `shard="auto"`, the cheapest choice whose step fits the devices."""
 
-from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
-from keras_paragrad.distribution.decisions.registry import decides
+import logging
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, decides
+from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.parallelism import PlannedRun
+from keras_paragrad.distribution.plan import Plan
+from keras_paragrad.distribution.workers import gather
+from keras_paragrad.memory.estimate import estimate_memory
+from keras_paragrad.memory.estimated import Estimate, bytes_in_words
+from keras_paragrad.storage.creation import add_copies, create_in_shards, create_whole, unshard
 
+_log = logging.getLogger("keras_paragrad")
 _EVIDENCE = "Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054"
+# The share of a device's memory that a step may take. The rest covers the estimate's error, TensorFlow and the data.
+_SHARE = 0.8
 
 
 @decides(85)
@@ -19,20 +35,106 @@ def decide_shard(options: Options, strategy: str, replicas: int | None) -> Decis
     if options.shard == "auto":
         if not possible or replicas == 1:
             return Decision(name, "none", "one replica has nobody to share with", "", NO_CHOICE)
-        reason = "chosen when fit or prepare is given the model: the least that fits the devices"
+        reason = "chosen when fit or prepare gets the model: the least that fits the devices"
         return Decision(name, "auto", reason, _EVIDENCE, "shard=None")
     if options.shard is None:
         override = 'shard="parameters"' if possible else NO_CHOICE
         return Decision(name, "none", "not requested", "each replica holds all variables", override)
-    asked = f'shard="{options.shard}"'
+    requested = f'shard="{options.shard}"'
     if not possible:
         raise ValueError(
-            f"{asked}, but with strategy={strategy!r} there are no replicas that could each hold a shard. Write "
+            f"{requested}, but with strategy={strategy!r} there are no replicas that could each hold a shard. Write "
             'strategy="mirrored" with two devices or more, or "multi_worker", or leave shard out.'
         )
     if replicas == 1:
         raise ValueError(
-            f"{asked} needs two replicas or more, and there is one. Name more devices, or leave shard out."
+            f"{requested} needs two replicas or more, and there is one. Name more devices, or leave shard out."
         )
     whole = "weights" if options.shard == "optimizer" else "a layer's weights while it is called"
     return Decision(name, options.shard, f"requested; each replica holds {whole} whole", _EVIDENCE, "shard=None")
+
+
+def choose_shard(model: keras.Model, batch_size: int, batch_spec: Any, run: PlannedRun) -> tuple[Decision, Estimate]:
+    """Chooses what replicas hold shards of, and reshards a model that was built in shards; called on every worker.
+
+    Args:
+        model: The model, compiled and built.
+        batch_size: Examples in a batch.
+        batch_spec: The `tf.TypeSpec` of batches, or `None` to derive it from the model.
+        run: The plan and the strategies; models are built in shards under `run.strategies.models`.
+
+    Returns:
+        The decision, and the estimate behind it.
+
+    Raises:
+        ValueError: The model isn't built, its step can't be traced, or the devices' memory is unknown.
+    """
+    device_bytes, strategy = _device_bytes(run), run.strategies.models
+    if not model.built:
+        raise ValueError(
+            f'shard="auto" estimates the memory of a step, and {model.name!r} has no weights yet. Build it within '
+            "`with dist.scope():`, by calling it on a batch or with model.build(input_shape)."
+        )
+    estimate = estimate_memory(
+        model,
+        batch_size,
+        strategy.num_replicas_in_sync,
+        per_replica=run.plan.batch.value == "per_replica",
+        min_shard_bytes=run.options.min_shard_bytes,
+        batch_spec=batch_spec,
+    )
+    totals = {column.shard: column.total for column in estimate.columns if not column.recompute}
+    # Workers must choose the same: by the chief's estimate and the smallest device.
+    gathered = gather(strategy, np.array([device_bytes, *totals.values()], np.int64))
+    device_bytes, totals = int(gathered[:, 0].min()), dict(zip(totals, gathered[0, 1:].tolist(), strict=True))
+    shard = next((choice for choice, total in totals.items() if total <= _SHARE * device_bytes), "parameters")
+    words = {choice: f'"{choice}"' if choice else "whole" for choice in totals}
+    reason = ", ".join(f"{words[choice]} {bytes_in_words(total)}" for choice, total in totals.items())
+    evidence = f"{bytes_in_words(device_bytes)} per device, of which a step may take {_SHARE:.0%}"
+    overrides = [f"shard={choice!r}" for choice in totals if choice != shard]
+    if totals[shard] > _SHARE * device_bytes:
+        mesh = _mesh_arguments(run.plan, run.hardware)
+        evidence += "; neither whole variables nor shards fit"
+        overrides += [mesh] if mesh else []
+        _log.warning(
+            "A step of %s is estimated to take %s per device with shard='parameters', of %s. It may run out of memory: "
+            "use a smaller batch, microbatch(model, ...), recompute(model)%s, or more devices.",
+            *(model.name, bytes_in_words(totals[shard]), bytes_in_words(device_bytes)),
+            f", DistributedFit({mesh}), with which a device never holds a divided layer whole" if mesh else "",
+        )
+    _reshard(model, strategy, shard, run.options.min_shard_bytes)
+    override = " or ".join(overrides)
+    return Decision("shard", shard or "none", f"estimated for a step: {reason}", evidence, override), estimate
+
+
+def _device_bytes(run: PlannedRun) -> int:
+    """The memory of the smallest device; logical CPU devices share the machine's."""
+    if run.options.device_bytes is not None:
+        return run.options.device_bytes
+    planned = run.plan.devices.value
+    devices = run.hardware.of_kind("GPU") or run.hardware.of_kind("CPU")
+    devices = [device for device in devices if device.name in planned or not planned]
+    sizes = [device.memory_bytes for device in devices if device.memory_bytes is not None]
+    if len(sizes) < len(devices) or not devices:
+        unknown = [device.name for device in devices if device.memory_bytes is None]
+        raise ValueError(
+            f'shard="auto" needs the memory of {", ".join(unknown) or "the devices"}, which is unknown here. Write '
+            'DistributedFit(..., shard="auto", device_bytes=16 * 2**30), for instance, or choose shard=None, '
+            '"optimizer" or "parameters".'
+        )
+    return min(sizes) // (len(devices) if devices[0].kind == "CPU" else 1)
+
+
+def _mesh_arguments(plan: Plan, hardware: Hardware) -> str:
+    """The arguments for a mesh of the planned devices, or `""` if several processes hold them."""
+    count = len(plan.devices.value)
+    return f'mesh={{"batch": 1, "model": {count}}}, layout="auto"' if hardware.worker_count < 2 and count > 1 else ""
+
+
+def _reshard(model: keras.Model, strategy: tf.distribute.Strategy, shard: str | None, min_bytes: int) -> None:
+    if shard == "optimizer":
+        add_copies(strategy, model)
+        create_in_shards(strategy, copies=True, min_bytes=min_bytes)
+    elif shard != "parameters":
+        create_whole(strategy)
+        unshard(strategy, model)

@@ -1,7 +1,6 @@
 """Decides the strategy, and whether the result must be that of one device."""
 
-from keras_paragrad.distribution.decisions.decision import Decision
-from keras_paragrad.distribution.decisions.registry import decides
+from keras_paragrad.distribution.decisions.decision import Decision, decides
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import kind_of_strategy
 from keras_paragrad.distribution.options import Options, Planner
@@ -23,35 +22,31 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
         kind = kind_of_strategy(options.given)
         return Decision(NAME, kind, "given", f"a {type(options.given).__name__}", 'strategy="auto"')
     if isinstance(options.strategy, Planner):
-        return Decision(NAME, type(options.strategy).__name__, "given", found_in_words(hardware), 'strategy="auto"')
+        return Decision(NAME, type(options.strategy).__name__, "given", hardware_in_words(hardware), 'strategy="auto"')
     if options.strategy != "auto":
         name = str(options.strategy)
         _check_named(name, hardware)
-        return Decision(NAME, name, "requested", found_in_words(hardware), 'strategy="auto"')
+        return Decision(NAME, name, "requested", hardware_in_words(hardware), 'strategy="auto"')
     value, reason, override = _choose(hardware, options)
     measured = f"; {SHARED_CORES_MEASURED}" if reason == SHARED_CORES else ""
-    return Decision(NAME, value, reason, found_in_words(hardware) + measured, override)
+    return Decision(NAME, value, reason, hardware_in_words(hardware) + measured, override)
 
 
 @decides(130)
 def decide_exact(hardware: Hardware, options: Options) -> Decision:
-    """Decides whether the result must be that of one device.
-
-    Returns:
-        `True`, unless the user has given it up.
-    """
+    """Decides whether the result must be that of one device: `True`, unless `exact=False` is requested."""
     if not options.exact:
         return Decision("exact", False, "requested", "Keras's own step is used", "exact=True")
     reason = "uneven batches, clipping, weights and non-finite gradients are handled as on one device"
     evidence = "the tests compare with one device on the whole batch"
     if hardware.of_kind("GPU") or hardware.tpus:
-        evidence += "; they run on CPUs, and have not been run on this kind of device"
+        evidence += "; they have run on CPUs, and not on this kind of device"
     return Decision("exact", True, reason, evidence, "exact=False")
 
 
-def found_in_words(hardware: Hardware) -> str:
-    """What was found, in a line."""
-    parts = [f"{len(found)} {kind}" for kind in ("CPU", "GPU") if (found := hardware.of_kind(kind))]
+def hardware_in_words(hardware: Hardware) -> str:
+    """The devices of this process and the cluster, in a line."""
+    parts = [f"{len(devices)} {kind}" for kind in ("CPU", "GPU") if (devices := hardware.of_kind(kind))]
     parts += ["a TPU"] if hardware.tpus else []
     words = f"{', '.join(parts)} in this process" if parts else "no device"
     cluster = hardware.cluster
@@ -59,10 +54,6 @@ def found_in_words(hardware: Hardware) -> str:
         return f"{words}; no cluster"
     jobs = ", ".join(f"{len(hosts)} {job}" for job, hosts in cluster.jobs.items())
     return f"{words}; {cluster.source} has {jobs}, and this is {cluster.job} {cluster.index}"
-
-
-def _found(hardware: Hardware) -> str:
-    return f"Found: {found_in_words(hardware)}"
 
 
 def _choose(hardware: Hardware, options: Options) -> tuple[str, str, str]:
@@ -89,6 +80,7 @@ def _choose(hardware: Hardware, options: Options) -> tuple[str, str, str]:
 
 def _check_named(name: str, hardware: Hardware) -> None:
     cluster, workers = hardware.cluster, hardware.worker_count
+    found = f"Found: {hardware_in_words(hardware)}"
     has_servers = bool(cluster and cluster.jobs.get("ps"))
     if name == "tpu" and not hardware.tpus:
         raise ValueError(
@@ -98,16 +90,16 @@ def _check_named(name: str, hardware: Hardware) -> None:
     if name == "mirrored" and (workers > 1 or has_servers):
         better = "parameter_server" if has_servers else "multi_worker"
         raise ValueError(
-            f'strategy="mirrored" works within one process. {_found(hardware)}. Write strategy="{better}", or '
+            f'strategy="mirrored" works within one process. {found}. Write strategy="{better}", or '
             'strategy="none" to train in each process separately.'
         )
     if name == "multi_worker" and has_servers:
         raise ValueError(
-            f'strategy="multi_worker" has no parameter servers. {_found(hardware)}. Write '
+            f'strategy="multi_worker" has no parameter servers. {found}. Write '
             'strategy="parameter_server", or start the cluster without the job "ps".'
         )
     if name == "multi_worker" and workers < 2:
         raise ValueError(
             f'strategy="multi_worker" needs a cluster of at least two workers, and there is {workers}. '
-            f'{_found(hardware)}. Start them with `{LAUNCH}`, or write strategy="auto".'
+            f'{found}. Start them with `{LAUNCH}`, or write strategy="auto".'
         )

@@ -1,14 +1,22 @@
-"""What can't be asked for together with a mesh."""
+"""What is refused on a mesh: options, models, batches, and a TensorFlow that trains wrong there."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
+import tensorflow as tf
 
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, Mesh
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.storage.dtensor import COMBINE_PASS, distribute, make_mesh, on_mesh, turn_combine_pass_off
+from keras_paragrad.storage.mesh_variable import MeshVariable
 
-# Of a component that this one imports nothing from.
+# `distribution` must not import this component.
 _PER_EXAMPLE = "keras_paragrad.per_example"
+_RATE = 0.1
 
 
 def check_mesh_options(options: Options) -> None:
@@ -20,19 +28,19 @@ def check_mesh_options(options: Options) -> None:
         )
     if options.mesh is not None and options.layout is None:
         raise ValueError(
-            'A mesh is given, and no layout. Write layout="auto" for one that is found from the model\'s structure, or '
+            'A mesh is given, and no layout. Write layout="auto" for one that follows from the model\'s structure, or '
             "strategy=keras.distribution.ModelParallel(layout_map=..., batch_dim_name=...) for one of yours."
         )
     if options.mesh is not None and options.strategy != "auto":
         raise ValueError(
             f"mesh={options.mesh} arranges devices, and so does strategy={options.strategy!r}. Leave one of them out."
         )
-    distributed = isinstance(options.strategy, DISTRIBUTIONS)
-    if options.mesh is None and not distributed:
+    is_distribution = isinstance(options.strategy, DISTRIBUTIONS)
+    if options.mesh is None and not is_distribution:
         return
-    if distributed and options.devices is not None:
+    if is_distribution and options.devices is not None:
         raise ValueError(
-            f"devices={list(options.devices)}, but a keras.distribution has devices of its own. Leave devices out, and "
+            f"devices={list(options.devices)}, but a keras.distribution names its own devices. Leave devices out, and "
             "name them in keras.distribution.DeviceMesh(shape, axis_names, devices)."
         )
     if not options.exact:
@@ -42,24 +50,23 @@ def check_mesh_options(options: Options) -> None:
             f"shard={options.shard!r} cuts variables among replicas, and a mesh has one replica, whose variables are "
             'divided by their layout. Leave shard out, or write strategy="mirrored".'
         )
-    given = {"communication": options.communication, "pack_bytes": options.pack_bytes}
-    given |= {"collective_timeout": options.collective_timeout, "weighting": options.weighting}
-    unused = [name for name, value in given.items() if value not in (None, "auto")]
+    names = ("communication", "pack_bytes", "collective_timeout", "weighting")
+    unused = [name for name in names if getattr(options, name) not in (None, "auto")]
     unused += ["batch"] if options.batch == "per_replica" else []
     if unused:
         raise ValueError(f"{', '.join(unused)} has no effect on a mesh, which has one replica. Leave it out.")
 
 
-def check_model(model: Any) -> None:
+def check_mesh_model(model: Any) -> None:
     """Refuses a model that can't be trained on a mesh."""
     if not model.built or not all(layer.built for layer in all_layers(model)):
         raise ValueError(
-            f"{model.name!r} has no weights yet, which are to be divided. Call model.build(input_shape), or call it on "
+            f"{model.name!r} has no weights yet that could be divided. Call model.build(input_shape), or call it on "
             "a batch, within `with dist.scope():`."
         )
     if model.run_eagerly:
         raise ValueError(
-            "The model is compiled with run_eagerly=True, and a mesh runs compiled steps alone. Leave it out."
+            "The model is compiled with run_eagerly=True, and a mesh only runs compiled steps. Leave it out."
         )
     if any(type(layer).__module__.startswith(_PER_EXAMPLE) for layer in [model, *all_layers(model)]):
         raise ValueError(
@@ -68,11 +75,11 @@ def check_model(model: Any) -> None:
         )
     stages = StepBuilder.of(model).stages
     accumulate = ", and compile with AccumulatingOptimizer, which accumulates there"
-    for stage, name, instead in (("split", "microbatch", accumulate), ("take", "DistributedFit's replicas", "")):
+    for stage, name, advice in (("split", "microbatch", accumulate), ("take", "DistributedFit's replicas", "")):
         if getattr(stages, stage) is not None:
             raise ValueError(
                 f"{model.name!r} is under {name}, which can't be combined with a mesh. Call undo() of the handle that "
-                f"it returned{instead}."
+                f"it returned{advice}."
             )
     if stages.place is not None and stages.mesh is None:
         raise ValueError(
@@ -84,8 +91,70 @@ def check_batch(rows: int | None, mesh: Mesh) -> None:
     """Refuses a batch size that can't be divided."""
     size = 1 if mesh.batch_axis is None else mesh.shape[mesh.batch_axis]
     if rows is not None and rows % size:
-        fits = -(-rows // size) * size
+        larger = -(-rows // size) * size
         raise ValueError(
             f"Batches of {rows} rows can't be divided by the axis {mesh.batch_axis!r}, of {size}. Write "
-            f"batch_size={fits}. Only the last batch of an epoch may be smaller: each device computes all of it."
+            f"batch_size={larger}. Only the last batch of an epoch may be smaller: each device computes all of it."
         )
+
+
+def check_steps(mesh: Mesh) -> None:
+    """Refuses a mesh on which two steps of a small model differ from those of one device."""
+    turn_combine_pass_off()
+    error = _step_error(tuple(mesh.shape.items()), mesh.devices, mesh.batch_axis, mesh.workers, mesh.worker)
+    if error > 1e-5:
+        raise RuntimeError(
+            f"On a mesh of {mesh.words} this process trains a small model wrong, by {error:.1e} of its largest weight. "
+            f"TensorFlow may have compiled something on a mesh before DistributedFit was made, without "
+            f"{COMBINE_PASS}=0 in the environment. Start Python with it, or write "
+            'DistributedFit("mirrored", shard="parameters").'
+        )
+
+
+@functools.cache
+def _step_error(
+    shape: tuple[tuple[str, int], ...], devices: tuple[str, ...], batch_axis: str | None, workers: int, worker: int
+) -> float:
+    """The error of two steps of a perceptron with several all-reduces, relative to the largest weight."""
+    sizes = dict(shape)
+    mesh = make_mesh(sizes, devices, workers, worker)
+    # A multiple of the size of every axis.
+    unit = int(np.prod(list(sizes.values())))
+    random = np.random.default_rng(0)
+    shapes = [(unit, 2 * unit), (2 * unit, 3 * unit), (3 * unit, unit), 2 * unit, 3 * unit, unit]
+    weights = [random.normal(size=shape).astype("float32") for shape in shapes]
+    x, y = random.normal(size=(2, 4 * unit, unit)).astype("float32")
+    model_axis = next((name for name in sizes if name != batch_axis), None)
+    # The first two weights form a pair, column then row.
+    axes = [(None, model_axis), (model_axis, None), (None, None), (model_axis,), (None,), (None,)]
+    with tf.device("CPU:0"):
+        on_device: list[Any] = [tf.Variable(tf.constant(weight)) for weight in weights]
+        _two_steps(on_device, tf.constant(x), tf.constant(y))
+    divided_variables: list[Any] = [
+        MeshVariable(value=weight, mesh=mesh, axes=each, name="checked", trainable=True)
+        for weight, each in zip(weights, axes, strict=True)
+    ]
+    data = [distribute(each, mesh, (batch_axis, None)) for each in (x, y)]
+    with on_mesh(mesh):
+        _two_steps(divided_variables, *data)
+    expected = [variable.numpy() for variable in on_device]
+    pairs = zip(divided_variables, expected, strict=True)
+    error = max(np.abs(variable.numpy() - value).max() for variable, value in pairs)
+    return float(error / max(np.abs(value).max() for value in expected))
+
+
+def _two_steps(variables: list[Any], x: Any, y: Any) -> None:
+    step: Callable[..., None] = tf.function(functools.partial(_step, variables), autograph=False)
+    for _ in range(2):
+        step(x, y)
+
+
+def _step(variables: list[Any], x: Any, y: Any) -> None:
+    first, second, third, *biases = variables
+    with tf.GradientTape() as tape:
+        hidden = tf.nn.tanh(x @ first + biases[0])
+        hidden = tf.nn.tanh(hidden @ second + biases[1])
+        loss = tf.reduce_mean(tf.square(hidden @ third + biases[2] - y))
+    gradients: list[Any] = tape.gradient(loss, variables)
+    for variable, gradient in zip(variables, gradients, strict=True):
+        variable.assign_sub(_RATE * gradient)

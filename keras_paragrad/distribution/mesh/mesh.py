@@ -1,30 +1,34 @@
-"""`Mesh`: how devices are arranged, and what divides batches and variables among them."""
+"""`Mesh`: devices in a grid, whose axes divide batches and variables."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import keras
 
 from keras_paragrad.arguments import refusal, shown
+from keras_paragrad.distribution.decisions.devices import splitting_cpu
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.names import canonical_devices
+from keras_paragrad.distribution.names import canonical_devices, kind_of_device
 from keras_paragrad.distribution.options import Options
 
 DISTRIBUTIONS = (keras.distribution.DataParallel, keras.distribution.ModelParallel)
 BATCH_AXIS = "batch"
 
 
-class Mesh(NamedTuple):
+@dataclass(frozen=True)
+class Mesh:
     """Devices in a grid with named axes.
 
     Attributes:
         shape: The size of each axis, by its name.
         devices: The names of this process's devices, in row-major order.
-        batch_axis: The axis along which rows of a batch are divided, or `None` if every device computes all of them.
-        distribution: Keras's distribution that says how variables are divided, or `None` if that is to be found.
-        workers: How many processes have as many devices each.
-        worker: The number of this one.
+        batch_axis: The axis that divides the rows of a batch, or `None` if every device computes all rows.
+        distribution: The Keras distribution that divides variables, or `None` for an automatic layout.
+        workers: The number of processes, each with as many devices.
+        worker: The number of this process.
     """
 
     shape: dict[str, int]
@@ -36,7 +40,7 @@ class Mesh(NamedTuple):
 
     @classmethod
     def of(cls, distribution: Any) -> "Mesh":
-        """The mesh of one of Keras's distributions."""
+        """The mesh of a Keras distribution."""
         mesh = distribution.device_mesh
         devices = canonical_devices([str(name) for name in mesh.devices.flatten()])
         shape = dict(zip(mesh.axis_names, map(int, mesh.shape), strict=True))
@@ -53,7 +57,7 @@ class Mesh(NamedTuple):
         return " x ".join(f"{name} {size}" for name, size in self.shape.items())
 
     def device_mesh(self) -> Any:
-        """Keras's `DeviceMesh` of it."""
+        """The mesh as Keras's `DeviceMesh`, over all workers."""
         names = [name.lower() for name in self.devices]
         if self.workers > 1:
             kind = names[0].partition(":")[0]
@@ -61,49 +65,54 @@ class Mesh(NamedTuple):
         return keras.distribution.DeviceMesh(tuple(self.shape.values()), list(self.shape), names)
 
 
-def check_mesh(found: Any) -> dict[str, int] | None:
-    """The argument `mesh`, or `None` if it isn't given."""
-    if found is None:
+def check_mesh(mesh: Any) -> dict[str, int] | None:
+    """The argument `mesh`, checked."""
+    if mesh is None:
         return None
-    pairs = dict(found) if isinstance(found, Mapping) else {}
-    good = all(isinstance(name, str) and name for name in pairs)
-    good = good and all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in pairs.values())
-    if not pairs or not good or not set(pairs) <= {BATCH_AXIS, "model"}:
+    sizes = dict(mesh) if isinstance(mesh, Mapping) else {}
+    integers = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes.values())
+    if not sizes or not integers or not sizes.keys() <= {BATCH_AXIS, "model"}:
         expected = (
             "the sizes of the axes 'batch' and 'model'; for others write strategy=keras.distribution.ModelParallel"
         )
-        raise refusal("mesh", found, expected, '{"batch": 2, "model": 2}')
-    return pairs
+        raise refusal("mesh", mesh, expected, '{"batch": 2, "model": 2}')
+    return sizes
 
 
 def planned_mesh(options: Options, hardware: Hardware) -> Mesh:
-    """The mesh that options ask for: on its distribution's devices, or on named devices, the GPUs, or CPU devices."""
+    """The mesh that the options describe: on its distribution's devices, or on named ones, the GPUs or the CPUs."""
     workers, cluster = hardware.worker_count, hardware.cluster
-    place = workers, cluster.rank if cluster is not None and workers > 1 else 0
+    worker = cluster.rank if cluster is not None and workers > 1 else 0
     if options.mesh is not None:
         axis = BATCH_AXIS if BATCH_AXIS in options.mesh else None
-        mesh = Mesh(dict(options.mesh), _places(options.mesh, options.devices, hardware), axis, None, *place)
+        devices = _choose_devices(options.mesh, options.devices, hardware)
+        mesh = Mesh(dict(options.mesh), devices, axis, None, workers, worker)
     else:
-        whole = Mesh.of(options.strategy)
-        devices = _of_each_worker(whole, workers) if workers > 1 else whole.devices
-        mesh = Mesh(whole.shape, devices, whole.batch_axis, whole.distribution, *place)
-    check_here(mesh, hardware)
+        mesh = Mesh.of(options.strategy)
+        devices = _devices_of_worker(mesh, workers) if workers > 1 else mesh.devices
+        mesh = dataclasses.replace(mesh, devices=devices, workers=workers, worker=worker)
+    _check_available(mesh, hardware)
     return mesh
 
 
-def _places(shape: Mapping[str, int], named: Sequence[str] | None, hardware: Hardware) -> tuple[str, ...]:
-    workers = hardware.worker_count
-    found = list(named) if named else [each.name for each in hardware.of_kind("GPU") or hardware.of_kind("CPU")]
-    count, rest = divmod(math.prod(shape.values()), workers)
-    # Of the devices that are there by themselves, some may be left over.
-    if rest or len(found) < count or (named and len(found) != count):
-        raise ValueError(_mismatch(shape, found, workers))
-    return tuple(found[:count])
+def _choose_devices(shape: Mapping[str, int], named: Sequence[str] | None, hardware: Hardware) -> tuple[str, ...]:
+    workers, places = hardware.worker_count, math.prod(shape.values())
+    devices = hardware.of_kind("GPU") or hardware.of_kind("CPU")
+    names = list(named) if named else [device.name for device in devices]
+    count, rest = divmod(places, workers)
+    # All devices that are named have to be used; of the others, some may be left over.
+    if rest or len(names) < count or (named and len(names) != count):
+        each, count = f" on each of {workers} workers" if workers > 1 else "", count or 1
+        raise ValueError(
+            f"mesh={shape} has {places} places, and there are {len(names)} devices{each}: {', '.join(names)}. Write a "
+            f"mesh of {len(names) * workers}, or name {count} devices{each}. {splitting_cpu(count)}"
+        )
+    return tuple(names[:count])
 
 
-def _of_each_worker(mesh: Mesh, workers: int) -> tuple[str, ...]:
-    """A worker's devices, where a distribution counts those of all workers, as Keras does."""
-    kind, count = mesh.devices[0].partition(":")[0], len(mesh.devices)
+def _devices_of_worker(mesh: Mesh, workers: int) -> tuple[str, ...]:
+    """A worker's devices; a distribution names those of all workers, as Keras does."""
+    kind, count = kind_of_device(mesh.devices[0]), len(mesh.devices)
     fits = max(count // workers, 1) * workers
     if count % workers or mesh.devices != tuple(f"{kind}:{index}" for index in range(count)):
         raise ValueError(
@@ -113,7 +122,7 @@ def _of_each_worker(mesh: Mesh, workers: int) -> tuple[str, ...]:
     return mesh.devices[: count // workers]
 
 
-def check_here(mesh: Mesh, hardware: Hardware) -> None:
+def _check_available(mesh: Mesh, hardware: Hardware) -> None:
     """Refuses a mesh of devices that this process doesn't have, or that workers can't share."""
     cluster, instead = hardware.cluster, 'strategy="multi_worker" with shard="parameters"'
     if cluster is not None and hardware.worker_count > 1:
@@ -124,29 +133,13 @@ def check_here(mesh: Mesh, hardware: Hardware) -> None:
             )
         if not all(name.startswith("CPU") for name in mesh.devices):
             raise ValueError(
-                f"On several workers a mesh is of CPU devices, and this one has {', '.join(mesh.devices)} on each: on "
-                f"GPUs TensorFlow needs what only a process that is alone can set up. Write {instead}."
+                f"On several workers a mesh is of CPU devices, and this one has {', '.join(mesh.devices)} on each: "
+                f"TensorFlow sets up GPUs for a mesh in a single process only. Write {instead}."
             )
-    here = [device.name for device in hardware.devices]
-    missing = [name for name in mesh.devices if name not in here]
+    available = [device.name for device in hardware.devices]
+    missing = [name for name in mesh.devices if name not in available]
     if missing:
         raise ValueError(
-            f"The mesh {mesh.words} has the devices {', '.join(missing)}, but TensorFlow has {', '.join(here)}. "
-            f"{_split(len(mesh.devices))}"
+            f"The mesh {mesh.words} has the devices {', '.join(missing)}, but TensorFlow has {', '.join(available)}. "
+            f"{splitting_cpu(len(mesh.devices))}"
         )
-
-
-def _mismatch(shape: Mapping[str, int], found: list[str], workers: int) -> str:
-    places, each = math.prod(shape.values()), f" on each of {workers} workers" if workers > 1 else ""
-    fits = places // workers or 1
-    return (
-        f"mesh={shape} has {places} places, and there are {len(found)} devices{each}: {', '.join(found)}. Write a mesh "
-        f"of {len(found) * workers}, or name {fits} devices{each}. {_split(fits)}"
-    )
-
-
-def _split(count: int) -> str:
-    return (
-        "To split the CPU into logical devices, run this first: tf.config.set_logical_device_configuration("
-        f'tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * {count}).'
-    )

@@ -1,4 +1,4 @@
-"""`MeshParallel`: variables and batches of one model divided over a mesh of devices."""
+"""`MeshParallel`: the variables and batches of one model, divided over a mesh of devices."""
 
 import contextlib
 from typing import Any, NoReturn
@@ -10,8 +10,8 @@ from keras_paragrad.compat.workers import BesideMesh
 from keras_paragrad.distribution.data import DistributedData, whole_on_each_worker
 from keras_paragrad.distribution.decisions.communication import no_communication
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
-from keras_paragrad.distribution.decisions.devices import found_here
-from keras_paragrad.distribution.decisions.strategy import found_in_words
+from keras_paragrad.distribution.decisions.devices import devices_in_words
+from keras_paragrad.distribution.decisions.strategy import hardware_in_words
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.mesh.checks import check_mesh_options
 from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, check_mesh, planned_mesh
@@ -26,7 +26,7 @@ from keras_paragrad.storage.dtensor import span_workers, turn_combine_pass_off
 
 
 class MeshParallel(Parallelism):
-    """One replica, whose variables and batches are on several devices."""
+    """One replica, whose variables and batches are divided over several devices."""
 
     precedence = 20
     accepts = DISTRIBUTIONS
@@ -45,35 +45,34 @@ class MeshParallel(Parallelism):
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
         mesh, automatic = planned_mesh(options, hardware), options.mesh is not None
-        by = "by a layout from its structure" if automatic else "as its distribution says"
-        reason = f"requested: a mesh of {mesh.words}, the model divided {by}"
+        layout = "by a layout from its structure" if automatic else "by its distribution"
+        reason = f"requested: a mesh of {mesh.words}, the model divided {layout}"
         override = "devices=None" if automatic else "keras.distribution.DeviceMesh(..., devices=...)"
         count = f"{len(mesh.devices)} devices"
-        brings = "DTensor brings its own"
-        made = [
-            Decision("strategy", "mesh", reason, found_in_words(hardware), 'strategy="auto"'),
-            Decision("devices", mesh.devices, f"a mesh of {mesh.words}", found_here(hardware), override),
+        decisions = [
+            Decision("strategy", "mesh", reason, hardware_in_words(hardware), 'strategy="auto"'),
+            Decision("devices", mesh.devices, f"a mesh of {mesh.words}", devices_in_words(hardware), override),
             Decision("replicas", 1, "the mesh is one model", count, 'strategy="mirrored"'),
-            no_communication(hardware, options, "mesh", mesh.devices, brings),
+            no_communication(hardware, options, "mesh", mesh.devices, "DTensor brings its own"),
         ]
         if mesh.workers > 1:
             reason = "each worker reads every batch, and its devices take their parts"
-            made.append(Decision("shard_policy", "data", reason, f"{mesh.workers} workers", NO_CHOICE))
-        return Decisions(made, count, mesh.workers > 1)
+            decisions.append(Decision("shard_policy", "data", reason, f"{mesh.workers} workers", NO_CHOICE))
+        return Decisions(decisions, count, mesh.workers > 1)
 
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:
         # Before TensorFlow compiles anything on the mesh.
         turn_combine_pass_off()
         let_keras_lay_out()
-        alone, cluster = super().strategy(plan, hardware, options), hardware.cluster
+        strategies, cluster = super().strategy(plan, hardware, options), hardware.cluster
         if cluster is None or hardware.worker_count == 1:
-            return alone
+            return strategies
         meet(cluster, options.startup_timeout, {"mesh": str(options.mesh), "devices": len(plan.devices.value)})
         span_workers(cluster.jobs["worker"], cluster.index)
         ring = tf.distribute.experimental.CommunicationImplementation.RING
         communication = tf.distribute.experimental.CommunicationOptions(implementation=ring)
         workers = join_workers(BesideMesh, cluster, plan.devices.value[:1], communication)
-        return Strategies(alone.models, workers, alone.readers)
+        return Strategies(strategies.models, workers, strategies.readers)
 
     def placement(self) -> contextlib.AbstractContextManager[Any]:
         # The model may be larger than any of the devices.
@@ -91,7 +90,7 @@ class MeshParallel(Parallelism):
 
     def estimate(self, model: keras.Model, run: PlannedRun, batch_size: int, length: int | None) -> NoReturn:
         raise ValueError(
-            "The estimate knows no meshes. Estimate the model on one device, with "
+            "The estimate does not cover meshes. Estimate the model on one device, with "
             "DistributedFit('none').estimate(model, batch_size), and print(dist.explain()) after "
             "dist.prepare(model): it shows the weights and optimizer state of each device."
         )

@@ -1,101 +1,108 @@
-"""Puts a model on a mesh, and has `fit`, `evaluate` and `predict` run there."""
+"""Puts a model on a mesh, where `fit`, `evaluate` and `predict` then run; and the table of its layout."""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import keras
-import numpy as np
-import tensorflow as tf
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
 
 from keras_paragrad.compat.local import train_together
 from keras_paragrad.compat.model import all_layers, compiled_as, has_own_train_step
+from keras_paragrad.compat.stand_ins import bytes_of
 from keras_paragrad.compat.workers import barrier
 from keras_paragrad.distribution.data import DistributedData
-from keras_paragrad.distribution.mesh.checks import check_batch, check_model
-from keras_paragrad.distribution.mesh.layouts import check_patterns, computed_divided, layouts_of, with_automatic_layout
+from keras_paragrad.distribution.mesh.checks import check_batch, check_mesh_model, check_steps
+from keras_paragrad.distribution.mesh.layouts import (
+    automatic_layout,
+    axes_of_variables,
+    check_layout_map,
+    variables_kept_divided,
+)
 from keras_paragrad.distribution.mesh.mesh import Mesh
-from keras_paragrad.distribution.mesh.table import LayoutTable
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.engine.mesh.comparing import gradient_differs
-from keras_paragrad.engine.mesh.placing import take_off_mesh
+from keras_paragrad.engine.mesh.placing import take_off_mesh, variables_on_mesh
 from keras_paragrad.engine.mesh.running import OnMesh, rows_in
 from keras_paragrad.engine.mesh.tracing import Outputs, traced_for_mesh
-from keras_paragrad.storage.dtensor import (
-    COMBINE_PASS,
-    distribute,
-    make_mesh,
-    on_mesh,
-    turn_combine_pass_off,
-)
-from keras_paragrad.storage.mesh_variable import MeshVariable
+from keras_paragrad.memory.estimated import bytes_in_words
+from keras_paragrad.plain_text import Printable
+from keras_paragrad.storage.dtensor import Axes, bytes_by_device, make_mesh
 from keras_paragrad.storage.model_variables import build_optimizer
 
-_RATE = 0.1
+
+class Divided(NamedTuple):
+    """A variable on a mesh.
+
+    Attributes:
+        path: Its path.
+        shape: Its shape as a whole.
+        axes: The axis of the mesh that divides each dimension, or `None`.
+        device_bytes: The bytes of it that each device holds, by the device's name.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    axes: Axes
+    device_bytes: dict[str, int]
 
 
-def check_steps(mesh: Mesh) -> None:
-    """Compares two steps of a small model on a mesh with those of one device."""
-    turn_combine_pass_off()
-    error = steps_differ(tuple(mesh.shape.items()), mesh.devices, mesh.batch_axis, mesh.workers, mesh.worker)
-    if error > 1e-5:
-        raise RuntimeError(
-            f"On a mesh of {mesh.words} this process trains a small model wrong, by {error:.1e} of its largest weight. "
-            f"TensorFlow may have compiled something on a mesh before DistributedFit was made, without "
-            f"{COMBINE_PASS}=0 in the environment. Start Python with it, or write "
-            'DistributedFit("mirrored", shard="parameters").'
+class LayoutTable(Printable):
+    """A table of how variables are divided, for `print` or a rich console.
+
+    Args:
+        model: The model's name.
+        mesh: The mesh.
+        variables: The model's variables.
+        slots: The bytes of the optimizer's variables that each device holds.
+        total: The bytes of all variables on one device.
+    """
+
+    def __init__(self, model: str, mesh: Mesh, variables: Iterable[Divided], slots: dict[str, int], total: int):
+        self.model, self.mesh, self.variables = model, mesh, tuple(variables)
+        self.slots, self.total = slots, total
+
+    @classmethod
+    def of(cls, model: Any, mesh: Mesh) -> "LayoutTable":
+        """The table of a model that is on a mesh."""
+        weights = {id(variable) for variable in model.variables}
+        rows, slots, total = [], dict.fromkeys(mesh.devices, 0), 0
+        for variable, storage in variables_on_mesh(model):
+            device_bytes = bytes_by_device(storage)
+            total += bytes_of(variable)
+            if id(variable) in weights:
+                rows.append(Divided(variable.path, tuple(variable.shape), storage.axes, device_bytes))
+            else:
+                slots = {name: slots[name] + device_bytes.get(name, 0) for name in slots}
+        return cls(model.name, mesh, rows, slots, total)
+
+    @property
+    def device_bytes(self) -> dict[str, int]:
+        """The bytes of weights and optimizer state that each device holds, by its name."""
+        return {
+            name: self.slots[name] + sum(each.device_bytes.get(name, 0) for each in self.variables)
+            for name in self.mesh.devices
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title=Text(f"Layout of {self.model} on a mesh of {self.mesh.words}"))
+        for header in ("Variable", "Shape", "Layout", "On each device"):
+            table.add_column(header, overflow="fold", justify="right" if header == "On each device" else "left")
+        for each in self.variables:
+            layout = "whole" if not any(each.axes) else ", ".join(axis or "-" for axis in each.axes)
+            shape = " x ".join(map(str, each.shape)) or "scalar"
+            table.add_row(Text(each.path), shape, layout, bytes_in_words(max(each.device_bytes.values())))
+        table.add_row("optimizer", "", "as its variables", bytes_in_words(max(self.slots.values())))
+        table.add_row(
+            "all", "", f"one device: {bytes_in_words(self.total)}", bytes_in_words(max(self.device_bytes.values()))
         )
+        yield table
 
 
-@functools.cache
-def steps_differ(
-    shape: tuple[tuple[str, int], ...], devices: tuple[str, ...], batch_axis: str | None, workers: int, worker: int
-) -> float:
-    """How far two steps of a perceptron with several all-reduces are from one device's, of its largest weight."""
-    sizes = dict(shape)
-    mesh = make_mesh(sizes, devices, workers, worker)
-    # Every axis divides every size.
-    unit = int(np.prod(list(sizes.values())))
-    random = np.random.default_rng(0)
-    shapes = [(unit, 2 * unit), (2 * unit, 3 * unit), (3 * unit, unit), 2 * unit, 3 * unit, unit]
-    weights = [random.normal(size=shape).astype("float32") for shape in shapes]
-    x, y = random.normal(size=(2, 4 * unit, unit)).astype("float32")
-    model_axis = next((name for name in sizes if name != batch_axis), None)
-    # The first two weights form a pair, column then row.
-    axes = [(None, model_axis), (model_axis, None), (None, None), (model_axis,), (None,), (None,)]
-    with tf.device("CPU:0"):
-        alone: list[Any] = [tf.Variable(tf.constant(weight)) for weight in weights]
-        _two_steps(alone, tf.constant(x), tf.constant(y))
-    parted: list[Any] = [
-        MeshVariable(value=weight, mesh=mesh, axes=each, name="checked", trainable=True)
-        for weight, each in zip(weights, axes, strict=True)
-    ]
-    data = [distribute(each, mesh, (batch_axis, None)) for each in (x, y)]
-    with on_mesh(mesh):
-        _two_steps(parted, *data)
-    found = [np.abs(each.numpy() - one.numpy()).max() for each, one in zip(parted, alone, strict=True)]
-    return float(max(found) / max(np.abs(one.numpy()).max() for one in alone))
-
-
-def _two_steps(variables: list[Any], x: Any, y: Any) -> None:
-    step: Callable[..., None] = tf.function(functools.partial(_step, variables), autograph=False)
-    for _ in range(2):
-        step(x, y)
-
-
-def _step(variables: list[Any], x: Any, y: Any) -> None:
-    first, second, third, *biases = variables
-    with tf.GradientTape() as tape:
-        hidden = tf.nn.tanh(x @ first + biases[0])
-        hidden = tf.nn.tanh(hidden @ second + biases[1])
-        loss = tf.reduce_mean(tf.square(hidden @ third + biases[2] - y))
-    gradients: list[Any] = tape.gradient(loss, variables)
-    for variable, gradient in zip(variables, gradients, strict=True):
-        variable.assign_sub(_RATE * gradient)
-
-
-# Rounding is 1e-6 of a float32 gradient, and what a wrong rule mixes up is about as large as the gradient itself.
+# Rounding is 1e-6 of a float32 gradient; the error of a wrong rule is about as large as the gradient itself.
 _TOLERANCES = {"float64": 1e-2, "float32": 1e-2}
 
 
@@ -104,38 +111,38 @@ class MeshPreparation(Preparation):
 
     Args:
         model: A compiled and built model.
-        mesh: The mesh. Without a distribution, the layout is found from the model's structure.
-        jit: Whether XLA compiles the step; if `None`, as the model was compiled.
-        together: By which the mesh's workers talk to each other, or `None` if there is one.
+        mesh: The mesh. Without a distribution, the layout follows from the model's structure.
+        jit: Whether XLA compiles the step; `None` follows the model's `compile`.
+        workers: The strategy for collectives of the mesh's workers, or `None` if there is one.
 
     Raises:
         ValueError: A layout doesn't fit, or the model can't be trained on a mesh. The message says what to write.
-        RuntimeError: This TensorFlow trains wrong on such a mesh.
+        RuntimeError: TensorFlow trains wrong on such a mesh.
     """
 
     def start(self) -> None:
         model, mesh = self.model, self.settings[0]
-        check_model(model)
-        mesh = mesh if mesh.distribution is not None else with_automatic_layout(model, mesh)
+        check_mesh_model(model)
+        mesh = mesh if mesh.distribution is not None else automatic_layout(model, mesh)
         self.mesh = mesh
-        check_patterns(model, mesh, None)
-        self._layouts = layouts_of(model, mesh)
-        self._divided = computed_divided(model, self._layouts)
+        check_layout_map(model, mesh, None)
+        self._axes = axes_of_variables(model, mesh)
+        self._kept_divided = variables_kept_divided(model, self._axes)
         check_steps(mesh)
         self._outputs = Outputs(mesh.distribution)
         devices = make_mesh(mesh.shape, mesh.devices, mesh.workers, mesh.worker)
         self._on_mesh = OnMesh(model, devices, mesh.batch_axis, self._place, self._tracing, self._check_first)
-        # What was compiled, and trained, when the gradient of the first batch was that of one device.
+        # The compile configuration and trainable variables when a first batch's gradient was compared with one device.
         self._compared: Any = None
 
     def renew(self) -> None:
-        check_model(self.model)
-        _, jit, together = self.settings
+        check_mesh_model(self.model)
+        _, jit, workers = self.settings
         if jit is not None:
             self.set_jit_compile(jit)
         build_optimizer(self.model)
-        if together is not None:
-            train_together(self.model, together)
+        if workers is not None:
+            train_together(self.model, workers)
             methods = ("fit", "evaluate", "predict")
             self.replace(**{name: functools.partial(_on_workers, name, self.model) for name in methods})
         self._on_mesh.install()
@@ -147,19 +154,20 @@ class MeshPreparation(Preparation):
 
     @property
     def table(self) -> LayoutTable:
-        """How each variable is divided, and what each device holds."""
+        """How each variable is divided, and the bytes on each device."""
         return LayoutTable.of(self.model, self.mesh)
 
-    def _place(self, variable: keras.Variable) -> tuple[tuple[str | None, ...], bool]:
-        axes = self._layouts.get(id(variable), (None,) * len(variable.shape))
-        return axes, id(variable) not in self._divided
+    def _place(self, variable: keras.Variable) -> tuple[Axes, bool]:
+        """The variable's axes, and whether steps gather it."""
+        axes = self._axes.get(id(variable), (None,) * len(variable.shape))
+        return axes, id(variable) not in self._kept_divided
 
     def _check_first(self, data: Any, on_mesh: OnMesh) -> None:
-        """Refuses what the first batch to be trained on shows to be wrong."""
+        """Refuses a first batch of indivisible size, or whose gradient differs from that on one device."""
         check_batch(rows_in(data), self.mesh)
-        # What is compiled again may have another loss, and train what was frozen before.
-        asked = compiled_as(self.model), [id(variable) for variable in self.model.trainable_variables]
-        if has_own_train_step(self.model) or self._compared == asked:
+        # Compiling again may change the loss, and train variables that were frozen.
+        current = compiled_as(self.model), [id(variable) for variable in self.model.trainable_variables]
+        if has_own_train_step(self.model) or self._compared == current:
             return
         error, path = gradient_differs(self.model, data, on_mesh)
         if error > tolerance(self.model):
@@ -169,28 +177,28 @@ class MeshPreparation(Preparation):
                 "that are computed with it no layout, so that each device has them whole; or train with "
                 'DistributedFit("mirrored", shard="parameters").'
             )
-        self._compared = asked
+        self._compared = current
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
         with traced_for_mesh(self.model, self._outputs):
             yield
-        check_patterns(self.model, self.mesh, self._outputs.asked)
+        check_layout_map(self.model, self.mesh, self._outputs.asked)
 
 
 def _on_workers(method: str, model: Any, x: Any = None, *arguments: Any, **keywords: Any) -> Any:
-    """A method of a model's class, that all workers call with the same data."""
+    """Calls a method of the model's class; all workers call it with the same data."""
     if method == "fit" and not isinstance(x, DistributedData):
         raise ValueError(
-            "On a mesh of several workers each of them reads every batch, and fit alone would shuffle them in other "
-            "orders. Write dist.fit(model, x, y), or model.fit(dist.dataset(x, y, batch_size=...))."
+            "On a mesh of several workers each of them reads every batch, and fit would shuffle differently on each. "
+            "Write dist.fit(model, x, y), or model.fit(dist.dataset(x, y, batch_size=...))."
         )
-    found = getattr(type(model), method)(model, x, *arguments, **keywords)
+    result = getattr(type(model), method)(model, x, *arguments, **keywords)
     barrier()
-    return found
+    return result
 
 
 def tolerance(model: Any) -> float:
-    """How far a gradient may be from that of one device, in parts of its own largest entry."""
-    computed = {layer.compute_dtype for layer in all_layers(model)} - {None}
-    return max((_TOLERANCES.get(str(dtype), 0.5) for dtype in computed), default=1e-2)
+    """The largest error of a gradient, relative to its largest entry."""
+    dtypes = {layer.compute_dtype for layer in all_layers(model)} - {None}
+    return max((_TOLERANCES.get(str(dtype), 0.5) for dtype in dtypes), default=1e-2)

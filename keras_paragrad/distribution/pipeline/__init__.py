@@ -1,1 +1,1 @@
-"""Pipelines: a model cut into stages, each on a device of its own."""
+"""Pipelines: a model cut into stages, each on another device."""

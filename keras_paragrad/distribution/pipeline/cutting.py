@@ -1,4 +1,4 @@
-"""Cuts a model into the stages of a pipeline."""
+"""Cuts a model into the stages of a pipeline, between calls of its layers."""
 
 import difflib
 import itertools
@@ -14,32 +14,217 @@ from keras_paragrad.arguments import shown
 from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.leaves import dense_parts, has_gradient
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.distribution.pipeline.calls import Calls, variables_of
+from keras_paragrad.compat.stand_ins import bytes_of
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.step.example import batches
-from keras_paragrad.engine.step.segments import Part, part_of, run_in_parts
+from keras_paragrad.engine.step.segments import Part, calls_of, functional_of, part_of, run_in_parts
 
-# Examples, and what an axis that the model leaves open has.
+# The made-up examples for measuring, and the length of axes that the model leaves open.
 _ROWS, _LENGTH = 16, 128
-_TIMES = 5
+_REPEATS = 5
+# The largest stage may be larger than necessary by this factor, if fewer tensors cross the cuts then.
+_SLACK = 1.1
+
+
+class Calls:
+    """The calls of a model's operations, in the order in which Keras makes them.
+
+    Args:
+        model: A Functional or Sequential model, built.
+
+    Attributes:
+        functional: What runs when the model is called.
+        nodes: The calls.
+
+    Raises:
+        ValueError: The order of the calls is unknown. The message says what to write.
+    """
+
+    def __init__(self, model: keras.Model):
+        functional = functional_of(model)
+        if isinstance(model, keras.Sequential) and not model.built:
+            raise ValueError(
+                f"{model.name!r} is not built, and the order of its layers is not known. Begin it with "
+                "keras.Input(shape)."
+            )
+        if functional is None:
+            raise ValueError(
+                f"{model.name!r} is a {type(model).__name__} that overrides call, so it isn't known what one layer "
+                "passes to the next. Write it as a Functional model, keras.Model(inputs, outputs), or train it with "
+                'DistributedFit("mirrored", shard="parameters"), which cuts weights and not layers.'
+            )
+        self.model = model
+        self.functional: Any = functional
+        self.nodes = calls_of(functional)
+        # The first and last call of each layer that has variables, and those that use each variable.
+        self._users: dict[str, tuple[int, int]] = {}
+        for place, node in enumerate(self.nodes):
+            variables = variables_of(node.operation)
+            keys = [f"weight {variable.path!r}" for variable in variables]
+            for key in [f"layer {node.operation.name!r}", *keys] if variables else []:
+                self._users[key] = self._users.get(key, (place, place))[0], place
+        producers = {id(tensor): place for place, node in enumerate(self.nodes) for tensor in node.outputs}
+        last_users = {id(tensor): place for place, node in enumerate(self.nodes) for tensor in node.input_tensors}
+        self._tensors = [(place, last_users[tensor]) for tensor, place in producers.items() if tensor in last_users]
+
+    def shared_across(self, place: int) -> str | None:
+        """The name of a layer or weight that is used both up to a call and after it, if any."""
+        return next((key for key, (first, last) in self._users.items() if first <= place < last), None)
+
+    def tensors_across(self, place: int) -> int:
+        """The number of tensors that are computed up to a call and used after it."""
+        return sum(first <= place < last for first, last in self._tensors)
+
+    def sizes(self) -> list[int]:
+        """The bytes of variables that each call is the first to use."""
+        seen: set[int] = set()
+        sizes = []
+        for node in self.nodes:
+            new = [variable for variable in variables_of(node.operation) if id(variable) not in seen]
+            seen.update(map(id, new))
+            sizes.append(sum(map(bytes_of, new)))
+        return sizes
+
+
+def variables_of(operation: Any) -> list[keras.Variable]:
+    """The variables of an operation, if it is a layer."""
+    return list(operation.variables) if isinstance(operation, keras.layers.Layer) else []
+
+
+def variables_of_part(part: Part) -> list[keras.Variable]:
+    """The variables of a part's layers, each once."""
+    return list({id(variable): variable for layer in part.layers for variable in variables_of(layer)}.values())
+
+
+def cut(model: keras.Model, pipeline: Pipeline, device: str) -> list[Part]:
+    """The stages of a built model, in order."""
+    calls = Calls(model)
+    if pipeline.cuts is not None:
+        places = _named_cuts(calls, list(pipeline.cuts))
+    else:
+        sizes = calls.sizes() if pipeline.balance == "parameters" else measured_times(calls, device)
+        places = _balanced_cuts(calls, pipeline.count, sizes)
+    ends = [0, *(place + 1 for place in places), len(calls.nodes)]
+    return [part_of(calls.functional, calls.nodes[first:last]) for first, last in itertools.pairwise(ends)]
+
+
+def _named_cuts(calls: Calls, cuts: list[str]) -> list[int]:
+    """The places of the calls after which the named layers end a stage."""
+    name = calls.model.name
+    last = {node.operation.name: place for place, node in enumerate(calls.nodes)}
+    unknown = next((each for each in cuts if each not in last), None)
+    if unknown is not None:
+        _refuse_unknown(calls, unknown)
+    places = [last[each] for each in cuts]
+    if any(first >= second for first, second in itertools.pairwise(places)):
+        ordered = sorted(dict.fromkeys(cuts), key=lambda each: last[each])
+        raise ValueError(f"`cuts` is {cuts}, and {name!r} calls these layers in another order. Write cuts={ordered}.")
+    if places[-1] == len(calls.nodes) - 1:
+        raise ValueError(
+            f"`cuts` ends with {cuts[-1]!r}, which is the last layer of {name!r}, so nothing is left for the last "
+            "stage. A layer in `cuts` ends its stage. Leave that one out."
+        )
+    for each, place in zip(cuts, places, strict=True):
+        shared = calls.shared_across(place)
+        if shared:
+            raise ValueError(
+                f"A cut after {each!r} cuts the shared {shared}, which would have to be on two devices. Cut before "
+                "its first use or after its last, as Pipeline(stages=...) does."
+            )
+    return places
+
+
+def _refuse_unknown(calls: Calls, name: str) -> NoReturn:
+    for node in calls.nodes:
+        inner = all_layers(node.operation) if isinstance(node.operation, keras.layers.Layer) else []
+        if name in [layer.name for layer in inner]:
+            raise ValueError(
+                f"`cuts` has {name!r}, which is a part of {node.operation.name!r}. A layer is on one device with all "
+                f"that it calls. Cut after {node.operation.name!r}, or another layer of {calls.model.name!r} itself."
+            )
+    names = list(dict.fromkeys(node.operation.name for node in calls.nodes))
+    close = difflib.get_close_matches(name, names, n=3) or names[:10]
+    raise ValueError(f"`cuts` has {shown(name)}, and no layer of {calls.model.name!r} has that name. Layers: {close}.")
+
+
+def _balanced_cuts(calls: Calls, stages: int, sizes: Sequence[int]) -> list[int]:
+    """The places of the calls after which the model is cut.
+
+    The largest stage is larger than necessary by a tenth at most; among such cuts, the fewest tensors cross these.
+    """
+    weighted = [place for place, size in enumerate(sizes) if size]
+    candidates = []
+    for first, second in itertools.pairwise(weighted):
+        allowed = [place for place in range(first, second) if calls.shared_across(place) is None]
+        if allowed:
+            candidates.append(min(allowed, key=calls.tensors_across))
+    if len(candidates) + 1 < stages:
+        raise ValueError(
+            f"stages={stages}, but {calls.model.name!r} can be cut into {len(candidates) + 1} at most that have "
+            "something to do and share no weights. Write fewer stages, and name as many devices."
+        )
+    totals = list(itertools.accumulate(sizes))
+    ends = [*(totals[place] for place in candidates), totals[-1]]
+    across = [*map(calls.tensors_across, candidates), 0]
+    smallest = best_cuts(ends, across, stages, lambda largest, crossing: (largest, crossing))
+    bounds = [0, *(ends[index] for index in smallest), ends[-1]]
+    limit = _SLACK * max(second - first for first, second in itertools.pairwise(bounds))
+    fewest = best_cuts(ends, across, stages, lambda largest, crossing: (largest > limit, crossing, largest))
+    return [candidates[index] for index in fewest]
+
+
+def best_cuts(
+    ends: Sequence[int], across: Sequence[int], stages: int, rank: Callable[[int, int], tuple]
+) -> tuple[int, ...]:
+    """The best places to cut at, by dynamic programming.
+
+    Args:
+        ends: The sums of the sizes up to each place where a cut is possible, and of all sizes.
+        across: The number of tensors that cross a cut at each place; 0 for the end.
+        stages: The number of stages.
+        rank: The key to minimize, from the size of the largest stage and the number of tensors that cross.
+
+    Returns:
+        Indices into `ends`.
+
+    Example:
+
+    >>> from keras_paragrad.distribution.pipeline.cutting import best_cuts
+    >>> best_cuts([4, 5, 6, 12], [1, 1, 1, 0], 2, lambda largest, crossing: (largest, crossing))
+    (2,)
+    """
+    # By the end of a stage: the largest stage so far, the tensors that cross, and the cuts.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {-1: (0, 0, ())}
+    for stage in range(1, stages + 1):
+        extended: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for end in [len(ends) - 1] if stage == stages else range(stage - 1, len(ends) - 1):
+            ways = [
+                (max(largest, ends[end] - (ends[start] if start >= 0 else 0)), crossing + across[end], (*cuts, end))
+                for start, (largest, crossing, cuts) in best.items()
+                if start < end
+            ]
+            if ways:
+                extended[end] = min(ways, key=lambda way: rank(*way[:2]))
+        best = extended
+    return best[len(ends) - 1][2][:-1]
 
 
 def measured_times(calls: Calls, device: str) -> list[int]:
-    """How long each call of a model takes, in nanoseconds: the shortest of some runs on made-up examples.
+    """The nanoseconds that each call takes, forward and backward: the shortest of several runs on made-up examples.
 
-    Calls between which the model can't be cut are measured together, and their time is that of the last of them.
-    Nothing of the model is changed.
+    Calls that can't be separated by a cut are measured together, and the last of them gets the time. The model is not
+    changed.
     """
     last = len(calls.nodes) - 1
-    ends = [place for place in range(last + 1) if place == last or calls.separated(place) is None]
-    begins = [0, *(place + 1 for place in ends)]
-    parts = [part_of(calls.functional, calls.nodes[begin : end + 1]) for begin, end in zip(begins, ends, strict=False)]
-    found: dict[int, int] = {}
+    ends = [place for place in range(last + 1) if place == last or calls.shared_across(place) is None]
+    starts = [0, *(place + 1 for place in ends)]
+    parts = [part_of(calls.functional, calls.nodes[start : end + 1]) for start, end in zip(starts, ends, strict=False)]
+    nanoseconds: dict[int, int] = {}
 
     def timing(part: Part, run: Callable[..., Any]) -> Callable[..., dict[int, Any]]:
         def timed(known: dict[int, Any], operation_fn: Callable[..., Any]) -> dict[int, Any]:
-            found[id(part)], outputs = _timed(part, run, known, operation_fn)
+            nanoseconds[id(part)], outputs = _timed(part, run, known, operation_fn)
             return outputs
 
         return timed
@@ -56,16 +241,16 @@ def measured_times(calls: Calls, device: str) -> list[int]:
         ) from error
     finally:
         undo()
-    # What it takes to call a function is in each.
-    least = min(found.values())
+    # The overhead of calling a function is in each time.
+    overhead = min(nanoseconds.values())
     times = [0] * len(calls.nodes)
     for end, part in zip(ends, parts, strict=True):
-        times[end] = found[id(part)] - least + 1
+        times[end] = nanoseconds[id(part)] - overhead + 1
     return times
 
 
 def _made_up(spec: tf.TensorSpec) -> tf.Tensor:
-    # Not by TensorFlow, whose next numbers would be others.
+    # Drawing from TensorFlow would change the random numbers that follow.
     sizes: Any = tuple(spec.shape)
     numbers = np.random.default_rng(0).normal(size=sizes)
     return tf.cast(numbers, spec.dtype) if spec.dtype.is_floating else tf.zeros(spec.shape, spec.dtype)
@@ -74,154 +259,34 @@ def _made_up(spec: tf.TensorSpec) -> tf.Tensor:
 def _timed(
     part: Part, run: Callable[..., Any], known: dict[int, Any], operation_fn: Callable[..., Any]
 ) -> tuple[int, dict[int, Any]]:
-    variables = list({id(each): each for layer in part.layers for each in variables_of(layer)}.values())
-    places: list[int] = []
+    """The nanoseconds of a part's forward and backward pass, and its outputs."""
+    variables = variables_of_part(part)
+    keys: list[int] = []
 
     @tf.function(autograph=False)
-    def passes(inputs: list[Any], masks: list[Any], values: list[tf.Tensor]) -> Any:
-        held = dict(zip(known, map(with_mask, inputs, masks), strict=True))
+    def forward_backward(inputs: list[Any], masks: list[Any], values: list[tf.Tensor]) -> Any:
+        tensors = dict(zip(known, map(with_mask, inputs, masks), strict=True))
         weights = [value for variable, value in zip(variables, values, strict=True) if variable.trainable]
-        watched = [each for each in [*inputs, *weights] if has_gradient(each)]
+        watched = [tensor for tensor in [*inputs, *weights] if has_gradient(tensor)]
         scope = keras.StatelessScope(list(zip(variables, values, strict=True)), collect_losses=True)
         with tf.GradientTape() as tape, scope:
             tape.watch(watched)
-            found = run(held, operation_fn=operation_fn)
-            floats = [each for leaf in found.values() for each in dense_parts(leaf) if has_gradient(each)]
-        places[:] = found
+            outputs = run(tensors, operation_fn=operation_fn)
+            floats = [tensor for leaf in outputs.values() for tensor in dense_parts(leaf) if has_gradient(tensor)]
+        keys[:] = outputs
         gradients: list[Any] = [each for each in tape.gradient(floats, watched) if each is not None]
         gradients = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]
-        # Reading it waits for all of them.
-        last = tf.add_n([tf.cast(tf.reshape(each, [-1])[0], "float32") for each in gradients] or [tf.constant(0.0)])
-        return list(found.values()), [mask_of(each) for each in found.values()], gradients, last
+        # Reading this sum waits for all gradients.
+        total = tf.add_n([tf.cast(tf.reshape(each, [-1])[0], "float32") for each in gradients] or [tf.constant(0.0)])
+        return list(outputs.values()), [mask_of(each) for each in outputs.values()], gradients, total
 
-    # Weights may be in the memory of the host.
+    # Copies, as weights may be in the memory of the host.
     values = [tf.identity(tf.convert_to_tensor(variable.value)) for variable in variables]
     arguments = list(known.values()), [mask_of(each) for each in known.values()], values
-    outputs, masks, *_ = passes(*arguments)
-    least = None
-    for _ in range(_TIMES):
-        begin = time.perf_counter_ns()
-        passes(*arguments)[-1].numpy()
-        took = time.perf_counter_ns() - begin
-        least = took if least is None else min(least, took)
-    return least or 0, {place: with_mask(*pair) for place, *pair in zip(places, outputs, masks, strict=True)}
-
-
-# By how much the largest stage may be larger than it has to, if fewer tensors cross the cuts then.
-_SLACK = 1.1
-
-
-def cut(model: keras.Model, pipeline: Pipeline, device: str) -> list[Part]:
-    """The stages of a built model, in order."""
-    calls = Calls(model)
-    if pipeline.cuts is not None:
-        after = _named(calls, list(pipeline.cuts))
-    else:
-        sizes = calls.sizes() if pipeline.balance == "parameters" else measured_times(calls, device)
-        after = _balanced(calls, pipeline.count, sizes)
-    return [part_of(calls.functional, nodes) for nodes in calls.between(after)]
-
-
-def _named(calls: Calls, cuts: list[str]) -> list[int]:
-    """The places of the calls after which named layers end a stage."""
-    name = calls.model.name
-    last = {node.operation.name: place for place, node in enumerate(calls.nodes)}
-    unknown = next((each for each in cuts if each not in last), None)
-    if unknown is not None:
-        _refuse(calls, unknown)
-    after = [last[each] for each in cuts]
-    if any(first >= second for first, second in itertools.pairwise(after)):
-        ordered = sorted(dict.fromkeys(cuts), key=lambda each: last[each])
-        raise ValueError(f"`cuts` is {cuts}, and {name!r} calls these layers in another order. Write cuts={ordered}.")
-    if after[-1] == len(calls.nodes) - 1:
-        raise ValueError(
-            f"`cuts` ends with {cuts[-1]!r}, which is the last layer of {name!r}, so nothing is left for the last "
-            "stage. A layer in `cuts` ends its stage. Leave that one out."
-        )
-    for each, place in zip(cuts, after, strict=True):
-        separated = calls.separated(place)
-        if separated:
-            raise ValueError(
-                f"A cut after {each!r} cuts the shared {separated}, which would have to be on two devices. Cut before "
-                "its first use or after its last, as Pipeline(stages=...) does."
-            )
-    return after
-
-
-def _refuse(calls: Calls, name: str) -> NoReturn:
-    for node in calls.nodes:
-        inside = all_layers(node.operation) if isinstance(node.operation, keras.layers.Layer) else []
-        if name in [layer.name for layer in inside]:
-            raise ValueError(
-                f"`cuts` has {name!r}, which is a part of {node.operation.name!r}. A layer is on one device with all "
-                f"that it calls. Cut after {node.operation.name!r}, or another layer of {calls.model.name!r} itself."
-            )
-    close = difflib.get_close_matches(name, calls.names, n=3) or calls.names[:10]
-    raise ValueError(f"`cuts` has {shown(name)}, and no layer of {calls.model.name!r} has that name. Layers: {close}.")
-
-
-def _balanced(calls: Calls, stages: int, sizes: Sequence[int]) -> list[int]:
-    """The places of the calls after which a model is cut.
-
-    The largest stage is at most a tenth larger than it has to be; of these cuts, those are taken that the fewest
-    tensors cross.
-    """
-    weighted = [place for place, size in enumerate(sizes) if size]
-    candidates = []
-    for first, second in itertools.pairwise(weighted):
-        allowed = [place for place in range(first, second) if calls.separated(place) is None]
-        if allowed:
-            candidates.append(min(allowed, key=calls.tensors_across))
-    if len(candidates) + 1 < stages:
-        raise ValueError(
-            f"stages={stages}, but {calls.model.name!r} can be cut into {len(candidates) + 1} at most that have "
-            "something to do and share no weights. Write fewer stages, and name as many devices."
-        )
-    totals = list(itertools.accumulate(sizes))
-    ends = [*(totals[place] for place in candidates), totals[-1]]
-    across = [*map(calls.tensors_across, candidates), 0]
-    smallest = best_cuts(ends, across, stages, lambda largest, crossing: (largest, crossing))
-    limit = _SLACK * _largest(smallest, ends)
-    fewest = best_cuts(ends, across, stages, lambda largest, crossing: (largest > limit, crossing, largest))
-    return [candidates[index] for index in fewest]
-
-
-def best_cuts(
-    ends: Sequence[int], across: Sequence[int], stages: int, rank: Callable[[int, int], tuple]
-) -> tuple[int, ...]:
-    """The best places to cut at, by dynamic programming.
-
-    Args:
-        ends: The sizes summed up to each place that may be cut at, and of all.
-        across: How many tensors cross a cut there; 0 for the end.
-        stages: How many stages there are to be.
-        rank: From the size of the largest stage and the number of tensors across to what is to be small.
-
-    Returns:
-        Indices into `ends`.
-
-    Example:
-
-    >>> from keras_paragrad.distribution.pipeline.cutting import best_cuts
-    >>> best_cuts([4, 5, 6, 12], [1, 1, 1, 0], 2, lambda largest, crossing: (largest, crossing))
-    (2,)
-    """
-    # From where a stage ends to the largest stage up to there, the tensors across, and the cuts.
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {-1: (0, 0, ())}
-    for stage in range(1, stages + 1):
-        reached: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-        for end in [len(ends) - 1] if stage == stages else range(stage - 1, len(ends) - 1):
-            ways = [
-                (max(largest, ends[end] - (ends[start] if start >= 0 else 0)), crossing + across[end], (*chosen, end))
-                for start, (largest, crossing, chosen) in best.items()
-                if start < end
-            ]
-            if ways:
-                reached[end] = min(ways, key=lambda way: rank(*way[:2]))
-        best = reached
-    return best[len(ends) - 1][2][:-1]
-
-
-def _largest(chosen: Sequence[int], ends: Sequence[int]) -> int:
-    places = [0, *(ends[index] for index in chosen), ends[-1]]
-    return max(second - first for first, second in itertools.pairwise(places))
+    outputs, masks, *_ = forward_backward(*arguments)
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter_ns()
+        forward_backward(*arguments)[-1].numpy()
+        times.append(time.perf_counter_ns() - start)
+    return min(times), {key: with_mask(*pair) for key, *pair in zip(keys, outputs, masks, strict=True)}

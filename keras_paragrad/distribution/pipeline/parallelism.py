@@ -1,4 +1,4 @@
-"""`PipelineParallel`: the stages of one model, each on a device of its own."""
+"""`PipelineParallel`: the stages of one model, each on another device."""
 
 import contextlib
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ import tensorflow as tf
 from keras_paragrad.compat.model import compile_arguments
 from keras_paragrad.distribution.decisions.computation import ACROSS
 from keras_paragrad.distribution.decisions.decision import Decision, list_of
-from keras_paragrad.distribution.decisions.devices import found_here, requested_devices
-from keras_paragrad.distribution.decisions.strategy import found_in_words
+from keras_paragrad.distribution.decisions.devices import devices_in_words, requested_devices, splitting_cpu
+from keras_paragrad.distribution.decisions.strategy import hardware_in_words
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import canonical_devices
 from keras_paragrad.distribution.options import Decisions, Options
@@ -41,29 +41,34 @@ class PipelineParallel(Parallelism):
     @classmethod
     def check_options(cls, options: Options) -> None:
         if isinstance(options.strategy, Pipeline):
-            check_pipeline(options, options.strategy)
+            _check_pipeline(options, options.strategy)
 
     def canonical_devices(self, devices: Any) -> tuple[Any, ...]:
-        return devices_of_stages(devices)
+        return _canonical_stages(devices)
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
-        check_place(self.pipeline, hardware)
+        if hardware.worker_count > 1:
+            raise ValueError(
+                "A pipeline works within one process, and this one is of a cluster of "
+                f'{hardware.worker_count} workers. Start it alone, or write strategy="multi_worker" with '
+                'shard="parameters".'
+            )
         reason = f"requested: {self.pipeline.count} stages, {self.pipeline.microbatches} micro-batches"
-        strategy = Decision("strategy", "pipeline", reason, found_in_words(hardware), 'strategy="auto"')
+        strategy = Decision("strategy", "pipeline", reason, hardware_in_words(hardware), 'strategy="auto"')
         stages = f"{self.pipeline.count} stages"
-        widths = {len(each) for each in options.devices or () if isinstance(each, tuple)}
+        widths = {len(stage) for stage in options.devices or () if isinstance(stage, tuple)}
         if widths:
-            range_of = " to ".join(str(each) for each in sorted({min(widths), max(widths)}))
-            stages += f" on {range_of} devices each"
+            numbers = " to ".join(map(str, sorted({min(widths), max(widths)})))
+            stages += f" on {numbers} devices each"
         replicas = Decision("replicas", 1, "the stages are one model", stages, 'strategy="mirrored"')
         return Decisions([strategy, self._decide_devices(hardware, options), replicas, _decide_jit(options)], stages)
 
     def _decide_devices(self, hardware: Hardware, options: Options) -> Decision:
         if options.devices is not None:
             return requested_devices(tuple(name for stage in _stages(options.devices) for name in stage), hardware)
-        names = devices_for(self.pipeline, hardware)
+        names = _available_devices(self.pipeline, hardware)
         override = f"devices={list_of(names[::-1])}"
-        return Decision("devices", names, "one for each stage", found_here(hardware), override)
+        return Decision("devices", names, "one for each stage", devices_in_words(hardware), override)
 
     def placement(self) -> contextlib.AbstractContextManager[Any]:
         # The model may be larger than any of the devices.
@@ -77,7 +82,7 @@ class PipelineParallel(Parallelism):
 
     def estimate(self, model: keras.Model, run: PlannedRun, batch_size: int, length: int | None) -> NoReturn:
         raise ValueError(
-            "The estimate knows no pipelines. Estimate the model on one device, with "
+            "The estimate does not cover pipelines. Estimate the model on one device, with "
             "DistributedFit('none').estimate(model, batch_size), and print(dist.explain()) after "
             "dist.prepare(model): it shows the weights and optimizer state of each stage."
         )
@@ -85,25 +90,22 @@ class PipelineParallel(Parallelism):
 
 def _stages(devices: Any) -> tuple[tuple[str, ...], ...]:
     """The devices of each stage."""
-    return tuple((each,) if isinstance(each, str) else each for each in devices)
+    return tuple((stage,) if isinstance(stage, str) else stage for stage in devices)
 
 
 def _decide_jit(options: Options) -> Decision:
     if options.jit == "auto":
-        reason = "left alone, as not every layer can be compiled apart from others; jit_compile=True in compile() holds"
+        reason = "not every layer can be compiled separately from others; jit_compile=True in compile() holds"
         return Decision("jit", "none", reason, "recurrent layers and added losses can't", "jit=True")
     value, other = ("per_stage", False) if options.jit else ("none", True)
     return Decision("jit", value, "requested", ACROSS, f"jit={other}")
 
 
-PARALLELISM = PipelineParallel
-
-
-def devices_of_stages(devices: Any) -> Any:
-    """What is passed as `devices` for a pipeline, in canonical form: a list for each stage where one has several."""
-    if not isinstance(devices, (list, tuple)) or not any(isinstance(each, (list, tuple)) for each in devices):
+def _canonical_stages(devices: Any) -> Any:
+    """The argument `devices` of a pipeline in canonical form: a device for each stage, or a tuple for each."""
+    if not isinstance(devices, (list, tuple)) or not any(isinstance(stage, (list, tuple)) for stage in devices):
         return canonical_devices(devices)
-    stages = [list(each) if isinstance(each, (list, tuple)) else [each] for each in devices]
+    stages = [list(stage) if isinstance(stage, (list, tuple)) else [stage] for stage in devices]
     if not all(stages):
         raise ValueError(
             f"devices={list(devices)} has a stage without a device. Write a list of devices for each stage, as in "
@@ -113,7 +115,7 @@ def devices_of_stages(devices: Any) -> Any:
     return tuple(tuple(next(names) for _ in stage) for stage in stages)
 
 
-def check_pipeline(options: Options, pipeline: Pipeline) -> None:
+def _check_pipeline(options: Options, pipeline: Pipeline) -> None:
     """Refuses options that contradict a pipeline."""
     if options.devices is not None:
         _check_devices(options.devices, pipeline)
@@ -127,27 +129,26 @@ def check_pipeline(options: Options, pipeline: Pipeline) -> None:
             f"shard={options.shard!r} cuts variables among replicas, and a pipeline has one replica, with a stage of "
             'the model on each device. Leave shard out, or write strategy="mirrored".'
         )
-    given = {"communication": options.communication, "pack_bytes": options.pack_bytes}
-    given["collective_timeout"] = options.collective_timeout
-    unused = [name for name, value in given.items() if value not in (None, "auto")]
-    if unused or options.batch == "per_replica":
-        listed = ", ".join([*unused, *(["batch"] if options.batch == "per_replica" else [])])
-        raise ValueError(f"{listed} has no effect in a pipeline, which has one replica. Leave it out.")
+    names = ("communication", "pack_bytes", "collective_timeout")
+    unused = [name for name in names if getattr(options, name) not in (None, "auto")]
+    unused += ["batch"] if options.batch == "per_replica" else []
+    if unused:
+        raise ValueError(f"{', '.join(unused)} has no effect in a pipeline, which has one replica. Leave it out.")
 
 
 def _check_devices(devices: Sequence[Any], pipeline: Pipeline) -> None:
     if len(devices) != pipeline.count:
-        named = [list(each) if isinstance(each, tuple) else each for each in devices]
-        what, instead = "devices", "Name one device for each stage, in order."
+        named = [list(stage) if isinstance(stage, tuple) else stage for stage in devices]
+        unit, fix = "devices", "Name one device for each stage, in order."
         if isinstance(devices[0], tuple):
-            what, instead = "lists", "Write a list of devices for each stage, in order."
-            if all(len(each) == pipeline.count for each in devices):
-                turned = [list(each) for each in zip(*devices, strict=True)]
-                instead = f"Each list holds the devices of one stage, not those of one replica: devices={turned}."
+            unit, fix = "lists", "Write a list of devices for each stage, in order."
+            if all(len(stage) == pipeline.count for stage in devices):
+                transposed = [list(stage) for stage in zip(*devices, strict=True)]
+                fix = f"Each list holds the devices of one stage, not those of one replica: devices={transposed}."
         raise ValueError(
-            f"devices={named} has {len(devices)} {what}, and the pipeline has {pipeline.count} stages. {instead}"
+            f"devices={named} has {len(devices)} {unit}, and the pipeline has {pipeline.count} stages. {fix}"
         )
-    widest = max((each for each in devices if isinstance(each, tuple)), key=len, default=())
+    widest = max((stage for stage in devices if isinstance(stage, tuple)), key=len, default=())
     if len(widest) > pipeline.microbatches:
         raise ValueError(
             f"A stage has {len(widest)} devices, {list(widest)}, which take turns at micro-batches, and there are "
@@ -156,28 +157,16 @@ def _check_devices(devices: Sequence[Any], pipeline: Pipeline) -> None:
         )
 
 
-def check_place(pipeline: Pipeline, hardware: Hardware) -> None:
-    """Refuses a pipeline where there are several processes, or too few devices."""
-    if hardware.worker_count > 1:
-        raise ValueError(
-            f"A pipeline works within one process, and this one is of a cluster of {hardware.worker_count} workers. "
-            'Start it alone, or write strategy="multi_worker" with shard="parameters".'
-        )
-
-
-def devices_for(pipeline: Pipeline, hardware: Hardware) -> tuple[str, ...]:
+def _available_devices(pipeline: Pipeline, hardware: Hardware) -> tuple[str, ...]:
     """The devices of the stages, if none are named: the GPUs, or else logical devices of the CPU."""
-    found = [device.name for device in hardware.of_kind("GPU") or hardware.of_kind("CPU")]
-    if len(found) < pipeline.count:
+    names = [device.name for device in hardware.of_kind("GPU") or hardware.of_kind("CPU")]
+    if len(names) < pipeline.count:
+        fewer = f" Write Pipeline(stages={len(names)}, ...), or name others." if len(names) > 1 else ""
         raise ValueError(
-            f"The pipeline has {pipeline.count} stages, and there are only {', '.join(found)}. Write "
-            f"Pipeline(stages={len(found)}, ...), or split the CPU into logical devices first: "
-            'tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], '
-            f"[tf.config.LogicalDeviceConfiguration()] * {pipeline.count})."
-            if len(found) > 1
-            else f"The pipeline has {pipeline.count} stages, and there is only {', '.join(found)}. To try it on a CPU, "
-            "split that into logical devices first: tf.config.set_logical_device_configuration("
-            'tf.config.list_physical_devices("CPU")[0], '
-            f"[tf.config.LogicalDeviceConfiguration()] * {pipeline.count})."
+            f"The pipeline has {pipeline.count} stages, and this process has only {', '.join(names)}.{fewer} "
+            f"{splitting_cpu(pipeline.count)}"
         )
-    return tuple(found[: pipeline.count])
+    return tuple(names[: pipeline.count])
+
+
+PARALLELISM = PipelineParallel

@@ -14,17 +14,17 @@ class Pipeline:
     """A strategy for `DistributedFit`: a Functional or Sequential model in stages, one on each device.
 
     Each device holds the weights, gradients and optimizer state of its stage, and computes it. A batch passes the
-    stages in micro-batches, of which several are on the way at once (GPipe). Training is that of one device on whole
-    batches: micro-batches are weighted by their loss normalizers, and metrics see every example.
+    stages in micro-batches, several of them at once (GPipe). Training is that of one device on whole batches:
+    micro-batches are weighted by their loss normalizers, and metrics see every example.
 
     Args:
-        stages: The number of stages. The model is cut where their largest is about as small as it can be, and few
-            tensors cross.
+        stages: The number of stages. The model is cut so that the largest stage is about as small as possible, and few
+            tensors cross the cuts.
         cuts: Instead of `stages`, the names of the layers that end a stage, all but the last, in order.
-        microbatches: How many micro-batches a batch is cut into. Sizes differ by one example at most.
-        schedule: `"gpipe"`. `"1f1b"` is refused: measured here, it holds no less.
-        balance: With `stages`, what makes a stage large: the bytes of its `"parameters"`; or the `"time"` of its
-            forward and backward pass, which is measured layer by layer on made-up examples when the model is prepared.
+        microbatches: The number of micro-batches that a batch is cut into. Sizes differ by one example at most.
+        schedule: `"gpipe"`. `"1f1b"` is refused: on TensorFlow it was measured to save no memory.
+        balance: With `stages`, the size of a stage: the bytes of its `"parameters"`; or the `"time"` of its forward and
+            backward pass, measured layer by layer on made-up examples when the model is prepared.
 
     Raises:
         ValueError: An argument is invalid, or both or neither of `stages` and `cuts` are given.
@@ -50,10 +50,10 @@ class Pipeline:
             if not cuts:
                 raise refusal("cuts", self.cuts, "names of one or more layers", '["block_2", "block_5"]')
         if (stages is None) == (cuts is None):
-            found = "Both are given" if cuts is not None else "Neither is given"
-            raise ValueError(f"A pipeline is cut by `stages` or by `cuts`. {found}. Write Pipeline(stages=4), say.")
+            number = "Both are given" if cuts is not None else "Neither is given"
+            raise ValueError(f"A pipeline is cut by `stages` or by `cuts`. {number}. Write Pipeline(stages=4), say.")
         microbatches = check_integer("microbatches", self.microbatches, most=10_000, example=8)
-        if isinstance(self.schedule, str) and str.lower(self.schedule) == "1f1b":
+        if isinstance(self.schedule, str) and self.schedule.lower() == "1f1b":
             raise ValueError(
                 'schedule="1f1b" held no less memory than "gpipe" when it was measured on TensorFlow, which runs what '
                 'is ready and not what a schedule says. Write schedule="gpipe", and recompute(model, layers) to hold '

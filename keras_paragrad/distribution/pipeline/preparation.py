@@ -1,19 +1,19 @@
-"""Puts a model's stages on their devices, and has `fit` run them as a pipeline."""
+"""Moves a model's stages to their devices, and runs batches through them in micro-batches."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
 from keras_paragrad.compat.capabilities import accumulating
 from keras_paragrad.compat.stand_ins import bytes_of
-from keras_paragrad.distribution.pipeline.calls import variables_of
-from keras_paragrad.distribution.pipeline.cutting import cut
-from keras_paragrad.distribution.pipeline.microbatches import MicroBatches
+from keras_paragrad.distribution.pipeline.cutting import cut, variables_of_part
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.engine.losses.normalization import LossNormalization, warn_of_batch_statistics
@@ -21,8 +21,13 @@ from keras_paragrad.engine.pipeline.columns import Columns
 from keras_paragrad.engine.pipeline.compiled import CompiledPart
 from keras_paragrad.engine.pipeline.on_device import STAGE, OnDevice
 from keras_paragrad.engine.pipeline.placement import home_of, move_with_slots, placed_by_inputs, slots_by_home
+from keras_paragrad.engine.replicas.shard import Shard, rows_of
 from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.forward import StepContext
+from keras_paragrad.engine.step.gradient import Gradient
+from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.segments import Part, functional_of, run_in_stages
+from keras_paragrad.engine.step.symbolic import build_losses
 from keras_paragrad.memory.estimated import bytes_in_words
 from keras_paragrad.plain_text import Printable
 from keras_paragrad.storage.model_variables import build_optimizer
@@ -32,11 +37,11 @@ class Stage(NamedTuple):
     """A stage of a pipeline.
 
     Attributes:
-        devices: The devices that it runs on, of which the first holds its weights and optimizer state.
+        devices: Its devices; the first holds its weights and optimizer state.
         layers: The names of its layers, in order.
-        parameters: The number of its weights' elements.
+        parameters: The number of elements in its weights.
         weight_bytes: The bytes of its variables.
-        slot_bytes: The bytes of what the optimizer has for them.
+        slot_bytes: The bytes of the optimizer's variables for them.
     """
 
     devices: tuple[str, ...]
@@ -77,57 +82,67 @@ class PipelinePreparation(Preparation):
     Args:
         model: A compiled and built model.
         pipeline: How it is cut.
-        devices: The devices of each stage, of which the first holds its variables.
+        devices: The devices of each stage; the first holds its variables.
         weighting: The weight of a micro-batch, as in `DistributedFit`.
         jit: Whether XLA compiles each stage.
 
     Raises:
-        ValueError: The model can't be cut so, or the weights of micro-batches are unknown. The message says what to
-            write.
+        ValueError: The model can't be cut like this, or the weights of micro-batches are unknown. The message says what
+            to write.
     """
 
     def start(self) -> None:
         model = self.model
         pipeline, devices, weighting, jit = self.settings
         columns = Columns()
-        split = self._split(pipeline, weighting, columns, max(map(len, devices)))
+        split = self._micro_batches(pipeline, weighting, columns, max(map(len, devices)))
         parts = cut(model, pipeline, devices[0][0])
-        self._refuse()
+        if StepBuilder.of(model).stages.split is not None:
+            raise ValueError(
+                f"{model.name!r} is under microbatch, and a pipeline cuts batches itself. Call undo() of the handle "
+                "that microbatch returned, and write Pipeline(..., microbatches=...)."
+            )
         self._stages: list[tuple[tuple[str, ...], Part]] = list(zip(devices, parts, strict=True))
-        # By the `id` of a variable, it and where it was.
+        # Each variable and its original device, by the variable's `id`.
         self._homes: dict[int, tuple[keras.Variable, str]] = {}
-        placed = functools.partial(_placed, columns, model, jit)
-        wraps = [(part, functools.partial(placed, index, named)) for index, (named, part) in enumerate(self._stages)]
-        self._whole_again = run_in_stages(functional_of(model), wraps)
+        placed = functools.partial(_place, columns, model, jit)
+        wraps = [(part, functools.partial(placed, index, names)) for index, (names, part) in enumerate(self._stages)]
+        self._undo_stages = run_in_stages(functional_of(model), wraps)
         StepBuilder.of(model).fill(split=split, place=functools.partial(placed_by_inputs, model))
 
     def renew(self) -> None:
         # XLA compiles for one device: stages, and not the step.
         self.set_jit_compile(False)
-        homes = {named[0]: _variables(part) for named, part in self._stages}
+        homes = {names[0]: variables_of_part(part) for names, part in self._stages}
         for variable in [each for variables in homes.values() for each in variables]:
-            # A layer may have got more variables since, as by `enable_lora`.
+            # Layers may have got more variables since, for example by `enable_lora`.
             self._homes.setdefault(id(variable), (variable, home_of(variable)))
         move_with_slots(homes, self.model.optimizer)
         build_optimizer(self.model)
-        self._forget()
+        self._retrace()
 
     def stop(self) -> None:
-        self._whole_again()
+        self._undo_stages()
         homes: dict[str, list[keras.Variable]] = {}
         for variable, home in self._homes.values():
             homes.setdefault(home, []).append(variable)
         move_with_slots(homes, self.model.optimizer)
         StepBuilder.of(self.model).fill(split=None, place=None)
-        self._forget()
+        self._retrace()
 
     @property
     def table(self) -> StageTable:
         """What each device holds."""
         slots = slots_by_home(self.model.optimizer)
-        return StageTable(self.model.name, [_stage(named, part, slots) for named, part in self._stages])
+        stages = []
+        for devices, part in self._stages:
+            variables = variables_of_part(part)
+            elements = sum(int(variable.shape.num_elements()) for variable in variables)
+            layers, size = tuple(layer.name for layer in part.layers), sum(map(bytes_of, variables))
+            stages.append(Stage(devices, layers, elements, size, slots.get(devices[0], 0)))
+        return StageTable(self.model.name, stages)
 
-    def _split(self, pipeline: Pipeline, weighting: str, columns: Columns, width: int) -> MicroBatches:
+    def _micro_batches(self, pipeline: Pipeline, weighting: str, columns: Columns, width: int) -> "MicroBatches":
         accumulator = accumulating(self.model.optimizer)
         stated = accumulator.weighting if accumulator else "auto"
         # Even if accumulated batches are weighted uniformly, micro-batches of one may be uneven.
@@ -137,19 +152,12 @@ class PipelinePreparation(Preparation):
             warn_of_batch_statistics(self.model)
         return MicroBatches(pipeline.microbatches, normalize, columns, width)
 
-    def _refuse(self) -> None:
-        if StepBuilder.of(self.model).stages.split is not None:
-            raise ValueError(
-                f"{self.model.name!r} is under microbatch, and a pipeline cuts batches itself. Call undo() of the "
-                "handle that microbatch returned, and write Pipeline(..., microbatches=...)."
-            )
-
-    def _forget(self) -> None:
+    def _retrace(self) -> None:
         StepBuilder.of(self.model).retrace()
         self.model.test_function = self.model.predict_function = None
 
 
-def _placed(
+def _place(
     columns: Columns,
     model: keras.Model,
     jit: bool,
@@ -158,6 +166,7 @@ def _placed(
     part: Part,
     run: Callable[..., Any],
 ) -> OnDevice:
+    """The part's `run` on each of its stage's devices."""
     runs = dict.fromkeys(devices, run)
     if jit:
         names = [STAGE.format(stage=index, column=column) for column in range(len(devices))]
@@ -165,12 +174,77 @@ def _placed(
     return OnDevice(part, index, runs, columns, model)
 
 
-def _variables(part: Part) -> list[keras.Variable]:
-    return list({id(each): each for layer in part.layers for each in variables_of(layer)}.values())
+class MicroBatches(NamedTuple):
+    """Fills the *split* stage: unrolls micro-batches in one graph, so that TensorFlow runs several stages at once.
+
+    Attributes:
+        parts: The number of micro-batches of a batch; a batch of fewer rows has one for each row.
+        normalize: Measures the weight of a micro-batch.
+        columns: Is set to the micro-batch that is computed: they take turns on a stage's devices.
+        width: The most devices that a stage has.
+    """
+
+    parts: int
+    normalize: LossNormalization
+    columns: Columns
+    width: int
+
+    @property
+    def size(self) -> int:
+        """A single example is never cut."""
+        return 1
+
+    @property
+    def deferred_refusal(self) -> DeferredRefusal:
+        """For batches that aren't cut, the check that only logs what micro-batches would refuse."""
+        return DeferredRefusal(self.normalize, "is trained on whole batches. Cutting them into micro-batches")
+
+    @property
+    def undivided(self) -> str:
+        """Why a batch can't be cut, for the error of a model that allows no micro-batches."""
+        return f"A batch can't be cut into microbatches={self.parts}."
+
+    def cuts(self, data: Any) -> bool | None:
+        """Whether a batch is cut; `None` if its static shape is unknown."""
+        if self.parts == 1:
+            return False
+        rows = _static_rows(data)
+        return None if rows is None else rows > 1
+
+    def __call__(self, context: StepContext, data: Any) -> Gradient:
+        """The gradient of a batch, from those of its micro-batches."""
+        # Metrics are updated in a branch, in which they can't create their variables.
+        build_losses(context.model, rows_at(data, 0, 1), metrics=True)
+        sums = SliceSums(context)
+        static_rows = _static_rows(data)
+        rows: Any = rows_of(data) if static_rows is None else static_rows
+        count = self.parts if static_rows is None else min(self.parts, static_rows)
+        # Each device sums the gradients that it has computed; only the sums move to the variables' devices.
+        totals = [sums.empty() for _ in range(min(self.width, count))]
+        with self.columns.batch():
+            for index in range(count):
+                self.columns.micro_batch = index
+                first, last = index * rows // count, (index + 1) * rows // count
+                if static_rows is not None:
+                    micro_batch, options = rows_at(data, first, last - first), {}
+                else:
+                    micro_batch = rows_at(data, first, tf.maximum(last - first, 1))
+                    options = {"shard": _PossiblyEmpty(last - first, last > first)}
+                column = index % len(totals)
+                totals[column] = sums.add(totals[column], micro_batch, rows, **options)
+        return sums.gradient(functools.reduce(sums.joined, totals), rows)
 
 
-def _stage(devices: tuple[str, ...], part: Part, slots: dict[str, int]) -> Stage:
-    variables = _variables(part)
-    elements = sum(int(variable.shape.num_elements()) for variable in variables)
-    names = tuple(layer.name for layer in part.layers)
-    return Stage(devices, names, elements, sum(map(bytes_of, variables)), slots.get(devices[0], 0))
+class _PossiblyEmpty(Shard):
+    """A micro-batch that is empty if the batch has fewer rows than micro-batches.
+
+    It then repeats a row of another micro-batch, with weight 0, and its gradient is finite if the other's is.
+    """
+
+    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """The gradients, unchanged: their weight is 0 if the row is repeated."""
+        return list(gradients)
+
+
+def _static_rows(data: Any) -> int | None:
+    return next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]

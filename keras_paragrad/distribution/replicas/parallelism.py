@@ -1,4 +1,4 @@
-"""`DataParallel`: replicas of the model, each of which takes a shard of a batch, on one machine or several."""
+"""`DataParallel`: replicas of the model divide each batch, on one machine or several."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ _BETWEEN_WORKERS = {
 
 
 class DataParallel(Parallelism):
-    """One replica or several, and what options mean if they mean nothing else."""
+    """One replica or several; the default."""
 
     precedence = 100
 
@@ -52,8 +52,8 @@ class DataParallel(Parallelism):
             )
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
-        decided = decide_strategy(hardware, options)
-        return Decisions([decided], launched=decided.value == "multi_worker")
+        strategy = decide_strategy(hardware, options)
+        return Decisions([strategy], launched=strategy.value == "multi_worker")
 
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:
         if options.given is not None:
@@ -64,8 +64,8 @@ class DataParallel(Parallelism):
         options, jit = run.options, run.options.jit
         if jit == "auto":
             # Keras disables XLA under every strategy, unless it is requested explicitly.
-            planned = run.strategies.models.num_replicas_in_sync > 1 and leaves_xla_open(model)
-            jit = run.plan.jit.value != "none" if planned else None
+            unset = run.strategies.models.num_replicas_in_sync > 1 and leaves_xla_open(model)
+            jit = run.plan.jit.value != "none" if unset else None
         return ReplicaPreparation.of(model, options.exact, options.weighting, jit, options.shard_policy)
 
 

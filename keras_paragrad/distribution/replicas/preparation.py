@@ -1,4 +1,4 @@
-"""The exact data-parallel step: makes `fit` on replicas take the step of one device."""
+"""The exact data-parallel step: `fit` on replicas takes the step of one device."""
 
 import functools
 import inspect
@@ -29,21 +29,21 @@ _log = logging.getLogger("keras_paragrad")
 class ReplicaPreparation(Preparation):
     """A model whose `fit`, `evaluate` and `predict` on replicas give the results of one device on whole batches.
 
-    Each replica's shard is weighted by its loss normalizer, so uneven and weighted shards are exact; gradients are
+    Each replica batch is weighted by its loss normalizer, so uneven and weighted ones are exact; gradients are
     all-reduced before they are clipped; if any replica overflows under a `LossScaleOptimizer`, all skip the update;
-    metrics cover all examples; with `jit_compile=True` each replica's forward and backward pass is compiled by XLA.
+    metrics cover all examples; with `jit_compile=True` XLA compiles each replica's forward and backward pass.
 
     Args:
         model: A compiled model, built with or without a strategy's scope.
         exact: Whether gradients are weighted and all-reduced before they are clipped.
-        weighting: The weight of a shard: `"auto"`, or for a custom `compute_loss` `"examples"`, `"sample_weight"`,
-            `"mask"` or `"sum"`. See `AccumulatingOptimizer`.
-        jit: Whether to compile with XLA; if `None`, as the model was compiled.
-        shard_policy: How several workers share data that is passed to `fit` and `evaluate` unsharded.
+        weighting: The weight of a replica batch: `"auto"`, or for a custom `compute_loss` `"examples"`,
+            `"sample_weight"`, `"mask"` or `"sum"`. See `AccumulatingOptimizer`.
+        jit: Whether to compile with XLA; `None` follows the model's `compile`.
+        shard_policy: How several workers share data that isn't a `DistributedData`.
 
     Raises:
         ValueError: There are several replicas, and the model has a custom `train_step` or loss, so the weight of a
-            shard is unknown. The message says what to write. On one replica, this is logged.
+            replica batch is unknown. The message says what to write. On one replica, this is logged.
     """
 
     changes_in_place = True
@@ -67,25 +67,21 @@ class ReplicaPreparation(Preparation):
             check_no_row_states(
                 model, f"each of {replicas} replicas gets", 'train on one device: DistributedFit("none")'
             )
-        measure = self._measure(weighting) if exact else None
-        deferred_refusal = (
-            DeferredRefusal(measure, "is trained on one replica. Two") if measure and replicas == 1 else None
-        )
-        if deferred_refusal:
+        normalize = self._normalization(weighting) if exact else None
+        deferred_refusal = None
+        if normalize and replicas == 1:
+            deferred_refusal = DeferredRefusal(normalize, "is trained on one replica. Two")
             deferred_refusal.check(model)
-        elif measure:
-            measure.check(model)
+        elif normalize:
+            normalize.check(model)
             self._warn_of_batch_statistics()
         if jit is not None:
             self.set_jit_compile(jit)
-        by_xla = replicas > 1 and bool(model.jit_compile) and not self._reduces_in_the_forward_pass()
+        by_xla = replicas > 1 and bool(model.jit_compile) and not self._all_reduces_in_forward_pass()
         several = place_of(model.distribute_strategy).workers > 1
         compared = ComparedFit.of(model, shard_policy) if several else None
-        spread_over_replicas(
-            model,
-            Take(None if deferred_refusal else measure, by_xla, deferred_refusal),
-            compared.sharded if compared else None,
-        )
+        take = Take(None if deferred_refusal else normalize, by_xla, deferred_refusal)
+        spread_over_replicas(model, take, compared.sharded if compared else None)
         if compared:
             evaluate = functools.partial(_with_barrier, type(model).evaluate, model)
             predict = functools.partial(_with_barrier, _predict_in_order, model)
@@ -94,27 +90,28 @@ class ReplicaPreparation(Preparation):
     def stop(self) -> None:
         uninstall(self.model)
 
-    def _measure(self, weighting: str) -> LossNormalization:
+    def _normalization(self, weighting: str) -> LossNormalization:
         accumulator = accumulating(self.model.optimizer)
         stated = accumulator.weighting if accumulator else "auto"
-        # Even if micro-batches are weighted uniformly, replicas have uneven shards of them.
+        # Even if micro-batches are weighted uniformly, their replica batches may be uneven.
         return LossNormalization(weighting if stated in ("auto", "uniform") else stated, "DistributedFit")
 
     def _warn_of_batch_statistics(self) -> None:
         names = [layer.name for layer in self._batch_normalizations() if not layer.synchronized]
         if names:
             warnings.warn(
-                f"{', '.join(names)} normalize each replica's shard by its own statistics, so training differs from "
-                "that on the whole batch. Write BatchNormalization(synchronized=True), or set trainable=False.",
+                f"{', '.join(names)} normalize each replica's part of a batch by its own statistics, so training "
+                "differs from that on the whole batch. Write BatchNormalization(synchronized=True), or set "
+                "trainable=False.",
                 stacklevel=4,
             )
 
-    def _reduces_in_the_forward_pass(self) -> bool:
+    def _all_reduces_in_forward_pass(self) -> bool:
         names = [layer.name for layer in self._batch_normalizations() if layer.synchronized]
         if names:
             _log.warning(
                 "%s: statistics are all-reduced in the forward pass, which XLA can't compile, so this model is trained "
-                "without it.",
+                "without XLA.",
                 ", ".join(names),
             )
         return bool(names)
@@ -131,30 +128,30 @@ def _with_barrier(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _predict_in_order(
-    model: Any,
+    model: keras.Model,
     x: Any,
     batch_size: int | None = None,
     verbose: Any = "auto",
     steps: int | None = None,
     callbacks: Any = None,
 ) -> Any:
-    """`predict` on several workers, with rows in order: TensorFlow's own sharding interleaves them."""
+    """`predict` on several workers, with rows in order: TensorFlow's sharding interleaves them."""
     strategy = model.distribute_strategy
     if isinstance(x, DistributedData) or not has_own_predict(model):
         if not isinstance(x, DistributedData):
             x = distributed_dataset(strategy, x, batch_size=batch_size, steps_per_epoch=steps)
         return type(model).predict(model, x, verbose=verbose, steps=steps, callbacks=callbacks)
-    # An overridden `predict` makes its own dataset, which is then sharded.
-    given = {"batch_size": batch_size, "verbose": verbose, "steps": steps, "callbacks": callbacks}
-    usual = inspect.signature(keras.Model.predict).parameters
-    own = {name: value for name, value in given.items() if value is not usual[name].default}
+    # An overridden `predict` makes its own dataset, which is then sharded; it need not accept all arguments of Keras's.
+    arguments = {"batch_size": batch_size, "verbose": verbose, "steps": steps, "callbacks": callbacks}
+    defaults = inspect.signature(keras.Model.predict).parameters
+    arguments = {name: value for name, value in arguments.items() if value is not defaults[name].default}
     model.make_predict_function()
     with distributing_by(model, lambda data: distributed_dataset(strategy, data, steps_per_epoch=steps)):
-        return type(model).predict(model, x, **own)
+        return type(model).predict(model, x, **arguments)
 
 
 def _check_shards(model: Any) -> None:
-    """Refuses what would read or update shards as if they were whole."""
+    """Refuses a model that would read or update shards as whole variables."""
     if not may_be_in_shards(model):
         return
     if has_own_train_step(model):
@@ -170,9 +167,9 @@ def _check_shards(model: Any) -> None:
             "TensorFlow can't scatter them. Remove that argument, and compile with AccumulatingOptimizer(optimizer, "
             f"steps={accumulation_steps(optimizer)})."
         )
-    if own := overridden_method(optimizer):
+    if method := overridden_method(optimizer):
         raise ValueError(
-            f"{own} is an optimizer's own, and would be given shards in place of whole gradients and weights. Move "
-            "what it does into update_step, as keras.optimizers.Optimizer documents it, which is given whole ones; or "
-            "write DistributedFit(..., shard=None)."
+            f"{method} overrides Keras's, and would get shards in place of whole gradients and weights. Move its code "
+            "into update_step, as keras.optimizers.Optimizer documents it, which gets whole ones; or write "
+            "DistributedFit(..., shard=None)."
         )

@@ -1,16 +1,20 @@
-"""Dispatches steps to workers: a limited number at a time, with clear errors if one fails."""
+"""Dispatches steps to workers: a limited number at a time, with clear errors if one fails; also those of `predict`."""
 
 import contextlib
 import re
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn
 
 import tensorflow as tf
 
-STEPS_FOR_EACH_WORKER = 2
-# The prefix that TensorFlow adds to a message for each function it passes through.
+from keras_paragrad.compat.data import OwnAdapter
+from keras_paragrad.distribution.data import DistributedData
+
+STEPS_PER_WORKER = 2
+# The prefix that TensorFlow adds to an error message for each function that the error passes through.
 _NODE = re.compile(r"\(\d+\) [A-Z_]+: |\{\{\w+ [^}]*\}\}")
 
 
@@ -27,7 +31,7 @@ class Dispatcher:
         self, coordinator: tf.distribute.coordinator.ClusterCoordinator, workers: int, in_flight: int | None = None
     ):
         self._coordinator = coordinator
-        self.in_flight = in_flight or STEPS_FOR_EACH_WORKER * workers
+        self.in_flight = in_flight or STEPS_PER_WORKER * workers
         self._free = threading.BoundedSemaphore(self.in_flight)
         self._receivers = ThreadPoolExecutor(self.in_flight, thread_name_prefix="keras_paragrad-receiver")
         self._pending: set[Future] = set()
@@ -70,24 +74,24 @@ class Dispatcher:
         wait(self._pending)
         self._raise_failed()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Waits until all steps have completed or failed, and raises nothing."""
         wait(self._pending)
         self._pending.clear()
 
     def _receive(self, remote: Any, arrived: Callable[[Any], Any]) -> Any:
         try:
-            return arrived(self._fetched(remote))
+            return arrived(self._fetch(remote))
         except tf.errors.OpError as error:
-            raise RuntimeError(_in_words(error)) from error
+            raise RuntimeError(_explain(error)) from error
         finally:
             self._free.release()
 
-    def _fetched(self, remote: Any) -> Any:
+    def _fetch(self, remote: Any) -> Any:
         with contextlib.suppress(tf.errors.OpError):
             return remote.fetch()
-        # A worker may have died holding the result. Then the step is queued again for another worker; if the step
-        # itself has failed, this raises its error.
+        # If a worker died with the result, the step is queued again for another worker. If the step itself failed, this
+        # raises its error.
         self._coordinator.join()
         return remote.fetch()
 
@@ -99,32 +103,76 @@ class Dispatcher:
             self._fail()
 
     def _fail(self, first: Exception | None = None) -> NoReturn:
+        """Raises the error that caused the others."""
         wait(self._pending)
-        found = [first, self._left_at_coordinator(), *(future.exception() for future in self._pending)]
+        errors = [first, *(future.exception() for future in self._pending)]
         self._pending.clear()
-        # When a step fails, those of other workers are cancelled, which may be reported first.
-        errors = [each for each in found if isinstance(each, Exception)]
-        error = min(errors, key=lambda each: isinstance(each.__cause__ or each, tf.errors.CancelledError))
-        if isinstance(error, tf.errors.OpError):
-            raise RuntimeError(_in_words(error)) from error
-        raise error
-
-    def _left_at_coordinator(self) -> Exception | None:
-        """A pending error of the coordinator, which would otherwise be raised by the next step."""
         try:
+            # Otherwise the next step would raise an error that is pending here.
             self._coordinator.join()
         except Exception as error:
-            return error
-        return None
+            errors.insert(1, error)
+        # When a step fails, those of other workers are cancelled, which may be reported first.
+        causes = [error for error in errors if isinstance(error, Exception)]
+        error = min(causes, key=lambda each: isinstance(each.__cause__ or each, tf.errors.CancelledError))
+        if isinstance(error, tf.errors.OpError):
+            raise RuntimeError(_explain(error)) from error
+        raise error
 
 
-def _in_words(error: tf.errors.OpError) -> str:
+class PredictionAdapter(OwnAdapter):
+    """Data for Keras's `predict`: workers predict on later batches while it waits for the result of one.
+
+    Args:
+        data: The batches.
+        send: Sends a batch to a worker for prediction.
+        ahead: How many batches may be in flight.
+    """
+
+    def __init__(self, data: DistributedData, send: Callable[[Any], Future], ahead: int):
+        self._data = data
+        self._futures = _Futures(data, send, ahead)
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._data.num_batches
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._data.batch_size
+
+    def get_tf_dataset(self) -> tf.distribute.DistributedDataset:
+        """The dataset for Keras's trainer, which uses a `DistributedDataset` as is."""
+        return self._futures
+
+
+class _Futures(tf.distribute.DistributedDataset):
+    """The futures of batches sent ahead, in order."""
+
+    def __init__(self, data: DistributedData, send: Callable[[Any], Future], ahead: int):
+        self._data, self._send, self._ahead = data, send, ahead
+
+    def __iter__(self) -> Iterator[Future]:
+        sent: deque[Future] = deque()
+        for batch in self._data:
+            sent.append(self._send(batch))
+            if len(sent) == self._ahead:
+                yield sent.popleft()
+        yield from sent
+
+    @property
+    def element_spec(self) -> Any:
+        """The type spec of a batch."""
+        return self._data.element_spec
+
+
+def _explain(error: tf.errors.OpError) -> str:
     message = str(error.message)
     lines = [_NODE.sub("", line).strip() for line in message.splitlines() if "root error(s) found" not in line]
-    said = next((line for line in lines if line), "")[:500]
+    reason = next((line for line in lines if line), "")[:500]
     if "/job:ps" in message and isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError)):
         return (
             "A parameter server was lost, and with it the weights that it held. Restart the whole cluster, and resume "
-            f"from a backup. TensorFlow says: {said}"
+            f"from a backup. TensorFlow says: {reason}"
         )
-    return f"A step failed on its worker, and the steps after it were cancelled. {type(error).__name__}: {said}"
+    return f"A step failed on its worker, and the steps after it were cancelled. {type(error).__name__}: {reason}"

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from keras_paragrad.distribution.decisions.communication import no_communication
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
-from keras_paragrad.distribution.decisions.devices import found_here, requested_devices
-from keras_paragrad.distribution.decisions.strategy import LAUNCH, found_in_words
+from keras_paragrad.distribution.decisions.devices import devices_in_words, requested_devices
+from keras_paragrad.distribution.decisions.strategy import LAUNCH, hardware_in_words
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Decisions, Options, refuse_devices
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Strategies
@@ -21,16 +21,16 @@ _NAME = "parameter_server"
 
 
 class ParameterServers(Parallelism):
-    """A chief that reads the data, workers that take steps, and servers that hold the weights."""
+    """A chief reads the data, workers take steps, and servers hold the weights."""
 
     precedence = 30
 
     @classmethod
     def asked(cls, options: Options, hardware: Hardware | None) -> "ParameterServers | None":
         cluster = hardware.cluster if hardware else None
-        serves = cluster is not None and cluster.jobs.get("ps") and cluster.job != "evaluator"
+        has_servers = cluster is not None and cluster.jobs.get("ps") and cluster.job != "evaluator"
         named = options.strategy == _NAME or isinstance(options.given, tf.distribute.ParameterServerStrategy)
-        return cls() if named or (options.strategy == "auto" and serves) else None
+        return cls() if named or (options.strategy == "auto" and has_servers) else None
 
     @classmethod
     def check_options(cls, options: Options) -> None:
@@ -38,7 +38,7 @@ class ParameterServers(Parallelism):
             refuse_devices(options)
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
-        made = [] if options.given is not None else _decide_places(hardware, options)
+        decisions = [] if options.given is not None else _decide_places(hardware, options)
         if options.jit is True:
             raise ValueError(
                 "jit=True, but XLA can't compile a step whose variables are on parameter servers. Leave jit out."
@@ -50,21 +50,22 @@ class ParameterServers(Parallelism):
                 '"ps".'
             )
         reads = "the chief reads the data, and sends each batch to a free worker"
-        made += [
+        decisions += [
             _decision("jit", "none", "variables are in other processes", "XLA needs them on its device"),
             Decision("shard_policy", "data", reads, "no worker waits for another", NO_CHOICE),
             _decision("exact", False, "requested", "parameter servers are asynchronous"),
         ]
-        return Decisions(made, launched=True)
+        return Decisions(decisions, launched=True)
 
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:
+        strategy, cluster = options.given, hardware.cluster
+        if strategy is None:
+            assert cluster is not None
+            serve_if_asked(cluster)
+            strategy = make_parameter_server_strategy(cluster)
         # The chief reads all data and does not shard it.
-        alone, cluster = super().strategy(plan, hardware, options), hardware.cluster
-        if options.given is not None:
-            return Strategies(options.given, alone.workers, alone.readers)
-        assert cluster is not None
-        serve_if_asked(cluster)
-        return Strategies(make_parameter_server_strategy(cluster), alone.workers, alone.readers)
+        default = tf.distribute.get_strategy()
+        return Strategies(strategy, default, default)
 
     def check_own_fit(self, model: Any) -> None:
         raise ValueError(
@@ -77,7 +78,7 @@ class ParameterServers(Parallelism):
 
     def estimate(self, model: keras.Model, run: PlannedRun, batch_size: int, length: int | None) -> NoReturn:
         raise ValueError(
-            "With parameter servers the weights are on the servers, and each worker takes batches of its own. "
+            "With parameter servers the weights are on the servers, and each worker takes other batches. "
             "Estimate a worker's step without a strategy: DistributedFit('none').estimate(model, batch_size)."
         )
 
@@ -87,7 +88,7 @@ def _decision(name: str, value: Any, reason: str, evidence: str) -> Decision:
 
 
 def _decide_places(hardware: Hardware, options: Options) -> list[Decision]:
-    """Where the steps are taken; a strategy that was passed says so itself."""
+    """The decisions that a strategy passed by the user has already made."""
     cluster = hardware.cluster
     missing = [job for job in JOBS if not (cluster and cluster.jobs.get(job))]
     if missing:
@@ -99,15 +100,14 @@ def _decide_places(hardware: Hardware, options: Options) -> list[Decision]:
     reason = "requested" if named else "the cluster has parameter servers"
     override = 'strategy="auto"' if named else 'strategy="none", to ignore the cluster'
     if options.devices is None:
-        devices = _decision("devices", (), "each worker computes on its own", found_here(hardware))
+        devices = _decision("devices", (), "each worker computes by itself", devices_in_words(hardware))
     else:
         devices = requested_devices(tuple(options.devices), hardware)
-    waits = "workers take steps independently; none waits for another"
     push = "workers push gradients to the parameter servers"
     return [
-        Decision("strategy", _NAME, reason, found_in_words(hardware), override),
+        Decision("strategy", _NAME, reason, hardware_in_words(hardware), override),
         devices,
-        _decision("replicas", 1, waits, f"{hardware.worker_count - 1} workers"),
+        _decision("replicas", 1, "workers take steps independently", f"{hardware.worker_count - 1} workers"),
         no_communication(hardware, options, _NAME, devices.value, push),
     ]
 

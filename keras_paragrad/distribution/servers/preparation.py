@@ -1,4 +1,4 @@
-"""Makes a model's `fit`, `evaluate` and `predict` run steps on workers, with its weights on parameter servers."""
+"""`fit`, `evaluate` and `predict` whose steps run on workers, with the weights on parameter servers."""
 
 import contextlib
 import inspect
@@ -13,8 +13,7 @@ from keras_paragrad.compat.capabilities import accumulating, accumulation_steps,
 from keras_paragrad.compat.data import split_for_validation
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs, distributed_dataset
 from keras_paragrad.distribution.preparation import Preparation
-from keras_paragrad.distribution.servers.ahead import PredictedAhead
-from keras_paragrad.distribution.servers.dispatch import Dispatcher
+from keras_paragrad.distribution.servers.dispatch import Dispatcher, PredictionAdapter
 from keras_paragrad.engine.servers.model import ParameterServerModel
 from keras_paragrad.engine.step.builder import StepBuilder
 
@@ -56,7 +55,7 @@ def prepare_for_servers(
 
 
 class ServerPreparation(Preparation):
-    """What `prepare_for_servers` returns.
+    """A model prepared by `prepare_for_servers`.
 
     Attributes:
         model: The model.
@@ -74,77 +73,77 @@ class ServerPreparation(Preparation):
 
     def renew(self) -> None:
         coordinator, in_flight = self.settings
-        check_model(self.model)
+        check_server_model(self.model)
         in_flight = check_integer("in_flight", in_flight, example=4, optional=True)
         coordinator = coordinator or tf.distribute.coordinator.ClusterCoordinator(self.model.distribute_strategy)
         self._dispatcher = Dispatcher(coordinator, count_workers(), in_flight)
-        self._served = ParameterServerModel(self.model, self._dispatcher, lambda: check_model(self.model))
+        self._served = ParameterServerModel(self.model, self._dispatcher, lambda: check_server_model(self.model))
         self.replace(fit=self._fit, evaluate=self._evaluate, predict=self._predict)
 
     def stop(self) -> None:
         self._served.undo()
 
     def _fit(self, *arguments: Any, **keywords: Any) -> keras.callbacks.History:
-        check_model(self.model)
-        given = self._given("fit", arguments, keywords)
-        if given["validation_split"] and given["validation_data"] is None:
-            rows, given["validation_data"] = split_for_validation(
-                given["x"], given["y"], given["sample_weight"], given["validation_split"]
+        check_server_model(self.model)
+        bound = self._bind("fit", arguments, keywords)
+        if bound["validation_split"] and bound["validation_data"] is None:
+            rows, bound["validation_data"] = split_for_validation(
+                bound["x"], bound["y"], bound["sample_weight"], bound["validation_split"]
             )
-            given.update(zip(("x", "y", "sample_weight"), rows, strict=True), validation_split=0.0)
-        before = self._read(given, "batch_size", "shuffle", "class_weight", "steps_per_epoch")
-        if given["validation_data"] is not None:
-            given["validation_data"] = self._validation(given)
-        if not isinstance(given["callbacks"], keras.callbacks.CallbackList):
-            given["callbacks"] = [*before, *(given["callbacks"] or []), _Check()]
-        with self._sending():
-            return type(self.model).fit(self.model, **given)
+            bound.update(zip(("x", "y", "sample_weight"), rows, strict=True), validation_split=0.0)
+        callbacks = self._read_on_chief(bound, "batch_size", "shuffle", "class_weight", "steps_per_epoch")
+        if bound["validation_data"] is not None:
+            bound["validation_data"] = self._read_validation(bound)
+        if not isinstance(bound["callbacks"], keras.callbacks.CallbackList):
+            bound["callbacks"] = [*callbacks, *(bound["callbacks"] or []), _CheckModel()]
+        with self._dispatching():
+            return type(self.model).fit(self.model, **bound)
 
     def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        given = self._given("evaluate", arguments, keywords)
-        extra = given.pop("kwargs", {})
+        bound = self._bind("evaluate", arguments, keywords)
+        extra = bound.pop("kwargs", {})
         if not extra:
-            self._read(given, "batch_size", steps_per_epoch="steps")
-        with self._sending():
-            return type(self.model).evaluate(self.model, **given, **extra)
+            self._read_on_chief(bound, "batch_size", steps_per_epoch="steps")
+        with self._dispatching():
+            return type(self.model).evaluate(self.model, **bound, **extra)
 
     def _predict(self, *arguments: Any, **keywords: Any) -> Any:
-        given = self._given("predict", arguments, keywords)
-        self._read(given, "batch_size", steps_per_epoch="steps")
-        self._build(given["x"])
-        given["x"] = PredictedAhead(given["x"], self._served.predict_soon, self._dispatcher.in_flight)
-        with self._sending():
-            return type(self.model).predict(self.model, **given)
+        bound = self._bind("predict", arguments, keywords)
+        self._read_on_chief(bound, "batch_size", steps_per_epoch="steps")
+        self._build(bound["x"])
+        bound["x"] = PredictionAdapter(bound["x"], self._served.predict_soon, self._dispatcher.in_flight)
+        with self._dispatching():
+            return type(self.model).predict(self.model, **bound)
 
-    def _given(self, method: str, arguments: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a method of the model, by name."""
+    def _bind(self, method: str, arguments: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call of a model's method, by name, including defaults."""
         bound = inspect.signature(getattr(type(self.model), method)).bind(self.model, *arguments, **keywords)
         bound.apply_defaults()
         return dict(list(bound.arguments.items())[1:])
 
-    def _read(self, given: dict[str, Any], *names: str, **renamed: str) -> list[keras.callbacks.Callback]:
+    def _read_on_chief(self, bound: dict[str, Any], *names: str, **renamed: str) -> list[keras.callbacks.Callback]:
         """Replaces the data arguments with data read by the chief; returns the callbacks that it needs."""
-        if isinstance(given["x"], DistributedData):
+        if isinstance(bound["x"], DistributedData):
             return []
-        options = {name: given[name] for name in names} | {name: given[other] for name, other in renamed.items()}
+        options = {name: bound[name] for name in names} | {name: bound[other] for name, other in renamed.items()}
         data = distributed_dataset(
-            tf.distribute.get_strategy(), given["x"], given.get("y"), given.get("sample_weight"), **options
+            tf.distribute.get_strategy(), bound["x"], bound.get("y"), bound.get("sample_weight"), **options
         )
-        given["x"] = data
-        given.update({name: None for name in ("y", "sample_weight", "class_weight", "batch_size") if name in given})
+        bound["x"] = data
+        bound.update({name: None for name in ("y", "sample_weight", "class_weight", "batch_size") if name in bound})
         return [FollowEpochs(data)]
 
-    def _validation(self, given: dict[str, Any]) -> DistributedData:
-        if isinstance(given["validation_data"], DistributedData):
-            return given["validation_data"]
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(given["validation_data"])
+    def _read_validation(self, bound: dict[str, Any]) -> DistributedData:
+        if isinstance(bound["validation_data"], DistributedData):
+            return bound["validation_data"]
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(bound["validation_data"])
         return distributed_dataset(
             tf.distribute.get_strategy(),
             x,
             y,
             sample_weight,
-            batch_size=given["validation_batch_size"] or given["batch_size"],
-            steps_per_epoch=given["validation_steps"],
+            batch_size=bound["validation_batch_size"] or bound["batch_size"],
+            steps_per_epoch=bound["validation_steps"],
         )
 
     def _build(self, data: DistributedData) -> None:
@@ -155,31 +154,31 @@ class ServerPreparation(Preparation):
             self.model(keras.tree.map_structure(lambda spec: keras.KerasTensor((None, *spec.shape[1:]), spec.dtype), x))
 
     @contextlib.contextmanager
-    def _sending(self) -> Iterator[None]:
+    def _dispatching(self) -> Iterator[None]:
         self._served.install()
         self._served.waits = False
         try:
             yield
             self._dispatcher.join()
         finally:
-            self._dispatcher.settle()
+            self._dispatcher.drain()
             self._served.waits = True
 
 
-class _Check(keras.callbacks.Callback):
+class _CheckModel(keras.callbacks.Callback):
     """Refuses changes that preceding callbacks made to the training step."""
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        check_model(self.model)
+        check_server_model(self.model)
 
 
 def count_workers() -> int:
-    """Number of workers that this process, a chief, is connected to."""
+    """The number of workers that this chief is connected to."""
     devices = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
     return len({device.task for device in devices if device.job == "worker"})
 
 
-def check_model(model: Any) -> None:
+def check_server_model(model: Any) -> None:
     """Refuses a model that can't be trained with parameter servers."""
     strategy = model.distribute_strategy
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
@@ -211,9 +210,9 @@ def check_model(model: Any) -> None:
 def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     accumulator = accumulating(optimizer)
     if accumulator or accumulation_steps(optimizer) > 1:
-        found = type(accumulator).__name__ if accumulator else "gradient_accumulation_steps"
+        cause = type(accumulator).__name__ if accumulator else "gradient_accumulation_steps"
         raise ValueError(
-            f"The optimizer accumulates gradients ({found}), but workers step concurrently, and would mix up their "
+            f"The optimizer accumulates gradients ({cause}), but workers step concurrently, and would mix up their "
             "windows. Compile with an optimizer that does not accumulate, and pass fit a larger batch_size."
         )
     if any(part.use_ema and part.ema_overwrite_frequency for part in parts(optimizer)):

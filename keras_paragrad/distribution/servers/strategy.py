@@ -1,11 +1,11 @@
-"""A cluster with parameter servers: the chief's strategy, the processes that serve it, and all of them in one."""
+"""A cluster with parameter servers: the chief's strategy, its servers, and a whole cluster within one process."""
 
 import logging
 import os
 import signal
 import sys
 import threading
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import tensorflow as tf
 
@@ -16,9 +16,8 @@ from keras_paragrad.distribution.launch.tasks import HOST, free_ports
 _log = logging.getLogger("keras_paragrad")
 JOBS = ("chief", "worker", "ps")
 # In-process servers live as long as the process; they must not be garbage-collected.
-_RUNNING: list[Any] = []
-
-# Each is a server with its own threads.
+_RUNNING: list[tf.distribute.Server] = []
+# Each in-process server has threads.
 _MOST = 64
 
 
@@ -42,7 +41,7 @@ def make_parameter_server_strategy(cluster: Cluster) -> tf.distribute.ParameterS
             "serve(cluster)."
         )
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        spec_of(cluster), task_type="chief", task_id=0, rpc_layer="grpc"
+        _spec(cluster), task_type="chief", task_id=0, rpc_layer="grpc"
     )
     return tf.distribute.ParameterServerStrategy(resolver)
 
@@ -78,7 +77,7 @@ def in_process_cluster(workers: int = 2, servers: int = 1) -> Cluster:
     cluster = Cluster(jobs, "chief", 0, "in_process_cluster()")
     for job in ("worker", "ps"):
         for index in range(len(jobs[job])):
-            _RUNNING.append(start_server(Cluster(jobs, job, index, cluster.source)))
+            _RUNNING.append(_start_server(Cluster(jobs, job, index, cluster.source)))
     return cluster
 
 
@@ -94,13 +93,13 @@ def serve(cluster: Cluster) -> NoReturn:
     """
     if cluster.job not in ("worker", "ps"):
         raise ValueError(f"This process is {cluster.job} {cluster.index}. Only workers and parameter servers serve.")
-    told = threading.Event()
+    terminated = threading.Event()
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: told.set())
-    server = start_server(cluster)
+        signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+    server = _start_server(cluster)
     _log.info("%s %d serves at %s", cluster.job, cluster.index, server.target)
-    # Not the server's own join(), during which Python would never handle the signal.
-    told.wait()
+    # Not server.join(), during which Python never handles signals.
+    terminated.wait()
     sys.exit(0)
 
 
@@ -114,7 +113,7 @@ def serve_if_asked(cluster: Cluster | None) -> None:
         serve(cluster)
 
 
-def start_server(cluster: Cluster) -> tf.distribute.Server:
+def _start_server(cluster: Cluster) -> tf.distribute.Server:
     """Starts TensorFlow's server for a worker or parameter server."""
     config = tf.compat.v1.ConfigProto()
     workers = len(cluster.jobs["worker"])
@@ -122,10 +121,10 @@ def start_server(cluster: Cluster) -> tf.distribute.Server:
         # Servers wait for each other: https://www.tensorflow.org/tutorials/distribute/parameter_server_training
         config.inter_op_parallelism_threads = workers + 1
     return tf.distribute.Server(
-        spec_of(cluster), job_name=cluster.job, task_index=cluster.index, config=config, protocol="grpc"
+        _spec(cluster), job_name=cluster.job, task_index=cluster.index, config=config, protocol="grpc"
     )
 
 
-def spec_of(cluster: Cluster) -> tf.train.ClusterSpec:
+def _spec(cluster: Cluster) -> tf.train.ClusterSpec:
     """The cluster without its evaluator, which TensorFlow's strategy does not support."""
     return tf.train.ClusterSpec({job: list(cluster.jobs[job]) for job in JOBS})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from keras_paragrad.distribution.gains import faster_policy, gains_from_xla
+from keras_paragrad.distribution.decisions.computation import faster_policy, gains_from_xla
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.profiling.analysis.events import Trace
 from keras_paragrad.profiling.analysis.operations import Operation, slowest_of_the_pipeline, stages_of_the_pipeline
