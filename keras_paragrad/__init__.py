@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from keras_paragrad.per_example.noise_scale import GradientNoiseScale
     from keras_paragrad.privacy.adaptive import AdaptiveClip
     from keras_paragrad.privacy.batch_norm import fix_batch_norm
-    from keras_paragrad.privacy.private import make_private
+    from keras_paragrad.privacy.private_model import make_private
     from keras_paragrad.profiling.report import write_report
     from keras_paragrad.profiling.schedule import ProfileSchedule
-    from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
-    from keras_paragrad.profiling.throughput.callback import Throughput
+    from keras_paragrad.profiling.telemetry import GradientTelemetry
+    from keras_paragrad.profiling.throughput import Throughput
     from keras_paragrad.profiling.tracer import Profiler
     from keras_paragrad.transforms import transform_gradients
 

@@ -4,8 +4,8 @@ Every constructor, function and command validates its arguments with these befor
 converted to Python's, so that the values can go into a config. Neither Keras nor TensorFlow is imported here, so a
 command can reject bad arguments at once.
 
-All take the argument's `name` and the given `value`. `optional` allows `None`, which is returned as it is. `example` is
-what to write instead, for the message: a value, or code where functions and instances are expected.
+All take the argument's `name` and `value`. `optional` allows `None`, which is returned unchanged. `example` is what to
+write instead, for the message: a value, or code where functions and instances are expected.
 """
 
 import math
@@ -27,10 +27,10 @@ _short.maxlevel = 3
 
 
 def shown(value: Any) -> str:
-    """A value as an error message shows it: on one line, of at most 200 characters, whatever its `__repr__` does."""
+    """A value as an error message shows it: on one line, of at most 200 characters."""
     try:
         text = " ".join(_short.repr(value).split())
-    except Exception:  # a user's __repr__ failed, or an integer has more digits than Python prints
+    except ValueError:  # an integer has more digits than Python prints
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 200 else f"{text[:197]}..."
 
@@ -77,12 +77,12 @@ def check_integer(
     choice = _chosen(value, also)
     if choice is not _NO_CHOICE:
         return choice
-    found = _integer(value)
-    if found is None or not least <= found <= most:
-        bounds = f"from {least} to {most}" if most < LARGEST or (found or 0) > most else f"of at least {least}"
+    integer = _integer(value)
+    if integer is None or not least <= integer <= most:
+        bounds = f"from {least} to {most}" if most < LARGEST or (integer or 0) > most else f"of at least {least}"
         expected = ", ".join([*map(repr, also), f"an integer {bounds}"])
         raise refusal(name, value, _or_none(expected, optional), _text(example))
-    return found
+    return integer
 
 
 def check_number(
@@ -114,25 +114,25 @@ def check_number(
     """
     if value is None and optional:
         return None
-    found = _number(value)
-    inside = (
-        found is not None
-        and (math.isfinite(found) or not finite)
+    number = _number(value)
+    is_valid = (
+        number is not None
+        and (math.isfinite(number) or not finite)
         and not (
-            (least is not None and found < least)
-            or (above is not None and found <= above)
-            or (most is not None and found > most)
-            or (below is not None and found >= below)
+            (least is not None and number < least)
+            or (above is not None and number <= above)
+            or (most is not None and number > most)
+            or (below is not None and number >= below)
         )
     )
-    if not inside:
+    if not is_valid:
         words = {"of at least": least, "above": above, "of at most": most, "below": below}
         bounds = " and ".join(f"{word} {bound:.12g}" for word, bound in words.items() if bound is not None)
         if least is not None and most is not None:
             bounds = f"from {least:.12g} to {most:.12g}"
         expected = f"a finite number {bounds}".strip() if finite else f"a number {bounds}".strip()
         raise refusal(name, value, _or_none(expected, optional), _text(example))
-    return found
+    return number
 
 
 def check_flag(name: str, value: Any, *, optional: bool = False) -> Any:
@@ -161,9 +161,9 @@ def check_text(name: str, value: Any, *, example: str | None = None, optional: b
     if value is None and optional:
         return None
     plain = _plain(value)
-    if not isinstance(plain, str) or not str.strip(plain):
+    if not isinstance(plain, str) or not plain.strip():
         raise refusal(name, value, _or_none("a non-empty string", optional), _text(example))
-    return str.__str__(plain)
+    return str(plain)
 
 
 def check_path(
@@ -183,23 +183,23 @@ def check_path(
     """
     if value is None and optional:
         return None
-    what = _or_none("a directory" if directory else "a path", optional)
+    expected = _or_none("a directory" if directory else "a path", optional)
     try:
         text = os.fspath(value)  # pyright: ignore
         raw = os.fsencode(text)
-    except Exception:  # a user's __fspath__ failed, or no file system allows these characters
-        raise refusal(name, value, what, _text(example)) from None
+    except (TypeError, ValueError):  # no path, or no file system allows these characters
+        raise refusal(name, value, expected, _text(example)) from None
     if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise refusal(name, value, what, _text(example))
+        raise refusal(name, value, expected, _text(example))
     if len(raw) > _PATH_BYTES or max(map(len, raw.split(b"/"))) > _NAME_BYTES:
-        raise refusal(name, value, f"{what}; this one, of {len(raw)} bytes, is too long", _text(example))
+        raise refusal(name, value, f"{expected}; this one, of {len(raw)} bytes, is too long", _text(example))
     if remote and "://" in text:
         return text
     if "://" in text:
-        raise refusal(name, value, f"{what} on a local or mounted file system", _text(example))
+        raise refusal(name, value, f"{expected} on a local or mounted file system", _text(example))
     path = Path(text)
     if directory and _is_file(path):
-        raise refusal(name, value, f"{what}; this is a file", _text(example))
+        raise refusal(name, value, f"{expected}; this is a file", _text(example))
     return path
 
 
@@ -219,7 +219,7 @@ def check_instance(
 
     Args:
         kinds: The classes.
-        what: What such an instance is called, for the message, such as "a Keras model".
+        what: The name of such an instance in the message, such as "a Keras model".
     """
     if value is None and optional:
         return None
@@ -232,14 +232,14 @@ def check_each(name: str, values: Any, check: Callable[..., Any], what: str, *, 
     """A sequence or set whose items a check accepts, as a tuple of what the check returns; text is no sequence.
 
     Args:
-        check: Called with a name and one item; see this module's others.
-        what: What the items are, for the message, such as "numbers from 0 to 1".
+        check: Called with a name and one item, as the checks of this module are.
+        what: The name of the items in the message, such as "numbers from 0 to 1".
     """
     if isinstance(values, (str, bytes, bytearray, Mapping)):
         raise refusal(name, values, what, example)
     try:
         items = tuple(values) if len(values) <= _MOST_ITEMS else None
-    except Exception:  # it has no length, or a user's __iter__ failed
+    except TypeError:  # it has no length
         items = None
     if items is None:
         raise refusal(name, values, what, example)
@@ -247,18 +247,14 @@ def check_each(name: str, values: Any, check: Callable[..., Any], what: str, *, 
 
 
 def _plain(value: Any) -> Any:
-    """What a scalar of NumPy's, or an array without axes, holds; anything else as it is."""
-    try:
-        return value.item() if value.shape == () and callable(value.item) else value
-    except Exception:  # the attributes are missing, or a user's own raise
-        return value
+    """The value of a NumPy scalar or an array without axes; anything else unchanged."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def _chosen(value: Any, choices: Sequence[Any]) -> Any:
     plain = _plain(value)
     for choice in choices:
-        # A subclass of str may override comparison.
-        if plain is choice or (isinstance(plain, str) and isinstance(choice, str) and str.__eq__(plain, choice)):
+        if plain is choice or (isinstance(plain, str) and plain == choice):
             return choice
     return _NO_CHOICE
 
@@ -269,7 +265,7 @@ def _integer(value: Any) -> int | None:
         return None
     try:
         return operator.index(plain)
-    except Exception:  # not an integer, or a user's __index__ failed
+    except TypeError:
         return None
 
 
@@ -280,12 +276,12 @@ def _number(value: Any) -> int | float | None:
     whole = _integer(plain)
     try:
         # NumPy converts an array of one element to a float, and warns.
-        found = float(plain if whole is None else whole) if getattr(plain, "shape", ()) == () else math.nan
-    except Exception:  # not a number, or too large for a float
+        number = float(plain if whole is None else whole) if getattr(plain, "shape", ()) == () else math.nan
+    except (TypeError, ValueError, OverflowError):  # not a number, or too large for a float
         return None
-    if math.isnan(found):
+    if math.isnan(number):
         return None
-    return found if whole is None else whole
+    return number if whole is None else whole
 
 
 def _is_file(path: Path) -> bool:

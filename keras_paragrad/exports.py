@@ -1,4 +1,4 @@
-"""Public names: imported when they are asked for, and with the parameters that they take."""
+"""Public names: imported on first access, and with the signatures of the functions that they pass options to."""
 
 import functools
 import importlib
@@ -14,7 +14,7 @@ P = ParamSpec("P")
 
 
 def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes the `__getattr__` and `__dir__` of a package, as of PEP 562.
+    """Makes the `__getattr__` and `__dir__` of a package (PEP 562).
 
     Most scripts need a few components only, and importing all of them is slow. Type checkers read the same names under
     `TYPE_CHECKING`.
@@ -40,25 +40,25 @@ def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], An
 
 
 def passing_options_to(function: Callable[..., Any], *, without: Collection[str] = ()) -> Callable[[F], F]:
-    """Decorates a function with `**options`: `help()` and `inspect.signature` show those that another one takes.
+    """Decorates a function with `**options`, for `help()` and `inspect.signature` to show those of another function.
 
     Args:
-        function: What the options are passed on to, a function or a class.
-        without: Its parameters that the decorated function gives itself.
+        function: The function or class that gets the options.
+        without: Its parameters that the decorated function passes itself.
     """
-    taken = inspect.signature(function).parameters.values()
+    inner = inspect.signature(function).parameters.values()
 
     def decorate(decorated: F) -> F:
         signature = inspect.signature(decorated)
-        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        outer = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
         options = [
             each.replace(kind=each.KEYWORD_ONLY)
-            for each in taken
+            for each in inner
             if each.name not in signature.parameters
             and each.name not in without
             and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
         ]
-        vars(decorated)["__signature__"] = signature.replace(parameters=[*own, *options])
+        vars(decorated)["__signature__"] = signature.replace(parameters=[*outer, *options])
         return decorated
 
     return decorate
@@ -67,12 +67,12 @@ def passing_options_to(function: Callable[..., Any], *, without: Collection[str]
 def with_arguments_of(
     source: Callable[P, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Decorates a method that passes its arguments on: it takes, and shows, those of another function or class."""
-    taken = inspect.signature(source).parameters.values()
+    """Decorates a method that passes its arguments on with the signature of another function or class."""
+    parameters = inspect.signature(source).parameters.values()
 
     def decorate(method: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        signature = inspect.Signature([own, *taken])
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        signature = inspect.Signature([first, *parameters])
 
         @functools.wraps(method)
         def call(*arguments: Any, **keywords: Any) -> None:
@@ -89,7 +89,7 @@ def with_arguments_of(
 
 
 def modules_of(package: ModuleType) -> list[ModuleType]:
-    """Imports every module of a package, in alphabetical order: what is added to the folder is found."""
+    """Imports every module of a package, in alphabetical order, so that a new file registers itself."""
     return [
         importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)
     ]

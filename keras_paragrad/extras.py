@@ -31,9 +31,9 @@ def explain_missing(feature: str, packages: Iterable[str], instead: str | None =
     """A sentence that names the missing packages and the command that installs them, quoted for a shell.
 
     Args:
-        feature: What needs them; starts the sentence.
-        packages: The packages; "xprof (to read traces)" says what one is for.
-        instead: What else can be done, such as "write file_format='csv'".
+        feature: The feature that needs them; starts the sentence.
+        packages: The packages, perhaps with a purpose: "xprof (to read traces)".
+        instead: An alternative, such as "write file_format='csv'".
 
     Example:
 
@@ -43,9 +43,9 @@ def explain_missing(feature: str, packages: Iterable[str], instead: str | None =
     """
     *others, last = packages
     extras = ",".join(sorted({EXTRAS[package.partition(" ")[0]] for package in (*others, last)}))
-    which = f"{', '.join(others)} and {last}, which are" if others else f"{last}, which is"
+    names = f"{', '.join(others)} and {last}, which are" if others else f"{last}, which is"
     advice = f", or {instead}" if instead else ""
-    return f"{feature} needs {which} not installed. Run pip install 'keras_paragrad[{extras}]'{advice}."
+    return f"{feature} needs {names} not installed. Run pip install 'keras_paragrad[{extras}]'{advice}."
 
 
 def require(feature: str, *packages: str, instead: str | None = None) -> None:

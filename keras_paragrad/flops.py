@@ -1,4 +1,4 @@
-"""How many floating-point operations a step takes."""
+"""Counts the floating-point operations of a step."""
 
 import math
 import re
@@ -14,7 +14,7 @@ _UNKNOWN = re.compile("While|If$|Case$|PartitionedCall|RNN|XlaLaunch|SparseTenso
 def flops_of(graph: tf.Graph) -> int | None:
     """The FLOPs of a graph's matrix products and convolutions; a multiply-add counts as two.
 
-    Elementwise operations, such as activations, are excluded: they are few, and a device's peak doesn't refer to them.
+    Elementwise operations, such as activations, are excluded: they are few, and a device's peak doesn't include them.
 
     Args:
         graph: A graph with static shapes.
@@ -76,9 +76,13 @@ def _einsum(operation: Any) -> int:
     return math.prod(sizes.values()) if len(inputs) > 1 else 0
 
 
-def _convolution(rows: Callable[[Any], Any], kernel: Callable[[Any], Any], own: int = 1) -> Callable[[Any], int]:
-    """Each value of the (gradient of the) output takes a kernel's, without the last `own` axes, which are its own."""
-    return lambda operation: math.prod(_sizes(rows(operation))) * math.prod(_sizes(kernel(operation))[:-own])
+# Returns a tensor of an operation.
+_Tensor = Callable[[Any], Any]
+
+
+def _convolution(output: _Tensor, kernel: _Tensor, output_axes: int = 1) -> Callable[[Any], int]:
+    """Multiplies the sizes of the output, or its gradient, and of the kernel without its last `output_axes` axes."""
+    return lambda operation: math.prod(_sizes(output(operation))) * math.prod(_sizes(kernel(operation))[:-output_axes])
 
 
 def _output(operation: Any) -> Any:
@@ -100,7 +104,7 @@ _COUNTS: dict[str, Callable[[Any], int]] = {
     "Conv3D": _convolution(_output, _input(1)),
     "Conv3DBackpropInputV2": _convolution(_input(2), _input(1)),
     "Conv3DBackpropFilterV2": _convolution(_input(2), _output),
-    "DepthwiseConv2dNative": _convolution(_output, _input(1), own=2),
-    "DepthwiseConv2dNativeBackpropInput": _convolution(_input(2), _input(1), own=2),
-    "DepthwiseConv2dNativeBackpropFilter": _convolution(_input(2), _output, own=2),
+    "DepthwiseConv2dNative": _convolution(_output, _input(1), output_axes=2),
+    "DepthwiseConv2dNativeBackpropInput": _convolution(_input(2), _input(1), output_axes=2),
+    "DepthwiseConv2dNativeBackpropFilter": _convolution(_input(2), _output, output_axes=2),
 }

@@ -1,16 +1,38 @@
-"""What rich prints, as plain text, and the same for who looks at an object in a session or a notebook."""
+"""Plain text: parses untrusted JSON, and shows objects of rich in sessions, notebooks and files."""
 
 import html
 import io
+import json
 from typing import Any
-
-from rich.console import Console
 
 WIDTH = 118
 
 
+def read_json(text: str | bytes) -> Any:
+    """Parses JSON; any malformed text raises a `ValueError` with a short reason.
+
+    `json.loads` may also raise a `RecursionError`, or an error about Python's limit on integer digits.
+
+    Example:
+
+    >>> from keras_paragrad.plain_text import read_json
+    >>> read_json('{"workers": 2}')
+    {'workers': 2}
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8") from None
+    except ValueError:  # Python refuses to convert integers of thousands of digits
+        raise ValueError("it has a number with too many digits") from None
+
+
 class InNotebooks:
-    """Base of objects that are read by people: a notebook shows the text that `print` does, in columns."""
+    """Base of printable objects: a notebook shows the text of `print`, in columns."""
 
     def _repr_html_(self) -> str:
         return f'<pre style="white-space: pre; line-height: 1.2">{html.escape(str(self))}</pre>'
@@ -29,7 +51,9 @@ class Printable(InNotebooks):
 
 
 def plain_text(renderable: Any, width: int = WIDTH) -> str:
-    """What rich prints of an object, without colours, whatever rich reads from the environment."""
+    """Renders an object of rich without colours, whatever rich reads from the environment."""
+    from rich.console import Console
+
     page = io.StringIO()
     Console(file=page, width=width, color_system=None, force_terminal=False, _environ={}).print(renderable)
     return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
@@ -37,6 +61,8 @@ def plain_text(renderable: Any, width: int = WIDTH) -> str:
 
 def show(renderable: Any) -> None:
     """Prints an object in the terminal's width and colours, or as `str` to a file."""
+    from rich.console import Console
+
     console = Console()
     if console.is_terminal:
         console.print(renderable)

@@ -10,7 +10,7 @@ import tensorflow as tf
 _COLUMNS, _DEPTH = 64, 32
 # Number of blocks from which using several cores pays off.
 _WORTH_IT = 64
-# Tensors with at most this many columns are kept and added elementwise before reducing over rows.
+# Tensors with at most this many columns are added elementwise before reducing over rows.
 _FEW = 1024
 
 
@@ -39,11 +39,13 @@ def row_sums(values: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
     in_columns = size // _COLUMNS * _COLUMNS
     parts = []
     if in_blocks:
-        blocks = _apart(tf.reduce_sum(tf.reshape(rows[:, :in_blocks], [-1, size // block, _DEPTH, _COLUMNS]), 2))
-        parts.append(tf.reduce_sum(_apart(tf.reduce_sum(blocks, 1)), 1))
+        blocks = _prevent_fusion(
+            tf.reduce_sum(tf.reshape(rows[:, :in_blocks], [-1, size // block, _DEPTH, _COLUMNS]), 2)
+        )
+        parts.append(tf.reduce_sum(_prevent_fusion(tf.reduce_sum(blocks, 1)), 1))
     if in_columns > in_blocks:
         columns = tf.reshape(rows[:, in_blocks:in_columns], [-1, (in_columns - in_blocks) // _COLUMNS, _COLUMNS])
-        parts.append(tf.reduce_sum(_apart(tf.reduce_sum(columns, 1)), 1))
+        parts.append(tf.reduce_sum(_prevent_fusion(tf.reduce_sum(columns, 1)), 1))
     if size > in_columns:
         parts.append(tf.reduce_sum(rows[:, in_columns:], 1))
     return tf.add_n(parts)
@@ -73,10 +75,10 @@ def row_sums_of_all(tensors: Iterable[tf.Tensor], by_xla: bool = False) -> tf.Te
             sums.append(row_sums(tensor, by_xla))
         else:
             few.setdefault((size, tensor.dtype), []).append(tf.reshape(tensor, [-1, size]))
-    sums += [tf.reduce_sum(tf.add_n(alike), 1) for alike in few.values()]
+    sums += [tf.reduce_sum(tf.add_n(group), 1) for group in few.values()]
     return tf.add_n([tf.cast(each, "float32") for each in sums])
 
 
-def _apart(sums: tf.Tensor) -> tf.Tensor:
+def _prevent_fusion(sums: tf.Tensor) -> tf.Tensor:
     # The maximum is a no-op that keeps XLA from fusing this sum with the next.
     return tf.maximum(sums, float("-inf"))

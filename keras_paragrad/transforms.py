@@ -42,7 +42,7 @@ class transform_gradients:  # noqa: N801  (used as a function and as a context m
         f: A function `f(gradients, variables) -> gradients`, or an object with `init(variables) -> state` and
             `update(gradients, state, variables) -> (gradients, state)`, such as those of optax for TensorFlow's
             tensors. Both lists have an item for each of the model's `trainable_variables`; where there is no gradient,
-            it is zeros and stays without effect. The gradients returned have the shapes and dtypes of those given.
+            it is zeros and stays without effect. The returned gradients have the same shapes and dtypes.
 
     Returns:
         A handle: `undo()`, or leaving a `with` block, removes the transform. `state` has the state's variables.
@@ -72,11 +72,11 @@ class transform_gradients:  # noqa: N801  (used as a function and as a context m
         self.model = model
         self._transform = _Transform(model, f)
         builder = StepBuilder.of(model)
-        before = builder.stages.transforms
+        previous = builder.stages.transforms
         try:
-            builder.fill(transforms=(*(before or ()), self._transform))
+            builder.fill(transforms=(*(previous or ()), self._transform))
         except ValueError:
-            builder.fill(transforms=before)
+            builder.fill(transforms=previous)
             raise
 
     @property
@@ -87,8 +87,8 @@ class transform_gradients:  # noqa: N801  (used as a function and as a context m
     def undo(self) -> None:
         """Removes the transform; others stay."""
         builder = StepBuilder.of(self.model)
-        left = tuple(each for each in builder.stages.transforms or () if each is not self._transform)
-        builder.fill(transforms=left or None)
+        remaining = tuple(each for each in builder.stages.transforms or () if each is not self._transform)
+        builder.fill(transforms=remaining or None)
 
     def __enter__(self) -> "transform_gradients":
         return self
@@ -98,10 +98,11 @@ class transform_gradients:  # noqa: N801  (used as a function and as a context m
 
 
 class _Transform:
-    """Calls `f` as a filler of the *transform* stage is called."""
+    """Adapts `f` to a filler of the *transform* stage."""
 
     def __init__(self, model: Any, f: Any):
         self.model, self.state, self.state_variables = model, None, None
+        # The trainable variables that the state belongs to.
         self.known: list[keras.Variable] | None = None
         init, update = getattr(f, "init", None), getattr(f, "update", None)
         self.stateful = callable(init) and callable(update) and not isinstance(f, type)
@@ -114,9 +115,9 @@ class _Transform:
         self._try(model, f)
 
     def _try(self, model: Any, f: Any) -> None:
-        """Traces it once, in a graph that is never run."""
+        """Traces `f` once, in a graph that is never run."""
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in self._transformable()]
-        traced = tf.function(lambda *gradients: self._transformed(list(gradients)), autograph=False)
+        traced = tf.function(lambda *gradients: self._apply(list(gradients)), autograph=False)
         try:
             with untouched((model, f), never_run()):
                 graph = traced.get_concrete_function(*specs).graph
@@ -143,42 +144,43 @@ class _Transform:
 
     def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> list[tf.Tensor]:
         self._check_storage(variables)
-        given = {id(variable): gradient for gradient, variable in zip(gradients, variables, strict=True)}
-        everything = self._transformable()
-        unknown = [each.path for each in variables if all(each is not other for other in everything)]
+        by_variable = {id(variable): gradient for gradient, variable in zip(gradients, variables, strict=True)}
+        transformable = self._transformable()
+        unknown = [each.path for each in variables if all(each is not other for other in transformable)]
         if unknown:
             raise ValueError(
                 f"{', '.join(unknown)} can't be transformed: not among the trainable variables that "
                 f"{self.model.name} had when transform_gradients was called. undo() it, and call it again."
             )
-        filled = [given.get(id(each)) for each in everything]
         filled = [
-            tf.zeros(each.shape, each.dtype) if gradient is None else tf.ensure_shape(gradient, each.shape)
-            for gradient, each in zip(filled, everything, strict=True)
+            tf.zeros(each.shape, each.dtype)
+            if (gradient := by_variable.get(id(each))) is None
+            else tf.ensure_shape(gradient, each.shape)
+            for each in transformable
         ]
-        transformed, state = self._transformed(filled)
+        transformed, state = self._apply(filled)
         if self.state_variables is not None:
             for variable, value in zip(tf.nest.flatten(self.state_variables), state, strict=True):
                 variable.assign(value)
-        by_variable = {id(each): value for each, value in zip(everything, transformed, strict=True)}
+        by_variable = {id(each): value for each, value in zip(transformable, transformed, strict=True)}
         return [by_variable[id(variable)] for variable in variables]
 
     def _transformable(self) -> list[keras.Variable]:
         return list(self.model.trainable_variables) if self.known is None else self.known
 
-    def _transformed(self, gradients: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """What `f` makes of the gradients and, flat, of its state."""
+    def _apply(self, gradients: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns the transformed gradients, and the new state, flat."""
         variables = self._transformable()
         if not self.stateful:
-            return _checked("gradients", self.update(list(gradients), list(variables)), gradients), []
+            return _check("gradients", self.update(list(gradients), list(variables)), gradients), []
         before = tf.nest.map_structure(tf.convert_to_tensor, self.state_variables)
         returned = self.update(list(gradients), before, list(variables))
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise ValueError("update returns no pair. Write return gradients, state.")
         transformed, after = returned
         tf.nest.assert_same_structure(before, after)
-        checked = _checked("gradients", transformed, gradients)
-        return checked, _checked("state", tf.nest.flatten(after), tf.nest.flatten(before))
+        checked = _check("gradients", transformed, gradients)
+        return checked, _check("state", tf.nest.flatten(after), tf.nest.flatten(before))
 
     def _check_storage(self, variables: Sequence[keras.Variable]) -> None:
         if any_divided(variables):
@@ -197,29 +199,30 @@ class _State(SavedVariables):
     """The state of a transform, saved with the optimizer's."""
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads what was saved; from a file without a state of this transform, nothing."""
+        """Loads the state, unless the file has none of this transform."""
         if all(name in store for name in self.variables):
             super().load_own_variables(store)
 
 
 def _impure_operations(graph: Any) -> list[str]:
-    """The kinds of operations that do something else on each replica."""
+    """The kinds of operations whose results differ between replicas."""
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(node for each in definition.library.function for node in each.node_def)]
-    # Calls of functions have names that begin so as well.
+    # Function calls are called stateful too.
     kinds = {node.op for node in nodes if node.op not in ("StatefulPartitionedCall", "StatefulCase", "StatefulIf")}
     return sorted(kind for kind in kinds if kind.startswith(("Random", "Stateful", "Multinomial", "Assign")))
 
 
-def _checked(what: str, returned: Any, expected: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def _check(name: str, returned: Any, expected: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Checks that `f` returns as many tensors as it gets, of their shapes and dtypes."""
     if not isinstance(returned, (list, tuple)) or len(returned) != len(expected):
         found = f"{len(returned)} items" if isinstance(returned, (list, tuple)) else type(returned).__name__
-        raise ValueError(f"Return a list of {len(expected)} {what}, one for each given; this is {found}.")
+        raise ValueError(f"Return a list of {len(expected)} {name}, one for each given; this is {found}.")
     values = [tf.convert_to_tensor(each) for each in returned]
     for place, (value, like) in enumerate(zip(values, expected, strict=True)):
         if value.dtype != like.dtype or not value.shape.is_compatible_with(like.shape):
             raise ValueError(
-                f"Return {what} of the shapes and dtypes given: number {place} is {value.dtype.name}{value.shape}, and "
+                f"Return {name} of the shapes and dtypes given: number {place} is {value.dtype.name}{value.shape}, and "
                 f"{like.dtype.name}{like.shape} was given. Write tf.cast or tf.reshape."
             )
     return values

@@ -7,8 +7,8 @@ import keras
 from telemetry_loops import X, Y, inner
 
 from keras_paragrad import DistributedFit
-from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
-from keras_paragrad.profiling.throughput.callback import Throughput
+from keras_paragrad.profiling.telemetry import GradientTelemetry
+from keras_paragrad.profiling.throughput import Throughput
 
 
 def reported_by_worker(folder: Path) -> dict[str, Any]:

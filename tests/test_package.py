@@ -122,7 +122,7 @@ def test_classes_that_saved_models_name_are_imported_at_once_and_no_others():
     assert found == [f"keras_paragrad>{name}" for name in names]
     imported = own_process.imported_with("keras_paragrad")
     assert not [name for name in imported if name.startswith("keras_paragrad.distribution")]
-    assert "dp_accounting" not in own_process.imported_with("keras_paragrad.privacy.private")
+    assert "dp_accounting" not in own_process.imported_with("keras_paragrad.privacy.private_model")
 
 
 def test_the_page_on_a_package_index_has_no_links_that_lead_nowhere():

@@ -1,16 +1,16 @@
-"""Training with differential privacy: what it promises, and what it takes."""
+"""Training with differential privacy, and its accounting."""
 
 from typing import TYPE_CHECKING
 
 from keras_paragrad.exports import lazily
 
 if TYPE_CHECKING:
-    from keras_paragrad.privacy.accounting.calibration import noise_multiplier, updates_within
-    from keras_paragrad.privacy.accounting.composition import epsilon
-    from keras_paragrad.privacy.accounting.truncation import truncation_probability
+    from keras_paragrad.privacy.accounting import epsilon
     from keras_paragrad.privacy.adaptive import AdaptiveClip
     from keras_paragrad.privacy.batch_norm import fix_batch_norm
-    from keras_paragrad.privacy.private import make_private
+    from keras_paragrad.privacy.calibration import noise_multiplier, updates_within
+    from keras_paragrad.privacy.private_model import make_private
+    from keras_paragrad.privacy.sampling import truncation_probability
 
 __all__ = [
     "AdaptiveClip",
@@ -25,11 +25,11 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "AdaptiveClip": "adaptive",
-        "epsilon": "accounting.composition",
+        "epsilon": "accounting",
         "fix_batch_norm": "batch_norm",
-        "make_private": "private",
-        "noise_multiplier": "accounting.calibration",
-        "truncation_probability": "accounting.truncation",
-        "updates_within": "accounting.calibration",
+        "make_private": "private_model",
+        "noise_multiplier": "calibration",
+        "truncation_probability": "sampling",
+        "updates_within": "calibration",
     },
 )

@@ -1,4 +1,4 @@
-"""`fix_batch_norm`: a model without batch statistics, which private training can't have."""
+"""`fix_batch_norm`: replaces batch statistics, which private training can't have, by group statistics."""
 
 import contextlib
 import functools
@@ -14,28 +14,26 @@ _MOST_GROUPS = 32
 
 
 def fix_batch_norm(model: keras.Model) -> keras.Model:
-    """A copy of a model, with GroupNormalization in place of BatchNormalization and all other weights kept.
+    """Copies a model and its weights, with GroupNormalization in place of BatchNormalization.
 
     Batch statistics make an example's output depend on the rest of its batch, so its gradient can't be clipped alone.
-    Group normalization takes an example's own statistics, over groups of its channels (Wu and He, 2018,
-    https://arxiv.org/abs/1803.08494). The scale and offset of each channel are kept; moving averages have no
+    Group normalization uses an example's own statistics, over groups of its channels (Wu and He, 2018,
+    https://arxiv.org/abs/1803.08494). The scale and offset of each channel are copied; moving averages have no
     counterpart, so the copy has to be trained, or fine-tuned, before it is as good.
 
-    There are as many groups as the largest divisor of the channels up to 32; one, for inputs without positions, where
-    groups would be of few numbers. Layers that are frozen are kept: they take their moving averages, and no batch. As
-    group normalization ignores masks, an example's padding counts in its statistics.
+    The number of groups is the largest divisor of the channels up to 32, or 1 for inputs without positions, where
+    groups would hold few numbers. Frozen layers stay, as they use moving averages. Group normalization ignores masks,
+    so an example's padding enters its statistics.
 
     Args:
-        model: A built Functional or Sequential model. Nested ones are changed too; a layer that is called several times
-            is replaced by one.
+        model: A built Functional or Sequential model. Nested ones are changed too; a shared layer stays shared.
 
     Returns:
         A model of the same kind, not compiled; `model` itself, if it trains no BatchNormalization.
 
     Raises:
-        ValueError: BatchNormalization is in a subclassed model or in a layer that is no model, in whose code it has to
-        be
-            replaced; or it normalizes single numbers, of which group normalization leaves nothing.
+        ValueError: BatchNormalization is inside a subclassed model or another layer, whose code has to replace it; or
+            it normalizes single numbers, which group normalization would set to 0.
 
     Example:
 
@@ -49,45 +47,40 @@ def fix_batch_norm(model: keras.Model) -> keras.Model:
     check_instance("model", model, keras.Model, "a Keras model", example="keras.Sequential([keras.layers.Dense(10)])")
     if not any(map(_is_replaced, all_layers(model))):
         return model
-    copied = _Copies()
-    found = copied.of_layer(model, "")
-    copied.fill()
-    return found
+    copier = _Copier()
+    copy = copier.copy_layer(model, "")
+    copier.assign_weights()
+    return copy
 
 
-class _Copies:
-    """Copies of layers, each made once."""
+class _Copier:
+    """Copies layers, each once."""
 
     def __init__(self) -> None:
-        self.made: dict[int, tuple[Any, Any]] = {}
+        self.copies: dict[int, tuple[Any, Any]] = {}
 
-    def of_model(self, model: Any, path: str) -> Any:
-        """A model's copy.
-
-        Raises:
-            ValueError: See `fix_batch_norm`.
-        """
+    def _copy_model(self, model: Any, path: str) -> Any:
         if not model.built:
             raise ValueError(
                 f"The model {path!r} is not built, so the channels of its BatchNormalization are unknown. Begin it "
                 "with keras.Input, or call it on a batch."
             )
-        # The layers of a Sequential model are not called one by one.
+        # Sequential models don't take a call_function.
         calls = {} if isinstance(model, keras.Sequential) else {"call_function": _call}
-        copy = keras.models.clone_model(model, clone_function=lambda layer: self.of_layer(layer, path), **calls)
+        copy = keras.models.clone_model(model, clone_function=lambda layer: self.copy_layer(layer, path), **calls)
         if not copy.built:
             copy.build(model.input_shape)
         return copy
 
-    def of_layer(self, layer: Any, path: str) -> Any:
-        """The copy of a layer, model or operation of a model."""
-        if id(layer) not in self.made:
-            self.made[id(layer)] = layer, self._made(layer, f"{path}/{layer.name}".strip("/"))
-        return self.made[id(layer)][1]
+    def copy_layer(self, layer: Any, path: str) -> Any:
+        """Copies a layer, model or operation, or returns its copy."""
+        if id(layer) not in self.copies:
+            self.copies[id(layer)] = layer, self._make_copy(layer, f"{path}/{layer.name}".strip("/"))
+        return self.copies[id(layer)][1]
 
-    def fill(self) -> None:
-        """Gives copies of layers the weights of the layers."""
-        for layer, copy in self.made.values():
+    def assign_weights(self) -> None:
+        """Assigns the layers' weights to their copies."""
+        for layer, copy in self.copies.values():
             if not isinstance(layer, keras.layers.Layer) or _is_plain_model(layer):
                 continue
             if _is_replaced(layer):
@@ -96,16 +89,16 @@ class _Copies:
             else:
                 pairs = list(zip(layer.weights, copy.weights, strict=True))
                 if hasattr(layer, "lora_alpha"):
-                    # Not all layers of Keras have it in their config.
+                    # Some layers' configs lack it.
                     copy.lora_alpha = layer.lora_alpha
             for old, new in pairs:
                 new.assign(old)
                 if new.trainable != old.trainable:
                     new.trainable = old.trainable
 
-    def _made(self, layer: Any, path: str) -> Any:
+    def _make_copy(self, layer: Any, path: str) -> Any:
         if _is_plain_model(layer):
-            return self.of_model(layer, path)
+            return self._copy_model(layer, path)
         if isinstance(layer, keras.layers.Layer):
             if _is_replaced(layer):
                 return _group_normalization(layer, path)
@@ -119,12 +112,12 @@ class _Copies:
 
 
 def _call(layer: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Calls a copy as its layer was called, but for the mask and mode that group normalization doesn't take."""
+    """Calls a copy as its layer was called; group normalization takes no mask and no mode."""
     return layer(*arguments) if isinstance(layer, keras.layers.GroupNormalization) else layer(*arguments, **keywords)
 
 
 def _is_replaced(layer: Any) -> bool:
-    """Whether a layer normalizes by batch statistics when its model is trained."""
+    """Whether a layer normalizes by batch statistics in training."""
     return isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
 
 
@@ -136,13 +129,13 @@ def _group_normalization(layer: Any, path: str) -> keras.layers.Layer:
         groups = 1
         if channels == 1:
             raise ValueError(
-                f"{path!r} normalizes single numbers: an example has one channel and one position there, of which "
-                "group normalization leaves the offset alone. Take the layer out of the model."
+                f"{path!r} normalizes single numbers: an example has one channel and one position there, and group "
+                "normalization would leave the offset alone. Take the layer out of the model."
             )
     config = layer.get_config()
-    kept = ("epsilon", "center", "scale", "name", "dtype")
     parts = ("initializer", "regularizer", "constraint")
-    names = [*kept, *(f"{weight}_{part}" for weight in ("beta", "gamma") for part in parts)]
+    names = [f"{weight}_{part}" for weight in ("beta", "gamma") for part in parts]
+    names += ["epsilon", "center", "scale", "name", "dtype"]
     axis = layer.axis % rank
     return keras.layers.GroupNormalization.from_config(
         {**{name: config[name] for name in names}, "groups": groups, "axis": -1 if axis == rank - 1 else axis}
@@ -150,7 +143,7 @@ def _group_normalization(layer: Any, path: str) -> keras.layers.Layer:
 
 
 def _positions(layer: Any, rank: int) -> int | None:
-    """Positions of an example that a layer normalizes, if they are known."""
+    """Number of positions in an example, if it is known."""
     if rank == 2:
         return 1
     with contextlib.suppress(AttributeError, ValueError):
@@ -161,7 +154,7 @@ def _positions(layer: Any, rank: int) -> int | None:
 
 
 def _is_plain_model(layer: Any) -> bool:
-    """Whether a layer is a Functional or Sequential model, whose class adds nothing to it."""
+    """Whether a layer is a Functional or Sequential model and not of a subclass."""
     return type(layer) in (keras.Sequential, _functional())
 
 

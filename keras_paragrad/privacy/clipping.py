@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_number, refusal
 from keras_paragrad.compat.layers import may_be_differentiated
+from keras_paragrad.compat.model import added_losses
+from keras_paragrad.engine.probes.states import layers_that_keep_examples
 from keras_paragrad.engine.probes.trial import is_trial
 from keras_paragrad.engine.step.symbolic import build_by_calling
 from keras_paragrad.per_example.quantities import Quantities
@@ -17,27 +20,21 @@ from keras_paragrad.per_example.step import Step
 from keras_paragrad.per_example.units import units_of
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 from keras_paragrad.privacy.adaptive import AdaptiveClip, ClipState
-from keras_paragrad.privacy.refusals import check_added_losses, check_states
 
 PER_LAYER = "per_layer"
-# A number for all weights, one for the layers that match a regular expression, equal ones that make up 1, or one that
-# follows a quantile.
+# One norm for all weights, norms by regular expression of layer names, "per_layer", or an adaptive norm.
 ClipNorm = float | Mapping[str, float] | str | AdaptiveClip
+# Names of a layer's sublayers whose states depend on the examples; the probe runs once.
+_STATEFUL: "weakref.WeakKeyDictionary[keras.layers.Layer, list[str]]" = weakref.WeakKeyDictionary()
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
 class PrivateGradients(PerExampleGradients):
     """Replaces the gradient of a batch by the sum of its examples' clipped gradients over the expected batch size.
 
-    Args:
-        layer: The model that is trained.
-        clip: What each example's gradient is clipped to; see `make_private`.
-        expected_batch_size: What the sum is divided by.
-        **kwargs: Arguments of `PerExampleGradients`.
-
     Attributes:
-        rows: What Keras's mean divides by: the rows that an update computes, a number or a float32 scalar.
-        state: The clip norm that follows a quantile, or `None` if it is fixed.
+        rows: The rows that an update computes, by which Keras's mean divides: a number or a float32 scalar.
+        state: The adaptive clip norm, or `None` if it is fixed.
     """
 
     def __init__(self, layer: Any, clip: ClipNorm, expected_batch_size: int, **kwargs: Any):
@@ -50,39 +47,46 @@ class PrivateGradients(PerExampleGradients):
 
     def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if may_be_differentiated() and not is_trial():
-            # Before an example has left anything behind.
+            # Before any example could change a state.
             build_by_calling(self.layer, inputs)
-            check_states(self.layer, inputs)
+            self._check_states(inputs)
         return super().call(inputs, *args, **kwargs)
 
-    def bounds(self) -> list[tuple[keras.layers.Layer, float]]:
-        """The layers with trainable weights and the bound on each; empty if one number bounds all weights together.
+    def _check_states(self, inputs: Any) -> None:
+        """Refuses layers whose states depend on the examples: states get no noise."""
+        if self.layer not in _STATEFUL:
+            _STATEFUL[self.layer] = layers_that_keep_examples(self.layer, inputs)
+        if names := _STATEFUL[self.layer]:
+            raise ValueError(
+                f"Training changes a state of {', '.join(names)} as a function of the examples, and a state gets no "
+                "noise: it would be saved with the weights. Leave out what assigns to it in training, or compute it "
+                "beforehand from public rows."
+            )
 
-        Raises:
-            ValueError: A regular expression matches no layer, or a layer no regular expression.
-        """
+    def bounds(self) -> list[tuple[keras.layers.Layer, float]]:
+        """The layers with trainable weights and their clip norms; empty if one norm bounds all weights together."""
         return _bounds(self.layer, self.clip) if isinstance(self.clip, str | Mapping) else []
 
     @contextlib.contextmanager
     def averaging(self, rows: tf.Tensor) -> Iterator[None]:
-        """Within, steps are traced of which Keras's mean divides by so many rows of all replicas together."""
-        before = self.rows
+        """Context in which steps are traced whose means divide by `rows`, counted over all replicas."""
+        previous = self.rows
         # Bypasses Keras's tracking.
         self.__dict__["rows"] = tf.cast(rows, "float32")
         try:
             yield
         finally:
-            self.__dict__["rows"] = before
+            self.__dict__["rows"] = previous
 
     @property
     def sensitivity(self) -> Any:
-        """The largest norm that one example adds to the sum: a number, or a float32 scalar that follows a quantile."""
+        """The largest norm that one example adds to the sum: a number, or a float32 scalar if the clip adapts."""
         state: ClipState | None = self.__dict__["state"]
         if state is not None:
             return state.norm
         if isinstance(self.clip, float):
             return self.clip
-        # Of the groups, each of which is clipped by itself.
+        # Each group is clipped by itself.
         return sum(bound**2 for _, bound in self.bounds()) ** 0.5
 
     def _reweighed(self, quantities: Quantities, norms: Any, factor: tf.Tensor, step: Step) -> list[Any]:
@@ -102,20 +106,20 @@ class PrivateGradients(PerExampleGradients):
         return sums
 
     def _scale(self, step: Step) -> Any:
-        """The factor with which the step's sum over examples is divided by the expected batch size."""
+        """Turns the step's mean or sum over examples into a sum over the expected batch size."""
         terms = step.divisor.terms
         if self.rows is None or not terms:
             raise ValueError(
-                f"{self.name!r} belongs to a private model, whose steps have to be those of its fit: each is an update "
-                "with a draw of its own. Call private.fit(x, y, epochs=...) instead of train_on_batch or a loop."
+                f"{self.name!r} belongs to a private model, whose steps have to be those of its fit: each update draws "
+                "its batch. Call private.fit(x, y, epochs=...) instead of train_on_batch or a loop."
             )
         return (1.0 if all(term.is_sum for term in terms) else self.rows) / self.expected_batch_size
 
     def get_config(self) -> dict[str, Any]:
         config = super().get_config()
         clip = dict(self.clip) if isinstance(self.clip, Mapping) else self.clip
-        given = {"clip": keras.saving.serialize_keras_object(clip), "expected_batch_size": self.expected_batch_size}
-        return {**{name: value for name, value in config.items() if name not in ("transform", "clip_norm")}, **given}
+        added = {"clip": keras.saving.serialize_keras_object(clip), "expected_batch_size": self.expected_batch_size}
+        return {**{name: value for name, value in config.items() if name not in ("transform", "clip_norm")}, **added}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "PrivateGradients":
@@ -125,20 +129,12 @@ class PrivateGradients(PerExampleGradients):
 
 
 def check_clip(clip: Any) -> ClipNorm:
-    """The clip norm of `make_private`, checked.
-
-    Raises:
-        ValueError: It is no positive number, `"per_layer"`, mapping from regular expressions to numbers, or
-            `AdaptiveClip`.
-    """
-    if isinstance(clip, AdaptiveClip):
+    """Checks the argument `clip_norm` of `make_private`."""
+    if isinstance(clip, AdaptiveClip) or (isinstance(clip, str) and clip == PER_LAYER):
         return clip
-    # A subclass of str may override comparison.
-    if isinstance(clip, str) and str.__eq__(clip, PER_LAYER):
-        return PER_LAYER
     if isinstance(clip, Mapping) and clip:
         return {
-            _compiling(pattern): float(check_number("clip_norm", each, above=0, example=1.0))
+            _check_pattern(pattern): float(check_number("clip_norm", each, above=0, example=1.0))
             for pattern, each in clip.items()
         }
     if isinstance(clip, str | Mapping):
@@ -149,7 +145,7 @@ def check_clip(clip: Any) -> ClipNorm:
     return float(check_number("clip_norm", clip, above=0, example=1.0))
 
 
-def _compiling(pattern: Any) -> str:
+def _check_pattern(pattern: Any) -> str:
     try:
         return re.compile(pattern).pattern
     except (re.error, TypeError) as error:
@@ -159,24 +155,23 @@ def _compiling(pattern: Any) -> str:
 
 
 def _check_losses(step: Step) -> None:
-    """Refuses losses in which an example's share depends on others.
-
-    Raises:
-        ValueError: A layer adds a loss, or a mask of the whole batch divides one.
-    """
-    if step.divisor.model is not None:
-        check_added_losses(step.divisor.model)
+    """Refuses losses in which an example's part depends on others."""
+    if step.divisor.model is not None and added_losses(step.divisor.model):
+        raise ValueError(
+            "A layer adds a loss with add_loss() or an activity regularizer. It is not clipped per example. Make it a "
+            "part of the loss that is passed to compile, or remove it; regularizers of weights are allowed."
+        )
     masked = [term.loss.name for term in step.divisor.terms if term.mask is not None and not term.is_sum]
     if masked:
         raise ValueError(
-            f"{', '.join(masked)} averages over what the masks of the whole batch keep, so the masks of one example "
-            "change the gradients of others. Give the loss reduction='sum', so that an example's loss is the sum over "
-            "what its own mask keeps."
+            f"{', '.join(masked)} averages over what the masks of the whole batch keep, so one example's mask changes "
+            "the gradients of others. Give the loss reduction='sum', so that an example's loss is the sum over what "
+            "its own mask keeps."
         )
 
 
 def _within(norms: tf.Tensor, bound: Any, counted: tf.Tensor) -> tf.Tensor:
-    """Each example's weight in the sum: what brings it within the bound, or 0 if it doesn't count."""
+    """Each example's weight in the sum, which brings its norm within the bound; 0 where `counted` is 0."""
     return tf.where(counted > 0, counted * tf.where(norms > bound, bound / norms, 1.0), 0.0)
 
 
@@ -185,7 +180,8 @@ def _bounds(model: keras.Model, clip: Mapping[str, float] | str) -> list[tuple[k
     if clip == PER_LAYER:
         return [(layer, len(layers) ** -0.5) for layer in layers]
     assert isinstance(clip, Mapping)
-    names = [_name(layer, model) for layer in layers]
+    # Paths below the model: a pattern for layers may occur in the model's own name.
+    names = [(layer.path or layer.name).removeprefix(f"{model.name}/") for layer in layers]
     matching = [next((each for each in clip if re.search(each, name)), None) for name in names]
     for name, pattern in zip(names, matching, strict=True):
         if pattern is None:
@@ -201,15 +197,10 @@ def _bounds(model: keras.Model, clip: Mapping[str, float] | str) -> list[tuple[k
     return [(layer, clip[pattern]) for layer, pattern in zip(layers, matching, strict=True) if pattern is not None]
 
 
-def _name(layer: keras.layers.Layer, model: keras.Model) -> str:
-    """A layer's path below the model, whose own name is no layer's: a pattern for layers may occur in it."""
-    return (layer.path or layer.name).removeprefix(f"{model.name}/")
-
-
 def _groups(
     quantities: Quantities, bounds: Sequence[tuple[keras.layers.Layer, float]]
 ) -> list[tuple[Quantities, float]]:
-    """The recorded calls of each layer, with its bound; layers that share weights are one group, under the least."""
+    """Groups recorded calls by layer, each with its bound; layers that share weights form one, with the least bound."""
     by_layer = {id(layer): bound for layer, bound in bounds}
     groups: list[tuple[set[int], list[Any], float]] = []
     for unit, calls in quantities.recorded:

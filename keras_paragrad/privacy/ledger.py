@@ -1,4 +1,4 @@
-"""The ledger: what was released of the examples, in entries that travel with the weights and are never taken back."""
+"""The ledger of what training has released of the examples: its entries travel with the weights, and only grow."""
 
 import hashlib
 import math
@@ -10,23 +10,22 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_paragrad.privacy.accounting.accountants import Updates
-from keras_paragrad.privacy.accounting.composition import composed_epsilon
+from keras_paragrad.privacy.accounting import Updates, composed_epsilon
 
-# Entries that a file has room for, and the words of 64 bits of each.
+# Entries that a file has room for, and the 64-bit words of each: a checksum and `_FORMAT`.
 ROWS, WORDS = 32, 10
-_FORM = "<4q4dq"
-_UNKNOWN = 1
+_FORMAT = "<4q4dq"
+_UNKNOWN_RUN = 1
 
 
 class Event(NamedTuple):
-    """What an update releases.
+    """One update, as the accountant sees it.
 
     Attributes:
         noise_multiplier: Standard deviation of the noise, in units of the clip norm.
         sampling_rate: Probability of each example to be drawn.
-        truncation: What `truncation_probability` says of an update.
-        clip_norm: What gradients are clipped to, or 0 if that is not one number.
+        truncation: The update's `truncation_probability`.
+        clip_norm: The clip norm, or 0 if that is not one number.
     """
 
     noise_multiplier: float
@@ -36,14 +35,14 @@ class Event(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """The updates of one run: a key takes each of them once, in order.
+    """The updates of one run, a sequence of updates with one key.
 
     Attributes:
-        run: A public number of the key.
-        salt: What the key was derived with, by the secret of the model.
+        run: A public number that identifies the key.
+        salt: The key is derived from this and the model's secret.
         context: A keyed hash of the data, the optimizer and the loss; 0 without a seed.
-        iterations: The optimizer's count when the run began.
-        event: What each update released.
+        iterations: The optimizer's iterations when the run began.
+        event: Each of its updates.
         updates: How many were made.
     """
 
@@ -56,62 +55,60 @@ class Entry(NamedTuple):
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nothing is known of these updates."""
-        return self.run == _UNKNOWN
+        """Whether the noise and the sampling of these updates are unknown."""
+        return self.run == _UNKNOWN_RUN
 
     def with_updates(self, updates: int) -> "Entry":
-        """The same run, with another number of updates."""
         return Entry(*self[:-1], updates)
 
 
-def unknown(updates: int) -> Entry:
-    """An entry for weights that nothing is known of."""
-    return Entry(_UNKNOWN, 0, 0, 0, Event(0.0, 1.0), updates)
+def unknown_entry(updates: int) -> Entry:
+    """An entry for weights without a known ledger."""
+    return Entry(_UNKNOWN_RUN, 0, 0, 0, Event(0.0, 1.0), updates)
 
 
 class Ledger:
-    """What the weights of a model have released. It only grows.
+    """What the weights of a model have released.
 
     Attributes:
-        left: Digests of the trainable variables as the last `fit` left them, by `id`, or `None` before one.
+        digests: Digests of the trainable variables after the last `fit`, by `id`, or `None` before the first.
     """
 
     def __init__(self):
         self._entries: dict[int, Entry] = {}
-        self.left: dict[int, bytes] | None = None
+        self.digests: dict[int, bytes] | None = None
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Adds what isn't known yet: of a run that is, updates beyond those that are counted."""
+        """Adds runs, and further updates of known ones."""
         for entry in entries:
-            for each in _FOLDED.get(entry.run, (entry,)):
+            for each in _MERGED.get(entry.run, (entry,)):
                 known = self._entries.get(each.run)
                 if known is None or known.updates < each.updates:
                     self._entries[each.run] = each
 
     @property
     def unknown(self) -> Entry | None:
-        """The entry for weights that nothing is known of, if there are any."""
-        return self._entries.get(_UNKNOWN)
+        """The entry for weights without a known ledger, if there are any."""
+        return self._entries.get(_UNKNOWN_RUN)
 
     def replace_unknown(self, entries: Iterable[Entry]) -> None:
-        """Replaces what nothing was known of by what the user states."""
-        self._entries.pop(_UNKNOWN, None)
+        """Replaces the unknown entry by those that the user states."""
+        self._entries.pop(_UNKNOWN_RUN, None)
         self.add(entries)
 
 
-# The ledger of a model's weights, which several private models may train.
+# By model, as several private models may train the same weights.
 _LEDGERS: "weakref.WeakKeyDictionary[keras.Model, Ledger]" = weakref.WeakKeyDictionary()
-# What weights had released when a private fit first met them, or left them, in this process; by a digest of each.
-_KNOWN: dict[bytes, tuple[Entry, ...]] = {}
-# Entries that one row of a file stands for, by its run.
-_FOLDED: dict[int, tuple[Entry, ...]] = {}
+# What variables had released before or after a private fit of this process, by the digest of their values.
+_RELEASED: dict[bytes, tuple[Entry, ...]] = {}
+# The entries that were merged into one row of a file, by its run.
+_MERGED: dict[int, tuple[Entry, ...]] = {}
 
 
 def ledger_of(model: keras.Model) -> Ledger:
-    """The ledger of the model's weights."""
     return _LEDGERS.setdefault(model, Ledger())
 
 
@@ -121,22 +118,22 @@ def digest_of(variable: keras.Variable) -> bytes:
     return hashlib.blake2b(value.tobytes(), digest_size=16, salt=str(value.shape).encode()[-16:]).digest()
 
 
-def remember(digests: Iterable[bytes], entries: Iterable[Entry]) -> None:
-    """Notes what variables have released, for when they are met in another model."""
+def remember_released(digests: Iterable[bytes], entries: Iterable[Entry]) -> None:
+    """Notes what variables with these digests have released, for other models that get the same values."""
     released = tuple(entries)
     for digest in digests:
-        _KNOWN.setdefault(digest, released)
+        _RELEASED.setdefault(digest, released)
 
 
-def known_entries(digest: bytes) -> tuple[Entry, ...] | None:
+def released_by(digest: bytes) -> tuple[Entry, ...] | None:
     """What a variable with this digest has released, or `None` if that isn't known."""
-    return _KNOWN.get(digest)
+    return _RELEASED.get(digest)
 
 
 def epsilon_of(
     entries: Iterable[Entry], delta: float, accountant: str, further: tuple[Event, int] | None = None
 ) -> float:
-    """Epsilon of entries together, and of further updates; infinite if nothing is known of some."""
+    """Epsilon of entries and further updates together; infinite if one of the entries is unknown."""
     counts: dict[tuple[float, ...], int] = {}
     for entry in entries:
         if entry.is_unknown:
@@ -150,33 +147,30 @@ def epsilon_of(
 
 
 def dp_event(entries: Iterable[Entry]) -> Any:
-    """Entries as an event of dp-accounting."""
+    """The `dp_accounting.DpEvent` of entries."""
     import dp_accounting as dp  # pyright: ignore[reportMissingImports]
 
-    def of(entry: Entry) -> Any:
+    def event_of(entry: Entry) -> Any:
         if entry.is_unknown:
             return dp.NonPrivateDpEvent()
         update = dp.PoissonSampledDpEvent(entry.event.sampling_rate, dp.GaussianDpEvent(entry.event.noise_multiplier))
         return dp.SelfComposedDpEvent(update, entry.updates)
 
-    return dp.ComposedDpEvent([of(entry) for entry in entries if entry.updates or entry.is_unknown])
+    return dp.ComposedDpEvent([event_of(entry) for entry in entries if entry.updates or entry.is_unknown])
 
 
 def table_of(entries: Iterable[Entry]) -> np.ndarray:
-    """Entries as int64 `(ROWS, WORDS)`, the last of which is that of the run that goes on."""
+    """Writes entries, of which the last is the current run's, as int64 `(ROWS, WORDS)`."""
     table = np.zeros((ROWS, WORDS), np.int64)
-    for row, entry in enumerate(_folded(list(entries))):
+    for row, entry in enumerate(_merge_to_fit(list(entries))):
         table[row] = _words(entry)
     return table
 
 
 def entries_of(table: np.ndarray, updates: int) -> list[Entry]:
-    """The entries of a table.
+    """Reads the entries of a table, for weights of a number of updates.
 
-    Args:
-        table: What `table_of` returned, or what has become of it.
-        updates: How many updates the weights have behind them. Those that the table lacks are of its last entry, or
-            unknown if it has none.
+    Updates that the table lacks belong to its last entry, or are unknown if it has none or a row is damaged.
     """
     entries, damaged = [], False
     for row in table:
@@ -188,7 +182,7 @@ def entries_of(table: np.ndarray, updates: int) -> list[Entry]:
                 damaged = True
     further = updates - sum(entry.updates for entry in entries)
     if damaged or (further > 0 and not entries):
-        return [unknown(max(0, further)), *(entry for entry in entries if not entry.is_unknown)]
+        return [unknown_entry(max(0, further)), *(entry for entry in entries if not entry.is_unknown)]
     if further > 0:
         entries[-1] = entries[-1].with_updates(entries[-1].updates + further)
     return entries
@@ -201,16 +195,16 @@ def _words(entry: Entry) -> np.ndarray:
 
 def _packed(entry: Entry) -> bytes:
     run, salt, context, iterations, event, updates = entry
-    return struct.pack(_FORM, run, salt, context, iterations, *event, updates)
+    return struct.pack(_FORMAT, run, salt, context, iterations, *event, updates)
 
 
 def _entry(row: np.ndarray) -> Entry:
-    run, salt, context, iterations, *event, updates = struct.unpack(_FORM, row[1:].tobytes())
+    run, salt, context, iterations, *event, updates = struct.unpack(_FORMAT, row[1:].tobytes())
     return Entry(run, salt, context, iterations, Event(*event), updates)
 
 
-def _folded(entries: list[Entry]) -> list[Entry]:
-    """As many entries as there is room for: those of equal updates are put together, or else the first ones."""
+def _merge_to_fit(entries: list[Entry]) -> list[Entry]:
+    """Merges entries until they fit into a file: two with equal events, or else the first two."""
     while len(entries) > ROWS:
         *others, last = entries
         events = [entry.event for entry in others]
@@ -218,18 +212,18 @@ def _folded(entries: list[Entry]) -> list[Entry]:
         second = events.index(events[first], first + 1) if events[first] in events[first + 1 :] else 1
         one, other = others[first], others[second]
         entries = [entry for entry in others if entry not in (one, other)]
-        entries = [_together(one, other), *entries, last]
+        entries = [_merge(one, other), *entries, last]
     return entries
 
 
-def _together(one: Entry, other: Entry) -> Entry:
-    """One entry for two, which costs no less."""
-    parts = [each for entry in (one, other) for each in _FOLDED.get(entry.run, (entry,))]
+def _merge(one: Entry, other: Entry) -> Entry:
+    """Merges two entries into one whose epsilon is no less."""
+    parts = [each for entry in (one, other) for each in _MERGED.get(entry.run, (entry,))]
     number = hashlib.blake2b(b"".join(map(_packed, parts)), digest_size=8).digest()
     run = int.from_bytes(number, "little", signed=True)
     noise = min(one.event.noise_multiplier, other.event.noise_multiplier)
     rate = max(one.event.sampling_rate, other.event.sampling_rate)
     clip = one.event.clip_norm if one.event.clip_norm == other.event.clip_norm else 0.0
     event = Event(noise, rate, max(one.event.truncation, other.event.truncation), clip)
-    _FOLDED[run] = tuple(parts)
+    _MERGED[run] = tuple(parts)
     return Entry(run, 0, 0, 0, event, one.updates + other.updates)

@@ -1,6 +1,5 @@
-"""What would break the promise of differential privacy, refused before any example is looked at."""
+"""Refuses what would break differential privacy, before any example is read."""
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,20 +7,12 @@ import keras
 
 from keras_paragrad.compat.capabilities import accumulating, nested
 from keras_paragrad.compat.delegation import overrides
-from keras_paragrad.compat.model import added_losses, all_layers
-from keras_paragrad.engine.probes.states import layers_that_keep_examples
+from keras_paragrad.compat.model import all_layers
 from keras_paragrad.engine.step.builder import StepBuilder
 
-# The names of the layers of a model that keep something of examples, once it was tried.
-_KEEP: "weakref.WeakKeyDictionary[keras.layers.Layer, list[str]]" = weakref.WeakKeyDictionary()
 
-
-def check_model(model: keras.Model) -> None:
-    """Refuses a model whose examples have a part in each other, or whose own code decides on the loss.
-
-    Raises:
-        ValueError: It is refused. The message says what to write.
-    """
+def check_private_layers(model: keras.Model) -> None:
+    """Refuses a model in which an example's output depends on others, or that computes its loss itself."""
     layers = all_layers(model)
     statistics = [
         layer.name for layer in layers if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
@@ -47,15 +38,11 @@ def check_model(model: keras.Model) -> None:
 
 
 def check_compiled(model: Any) -> None:
-    """Refuses what a private model was compiled with.
-
-    Raises:
-        ValueError: It wasn't compiled, or an optimizer or a loss is refused. The message says what to write.
-    """
+    """Refuses an optimizer or a loss that breaks the accounting, and a model that isn't compiled."""
     if not model.compiled:
         raise ValueError(
-            "The private model wasn't compiled, and takes over nothing from a compile of the model in it, whose "
-            "optimizer may hold what it saw of examples. Write private.compile(optimizer, loss) before fit."
+            "The private model wasn't compiled, and takes over nothing from the wrapped model's compile, whose "
+            "optimizer may have a state computed from examples. Write private.compile(optimizer, loss) before fit."
         )
     optimizer = model.optimizer
     if any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in nested(optimizer)):
@@ -74,16 +61,16 @@ def check_compiled(model: Any) -> None:
             f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps). Remove that argument, and "
             "write make_private(..., physical_batch_size=...) for batches that fit the memory."
         )
-    before = [
+    wrapping = [
         type(each).__name__
         for each in nested(optimizer)
         if type(each).apply_gradients is not keras.optimizers.Optimizer.apply_gradients
     ]
-    if before:
+    if wrapping:
         raise ValueError(
-            f"{', '.join(before)} has its own apply_gradients, which changes or clips gradients before noise is added, "
-            "so the noise need not be enough. Write clipnorm=... or the like, which comes after the noise, or do in "
-            "update_step what it does."
+            f"{', '.join(wrapping)} has its own apply_gradients, which changes gradients before noise is added, so the "
+            "noise may be too small. Write clipnorm=... or the like, which applies after the noise, or move what it "
+            "does into update_step."
         )
     losses = [each for each in keras.tree.flatten(model.loss) if isinstance(each, keras.losses.Loss)]
     weighted = [each.name for each in losses if each.reduction == "mean_with_sample_weight"]
@@ -96,52 +83,15 @@ def check_compiled(model: Any) -> None:
         raise ValueError("A loss isn't reduced (reduction='none'). Write reduction='sum_over_batch_size'.")
 
 
-def check_added_losses(model: keras.Model) -> None:
-    """Refuses losses that layers add: whether they are sums over examples can't be known.
-
-    Raises:
-        ValueError: There are such losses.
-    """
-    if added_losses(model):
-        raise ValueError(
-            "A layer adds a loss with add_loss() or an activity regularizer. It is not clipped per example. Make it a "
-            "part of the loss that is passed to compile, or remove it; regularizers of weights are allowed."
-        )
-
-
-def check_states(layer: keras.layers.Layer, *arguments: Any) -> None:
-    """Refuses a model with layers that keep something of the examples, which no noise is added to.
-
-    Args:
-        layer: What is trained, built.
-        *arguments: What it is called with, of which only shapes and dtypes count.
-
-    Raises:
-        ValueError: There are such layers.
-    """
-    if layer not in _KEEP:
-        _KEEP[layer] = layers_that_keep_examples(layer, *arguments)
-    if _KEEP[layer]:
-        raise ValueError(
-            f"Training changes a state of {', '.join(_KEEP[layer])} by what the examples are, and a state gets no "
-            "noise: it would be saved with the weights. Leave out what assigns to it in training, or compute it "
-            "beforehand from public rows."
-        )
-
-
-def check_fit(
+def check_private_fit(
     model: Any,
     callbacks: Sequence[Any],
-    batch_size: Any,
-    validation_split: Any,
-    shuffle: Any,
-    steps_per_epoch: Any,
+    batch_size: int | None,
+    validation_split: float,
+    shuffle: bool,
+    steps_per_epoch: int | None,
 ) -> None:
-    """Refuses arguments of `fit` that contradict Poisson sampling, or release more than is accounted for.
-
-    Raises:
-        ValueError: An argument is refused. The message says what to write.
-    """
+    """Refuses arguments of `fit` that contradict Poisson sampling, or release more than is accounted for."""
     settings = model.privacy.settings
     if batch_size not in (None, settings.expected_batch_size):
         raise ValueError(
@@ -156,13 +106,13 @@ def check_fit(
         )
     if not shuffle:
         raise ValueError(
-            "`shuffle` is False, and examples are drawn at random for each update: epsilon holds for nothing else. "
-            "Leave it out."
+            "`shuffle` is False, and examples are drawn at random for each update: epsilon holds for random samples "
+            "only. Leave it out."
         )
     if steps_per_epoch is not None:
         raise ValueError(
-            "`steps_per_epoch` is stated, and an epoch has examples / expected_batch_size updates, for which epsilon "
-            "is computed. Leave it out, and state epochs."
+            "`steps_per_epoch` is stated, and epsilon is computed for epochs of examples / expected_batch_size "
+            "updates. Leave it out, and state epochs."
         )
     for callback in callbacks:
         _check_callback(callback)
@@ -175,25 +125,21 @@ def check_fit(
 
 
 def check_transforms(model: Any, seed: int | None) -> None:
-    """Refuses transforms of gradients where the same noise may be drawn again.
-
-    Raises:
-        ValueError: There are transforms and a seed.
-    """
+    """Refuses transforms of gradients with a seed, by which the same noise may be drawn again."""
     if seed is not None and StepBuilder.of(model).stages.transforms:
         raise ValueError(
-            "A seed gives each training on the same data the same noise, and with other transforms of gradients its "
-            "updates are others, whose difference would show gradients without noise. Leave out seed=..., or call "
-            "undo() on what transform_gradients returned."
+            "A seed repeats the noise in each training on the same data. Two trainings with different transforms of "
+            "gradients would show, by their difference, gradients without noise. Leave out seed=..., or call undo() on "
+            "what transform_gradients returned."
         )
 
 
 def _check_callback(callback: Any) -> None:
-    """Refuses a callback that decides by what is computed from private rows without noise."""
+    """Refuses a callback whose decisions depend on private rows without noise."""
     if isinstance(callback, keras.callbacks.TerminateOnNaN):
         raise ValueError(
             "TerminateOnNaN ends training by the loss of private rows, so where it ends isn't private. Leave it out: "
-            "an example whose gradient isn't finite counts for nothing."
+            "an example whose gradient isn't finite has no part in the update."
         )
     monitored = getattr(callback, "monitor", None)
     decides = isinstance(callback, (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau))

@@ -1,7 +1,10 @@
-"""Keeps the ledger, the variables that carry it with the weights, and the key of the next update in step."""
+"""Keeps three things consistent: the ledger, the variables that save it with the weights, and the next update's key."""
 
 import contextlib
+import functools
+import hashlib
 import logging
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,119 +19,114 @@ from keras_paragrad.privacy.ledger import (
     Event,
     digest_of,
     entries_of,
-    known_entries,
     ledger_of,
-    remember,
+    released_by,
+    remember_released,
     table_of,
-    unknown,
+    unknown_entry,
 )
-from keras_paragrad.privacy.secret import described, digest_of_state, key_words, public_number, seed_words
 
 _log = logging.getLogger("keras_paragrad")
-# How many updates a run has made in this process, and what each epoch of it began with, if it has a seed.
-_MADE: dict[int, int] = {}
-_BEGUN: dict[tuple[int, int], bytes] = {}
+# Updates that each run has made in this process; and, with a seed, the state before the update at which an epoch began.
+_UPDATES_MADE: dict[int, int] = {}
+_STATE_BEFORE: dict[tuple[int, int], bytes] = {}
+# Rounds of the hash between the secret and what is saved, so that a file helps little to guess a seed.
+_ROUNDS = 100_000
+# Values of configs that don't identify training: callbacks change learning rates, and names are numbered.
+_VARYING = ("learning_rate", "name")
 
 
 class Releases:
-    """What a private model releases: an entry for each run, of which each update has noise of its own.
+    """What a private model releases: a ledger entry for each run, and a key by which its updates sample and add noise.
 
-    The ledger's variables are replaced whenever weights are loaded, and by older ones if the weights are. What they say
-    is then added to what is known, and never takes its place. Sampling and noise go by a key and a position that no
-    file holds, and that no load takes back.
+    Loading weights overwrites the ledger's variables, perhaps by older ones. Their entries are added to the ledger in
+    memory and never replace it. Key and position are in no file, and loading never resets them, so that no noise is
+    used twice.
 
     Args:
         model: The private model.
-        updates: How many updates its weights have behind them: an int64 scalar, counted by each update.
-        table: The ledger, as `table_of` writes it; an int64 `(ROWS, WORDS)`.
-
-    Attributes:
-        key: The words of the run's key, int64 `(4,)`.
-        position: How many updates of the run were made, an int64 scalar, counted by each update.
+        updates: Number of updates of its weights, an int64 scalar.
+        table: The ledger, as `table_of` writes it; int64 `(ROWS, WORDS)`.
     """
 
     def __init__(self, model: Any, updates: keras.Variable, table: keras.Variable):
         self._model, self._updates, self._table = model, updates, table
         self.ledger = ledger_of(model.per_example.layer)
-        self.ledger.add(self._known_of_weights())
+        self.ledger.add(entry for digest in self._digests().values() for entry in released_by(digest) or ())
         self.seed: int | None = None
         self._secret: tf.Variable | None = None
         self._key: tf.Variable | None = None
         self._position: tf.Variable | None = None
-        # The run that goes on, and what the weights were last taken from.
+        # The current run, and the one that weights were last loaded from.
         self._run: Entry | None = None
         self._loaded: Entry | None = None
         self._foreign = self._warned = False
-        self._at_begin: dict[int, bytes] = {}
+        self._digests_at_begin: dict[int, bytes] = {}
         self._written = np.zeros((ROWS, WORDS), np.int64), 0, 0
 
     def set_seed(self, seed: int | None) -> None:
-        """Draws keys by another secret from the next epoch on."""
+        """Derives keys from another secret from the next epoch on."""
         self.sync()
         if self._run is not None:
-            self._loaded = self._run.with_updates(self._made)
+            self._loaded = self._run.with_updates(self._updates_made)
         self.seed, self._secret, self._run = seed, None, None
 
     @property
     def secret(self) -> np.ndarray:
-        """Four words of 64 bits, the same on every worker."""
+        """Four 64-bit words, the same on every worker."""
         if self._secret is None:
-            # With several workers, TensorFlow gives a new variable the chief's value everywhere.
-            self._secret = self._variable(seed_words(self.seed))
+            # With several workers, TensorFlow broadcasts the chief's value to a new variable.
+            self._secret = self._variable(_secret_words(self.seed))
         return np.asarray(self._secret.numpy())
 
     @property
     def key(self) -> tf.Variable:
-        """The words of the run's key."""
+        """The current run's key, int64 `(4,)`."""
         if self._key is None:
             self._key = self._variable(np.zeros(4, np.int64))
         return self._key
 
     @property
     def position(self) -> tf.Variable:
-        """How many updates of the run were made."""
+        """Number of updates of the current run, an int64 scalar, incremented by each update."""
         if self._position is None:
             self._position = self._variable(np.zeros((), np.int64))
         return self._position
 
     @property
-    def _made(self) -> int:
+    def _updates_made(self) -> int:
         return 0 if self._position is None else int(self._position.numpy())
 
     def entries(self) -> list[Entry]:
-        """All that was released, up to now."""
+        """All that was released up to now."""
         self.sync()
         return list(self.ledger)
 
     def replace_unknown(self, entries: Iterable[Entry]) -> None:
-        """Replaces what nothing is known of by what the user states."""
+        """Replaces the unknown entry by those that the user states."""
         self.sync()
         self.ledger.replace_unknown(entries)
         self._write()
 
     def sync(self) -> None:
-        """Adds what updates and loaded weights have brought to the ledger, and writes it to the variables."""
-        table, updates, made = self._table.numpy(), int(self._updates.numpy()), self._made
-        if self._run is not None:
-            self._count(made)
-        written, at_updates, at_made = self._written
-        if updates - at_updates != made - at_made or not np.array_equal(table, written):
+        """Adds the releases of updates and loaded weights to the ledger, and writes it to the variables."""
+        table, updates, made = self._table.numpy(), int(self._updates.numpy()), self._updates_made
+        if (run := self._run) is not None:
+            if made > 0:
+                self.ledger.add([run.with_updates(made)])
+            _UPDATES_MADE[run.run] = max(made, _UPDATES_MADE.get(run.run, 0))
+        written, written_updates, written_made = self._written
+        if updates - written_updates != made - written_made or not np.array_equal(table, written):
             loaded = entries_of(np.asarray(table), updates)
             self.ledger.add(loaded)
             self._loaded, self._foreign = loaded[-1] if loaded else None, True
             self._warn_of_unknown("the loaded weights")
         self._write()
 
-    def _count(self, made: int) -> None:
-        assert self._run is not None, "asked for within a run"
-        if made > 0:
-            self.ledger.add([self._run.with_updates(made)])
-        _MADE[self._run.run] = max(made, _MADE.get(self._run.run, 0))
-
     def _write(self) -> None:
-        """Has the variables say what the ledger does, with the run that goes on last."""
+        """Writes the ledger to the variables, the current run last."""
         known = {entry.run: entry for entry in self.ledger}
-        last = self._run and self._run.with_updates(self._made)
+        last = self._run and self._run.with_updates(self._updates_made)
         if last is None and self._loaded is not None:
             last = known.get(self._loaded.run)
         entries = [entry for entry in known.values() if last is None or entry.run != last.run]
@@ -138,132 +136,183 @@ class Releases:
             self._assign(self._table, table)
         if int(self._updates.numpy()) != updates:
             self._assign(self._updates, np.int64(updates))
-        self._written = table, updates, self._made
+        self._written = table, updates, self._updates_made
 
     def begin_fit(self) -> None:
-        """Looks for weights that were changed since the last `fit`, and for what is known of them."""
+        """Adds what is known of weights that were changed since the last `fit`."""
         self.sync()
-        left, digests = self.ledger.left, self._digests()
-        self._at_begin = digests
-        changed = {key: each for key, each in digests.items() if left is None or left.get(key, each) != each}
-        known = {key: known_entries(each) for key, each in changed.items()}
-        for entries in known.values():
+        previous, digests = self.ledger.digests, self._digests()
+        self._digests_at_begin = digests
+        changed = {key: each for key, each in digests.items() if previous is None or previous.get(key, each) != each}
+        released = {key: released_by(each) for key, each in changed.items()}
+        for entries in released.values():
             self.ledger.add(entries or ())
-        if left is not None and None in known.values() and not self._foreign:
-            self.ledger.add([unknown(0)])
+        if previous is not None and None in released.values() and not self._foreign:
+            self.ledger.add([unknown_entry(0)])
             variables = self._model.per_example.layer.trainable_variables
-            names = [each.path for each in variables if known.get(id(each), ()) is None]
+            names = [each.path for each in variables if released.get(id(each), ()) is None]
             self._warn_of_unknown(f"{', '.join(names)}, which were changed outside of fit,")
-        if left is None:
-            remember(digests.values(), self.ledger)
+        if previous is None:
+            remember_released(digests.values(), self.ledger)
         self._write()
 
     def end_fit(self) -> None:
-        """Notes what the weights are now, so that they are known where they are found."""
+        """Notes the digests of the weights, by which they are recognized later."""
         self.sync()
-        before, self.ledger.left, self._foreign = self._at_begin, self._digests(), False
-        remember([each for key, each in self.ledger.left.items() if each != before.get(key)], self.ledger)
+        previous, self.ledger.digests, self._foreign = self._digests_at_begin, self._digests(), False
+        changed = [each for key, each in self.ledger.digests.items() if each != previous.get(key)]
+        remember_released(changed, self.ledger)
 
     def _digests(self) -> dict[int, bytes]:
         variables = self._model.per_example.layer.trainable_variables
         return {id(variable): digest_of(variable) for variable in variables}
 
     def begin_epoch(self, event: Event, digest_of_data: Callable[[], bytes]) -> tuple[int, int]:
-        """Goes on with a run, or begins one.
+        """Continues the current run, or starts one.
 
         Args:
-            event: What an update will release.
-            digest_of_data: Returns what tells the data from others.
+            event: The next updates.
+            digest_of_data: Returns a digest that identifies the data.
 
         Returns:
-            The number of the run's next update, and how many from there on are counted, as this model has made the same
-            before.
+            The number of the run's next update, and how many from there on are in the ledger already, as this model has
+            made the same ones before.
         """
         self.sync()
         secret = self.secret
-        # Without a seed, the secret is this model's alone, and no other can take updates of its runs.
+        # Without a seed, no other model has this secret, so none can repeat updates of its runs.
         context, state = 0, None
         if self.seed is not None:
-            context = public_number(secret, "context", digest_of_data(), described(self._model))
-            state = digest_of_state(self._model)
+            context = _keyed_hash(secret, "context", digest_of_data(), _describe_compile(self._model))
+            state = _digest_of_state(self._model)
         iterations = int(keras.ops.convert_to_numpy(self._model.optimizer.iterations))
         for run in self._candidates(iterations):
-            if self._goes_on(run, event, context, state):
+            if self._continues(run, event, context, state):
                 break
         else:
             run = self._new_run(event, context, iterations, state)
         self._begin(run)
         if state is not None:
-            _BEGUN.setdefault((run.run, run.updates), state)
-        counted = max((entry.updates for entry in self.ledger if entry.run == run.run), default=0)
-        return run.updates, max(0, counted - run.updates)
+            _STATE_BEFORE.setdefault((run.run, run.updates), state)
+        accounted = max((entry.updates for entry in self.ledger if entry.run == run.run), default=0)
+        return run.updates, max(0, accounted - run.updates)
 
     def _candidates(self, iterations: int) -> Iterator[Entry]:
-        """The runs that may go on: what loaded weights were taken from, with the optimizer's state, or that before."""
+        """Runs that may continue: the one that weights and optimizer were loaded from, or the current one."""
         loaded = self._loaded
         if loaded is not None and loaded.iterations + loaded.updates == iterations:
             yield loaded
         if self._run is not None:
-            yield self._run.with_updates(self._made)
+            yield self._run.with_updates(self._updates_made)
 
-    def _goes_on(self, run: Entry, event: Event, context: int, state: bytes | None) -> bool:
-        """Whether the next update may be the run's."""
-        if (run.event, run.context) != (event, context) or run.run != public_number(self.secret, "run", run.salt):
+    def _continues(self, run: Entry, event: Event, context: int, state: bytes | None) -> bool:
+        """Whether the next update may be one of the run."""
+        if (run.event, run.context) != (event, context) or run.run != _keyed_hash(self.secret, "run", run.salt):
             return False
         if self._run is None and state is not None:
-            # Of a run that was broken off, this model has made none of the updates yet.
-            return _BEGUN.get((run.run, run.updates), state) == state
-        return _is_free(run.run, run.updates, state)
+            # An interrupted run, of which this model has made no update.
+            return _STATE_BEFORE.get((run.run, run.updates), state) == state
+        return _is_unused(run.run, run.updates, state)
 
     def _new_run(self, event: Event, context: int, iterations: int, state: bytes | None) -> Entry:
-        """A run that is derived from all that it goes by, so that the same training has the same key, and no other."""
+        """A run whose key is derived from all that training depends on: only the same training has the same key."""
         released = [tuple(entry) for entry in self.ledger if entry.updates]
         attempt = 0
         while True:
-            salt = public_number(self.secret, "salt", event, context, iterations, released, state, attempt)
-            number = public_number(self.secret, "run", salt)
-            if _is_free(number, 0, state):
+            salt = _keyed_hash(self.secret, "salt", event, context, iterations, released, state, attempt)
+            number = _keyed_hash(self.secret, "run", salt)
+            if _is_unused(number, 0, state):
                 return Entry(number, salt, context, iterations, event, 0)
             attempt += 1
 
     def _begin(self, run: Entry) -> None:
         self._loaded = None
-        if self._run is not None and (self._run.run, self._made) == (run.run, run.updates):
+        if self._run is not None and (self._run.run, self._updates_made) == (run.run, run.updates):
             return
         self._run = run
-        self._assign(self.key, key_words(self.secret, run.salt))
+        self._assign(self.key, _derive_key(self.secret, run.salt))
         self._assign(self.position, np.int64(run.updates))
         self._write()
 
-    def _known_of_weights(self) -> list[Entry]:
-        return [entry for digest in self._digests().values() for entry in known_entries(digest) or ()]
-
-    def _warn_of_unknown(self, what: str) -> None:
+    def _warn_of_unknown(self, weights: str) -> None:
         if self.ledger.unknown is not None and not self._warned:
             self._warned = True
             _log.warning(
                 "How %s were trained isn't known, so epsilon is infinite. If you know it, write private.privacy."
                 "replace_unknown((noise_multiplier, sampling_rate, updates), ...), with one of these for each kind of "
                 "updates, or with none if no private example had a part in them.",
-                what,
+                weights,
             )
 
     def _variable(self, value: np.ndarray) -> tf.Variable:
-        """A variable of no file: outside of Keras's tracking."""
+        """Creates a variable that is in no file: Keras doesn't track it."""
         only_first = tf.VariableAggregation.ONLY_FIRST_REPLICA
         with tf.init_scope(), self._scope():
             return tf.Variable(tf.constant(value), trainable=False, aggregation=only_first)
 
-    def _assign(self, variable: Any, value: Any) -> None:
+    def _assign(self, variable: tf.Variable | keras.Variable, value: Any) -> None:
         with self._scope():
             variable.assign(value)
 
-    def _scope(self) -> Any:
+    def _scope(self) -> contextlib.AbstractContextManager[Any]:
         strategy = self._model.distribute_strategy
         inside = tf.distribute.has_strategy() or strategy is tf.distribute.get_strategy()
         return contextlib.nullcontext() if inside else strategy.scope()
 
 
-def _is_free(run: int, update: int, state: bytes | None) -> bool:
-    """Whether an update of a run wasn't made in this process, but by the same training, begun anew."""
-    return update >= _MADE.get(run, 0) or (state is not None and _BEGUN.get((run, update)) == state)
+def _is_unused(run: int, update: int, state: bytes | None) -> bool:
+    """Whether this process hasn't made an update of a run, or only in the same training, started anew."""
+    return update >= _UPDATES_MADE.get(run, 0) or (state is not None and _STATE_BEFORE.get((run, update)) == state)
+
+
+def _secret_words(seed: int | None) -> np.ndarray:
+    """Four 64-bit words, from a seed or the operating system's randomness."""
+    if seed is None:
+        return np.array([secrets.randbits(64) for _ in range(4)], np.uint64).astype(np.int64)
+    return np.random.SeedSequence(seed).generate_state(4, np.uint64).astype(np.int64)
+
+
+def _derive_key(secret: np.ndarray, salt: int) -> np.ndarray:
+    """A run's key: two 64-bit words for its samples, and two for its noise."""
+    digest = hashlib.blake2b(str(salt).encode(), key=secret.tobytes(), digest_size=32).digest()
+    return np.frombuffer(digest, np.int64)
+
+
+def _keyed_hash(secret: np.ndarray, *parts: Any) -> int:
+    """A 64-bit hash that reveals nothing of the parts without the secret."""
+    digest = hashlib.blake2b(key=_stretch(secret.tobytes()), digest_size=8)
+    for part in parts:
+        content = part if isinstance(part, bytes) else repr(part).encode()
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _stretch(secret: bytes) -> bytes:
+    return hashlib.pbkdf2_hmac("sha256", secret, b"keras_paragrad.privacy", _ROUNDS)
+
+
+def _digest_of_state(model: Any) -> bytes:
+    """A digest of what the next update depends on: weights, the optimizer's iterations, and the learning rate."""
+    digest = hashlib.blake2b(digest_size=16)
+    optimizer = model.optimizer
+    for each in [*model.per_example.layer.weights, optimizer.iterations, optimizer.learning_rate]:
+        digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(each)).tobytes())
+    return digest.digest()
+
+
+def _describe_compile(model: Any) -> list[Any]:
+    """The optimizer and the losses as plain values, equal in all processes."""
+    return [_describe(each) for each in (model.optimizer, *keras.tree.flatten(model.loss))]
+
+
+def _describe(part: Any) -> list[Any]:
+    config = part.get_config() if hasattr(part, "get_config") else {}
+    name = str(part) if isinstance(part, str | None) else getattr(part, "__name__", type(part).__name__)
+    return [name, _plain({name: value for name, value in config.items() if name not in _VARYING})]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [(str(name), _plain(each)) for name, each in sorted(value.items(), key=lambda item: str(item[0]))]
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__

@@ -1,5 +1,7 @@
-"""Poisson sampling: each example is in each update's batch with the same probability, independently."""
+"""Poisson sampling: every update draws each example with the same probability, independently."""
 
+import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -7,21 +9,22 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.arguments import check_integer, check_number
 from keras_paragrad.compat.data import without_autotuning
-from keras_paragrad.privacy.rows import Rows
+from keras_paragrad.privacy.random_access import Examples
 
-# So many draws are made in one call of Python.
-_AT_ONCE = 16
-# The bits of a float32.
+# Draws per call from TensorFlow into Python, which takes as long as some of them.
+_DRAWS_PER_CALL = 16
+# The bits of -0.0 in float32.
 _MINUS_ZERO = -(2**31)
+# Covers the rounding of a sum of some thousand terms, each good to 14 digits.
+_SLACK = 1 + 1e-9
 
 
 class Draw(NamedTuple):
-    """The rows of an update's padded batch.
+    """The rows of an update's padded batch: indices of examples, int64 `(rows,)`, and which are drawn, `(rows,)`.
 
-    Attributes:
-        numbers: The numbers of the examples, int64 `(rows,)`; where there are none, an example that is there again.
-        present: Which of them are of the draw, `(rows,)`: the first ones of each replica's rows.
+    The first rows of each replica are drawn; padding repeats an example.
     """
 
     numbers: np.ndarray
@@ -29,89 +32,184 @@ class Draw(NamedTuple):
 
 
 class PoissonSampling:
-    """The batch of each update, drawn by a key and the update's number alone.
+    """Draws the batch of each update, as a function of a key and the update's number.
 
     Args:
-        key: Two unsigned integers of 64 bits. Another one may take its place between epochs.
-        examples: How many examples there are.
-        rate: The probability of each to be in a batch.
-        rows: Rows of the padded batch. Of a larger draw so many are kept, at random.
-        replicas: Each has an equal share of the rows, of one draw for all; it divides them.
+        key: Two unsigned integers of 64 bits. It may be replaced between epochs.
+        examples: Number of examples in the data.
+        rate: Probability of each to be drawn.
+        rows: Rows of the padded batch. A larger draw is truncated at random.
+        replicas: Number of replicas, which divides `rows`. One draw is spread evenly over them.
     """
 
     def __init__(self, key: tuple[int, int], examples: int, rate: float, rows: int, replicas: int = 1):
         self.key, self.examples, self.rate, self.rows = key, examples, rate, rows
-        # As many of a draw for each replica, but for one: its place in the batch by its place in the draw.
+        # The place in the batch for each place in the draw: replicas get equal numbers of examples, but for one.
         self._places = np.arange(rows).reshape(replicas, -1).T.ravel()
 
     def draw(self, update: int) -> Draw:
-        """The batch of an update."""
+        """Draws the batch of an update."""
         # Philox is a function of key and counter, so the draws of different updates are independent.
         random = np.random.Generator(np.random.Philox(key=self.key, counter=(0, 0, 0, update)))
-        drawn = min(random.binomial(self.examples, self.rate), self.rows)
-        chosen = np.sort(random.choice(self.examples, drawn, replace=False, shuffle=False))
-        numbers = np.full(self.rows, chosen[0] if drawn else 0, np.int64)
-        there = np.zeros(self.rows, bool)
-        places = self._places[:drawn]
-        numbers[places], there[places] = chosen, True
-        return Draw(numbers, there)
+        count = min(random.binomial(self.examples, self.rate), self.rows)
+        chosen = np.sort(random.choice(self.examples, count, replace=False, shuffle=False))
+        numbers = np.full(self.rows, chosen[0] if count else 0, np.int64)
+        present = np.zeros(self.rows, bool)
+        places = self._places[:count]
+        numbers[places], present[places] = chosen, True
+        return Draw(numbers, present)
 
-    def several(self, updates: Iterable[int]) -> Draw:
-        """The batches of updates, stacked."""
+    def draw_all(self, updates: Iterable[int]) -> Draw:
+        """Draws the batches of several updates, stacked."""
         return Draw(*map(np.stack, zip(*map(self.draw, updates), strict=True)))
 
 
-def private_batches(rows: Rows, sampling: PoissonSampling, updates: Callable[[], Any]) -> tf.data.Dataset:
-    """The padded batches `(x, y, sample_weight)` of updates.
+def private_batches(
+    examples: Examples, sampling: PoissonSampling, updates: Callable[[], np.ndarray]
+) -> tf.data.Dataset:
+    """Makes a dataset of the padded batches `(x, y, sample_weight)` of the updates that `updates` returns."""
 
-    Args:
-        rows: The examples.
-        sampling: Draws the batch of each update.
-        updates: Returns the numbers of the updates, for each iterator of the dataset.
-    """
+    def update_numbers(_: tf.Tensor) -> tf.Tensor:
+        numbers = tf.numpy_function(lambda: np.asarray(updates(), np.int64), [], tf.int64)
+        return tf.ensure_shape(numbers, [None])
 
-    def numbers(_: tf.Tensor) -> tf.Tensor:
-        found = tf.numpy_function(lambda: np.asarray(updates(), np.int64), [], tf.int64)
-        return tf.ensure_shape(found, [None])
-
-    def draws(numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # Each call of Python by TensorFlow takes as long as some draws.
-        found, there = tf.numpy_function(sampling.several, [numbers], [tf.int64, tf.bool])
+    def draw(numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        indices, present = tf.numpy_function(sampling.draw_all, [numbers], [tf.int64, tf.bool])
         shape = [None, sampling.rows]
-        return tf.ensure_shape(found, shape), tf.ensure_shape(there, shape)
+        return tf.ensure_shape(indices, shape), tf.ensure_shape(present, shape)
 
-    numbers, draws = map(tf.autograph.experimental.do_not_convert, (numbers, draws))
-    # Not of a generator: TensorFlow fixes glibc's threshold for mapped memory at 128 KB in a process that reads one,
-    # seen with Python 3.11. All larger buffers are then mapped and cleared anew each time they are allocated.
-    epoch = tf.data.Dataset.from_tensors(0).map(numbers).unbatch()
-    dataset = rows.taken(epoch.batch(_AT_ONCE).map(draws).unbatch())
-    return without_autotuning(dataset.map(_weighed).prefetch(2))
+    update_numbers, draw = map(tf.autograph.experimental.do_not_convert, (update_numbers, draw))
+    # No from_generator: in a process that reads one, TensorFlow fixes glibc's threshold for mapped memory at 128 KB
+    # (seen with Python 3.11), and every larger buffer is then mapped and cleared each time it is allocated.
+    epoch = tf.data.Dataset.from_tensors(0).map(update_numbers).unbatch()
+    dataset = examples.gather(epoch.batch(_DRAWS_PER_CALL).map(draw).unbatch())
+    return without_autotuning(dataset.map(_weigh_rows).prefetch(2))
 
 
 @tf.autograph.experimental.do_not_convert
-def _weighed(batch: Any, present: tf.Tensor) -> tuple[Any, Any, Any]:
-    """A batch in which rows beyond the draw weigh minus zero: nothing, and yet not the zero of a user's own weight."""
+def _weigh_rows(batch: Any, present: tf.Tensor) -> tuple[Any, Any, Any]:
+    """Gives padding the sample weight -0.0, which counts for nothing and differs from a user's own 0.0."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     if y is None:
         raise ValueError("There are no targets. Call fit(x, y), or pass data of (inputs, targets).")
 
-    def weigh(targets: Any, weights: Any = None) -> tf.Tensor:
+    def weigh(targets: tf.Tensor, weights: Any = None) -> tf.Tensor:
         weights = tf.ones_like(present, "float32") if weights is None else tf.convert_to_tensor(weights)
         weights = weights if weights.dtype.is_floating else tf.cast(weights, "float32")
-        # Of the rank of the targets: one that is short of it, Keras would broadcast along other axes.
+        # Expanded to the targets' rank, as Keras would broadcast weights of a lower one along other axes.
         missing = len(targets.shape) - len(weights.shape)
         weights = tf.reshape(weights, tf.concat([tf.shape(weights), [1] * max(0, missing)], 0))
-        beside = tf.reshape(present, [-1, *[1] * (len(weights.shape) - 1)])
-        return tf.where(beside, weights, tf.constant(-0.0, weights.dtype))
+        mask = tf.reshape(present, [-1, *[1] * (len(weights.shape) - 1)])
+        return tf.where(mask, weights, tf.constant(-0.0, weights.dtype))
 
     if keras.tree.is_nested(sample_weight):
         return x, y, keras.tree.map_structure(weigh, y, sample_weight)
     return x, y, keras.tree.map_structure(lambda targets: weigh(targets, sample_weight), y)
 
 
-def present(batch: Any) -> tf.Tensor:
-    """Fills the *present* stage: which rows of a padded batch are of the draw."""
+def present_rows(batch: Any) -> tf.Tensor:
+    """Fills the *present* stage: tells the drawn rows of a padded batch from padding."""
     *_, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     weights = tf.convert_to_tensor(keras.tree.flatten(sample_weight)[0])
     weights = tf.cast(tf.reshape(weights, [tf.shape(weights)[0], -1])[:, 0], "float32")
     return tf.bitcast(weights, tf.int32) != _MINUS_ZERO
+
+
+def truncation_probability(examples: int, sampling_rate: float, limit: int) -> float:
+    """The probability that an update draws a given example, and so many others that one has to be dropped.
+
+    An update has room for `limit` rows. Poisson sampling may draw more, and the excess is dropped, by any rule that
+    looks at the drawn rows alone. This turns a guarantee of (epsilon, delta) into one of (epsilon, delta + exp(epsilon)
+    * updates * p), with the probability p that is returned, which `epsilon` and `noise_multiplier` take as
+    `truncation`.
+
+    Proof: let data be D' or, with one example x more, D. Draw from D' first, then toss whether x is drawn too. Unless x
+    and at least `limit` others are drawn, nothing is dropped because of x, and the update of D is that of D' with or
+    without x: Poisson sampling of x, for which epsilon and delta hold. The exception has probability p in an update,
+    and at most updates * p in all. So outputs of D are within updates * p in total variation of those of a mechanism
+    that is (epsilon, delta)-close to D', and passing from D' to D multiplies that by exp(epsilon).
+
+    Args:
+        examples: Number of examples in the data.
+        sampling_rate: Probability of each to be drawn.
+        limit: Rows that an update has room for.
+
+    Returns:
+        `sampling_rate` times the probability that `limit` or more of `examples` others are drawn, at most a billionth
+        too large and never too small. Neighbouring data may have one example more, so there are `examples` others.
+
+    Example:
+
+    >>> from keras_paragrad.privacy import truncation_probability
+    >>> truncation_probability(3, 0.5, 2)  # 0.5 * (3 + 1) / 8
+    0.2500000002500002
+    """
+    examples = check_integer("examples", examples, example=60_000)
+    rate = float(check_number("sampling_rate", sampling_rate, least=0, most=1, example=0.01))
+    limit = check_integer("limit", limit, example=512)
+    if limit > examples or not rate:
+        return 0.0
+    if rate == 1:
+        return 1.0
+    # Terms decrease beyond the mean; those 50 deviations away, and 50 rows more, are negligible. Starting below the
+    # mean as well bounds the time for limits that all draws exceed.
+    mean = examples * rate
+    spread = 50 * math.sqrt(mean * (1 - rate)) + 50
+    first, last = max(limit, math.floor(mean - spread)), min(examples, math.ceil(max(limit, mean) + spread))
+    terms = np.exp(_log_binomial(examples, rate, np.arange(first, last + 1, dtype=float)))
+    total = float(np.sum(terms))
+    if last < examples:
+        # A geometric series bounds the rest.
+        ratio = (examples - last) / (last + 1) * rate / (1 - rate)
+        total += float(terms[-1]) * ratio / (1 - ratio)
+    return min(1.0, total * _SLACK) * rate
+
+
+@functools.lru_cache(maxsize=64)
+def least_rows(examples: int, expected: int, probability: float) -> int:
+    """The fewest rows whose `truncation_probability` is at most `probability`."""
+    # With one row more than there are examples, nothing is truncated.
+    least, most = expected, examples + 1
+    while least < most:
+        middle = (least + most) // 2
+        enough = truncation_probability(examples, expected / examples, middle) <= probability
+        least, most = (least, middle) if enough else (middle + 1, most)
+    return least
+
+
+def _log_binomial(examples: int, rate: float, drawn: np.ndarray) -> np.ndarray:
+    """Log probabilities of binomial draws, without cancellation: Loader, 2000, Fast and Accurate Computation of
+    Binomial Probabilities."""
+    left = examples - drawn
+    inside = (drawn > 0) & (left > 0)
+    some, rest = np.where(inside, drawn, 1.0), np.where(inside, left, 1.0)
+    errors = _stirling_error(np.array([float(examples)])) - _stirling_error(some) - _stirling_error(rest)
+    deviance = _deviance(some, examples * rate) + _deviance(rest, examples * (1 - rate))
+    logs = errors - deviance + 0.5 * np.log(examples / (2 * math.pi * some * rest))
+    none, every = examples * math.log1p(-rate), examples * math.log(rate)
+    return np.where(inside, logs, np.where(drawn > 0, every, none))
+
+
+def _stirling_error(count: np.ndarray) -> np.ndarray:
+    """log(count!) minus Stirling's formula."""
+    inverse = 1 / (count * count)
+    series = 1 / 1188 - inverse * 691 / 360360
+    for coefficient in (1 / 1680, 1 / 1260, 1 / 360, 1 / 12):
+        series = coefficient - inverse * series
+    exact = np.array(
+        [math.lgamma(k + 1) - (k + 0.5) * math.log(k) + k - math.log(2 * math.pi) / 2 for k in range(1, 17)]
+    )
+    near = exact[np.minimum(count, 16).astype(int) - 1]
+    return np.where(count <= 16, near, series / count)
+
+
+def _deviance(count: np.ndarray, mean: float) -> np.ndarray:
+    """count log(count / mean) + mean - count, without cancellation."""
+    offset = (count - mean) / (count + mean)
+    direct = count * np.log(count / mean) + mean - count
+    total = offset * (count - mean)
+    term = 2 * count * offset
+    for odd in range(3, 27, 2):
+        term = term * offset * offset
+        total = total + term / odd
+    return np.where(np.abs(offset) < 0.1, total, direct)

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from keras_paragrad.profiling.analysis import summarize
     from keras_paragrad.profiling.report import write_report
     from keras_paragrad.profiling.schedule import ProfileSchedule
-    from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
-    from keras_paragrad.profiling.throughput.callback import Throughput
+    from keras_paragrad.profiling.telemetry import GradientTelemetry
+    from keras_paragrad.profiling.throughput import Throughput
     from keras_paragrad.profiling.tracer import Profiler
 
 __all__ = [
@@ -23,10 +23,10 @@ __all__ = [
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "GradientTelemetry": "telemetry.callback",
+        "GradientTelemetry": "telemetry",
         "ProfileSchedule": "schedule",
         "Profiler": "tracer",
-        "Throughput": "throughput.callback",
+        "Throughput": "throughput",
         "summarize": "analysis",
         "write_report": "report",
     },

@@ -16,32 +16,32 @@ class PeakMemory:
     """Samples the process's memory once per call; devices track their own peak."""
 
     def __init__(self):
-        self._counts_host = is_installed("psutil")
+        self._samples_host = is_installed("psutil")
         self._host: int | None = None
-        for device in _with_a_count():
+        for device in _tracked_devices():
             tf.config.experimental.reset_memory_stats(device)
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Samples the process's current memory."""
-        if self._counts_host:
+        if self._samples_host:
             self._host = max(self._host or 0, host_memory())
 
-    def found(self) -> dict[str, int | None]:
+    def peaks(self) -> dict[str, int | None]:
         """Peak memory in bytes by device or `"host"`; `None` where TensorFlow doesn't track it."""
-        counted = set(_with_a_count())
+        tracked = set(_tracked_devices())
         names = [_short_name(device.name) for device in tf.config.list_logical_devices()]
         devices = {
-            name: tf.config.experimental.get_memory_info(name)["peak"] if name in counted else None for name in names
+            name: tf.config.experimental.get_memory_info(name)["peak"] if name in tracked else None for name in names
         }
         return {"host": self._host, **devices}
 
 
 def can_read_host_memory() -> bool:
     """Whether psutil is installed; otherwise logs what to install."""
-    found = is_installed("psutil")
-    if not found:
+    if not is_installed("psutil"):
         _log.warning("%s", explain_missing("Throughput's host_memory_bytes", ["psutil"]))
-    return found
+        return False
+    return True
 
 
 def host_memory() -> int:
@@ -50,20 +50,20 @@ def host_memory() -> int:
 
 
 def device_memory() -> int | None:
-    """The bytes that TensorFlow holds on this process's accelerators; `None` where no device can say."""
-    found = []
+    """The bytes that TensorFlow holds on this process's accelerators; `None` if it tracks none of them."""
+    sizes = []
     for device in tf.config.list_logical_devices():
         if device.device_type == "CPU":
-            # It reports zeros there, which are meaningless.
+            # TensorFlow reports zeros there.
             continue
         try:
-            found.append(tf.config.experimental.get_memory_info(device.name)["current"])
+            sizes.append(tf.config.experimental.get_memory_info(device.name)["current"])
         except (ValueError, tf.errors.OpError):
             continue
-    return sum(found) if found else None
+    return sum(sizes) if sizes else None
 
 
-def _with_a_count() -> list[str]:
+def _tracked_devices() -> list[str]:
     # For CPUs, TensorFlow reports zeros without an error.
     return [_short_name(device.name) for device in tf.config.list_logical_devices() if device.device_type == "GPU"]
 

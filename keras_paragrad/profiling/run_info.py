@@ -16,20 +16,17 @@ import tensorflow as tf
 from keras_paragrad.compat.local import place_of, together_of
 from keras_paragrad.distribution.hardware import logical_devices
 from keras_paragrad.distribution.names import kind_of_device
-from keras_paragrad.plain_json import read_json
+from keras_paragrad.plain_text import read_json
 from keras_paragrad.profiling.summary import RunInfo
 
 _log = logging.getLogger("keras_paragrad")
 
 FILE = "run.json"
-_ALWAYS_THERE = {"model", "optimizer", "strategy", "replicas", "started"}
+_REQUIRED_KEYS = {"model", "optimizer", "strategy", "replicas", "started"}
 
 
 def run_info(model: keras.Model) -> RunInfo:
-    """Describes a compiled model and its training setup.
-
-    Args:
-        model: A model that has been built and compiled.
+    """Describes a built and compiled model, and its training setup.
 
     Example:
 
@@ -43,10 +40,10 @@ def run_info(model: keras.Model) -> RunInfo:
     """
     strategy = model.distribute_strategy
     kind = type(strategy).__name__
-    used = _used_devices(model, strategy)
+    devices = _devices_of(model, strategy)
     return RunInfo(
         model=model.name,
-        optimizer=_named(model.optimizer),
+        optimizer=_optimizer_name(model.optimizer),
         parameters=sum(int(np.prod(variable.shape)) for variable in model.trainable_variables),
         # The default strategy is a private class of TensorFlow.
         strategy="" if kind.startswith("_") else kind,
@@ -58,17 +55,13 @@ def run_info(model: keras.Model) -> RunInfo:
         devices=tuple(device.name for device in tf.config.list_logical_devices()),
         versions={"python": platform.python_version(), "keras": keras.__version__, "tensorflow": tf.__version__},
         started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        device_kind=kind_of_device(used[0]) if used else "",
-        compute_capability=_least_capability(used),
+        device_kind=kind_of_device(devices[0]) if devices else "",
+        compute_capability=_least_capability(devices),
     )
 
 
 def write_run_info(log_dir: Path, info: RunInfo) -> None:
-    """Writes `run.json`, on the first worker only. An existing file that is not ours is left alone.
-
-    Args:
-        log_dir: The log directory.
-        info: The description of the run.
+    """Writes `run.json`; an existing file that is not ours is left alone.
 
     Raises:
         OSError: It can't be written.
@@ -87,27 +80,27 @@ def write_run_info(log_dir: Path, info: RunInfo) -> None:
 
 def _is_ours(path: Path) -> bool:
     try:
-        found = read_json(path.read_text("utf-8"))
+        content = read_json(path.read_text("utf-8"))
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and found.keys() >= _ALWAYS_THERE
+    return isinstance(content, dict) and content.keys() >= _REQUIRED_KEYS
 
 
-def _used_devices(model: keras.Model, strategy: tf.distribute.Strategy) -> list[str]:
+def _devices_of(model: keras.Model, strategy: tf.distribute.Strategy) -> list[str]:
     """The devices that hold the trainable variables, in short form: `GPU:0`."""
     variables: Any = [variable.value for variable in model.trainable_variables]
-    held = [part.device for each in variables for part in strategy.experimental_local_results(each)]
-    return sorted({device.rpartition("/device:")[2] for device in held if device})
+    names = [part.device for each in variables for part in strategy.experimental_local_results(each)]
+    return sorted({device.rpartition("/device:")[2] for device in names if device})
 
 
-def _least_capability(used: Collection[str]) -> tuple[int, int] | None:
+def _least_capability(devices: Collection[str]) -> tuple[int, int] | None:
     """The lowest compute capability of the GPUs in use, or `None` if one is unknown."""
-    found = [device.compute_capability for device in logical_devices() if device.kind == "GPU" and device.name in used]
-    known = [each for each in found if each is not None]
-    return min(known) if known and len(known) == len(found) else None
+    gpus = [device for device in logical_devices() if device.kind == "GPU" and device.name in devices]
+    known = [device.compute_capability for device in gpus if device.compute_capability is not None]
+    return min(known) if known and len(known) == len(gpus) else None
 
 
-def _named(optimizer: Any) -> str:
+def _optimizer_name(optimizer: Any) -> str:
     name = type(optimizer).__name__
     inner = getattr(optimizer, "inner_optimizer", None)
-    return f"{name}({_named(inner)})" if inner is not None else name
+    return f"{name}({_optimizer_name(inner)})" if inner is not None else name

@@ -1,10 +1,15 @@
-"""`ProfileSchedule`: which batches of a training are traced."""
+"""`ProfileSchedule`: which batches of a training are traced; and the signal that requests a trace window."""
 
+import logging
+import signal
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from keras_paragrad.arguments import check_integer
 
+_log = logging.getLogger("keras_paragrad")
 # A trace's size grows with the batches it covers, and TensorBoard reads all of it.
 MOST_ACTIVE = 200
 
@@ -75,3 +80,42 @@ class ProfileSchedule:
 
 
 DEFAULT = ProfileSchedule()
+
+
+class RequestSignal:
+    """Calls a function when this process receives a signal.
+
+    Args:
+        name: The signal's name, such as `"SIGUSR1"`, or `None` for no signal.
+        request: Called on each signal, in the main thread, between any two lines.
+    """
+
+    # A `fit` that was aborted doesn't notify its callbacks.
+    listening: "ClassVar[RequestSignal | None]" = None
+
+    def __init__(self, name: str | None, request: Callable[[], None]):
+        self._name = name
+        self._request = request
+        self._previous: Any = None
+
+    def listen(self) -> None:
+        """Installs the handler, unless the signal already has one."""
+        if RequestSignal.listening is not None:
+            RequestSignal.listening.stop()
+        RequestSignal.listening = self
+        number = getattr(signal, self._name or "", None)
+        if number is None or threading.current_thread() is not threading.main_thread():
+            return
+        previous = signal.getsignal(number)
+        if previous is not signal.SIG_DFL:
+            _log.info("%s already has a handler, so it does not request a trace window.", self._name)
+            return
+        self._previous = previous
+        signal.signal(number, lambda *_: self._request())
+
+    def stop(self) -> None:
+        """Restores the previous handler."""
+        RequestSignal.listening = None
+        if self._previous is not None:
+            signal.signal(getattr(signal, self._name or ""), self._previous)
+            self._previous = None

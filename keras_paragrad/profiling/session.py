@@ -1,4 +1,4 @@
-"""One session of TensorFlow's profiler, what it requires, and where its trace goes."""
+"""A session of TensorFlow's profiler: what it needs, where its trace goes, and how long it pauses training."""
 
 import contextlib
 import json
@@ -6,6 +6,8 @@ import logging
 import shutil
 import socket
 import tempfile
+import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
@@ -19,15 +21,12 @@ _log = logging.getLogger("keras_paragrad")
 PROFILES = Path("plugins", "profile")
 SUMMARY = "keras_paragrad.json"
 TRACE = ".xplane.pb"
-LEAST_FREE = 100 * 2**20
-_FOR = {"xprof": "read a trace", "tensorboard": "view one in TensorBoard", "jinja2": "write the report"}
+_MIN_FREE = 100 * 2**20
+_PURPOSES = {"xprof": "read a trace", "tensorboard": "view one in TensorBoard", "jinja2": "write the report"}
 
 
 class Session:
     """Runs TensorFlow's profiler, of which a process can run one at a time.
-
-    Args:
-        log_dir: The log directory.
 
     Raises:
         RuntimeError: Another profiler is running; the message says which it may be.
@@ -39,11 +38,11 @@ class Session:
     def __init__(self, log_dir: Path):
         self._log_dir = log_dir
         log_dir.mkdir(parents=True, exist_ok=True)
-        # Two trainings on one machine could write the same file, so the trace is written elsewhere and moved.
-        self._elsewhere = Path(tempfile.mkdtemp(prefix=".tracing-", dir=log_dir))
+        # Two trainings on one machine could write the same file, so the trace is written to a folder of its own first.
+        self._folder = Path(tempfile.mkdtemp(prefix=".tracing-", dir=log_dir))
         try:
             # Without options: TensorFlow 2.21 ignores them with a warning.
-            tf.profiler.experimental.start(str(self._elsewhere))
+            tf.profiler.experimental.start(str(self._folder))
         except tf.errors.AlreadyExistsError as error:
             self._clear()
             raise RuntimeError(
@@ -63,16 +62,13 @@ class Session:
         try:
             tf.profiler.experimental.stop(save=False)
         except tf.errors.UnavailableError:
-            # Someone else has stopped it.
+            # It was stopped from elsewhere.
             pass
         finally:
             self._clear()
 
     def finish(self) -> Path:
-        """Stops the profiler and moves its trace to where TensorBoard finds it.
-
-        Returns:
-            The trace's folder.
+        """Stops the profiler, moves its trace to where TensorBoard finds it, and returns the trace's folder.
 
         Raises:
             OSError: It can't be written.
@@ -80,7 +76,7 @@ class Session:
         """
         try:
             tf.profiler.experimental.stop(save=True)
-            files = sorted(self._elsewhere.rglob(f"*{TRACE}"))
+            files = sorted(self._folder.rglob(f"*{TRACE}"))
             if not files:
                 raise RuntimeError("the profiler wrote no trace")
             return self._move(files[0])
@@ -103,43 +99,54 @@ class Session:
     def _clear(self) -> None:
         if Session.running is self:
             Session.running = None
-        shutil.rmtree(self._elsewhere, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class ProfilerPauses:
+    """The time that training was paused to start and stop sessions, per process; `Throughput` excludes it.
+
+    Attributes:
+        seconds: The total so far.
+    """
+
+    seconds: ClassVar[float] = 0.0
+
+    @classmethod
+    @contextlib.contextmanager
+    def timed(cls) -> Iterator[None]:
+        """Context manager or decorator that adds the time of its body; must not be nested."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            cls.seconds += time.perf_counter() - start
 
 
 def warn_of_missing(log_dir: Path, *, report: bool) -> None:
-    """Logs missing packages and a full disk, in one line each.
-
-    Args:
-        log_dir: Where traces will be written.
-        report: Whether a report is requested.
-    """
-    missing = [name for name in _FOR if not is_installed(name) and (report or name != "jinja2")]
+    """Logs missing packages and a full disk, in one line each."""
+    missing = [name for name in _PURPOSES if not is_installed(name) and (report or name != "jinja2")]
     if missing:
-        _log.warning("%s", explain_missing("Profiler", [f"{name} (to {_FOR[name]})" for name in missing]))
-    there = next(path for path in (log_dir.absolute(), *log_dir.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if free < LEAST_FREE:
+        _log.warning("%s", explain_missing("Profiler", [f"{name} (to {_PURPOSES[name]})" for name in missing]))
+    existing = next(path for path in (log_dir.absolute(), *log_dir.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < _MIN_FREE:
         _log.warning(
             "The disk of %s has %.0f MiB left, and a trace may not fit. Free some space, or give Profiler another "
             "log_dir.",
-            there,
+            existing,
             free / 2**20,
         )
 
 
 def remove_oldest(log_dir: Path, keep: int) -> None:
-    """Removes the oldest windows, of this run and of others.
+    """Removes all but the newest `keep` windows of this run and others.
 
-    Traces that are not ours are kept, and so are files in a window that neither this package nor TensorBoard wrote.
-
-    Args:
-        log_dir: The log directory.
-        keep: How many to keep.
+    Traces of other programs stay, as do files in a window that neither this package nor TensorBoard wrote.
     """
     summaries = (log_dir / PROFILES).glob(f"*/{SUMMARY}")
-    own = sorted(path.parent for path in summaries if _is_ours(path, log_dir))
-    for folder in own[: max(len(own) - keep, 0)]:
-        # Leftovers of a window that can't be removed now are removed next time.
+    windows = sorted(path.parent for path in summaries if _is_ours(path, log_dir))
+    for folder in windows[: max(len(windows) - keep, 0)]:
+        # What can't be removed now is removed next time.
         with contextlib.suppress(OSError):
             _remove(folder)
 
@@ -147,22 +154,22 @@ def remove_oldest(log_dir: Path, keep: int) -> None:
 def _is_ours(summary: Path, log_dir: Path) -> bool:
     """Whether the summary was written for the window in its folder."""
     try:
-        found = json.loads(summary.read_text("utf-8"))
+        content = json.loads(summary.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
     folder = summary.parent
-    written_for = isinstance(found, dict) and found.get("trace") == folder.relative_to(log_dir).as_posix()
+    written_for = isinstance(content, dict) and content.get("trace") == folder.relative_to(log_dir).as_posix()
     return written_for and not folder.is_symlink()
 
 
 def _remove(folder: Path) -> None:
     hosts = {path.name.removesuffix(TRACE) for path in folder.glob(f"*{TRACE}")}
-    # TensorBoard caches its results beside the trace, named after the host or ALL_HOSTS.
+    # TensorBoard caches its results next to the trace, named after the host or ALL_HOSTS.
     prefixes = tuple(f"{host}." for host in (*hosts, "ALL_HOSTS"))
     for path in list(folder.iterdir()):
         if path.name == "cache_version.txt" or path.name.startswith(prefixes):
             path.unlink()
-    # Last: without the summary, the rest would not be recognized as ours.
+    # Last, as the summary identifies the rest as ours.
     (folder / SUMMARY).unlink()
     with contextlib.suppress(OSError):
         folder.rmdir()

@@ -1,4 +1,4 @@
-"""The data of a profile, written by the profiler and read by the terminal output and the report."""
+"""The data of a profile: the profiler writes them, the terminal and the report show them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What was run.
+    """A training run: the model, its compilation and the devices.
 
     Attributes:
         model: The model's name.
@@ -42,7 +42,7 @@ class RunInfo:
     compute_capability: tuple[int, int] | None = None
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> "RunInfo":
+    def from_dict(cls, data: Mapping[str, Any]) -> "RunInfo":
         """Restores a `RunInfo` from JSON data, also of an earlier version.
 
         Example:
@@ -50,11 +50,11 @@ class RunInfo:
         >>> RunInfo.from_dict({"model": "digits", "devices": [], "compute_capability": [8, 0]}).compute_capability
         (8, 0)
         """
-        capability = found.get("compute_capability")
+        capability = data.get("compute_capability")
         return cls(
             **{
-                **found,
-                "devices": tuple(found["devices"]),
+                **data,
+                "devices": tuple(data["devices"]),
                 "compute_capability": None if capability is None else tuple(capability),
             }
         )
@@ -65,8 +65,8 @@ class StepTime:
     """Where the time of one batch went, in milliseconds; the parts sum to the duration.
 
     Attributes:
-        step: Which batch of the training it was, counted from 0.
-        update: Which update of the optimizer it belongs to, counted from 0, or `None` if that isn't known.
+        step: Number of the batch in the training, from 0.
+        update: Number of the optimizer's update, from 0, or `None` if unknown.
         begins: Start time, relative to the start of the window.
         duration: Total time.
         input: Waiting for data.
@@ -74,7 +74,7 @@ class StepTime:
         compile: Tracing and compiling functions.
         compute: In operations on a device.
         collective: In collectives with other replicas, including waiting for them.
-        idle: In none of these.
+        idle: The rest.
     """
 
     step: int
@@ -93,7 +93,7 @@ PARTS = ("input", "host", "compile", "compute", "collective", "idle")
 
 
 def shares_of(steps: Sequence[StepTime]) -> dict[str, float]:
-    """The share of the total time of each part of a step, computed alike for terminal, report and advice.
+    """Each part's fraction of the total time, for terminal, report and advice.
 
     Example:
 
@@ -112,7 +112,7 @@ class OperationTime:
     Attributes:
         name: Its name in the trace.
         kind: Its type, such as `MatMul`.
-        layer: The layer it belongs to, or `""` if the trace doesn't say.
+        layer: Its layer, or `""` if the trace doesn't say.
         count: Number of executions in the window.
         milliseconds: Its self time in the window.
         share: Its self time as a fraction of all operations' time.
@@ -128,13 +128,13 @@ class OperationTime:
 
 @dataclass(frozen=True)
 class StageWork:
-    """A stretch of time in which a device of a pipeline computes one micro-batch, forward or backward.
+    """An interval in which a device of a pipeline computes one micro-batch, forward or backward.
 
     Attributes:
-        stage: Which stage, counted from 0.
-        column: On which of the stage's devices.
-        micro_batch: Which micro-batch.
-        backward: Whether it is its backward pass.
+        stage: Number of the stage, from 0.
+        column: Number of the stage's device.
+        micro_batch: Number of the micro-batch.
+        backward: Whether this is the backward pass.
         begins: Milliseconds after the first operation of all stages.
         duration: Milliseconds.
     """
@@ -152,16 +152,16 @@ class PipelineTime:
     """How the stages of a pipeline overlap.
 
     Attributes:
-        stages: How many stages there are.
-        columns: How many devices the widest of them has.
-        microbatches: How many micro-batches.
-        bubble: The share of the time in which the devices wait, from the first stage's first operation to the last
-            operation of all, over all steps.
-        ideal: What it would be with stages of equal time: (stages - 1) / (microbatches + stages - 1), where
-            micro-batches are those of one column.
-        step: Of which step `work` is: one of median length.
-        duration: How long the stages took in it, in milliseconds.
-        work: What the devices did in it.
+        stages: Number of stages.
+        columns: Largest number of devices in a stage.
+        microbatches: Number of micro-batches.
+        bubble: The fraction of the time in which devices wait, between the first and the last operation of all stages,
+            over all steps.
+        ideal: The bubble of stages of equal time: (stages - 1) / (microbatches + stages - 1), with the micro-batches of
+            one column.
+        step: Number of the step that `work` shows, one of median length.
+        duration: The time of the stages in that step, in milliseconds.
+        work: The devices' work in that step.
     """
 
     stages: int
@@ -174,20 +174,19 @@ class PipelineTime:
     work: tuple[StageWork, ...]
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> "PipelineTime":
-        """That of JSON data."""
-        return cls(**{**found, "work": tuple(StageWork(**each) for each in found["work"])})
+    def from_dict(cls, data: Mapping[str, Any]) -> "PipelineTime":
+        """Restores a `PipelineTime` from JSON data."""
+        return cls(**{**data, "work": tuple(StageWork(**each) for each in data["work"])})
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One recommendation, and why.
+    """A recommendation.
 
     Attributes:
-        kind: What it is about: `"input"`, `"host"`, `"collective"`, `"compute"` or `"compile"`; `"none"` if nothing
-            stands out.
+        kind: The bottleneck: `"input"`, `"host"`, `"collective"`, `"compute"` or `"compile"`; or `"none"`.
         text: What to do.
-        evidence: The measurements behind it.
+        evidence: The supporting measurements.
     """
 
     kind: str
@@ -200,14 +199,14 @@ class ProfileSummary:
     """The summary of one trace window.
 
     Attributes:
-        run: What was run.
+        run: The run.
         steps: The window's batches in order.
         operations: The longest operations, in descending order.
         peak_memory: Peak memory in bytes by device or `"host"`, or `None` where unknown.
         advice: What to do first, or `None` if there were no steps.
         trace: The trace's folder, relative to the log directory.
         notes: Caveats: what is missing, and why.
-        pipeline: How its stages overlap, if the model ran in a pipeline, or `None`.
+        pipeline: How the stages of a pipeline overlap, or `None` without one.
     """
 
     run: RunInfo = RunInfo()
@@ -224,12 +223,12 @@ class ProfileSummary:
         return operation.milliseconds / (len(self.steps) or 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """The summary as data that JSON can hold."""
+        """Converts the summary to JSON data."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> "ProfileSummary":
-        """The summary that `to_dict` described.
+    def from_dict(cls, data: Mapping[str, Any]) -> "ProfileSummary":
+        """Restores a summary from the data of `to_dict`.
 
         Example:
 
@@ -238,13 +237,13 @@ class ProfileSummary:
         True
         """
         return cls(
-            run=RunInfo.from_dict(found["run"]),
-            steps=tuple(StepTime(**step) for step in found["steps"]),
-            operations=tuple(OperationTime(**operation) for operation in found["operations"]),
-            peak_memory=dict(found["peak_memory"]),
-            advice=Advice(**found["advice"]) if found["advice"] else None,
-            trace=found["trace"],
-            notes=tuple(found["notes"]),
-            # Summaries of earlier versions know nothing of it.
-            pipeline=PipelineTime.from_dict(found["pipeline"]) if found.get("pipeline") else None,
+            run=RunInfo.from_dict(data["run"]),
+            steps=tuple(StepTime(**step) for step in data["steps"]),
+            operations=tuple(OperationTime(**operation) for operation in data["operations"]),
+            peak_memory=dict(data["peak_memory"]),
+            advice=Advice(**data["advice"]) if data["advice"] else None,
+            trace=data["trace"],
+            notes=tuple(data["notes"]),
+            # Earlier versions wrote none.
+            pipeline=PipelineTime.from_dict(data["pipeline"]) if data.get("pipeline") else None,
         )

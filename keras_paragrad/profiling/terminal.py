@@ -26,12 +26,7 @@ _BAR = 24
 
 
 class WindowFigures(Printable):
-    """A readable summary, for `print` and for a rich console.
-
-    Args:
-        summary: The summary of a window.
-        log_dir: The log directory, for the command that opens TensorBoard.
-        most: How many operations to show.
+    """A window's summary with at most `most` operations, for `print` and for a rich console.
 
     Example:
 
@@ -53,15 +48,15 @@ class WindowFigures(Printable):
         summary = self.summary
         yield Text(_headline(summary), "bold")
         if summary.steps:
-            yield _parts(summary.steps)
+            yield _parts_table(summary.steps)
         if summary.operations:
-            yield _operations(summary, self.most)
+            yield _operations_table(summary, self.most)
         if summary.pipeline:
-            found = summary.pipeline
+            times = summary.pipeline
             yield Text(
-                f"Stages wait {found.bubble:.0%} of the time; {found.stages} of equal time would wait {found.ideal:.0%}"
+                f"Stages wait {times.bubble:.0%} of the time; {times.stages} of equal time would wait {times.ideal:.0%}"
             )
-        yield Text(f"Peak memory: {_memory(summary)}")
+        yield Text(f"Peak memory: {_peak_memory(summary)}")
         if summary.advice:
             yield Text(f"{summary.advice.evidence}: {summary.advice.text}", "bold")
         for note in summary.notes:
@@ -71,20 +66,13 @@ class WindowFigures(Printable):
 
 def show(figures: WindowFigures) -> None:
     """Prints figures in the terminal's width and colours, or as plain text to a file."""
-    # End the line of Keras's progress bar.
+    # Ends the line of Keras's progress bar.
     print()
     show_plainly(figures)
 
 
 def tensorboard_command(log_dir: str | Path) -> str:
-    """The command that opens TensorBoard on a log directory; its Profile tab has the traces.
-
-    Example:
-
-    >>> from keras_paragrad.profiling.terminal import tensorboard_command
-    >>> tensorboard_command("my logs")
-    "tensorboard --logdir 'my logs'"
-    """
+    """The command that opens TensorBoard on a log directory, quoted for a shell."""
     return f"tensorboard --logdir {shlex.quote(str(log_dir))}"
 
 
@@ -97,7 +85,7 @@ def _headline(summary: ProfileSummary) -> str:
     return f"Profile of batches {first} to {last}: {median:.2f} ms a batch (median), {high:.2f} ms (p95)"
 
 
-def _parts(steps: Sequence[StepTime]) -> Table:
+def _parts_table(steps: Sequence[StepTime]) -> Table:
     shares = shares_of(steps)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(justify="right")
@@ -108,7 +96,7 @@ def _parts(steps: Sequence[StepTime]) -> Table:
     return table
 
 
-def _operations(summary: ProfileSummary, most: int) -> Table:
+def _operations_table(summary: ProfileSummary, most: int) -> Table:
     table = Table(box=None, pad_edge=False)
     for header in ("Operation", "Layer"):
         table.add_column(header, overflow="fold")
@@ -120,9 +108,9 @@ def _operations(summary: ProfileSummary, most: int) -> Table:
     return table
 
 
-def _memory(summary: ProfileSummary) -> str:
-    found = [
-        f"{device} {'n/a' if used is None else f'{used / 2**20:,.0f} MiB'}"
-        for device, used in summary.peak_memory.items()
+def _peak_memory(summary: ProfileSummary) -> str:
+    peaks = [
+        f"{device} {'n/a' if peak is None else f'{peak / 2**20:,.0f} MiB'}"
+        for device, peak in summary.peak_memory.items()
     ]
-    return ", ".join(found) or "n/a"
+    return ", ".join(peaks) or "n/a"

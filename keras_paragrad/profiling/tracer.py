@@ -19,14 +19,12 @@ from keras_paragrad.arguments import (
     refusal,
 )
 from keras_paragrad.profiling.run_info import run_info, write_run_info
-from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule
-from keras_paragrad.profiling.scheduler import RequestSignal, WindowScheduler
-from keras_paragrad.profiling.session import Session, warn_of_missing
-from keras_paragrad.profiling.stops import Stops
+from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, RequestSignal
+from keras_paragrad.profiling.session import ProfilerPauses, Session, warn_of_missing
 from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.terminal import WindowFigures, show
-from keras_paragrad.profiling.updates import EpochCount
-from keras_paragrad.profiling.windows import WindowTracer
+from keras_paragrad.profiling.updates import BatchesOfEpoch
+from keras_paragrad.profiling.windows import WindowScheduler, WindowTracer
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -95,14 +93,14 @@ class Profiler(keras.callbacks.Callback):
         )
         self.summary = check_flag("summary", summary)
         self.report = check_choice("report", report, ("html", None, False)) or None
-        self.on_signal = _checked_signal(on_signal)
+        self.on_signal = _check_signal(on_signal)
         self.keep = check_integer("keep", keep, example=5)
         self.operations = check_integer("operations", operations, least=0, example=5)
         self.summaries: list[ProfileSummary] = []
         warn_of_missing(self.log_dir, report=bool(self.report))
         self._request_signal = RequestSignal(on_signal, self.trace_now)
         self._scheduler: WindowScheduler | None = None
-        self._epoch: EpochCount | None = None
+        self._epoch: BatchesOfEpoch | None = None
         self._warned: set[str] = set()
         self._next: float = math.inf
         self._per_call = 1
@@ -123,7 +121,7 @@ class Profiler(keras.callbacks.Callback):
             self._safely(self._advance)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts."""
+        """Counts batches."""
         self._batches += self._per_call
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -140,7 +138,7 @@ class Profiler(keras.callbacks.Callback):
         self._safely(self._resume)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Closes the last step marker, also that of a call that got no data."""
+        """Closes the last step marker, even that of a call that got no data."""
         self._safely(self._pause)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -175,19 +173,19 @@ class Profiler(keras.callbacks.Callback):
     def _update_next(self) -> None:
         if self._scheduler is not None:
             self._next = self._scheduler.next_due(self._batches)
-            # Requested in the meantime by a signal, which can arrive between any two lines.
+            # A signal, which can arrive between any two lines, may have requested one meanwhile.
             if self._scheduler.requested:
                 self._next = 0
 
     def _pause(self) -> None:
         if self._scheduler is not None:
             if self._epoch is not None:
-                self._batches = self._epoch.corrected(self._batches)
+                self._batches = self._epoch.correct(self._batches)
             self._scheduler.tracer.pause(self._batches)
 
     def _resume(self) -> None:
         if self._scheduler is not None:
-            self._epoch = EpochCount(self.model.optimizer, self._per_call, self.params.get("steps"), self._batches)
+            self._epoch = BatchesOfEpoch(self.model.optimizer, self._per_call, self.params.get("steps"), self._batches)
             self._scheduler.tracer.resume()
 
     def _end(self) -> None:
@@ -207,7 +205,7 @@ class Profiler(keras.callbacks.Callback):
         self.summaries.append(closed)
         if self.summary:
             figures = WindowFigures(closed, self.log_dir, self.operations)
-            with Stops.counted():
+            with ProfilerPauses.timed():
                 self._safely(lambda: show(figures), "A window's summary was not printed")
 
     def _warn_of_no_window(self) -> None:
@@ -231,12 +229,12 @@ class Profiler(keras.callbacks.Callback):
                 self._abandon()
 
     def _warn_once(self, failure: str, error: Exception) -> None:
-        what = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
         # A full disk or a read-only folder: the operating system's message doesn't name the folder.
         fix = f" Make space in {self.log_dir}, or give Profiler another log_dir." if isinstance(error, OSError) else ""
-        if what not in self._warned:
-            self._warned.add(what)
-            _log.warning("%s: %s.%s Training continues.", failure, what, fix)
+        if reason not in self._warned:
+            self._warned.add(reason)
+            _log.warning("%s: %s.%s Training continues.", failure, reason, fix)
 
     def _abandon(self) -> None:
         if self._scheduler is None:
@@ -254,8 +252,8 @@ def _write_report(log_dir: Path) -> None:
     _log.info("The report is in %s", write_report(log_dir))
 
 
-def _checked_signal(name: Any) -> str | None:
-    """Checks the name of a signal that a process can handle; the default is accepted on every platform."""
+def _check_signal(name: Any) -> str | None:
+    """Checks that a signal can be handled; the default is accepted on every platform."""
     name = check_text("on_signal", name, example="SIGUSR2", optional=True)
     known = name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP")
     if not known and name not in ("SIGUSR1", None):

@@ -45,16 +45,16 @@ class UpdateCount:
             self.update = int(optimizer.iterations.numpy())
             self.position = int(optimizer.window.position.numpy()) if optimizer.built else 0
         elif optimizer.gradient_accumulation_steps:
-            self.update, self.position = divmod(self._counted(), optimizer.gradient_accumulation_steps)
+            self.update, self.position = divmod(self._batches_seen(), optimizer.gradient_accumulation_steps)
         else:
-            self.update, self.position = self._counted(), 0
-        self.each = self._takes(self.update)
+            self.update, self.position = self._batches_seen(), 0
+        self.each = self._batches_of(self.update)
 
-    def _counted(self) -> int:
+    def _batches_seen(self) -> int:
         # An optimizer's first variable counts its calls, even if `iterations` is overridden.
         return int(self._optimizer.variables[0].numpy()) if self._optimizer is not None else 0
 
-    def _takes(self, update: int) -> int:
+    def _batches_of(self, update: int) -> int:
         optimizer = self._optimizer
         if isinstance(optimizer, AccumulatingOptimizer):
             return optimizer.schedule.at(update)
@@ -68,7 +68,9 @@ class UpdateCount:
     @property
     def batches(self) -> int | None:
         """How many batches the optimizer has seen, or `None` if it doesn't count them; waits for the device."""
-        return None if isinstance(self._optimizer, AccumulatingOptimizer) or not self._optimizer else self._counted()
+        if self._optimizer is None or isinstance(self._optimizer, AccumulatingOptimizer):
+            return None
+        return self._batches_seen()
 
     def advance(self, batches: int) -> None:
         """Counts batches that have run."""
@@ -76,40 +78,36 @@ class UpdateCount:
             self.position += 1
             if self.position >= self.each:
                 self.update, self.position = self.update + 1, 0
-                self.each = self._takes(self.update)
+                self.each = self._batches_of(self.update)
 
 
-class EpochCount:
+class BatchesOfEpoch:
     """Corrects the batch count at the end of an epoch, whose last call may have got fewer batches than requested.
 
     Args:
         optimizer: The optimizer, whose counter is read if the epoch's length is unknown.
         per_call: Batches requested per call.
         steps: Batches per epoch, or `None` if unknown.
-        began: Batches that had run when the epoch began.
+        start: Batches that had run when the epoch began.
     """
 
-    def __init__(self, optimizer: Any, per_call: int, steps: int | None, began: int):
+    def __init__(self, optimizer: Any, per_call: int, steps: int | None, start: int):
         self._per_call = per_call
         self._steps = steps
-        self._began = began
+        self._start = start
         self._optimizer = optimizer
-        self._counted = self._count()
+        self._seen_at_start = self._count()
 
-    def corrected(self, batches: int) -> int:
-        """How many batches have run in all.
-
-        Args:
-            batches: Batches requested by the calls.
-        """
+    def correct(self, batches: int) -> int:
+        """How many batches have run in all, where calls requested `batches`."""
         if self._per_call == 1:
             return batches
         if self._steps:
-            return min(batches, self._began + self._steps)
-        counted = self._count()
-        if counted is None or self._counted is None:
+            return min(batches, self._start + self._steps)
+        seen = self._count()
+        if seen is None or self._seen_at_start is None:
             return batches
-        return min(batches, self._began + counted - self._counted)
+        return min(batches, self._start + seen - self._seen_at_start)
 
     def _count(self) -> int | None:
         known = self._per_call == 1 or self._steps

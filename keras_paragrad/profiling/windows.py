@@ -1,7 +1,8 @@
-"""Traces one window at a time, from its first batch to its summary."""
+"""Traces windows: step markers, one window from its first batch to its summary, and the scheduler that opens them."""
 
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from keras_paragrad.compat.local import place_of
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.extras import MissingExtraError
 from keras_paragrad.profiling.memory import PeakMemory
-from keras_paragrad.profiling.schedule import TraceWindow
-from keras_paragrad.profiling.session import SUMMARY, Session, remove_oldest
-from keras_paragrad.profiling.stops import Stops
+from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, TraceWindow
+from keras_paragrad.profiling.session import SUMMARY, ProfilerPauses, Session, remove_oldest
 from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
 from keras_paragrad.profiling.updates import UpdateCount
+
+_log = logging.getLogger("keras_paragrad")
 
 
 class StepMarkers:
@@ -41,12 +43,8 @@ class StepMarkers:
         self._batch = 0
 
     def open(self, batch: int) -> None:
-        """Marks the start of a call, and the end of the previous one.
-
-        Args:
-            batch: How many batches of the training have run.
-        """
-        self.close(batch, for_good=False)
+        """Marks the start of a call after `batch` batches, and the end of the previous one."""
+        self.close(batch, pauses=False)
         updates = self._updates
         stats = {"batch": batch, "update": updates.update, "pulls": self._pulls}
         if self._nested:
@@ -58,12 +56,10 @@ class StepMarkers:
             self._call = tf.profiler.experimental.Trace("train", step_num=batch, _r=1, **stats)
         self._batch = batch
 
-    def close(self, batch: int, *, for_good: bool = True) -> None:
-        """Marks the end of the last call, if open, and of its update, if complete.
+    def close(self, batch: int, *, pauses: bool = True) -> None:
+        """Marks the end of the last call, if open, and of its update, if complete or if training pauses.
 
-        Args:
-            batch: How many batches of the training have run. If unchanged by the call, the data had ended.
-            for_good: Whether something other than training comes next.
+        If `batch`, the number of batches that have run, is unchanged by the call, the data had ended.
         """
         update = self._updates.update
         if self._call is not None:
@@ -72,7 +68,7 @@ class StepMarkers:
                 self._updates.advance(batch - self._batch)
             self._call.__exit__(None, None, None)
             self._call = None
-        if self._update is not None and (for_good or self._updates.update != update):
+        if self._update is not None and (pauses or self._updates.update != update):
             self._update.__exit__(None, None, None)
             self._update = None
 
@@ -81,17 +77,8 @@ class StepMarkers:
         self._updates.read()
 
 
-_log = logging.getLogger("keras_paragrad")
-
-
 class WindowTracer:
-    """Traces windows of a model's training.
-
-    Args:
-        model: The model, compiled and built.
-        log_dir: The log directory.
-        run: The description of the run.
-        keep: How many windows to keep on disk.
+    """Traces windows of a model's training, and keeps the newest `keep` on disk.
 
     Attributes:
         window: The window that is being traced, or `None`.
@@ -118,14 +105,7 @@ class WindowTracer:
         return self.window.begin
 
     def advance(self, batch: int) -> bool:
-        """Advances the open window at the start of a call.
-
-        Args:
-            batch: How many batches of the training have run.
-
-        Returns:
-            Whether a window is open and has not reached its end.
-        """
+        """Advances the open window before a call, after `batch` batches; returns whether it goes on."""
         if self.window is None:
             return False
         if self._markers is not None and batch >= self.window.end:
@@ -134,28 +114,24 @@ class WindowTracer:
             self._begin(batch)
         if self._markers is not None and self._memory is not None:
             self._markers.open(batch)
-            self._memory.look()
+            self._memory.sample()
         return True
 
-    @Stops.counted()
+    @ProfilerPauses.timed()
     def open(self, window: TraceWindow, batch: int) -> None:
-        """Opens a window, starting with the profiler's warm-up.
-
-        Args:
-            window: The window.
-            batch: How many batches of the training have run.
+        """Opens a window after `batch` batches, starting with the profiler's warm-up.
 
         Raises:
             RuntimeError: Another profiler is running.
             OSError: The log directory can't be written to.
         """
-        # It starts later if a call has run past its start.
+        # A call of several batches may have run past its start.
         late = max(batch - window.begin, 0)
         self.window = TraceWindow(window.warmup, window.begin + late, window.end + late)
         if self.window.begin > batch:
             self._session = Session(self._log_dir)
 
-    @Stops.counted()
+    @ProfilerPauses.timed()
     def _begin(self, batch: int) -> None:
         window = self.window
         assert window is not None
@@ -176,7 +152,7 @@ class WindowTracer:
         self._markers = StepMarkers(updates, per_call, self._pulls)
 
     def pause(self, batch: int) -> None:
-        """Closes the last step marker, as something other than training comes next."""
+        """Closes the last step marker, as training pauses."""
         if self._markers is not None:
             self._markers.close(batch)
 
@@ -185,38 +161,32 @@ class WindowTracer:
         if self._markers is not None:
             self._markers.read()
 
-    @Stops.counted()
+    @ProfilerPauses.timed()
     def close(self, batch: int) -> ProfileSummary | None:
-        """Closes the window and writes its summary.
-
-        Args:
-            batch: How many batches of the training have run.
-
-        Returns:
-            Its summary, or `None` if the window had not begun.
+        """Closes the window after `batch` batches, and writes and returns its summary; `None` if it had not begun.
 
         Raises:
             OSError: The trace can't be written.
         """
         self.pause(batch)
         session, memory = self._session, self._memory
-        begun = self._markers is not None
+        recording = self._markers is not None
         self._session = self._markers = self._memory = self.window = None
-        if session is None or memory is None or not begun:
+        if session is None or memory is None or not recording:
             if session is not None:
                 session.discard()
             return None
         folder = session.finish()
         self.traced += 1
-        found = replace(self._read(folder, memory.found()), trace=folder.relative_to(self._log_dir).as_posix())
+        summary = replace(self._read(folder, memory.peaks()), trace=folder.relative_to(self._log_dir).as_posix())
         try:
-            (folder / SUMMARY).write_text(json.dumps(found.to_dict()), "utf-8")
+            (folder / SUMMARY).write_text(json.dumps(summary.to_dict()), "utf-8")
             remove_oldest(self._log_dir, self._keep)
         except OSError as error:
             _log.warning(
                 "The trace is in %s, but its summary could not be written: %s. Training continues.", folder, error
             )
-        return found
+        return summary
 
     def _read(self, folder: Path, peak: dict[str, int | None]) -> ProfileSummary:
         try:
@@ -234,10 +204,61 @@ class WindowTracer:
         _log.warning("%s", note)
         return ProfileSummary(run=self._run, peak_memory=peak, notes=(note,))
 
-    @Stops.counted()
+    @ProfilerPauses.timed()
     def abandon(self) -> None:
         """Ends the open window and discards its trace."""
         session = self._session
         self._session = self._markers = self._memory = self.window = None
         if session is not None:
             session.discard()
+
+
+class WindowScheduler:
+    """Opens and closes trace windows, by schedule if there is one, and on demand.
+
+    Attributes:
+        requested: Whether a window has been requested.
+    """
+
+    def __init__(self, schedule: ProfileSchedule | None, tracer: WindowTracer):
+        self.schedule = schedule
+        self.tracer = tracer
+        self.requested = False
+        self._index = 0
+
+    def next_due(self, batch: int) -> float:
+        """The batch count at which `advance` has to be called next, once `batch` batches have run."""
+        if self.tracer.window is not None:
+            return self.tracer.next_due()
+        window = self._scheduled()
+        while window is not None and window.end <= batch:
+            # Another window or an evaluation overlapped it.
+            self._index += 1
+            window = self._scheduled()
+        return math.inf if window is None else window.warmup
+
+    def advance(self, batch: int) -> ProfileSummary | None:
+        """Opens or closes a window before a call, if due; returns the summary of a closed one."""
+        closed = None
+        if self.tracer.window is not None and not self.tracer.advance(batch):
+            closed = self.tracer.close(batch)
+        if self.tracer.window is None:
+            window = self._due(batch)
+            if window is not None:
+                self.tracer.open(window, batch)
+                self.tracer.advance(batch)
+        return closed
+
+    def _due(self, batch: int) -> TraceWindow | None:
+        """The window to open now: a requested one, or the schedule's."""
+        if self.requested:
+            self.requested = False
+            return (self.schedule or DEFAULT).window_at(batch)
+        window = self._scheduled()
+        if window is None or not window.warmup <= batch < window.end:
+            return None
+        self._index += 1
+        return window
+
+    def _scheduled(self) -> TraceWindow | None:
+        return self.schedule.window(self._index) if self.schedule else None

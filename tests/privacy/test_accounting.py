@@ -14,10 +14,8 @@ import pytest
 
 from keras_paragrad.extras import MissingExtraError
 from keras_paragrad.privacy import epsilon, make_private, noise_multiplier, updates_within
-from keras_paragrad.privacy.accounting.accountants import Updates, rdp_of_update
-from keras_paragrad.privacy.accounting.adaptive import gradient_noise_multiplier
-from keras_paragrad.privacy.accounting.calibration import LEAST_NOISE
-from keras_paragrad.privacy.accounting.composition import composed_epsilon
+from keras_paragrad.privacy.accounting import Updates, composed_epsilon, rdp_of_update
+from keras_paragrad.privacy.calibration import MIN_NOISE, gradient_noise_multiplier
 
 pytestmark = pytest.mark.fast
 
@@ -199,7 +197,7 @@ def test_noise_meets_its_target(target, rate, updates):
 
 def test_a_target_that_little_noise_meets():
     noise = noise_multiplier(1e9, 0.01, 10, 1e-5)
-    assert noise == LEAST_NOISE
+    assert noise == MIN_NOISE
     assert epsilon(noise, 0.01, 10, 1e-5) <= 1e9
 
 

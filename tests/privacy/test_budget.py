@@ -11,7 +11,7 @@ from privacy_oracle import cross_entropy, perceptron, some_data
 
 from keras_paragrad import privacy
 from keras_paragrad.privacy import AdaptiveClip, make_private
-from keras_paragrad.privacy.accounting.adaptive import gradient_noise_multiplier
+from keras_paragrad.privacy.calibration import gradient_noise_multiplier
 
 SIZE, DELTA = 15, 1e-3
 
@@ -90,7 +90,7 @@ def test_it_is_said_once_what_is_not_private(caplog):
     with caplog.at_level(logging.WARNING, "keras_paragrad"):
         for _ in range(2):
             private.fit(x, y, verbose=0)
-    assert caplog.text.count("Epsilon is that of the weights") == 1
+    assert caplog.text.count("Epsilon holds for the weights") == 1
 
 
 def test_statement():

@@ -14,8 +14,7 @@ from privacy_oracle import cross_entropy, perceptron, some_data
 
 from keras_paragrad.distribution import Backup
 from keras_paragrad.privacy import make_private
-from keras_paragrad.privacy.accounting.accountants import Updates
-from keras_paragrad.privacy.accounting.composition import composed_epsilon
+from keras_paragrad.privacy.accounting import Updates, composed_epsilon
 from keras_paragrad.privacy.ledger import ROWS, Entry, Event, entries_of, table_of
 
 SIZE, DELTA, EXAMPLES = 15, 1e-3, 30

@@ -9,7 +9,7 @@ import scipy.stats
 import tensorflow as tf
 
 from keras_paragrad.privacy import make_private
-from keras_paragrad.privacy.noise import system_normals
+from keras_paragrad.privacy.update import system_normals
 
 WIDTH, UPDATES, MULTIPLIER, CLIP, SIZE = 300, 20, 0.7, 2.0, 5
 

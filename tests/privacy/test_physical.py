@@ -10,8 +10,8 @@ import tensorflow as tf
 from privacy_oracle import CLASSES, FEATURES, by_hand, cross_entropy, draws_of, flat, some_data
 
 from keras_paragrad.privacy import make_private
-from keras_paragrad.privacy.physical import rows_of_update
 from keras_paragrad.privacy.sampling import PoissonSampling
+from keras_paragrad.privacy.update import rows_of_update
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

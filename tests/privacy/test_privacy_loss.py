@@ -6,8 +6,7 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution
 
 from keras_paragrad.privacy import epsilon, noise_multiplier, truncation_probability, updates_within
-from keras_paragrad.privacy.accounting.accountants import Updates
-from keras_paragrad.privacy.accounting.composition import composed_epsilon
+from keras_paragrad.privacy.accounting import Updates, composed_epsilon
 
 
 @pytest.mark.parametrize(("noise", "rate", "less"), [(5.0, 1e-6, True), (20.0, 1e-4, False)])

@@ -8,8 +8,8 @@ import tensorflow as tf
 from privacy_oracle import cross_entropy, draws_of, perceptron, some_data
 
 from keras_paragrad.privacy import make_private
-from keras_paragrad.privacy.rows import rows_from
-from keras_paragrad.privacy.sampling import PoissonSampling, present, private_batches
+from keras_paragrad.privacy.random_access import examples_of
+from keras_paragrad.privacy.sampling import PoissonSampling, present_rows, private_batches
 
 EXAMPLES, RATE, UPDATES = 40, 0.2, 500
 
@@ -92,7 +92,7 @@ def test_draws_follow_from_key_and_update():
     sampling = PoissonSampling((1, 2), EXAMPLES, RATE, EXAMPLES)
     whole = [sampling.draw(update).numbers for update in range(8)]
     np.testing.assert_array_equal(sampling.draw(5).numbers, whole[5])
-    np.testing.assert_array_equal(sampling.several(range(5, 8)).numbers, whole[5:])
+    np.testing.assert_array_equal(sampling.draw_all(range(5, 8)).numbers, whole[5:])
     other = PoissonSampling((1, 3), EXAMPLES, RATE, EXAMPLES).draw(0)
     assert not np.array_equal(other.numbers, whole[0])
 
@@ -128,7 +128,7 @@ def test_rows_are_those_of_the_draw(source, monkeypatch):
     # It would make all training in the process slower, for good.
     monkeypatch.setattr(tf.data.Dataset, "from_generator", None)
     x, y = some_data(EXAMPLES)
-    rows = rows_from(*sources(x, y)[source])
+    rows = examples_of(*sources(x, y)[source])
     assert rows.count == EXAMPLES
     sampling = PoissonSampling((1, 2), EXAMPLES, 0.05, 9)
     batches = private_batches(rows, sampling, lambda: range(30))
@@ -139,25 +139,25 @@ def test_rows_are_those_of_the_draw(source, monkeypatch):
         np.testing.assert_array_equal(inputs, x[draw.numbers])
         np.testing.assert_array_equal(targets, y[draw.numbers])
         np.testing.assert_array_equal(weights, draw.present.astype("float32"))
-        np.testing.assert_array_equal(present((inputs, targets, weights)), draw.present)
+        np.testing.assert_array_equal(present_rows((inputs, targets, weights)), draw.present)
         sizes.add(int(draw.present.sum()))
     assert 0 in sizes
 
 
 def test_weights_of_zero_are_still_examples():
     x, y = some_data(EXAMPLES)
-    rows = rows_from(x, y, np.zeros(EXAMPLES))
+    rows = examples_of(x, y, np.zeros(EXAMPLES))
     sampling = PoissonSampling((1, 2), EXAMPLES, 0.05, 9)
     batches = private_batches(rows, sampling, lambda: range(5))
     for draw, batch in zip(map(sampling.draw, range(5)), batches, strict=True):
-        np.testing.assert_array_equal(present(batch), draw.present)
+        np.testing.assert_array_equal(present_rows(batch), draw.present)
 
 
 @pytest.mark.parametrize("source", ["arrays", "PyDataset", "tf.data"])
 def test_class_weights(source):
     x, y = some_data(EXAMPLES)
     weights = {0: 0.5, 2: 3.0}
-    rows = rows_from(*sources(x, y)[source], class_weight=weights)
+    rows = examples_of(*sources(x, y)[source], class_weight=weights)
     sampling = PoissonSampling((1, 2), EXAMPLES, 0.5, EXAMPLES)
     draw = sampling.draw(0)
     *_, found = next(iter(private_batches(rows, sampling, lambda: range(1))))
@@ -184,10 +184,10 @@ def test_data_without_random_access_are_refused():
     x, y = some_data(EXAMPLES)
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
     with pytest.raises(ValueError, match="A generator gives examples in an order of its own"):
-        rows_from(iter([(x, y)]))
+        examples_of(iter([(x, y)]))
     with pytest.raises(ValueError, match="unknown or infinite size"):
-        rows_from(dataset.repeat().batch(4))
+        examples_of(dataset.repeat().batch(4))
     with pytest.raises(ValueError, match="can't be read in random order"):
-        rows_from(dataset.filter(lambda x, y: True).apply(tf.data.experimental.assert_cardinality(EXAMPLES)).batch(4))
+        examples_of(dataset.filter(lambda x, y: True).apply(tf.data.experimental.assert_cardinality(EXAMPLES)).batch(4))
     with pytest.raises(ValueError, match="Batch 2 of Batches has 6 examples"):
-        rows_from(Batches(x, y, 7, wrong=2)).take(np.arange(20))
+        examples_of(Batches(x, y, 7, wrong=2)).take(np.arange(20))

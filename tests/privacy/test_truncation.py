@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from keras_paragrad.privacy import epsilon, truncation_probability
-from keras_paragrad.privacy.accounting.composition import with_truncation
+from keras_paragrad.privacy.accounting import with_truncation
 
 pytestmark = pytest.mark.fast
 

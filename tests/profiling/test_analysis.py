@@ -10,20 +10,27 @@ from hypothesis import given
 from keras_paragrad.distribution.hardware import describe
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
-from keras_paragrad.profiling.analysis import advice
+from keras_paragrad.profiling.analysis import advice, summarize
 from keras_paragrad.profiling.analysis.advice import Evidence, Finding, advise, recommendation
-from keras_paragrad.profiling.analysis.coverage import Coverage
-from keras_paragrad.profiling.analysis.events import Compiled, FunctionCall, Marker, Pull, Trace, TracedCall, Work
+from keras_paragrad.profiling.analysis.events import (
+    Compiled,
+    Coverage,
+    FunctionCall,
+    Marker,
+    Pull,
+    Trace,
+    TracedCall,
+    Work,
+)
 from keras_paragrad.profiling.analysis.operations import (
     LayerNames,
     Operation,
     compiled_operations,
+    input_stages,
     longest_operations,
-    slowest_of_the_pipeline,
-    stages_of_the_pipeline,
+    slowest_input_stage,
 )
 from keras_paragrad.profiling.analysis.steps import step_times
-from keras_paragrad.profiling.analysis.summarize import summarize
 from keras_paragrad.profiling.summary import Advice, OperationTime, RunInfo, StepTime
 
 pytestmark = pytest.mark.fast
@@ -212,8 +219,8 @@ def test_only_the_devices_operations_count_where_there_are_any():
     ]
     assert [(each.name, each.share) for each in longest_operations(found, ())] == [("kernel", 0.75), ("other", 0.25)]
     assert [each.name for each in longest_operations(found[:1] + found[3:], ())] == ["a/MatMul"]
-    assert slowest_of_the_pipeline(found) == "Map"
-    assert "Map" in stages_of_the_pipeline(found)
+    assert slowest_input_stage(found) == "Map"
+    assert "Map" in input_stages(found)
 
 
 @pytest.mark.parametrize(

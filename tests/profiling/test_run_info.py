@@ -42,7 +42,7 @@ def gpus(monkeypatch):
     ids=str,
 )
 def test_what_gpus_can_do(gpus, monkeypatch, held_by, kind, capability):
-    monkeypatch.setattr(module, "_used_devices", lambda model, strategy: held_by)
+    monkeypatch.setattr(module, "_devices_of", lambda model, strategy: held_by)
     info = run_info(profiled.model())
     assert (info.device_kind, info.compute_capability) == (kind, capability)
     assert RunInfo.from_dict(json.loads(json.dumps(dataclasses.asdict(info)))) == info
@@ -57,4 +57,4 @@ def test_replicas_hold_the_model_on_each_device():
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         model = profiled.model()
-    assert module._used_devices(model, strategy) == ["CPU:0", "CPU:1"]
+    assert module._devices_of(model, strategy) == ["CPU:0", "CPU:1"]

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.distribution.checkpoint.shard_files import ShardFile
-from keras_paragrad.plain_json import read_json
+from keras_paragrad.plain_text import read_json
 
 _DEEPEST = 64
 _AS_THEY_ARE = (type(None), bool, int, float, str)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from keras_paragrad.arguments import shown
 from keras_paragrad.distribution.clusters.kind import DEFAULT_PORT, ClusterKind, Found, port_of
-from keras_paragrad.plain_json import read_json
+from keras_paragrad.plain_text import read_json
 
 
 class SageMaker(ClusterKind):

@@ -6,7 +6,7 @@ from typing import Any
 
 from keras_paragrad.arguments import shown
 from keras_paragrad.distribution.clusters.kind import ClusterKind, Found
-from keras_paragrad.plain_json import read_json
+from keras_paragrad.plain_text import read_json
 
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 

@@ -1,5 +1,75 @@
-"""From the trace of a window to what it shows."""
+"""`summarize`: reads a trace, and computes where the time of each step went."""
 
-from keras_paragrad.profiling.analysis.summarize import summarize
+from collections.abc import Collection, Mapping
+from pathlib import Path
 
-__all__ = ["summarize"]
+from keras_paragrad.profiling.analysis.advice import Evidence, advise
+from keras_paragrad.profiling.analysis.events import Trace
+from keras_paragrad.profiling.analysis.operations import (
+    Operation,
+    compiled_operations,
+    longest_operations,
+    xprof_operations,
+)
+from keras_paragrad.profiling.analysis.pipeline import pipeline_time
+from keras_paragrad.profiling.analysis.steps import begin_of, step_times
+from keras_paragrad.profiling.analysis.trace import read_trace, trace_files
+from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
+
+_UNKNOWN = RunInfo()
+
+
+def summarize(
+    trace: Path,
+    *,
+    run: RunInfo = _UNKNOWN,
+    layers: Collection[str] = (),
+    peak_memory: Mapping[str, int | None] | None = None,
+) -> ProfileSummary:
+    """Summarizes a trace, ours or another program's.
+
+    Args:
+        trace: The folder of one trace. If there are files of several workers in it, the first is read.
+        run: The run.
+        layers: The names of the model's layers, to which operations are assigned.
+        peak_memory: Peak memory in bytes, by device.
+
+    Raises:
+        FileNotFoundError: There is no trace in the folder.
+        MissingExtraError: xprof is not installed.
+    """
+    folder = Path(trace)
+    file = trace_files(folder)[0]
+    events = read_trace(file)
+    steps = step_times(events)
+    operations = [*xprof_operations(file), *compiled_operations(events.compiled)]
+    longest = longest_operations(operations, layers)
+    return ProfileSummary(
+        run=run,
+        steps=steps,
+        operations=longest,
+        peak_memory=dict(peak_memory or {}),
+        advice=advise(Evidence(steps, longest, run, events, operations)),
+        # From `plugins` on, as in a log directory.
+        trace="/".join(folder.parts[folder.parts.index("plugins") :]) if "plugins" in folder.parts else folder.name,
+        notes=tuple(_notes(events, len(steps), operations)),
+        # A stage's operations on the host don't show what its GPU does.
+        pipeline=None if events.has_device else pipeline_time(events.stages, steps, begin_of(events)),
+    )
+
+
+def _notes(events: Trace, steps: int, operations: list[Operation]) -> list[str]:
+    notes = []
+    if not steps:
+        notes.append("This trace has no step markers. Train with callbacks=[Profiler(log_dir)] to get them.")
+    if any(int(marker.stats.get("count", 1)) > 1 for marker in events.markers):
+        notes.append("TensorBoard shows no steps where a call runs several batches; these are from the trace itself.")
+    if not events.has_device:
+        notes.append("There is no GPU or TPU in this trace: compute is that of the host's CPUs.")
+    elif events.stages:
+        notes.append("The stages of a pipeline are shown on CPUs only: those of other devices were never measured.")
+    if events.compiled:
+        notes.append("Operations compiled by XLA have no layer: the trace doesn't record it.")
+    if not operations:
+        notes.append("This trace has no operations.")
+    return notes

@@ -1,20 +1,21 @@
-"""The events of a trace that make up a training step."""
+"""The events of a trace that make up a training step, in nanoseconds, and the time that they cover."""
 
 import bisect
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
+
+Span = tuple[float, float]
+# Per millisecond.
+NANOSECONDS = 1e6
 
 
 @dataclass(frozen=True)
 class Marker:
-    """A step marker.
-
-    Attributes:
-        begin, end: In nanoseconds.
-        stats: The marker's metadata, as text.
-        line: On which thread it is.
-    """
+    """A step marker, with its metadata as text, on a thread (a line of the trace)."""
 
     begin: float
     end: float
@@ -24,7 +25,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Pull:
-    """A request for a batch from an iterator: when, in nanoseconds, and whether it returned one."""
+    """A request for a batch from an iterator, and whether it returned one."""
 
     begin: float
     filled: bool
@@ -32,13 +33,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class Work:
-    """A thread's part in a function that another thread called.
-
-    Attributes:
-        begin, end: In nanoseconds.
-        line: On which thread it is.
-        flow: The call's number.
-    """
+    """A thread's part in a function that another thread called, with the call's flow."""
 
     begin: float
     end: float
@@ -48,7 +43,7 @@ class Work:
 
 @dataclass(frozen=True)
 class TracedCall:
-    """A function dispatched to other threads: when, in nanoseconds, on which thread, and the call's number."""
+    """A function dispatched to other threads."""
 
     begin: float
     line: int
@@ -57,7 +52,7 @@ class TracedCall:
 
 @dataclass(frozen=True)
 class Compiled:
-    """An operation compiled by XLA and run on the CPU; its times are in nanoseconds."""
+    """An operation compiled by XLA and run on the CPU."""
 
     name: str
     begin: float
@@ -66,13 +61,7 @@ class Compiled:
 
 
 class FunctionCall(NamedTuple):
-    """A call of a `tf.function`.
-
-    Attributes:
-        begin, end: In nanoseconds.
-        line: On which thread it is.
-        traced: How often the function had been traced when it returned.
-    """
+    """A call of a `tf.function`; `traced` is how often it had been traced when it returned."""
 
     begin: float
     end: float
@@ -80,16 +69,16 @@ class FunctionCall(NamedTuple):
     traced: int
 
 
-class OfStage(NamedTuple):
-    """An operation of a stage of a pipeline, or a run of what XLA compiled of it.
+class StageOperation(NamedTuple):
+    """An operation of a pipeline's stage, or a run of a program that XLA compiled of it.
 
     Attributes:
-        stage: Which stage, counted from 0.
-        column: On which of the stage's devices.
-        micro_batch: Of which micro-batch; not known yet, and 0, of a program.
-        backward: Whether it is of the backward pass.
+        stage: Number of the stage, from 0.
+        column: Number of the stage's device.
+        micro_batch: Number of the micro-batch; of a program it isn't known yet, and 0.
+        backward: Whether it belongs to the backward pass.
         begin, end: In nanoseconds.
-        program: The number of what XLA compiled, which is the same for all micro-batches; empty for an operation.
+        program: The program's id, the same for all micro-batches; empty for an operation.
     """
 
     stage: int
@@ -103,24 +92,24 @@ class OfStage(NamedTuple):
 
 @dataclass
 class Trace:
-    """The events of a trace that make up a training step; spans are in nanoseconds.
+    """The events of a trace that make up a training step.
 
     Attributes:
         markers: The steps.
-        pulls: The batches.
+        pulls: Requests for batches.
         input: Waiting for batches.
         operations: Operations on the CPU.
         device: Operations on other devices.
         collective: Collectives with other replicas.
-        host: By thread, what the host did, operations included.
-        made_by_python: What an input pipeline runs in Python, as for a generator or a `PyDataset`.
-        python_calls: By thread, calls from Python into TensorFlow.
-        without_lock: By thread, what these calls did with Python's interpreter lock released.
+        host: All work of the host, with operations, by thread.
+        python_input: Python code of an input pipeline, as of a generator or a `PyDataset`.
+        python_calls: Calls from Python into TensorFlow, by thread.
+        lock_released: The parts of these calls that run with Python's interpreter lock released, by thread.
         calls: Functions that were called.
         work: The parts of them that other threads ran.
         compiled: Operations compiled by XLA and run on the CPU.
-        programs: Runs of programs that XLA compiled for the CPU: the program's number, and when.
-        stages: Operations on the CPU that are of a stage of a pipeline, programs included.
+        programs: Runs of programs that XLA compiled for the CPU, with their ids.
+        stages: Operations and programs on the CPU that belong to a stage of a pipeline.
         functions: Calls of a `tf.function`.
         graphs: When, and on which thread, Python began to build the graph of one.
         has_device: Whether there is a GPU or TPU.
@@ -128,30 +117,82 @@ class Trace:
 
     markers: list[Marker] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
-    input: list[tuple[float, float]] = field(default_factory=list)
-    operations: list[tuple[float, float]] = field(default_factory=list)
-    device: list[tuple[float, float]] = field(default_factory=list)
-    collective: list[tuple[float, float]] = field(default_factory=list)
-    host: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
-    made_by_python: list[tuple[float, float]] = field(default_factory=list)
-    python_calls: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
-    without_lock: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    input: list[Span] = field(default_factory=list)
+    operations: list[Span] = field(default_factory=list)
+    device: list[Span] = field(default_factory=list)
+    collective: list[Span] = field(default_factory=list)
+    host: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    python_input: list[Span] = field(default_factory=list)
+    python_calls: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    lock_released: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
     calls: list[TracedCall] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     compiled: list[Compiled] = field(default_factory=list)
-    programs: list[tuple[str, tuple[float, float]]] = field(default_factory=list)
-    stages: list[OfStage] = field(default_factory=list)
+    programs: list[tuple[str, Span]] = field(default_factory=list)
+    stages: list[StageOperation] = field(default_factory=list)
     functions: list[FunctionCall] = field(default_factory=list)
     graphs: list[tuple[float, int]] = field(default_factory=list)
     has_device: bool = False
 
     def compiling(self, line: int) -> list[FunctionCall]:
-        """The calls on a thread in which a function was traced and compiled, without those within others of them."""
-        found: list[FunctionCall] = []
+        """The outermost calls on a thread in which a function was traced and compiled."""
+        compiling: list[FunctionCall] = []
         graphs = sorted(begin for begin, thread in self.graphs if thread == line)
         calls = [call for call in self.functions if call.line == line]
         for call in sorted(calls, key=lambda call: (call.begin, -call.end)):
-            is_inner = bool(found) and call.begin < found[-1].end
+            is_inner = bool(compiling) and call.begin < compiling[-1].end
             if not is_inner and bisect.bisect(graphs, call.end) > bisect.bisect_left(graphs, call.begin):
-                found.append(call)
-        return found
+                compiling.append(call)
+        return compiling
+
+
+class Coverage:
+    """The time that spans cover, counted once where they overlap.
+
+    Args:
+        spans: Pairs of beginning and end, in any order and any unit.
+
+    Example:
+
+    >>> from keras_paragrad.profiling.analysis.events import Coverage
+    >>> covered = Coverage([(0, 4), (2, 6), (9, 10)])
+    >>> float(covered.within(1, 10)), float((covered & Coverage([(5, 20)])).within(0, 30))
+    (6.0, 2.0)
+    """
+
+    def __init__(self, spans: Iterable[Sequence[float]]):
+        ordered = np.array(sorted((begin, end) for begin, end in spans if end > begin), dtype="float64").reshape(-1, 2)
+        begins, ends = ordered[:, 0], np.maximum.accumulate(ordered[:, 1]) if len(ordered) else ordered[:, 1]
+        new = np.concatenate([[True], begins[1:] > ends[:-1]])[: len(ordered)]
+        self.begins = begins[new]
+        self.ends = ends[np.concatenate([new[1:], [True]])[: len(ordered)]]
+        self._sums = np.concatenate([[0.0], np.cumsum(self.ends - self.begins)])
+
+    def within(self, begin: float, end: float) -> float:
+        """How much of the time from `begin` to `end` is covered."""
+        return float(self._until(end) - self._until(begin))
+
+    def __or__(self, other: "Coverage") -> "Coverage":
+        return Coverage([*self.spans(), *other.spans()])
+
+    def __and__(self, other: "Coverage") -> "Coverage":
+        spans, mine, yours = [], 0, 0
+        while mine < len(self.begins) and yours < len(other.begins):
+            begin = max(self.begins[mine], other.begins[yours])
+            end = min(self.ends[mine], other.ends[yours])
+            if begin < end:
+                spans.append((begin, end))
+            if self.ends[mine] < other.ends[yours]:
+                mine += 1
+            else:
+                yours += 1
+        return Coverage(spans)
+
+    def spans(self) -> Iterable[Span]:
+        return zip(self.begins, self.ends, strict=True)
+
+    def _until(self, moment: float) -> float:
+        """How much is covered before a moment."""
+        index = int(np.searchsorted(self.begins, moment, side="right"))
+        beyond = max(self.ends[index - 1] - moment, 0.0) if index else 0.0
+        return self._sums[index] - beyond

@@ -8,15 +8,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keras_paragrad.profiling.analysis.events import Compiled
+from keras_paragrad.profiling.analysis.events import NANOSECONDS, Compiled
 from keras_paragrad.profiling.summary import OperationTime
 
 MOST = 50
-MILLISECONDS = 1e-3
-_PIPELINE = ("Dataset", "PyFunc", "EagerPyFunc", "PyFuncStateless")
-_WAITS = ("Prefetch", "Root")
-# A scope with a number after it.
-_COUNTED = re.compile(r"(.+)_\d+$")
+_PIPELINE_KINDS = ("Dataset", "PyFunc", "EagerPyFunc", "PyFuncStateless")
+# Stages that only wait for others.
+_WAITING_STAGES = ("Prefetch", "Root")
+_NUMBERED_SCOPE = re.compile(r"(.+)_\d+$")
 
 
 class Operation(NamedTuple):
@@ -30,26 +29,22 @@ class Operation(NamedTuple):
 
 
 def xprof_operations(file: Path) -> list[Operation]:
-    """The operations in a trace as xprof's `framework_op_stats` has them, without its row for idle time.
-
-    Args:
-        file: An `.xplane.pb`.
-    """
+    """The operations in an `.xplane.pb` file by xprof's `framework_op_stats`, without its row for idle time."""
     from xprof.convert.raw_to_tool_data import xspace_to_tool_data
 
-    # xprof caches its results beside the trace, and those of one file would be used for all.
+    # xprof caches its results by folder, and would return those of one file for all in it.
     with tempfile.TemporaryDirectory() as folder:
-        alone = Path(folder, file.name)
-        alone.symlink_to(file.resolve())
-        answer = xspace_to_tool_data([str(alone)], "framework_op_stats", {})[0]
-    tables = json.loads(answer) if answer else []
+        link = Path(folder, file.name)
+        link.symlink_to(file.resolve())
+        output = xspace_to_tool_data([str(link)], "framework_op_stats", {})[0]
+    tables = json.loads(output) if output else []
     rows = [row for table in tables[:1] for row in _rows(table)]
     return [
         Operation(
             str(row["operation"]),
             str(row["type"]),
             int(row["occurrences"]),
-            float(row["total_self_time"]) * MILLISECONDS,
+            float(row["total_self_time"]) * 1e-3,
             row["host_or_device"] == "Device",
         )
         for row in rows
@@ -58,30 +53,26 @@ def xprof_operations(file: Path) -> list[Operation]:
 
 
 def _rows(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    # By name: columns come and go from version to version.
+    # By name, as the columns differ between versions.
     names = [column["id"] for column in table["cols"]]
     for row in table["rows"]:
         yield dict(zip(names, (cell["v"] for cell in row["c"]), strict=False))
 
 
 def compiled_operations(compiled: list[Compiled]) -> list[Operation]:
-    """The operations compiled by XLA and run on the CPU, which xprof omits from its table.
-
-    Args:
-        compiled: All executions. The time of nested executions is subtracted from the outer one's.
-    """
+    """Self times of the operations compiled by XLA and run on the CPU, which xprof omits from its table."""
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
-    around: list[Compiled] = []
+    stack: list[Compiled] = []
     for each in sorted(compiled, key=lambda each: (each.line, each.begin, -each.end)):
-        while around and (around[-1].line != each.line or around[-1].end <= each.begin):
-            around.pop()
-        length = (each.end - each.begin) / 1e6
-        if around:
-            times[around[-1].name] -= length
+        while stack and (stack[-1].line != each.line or stack[-1].end <= each.begin):
+            stack.pop()
+        length = (each.end - each.begin) / NANOSECONDS
+        if stack:
+            times[stack[-1].name] -= length
         times[each.name] += length
         counts[each.name] += 1
-        around.append(each)
+        stack.append(each)
     return [Operation(name, _kind_of_compiled(name), counts[name], time, False) for name, time in times.items()]
 
 
@@ -91,14 +82,9 @@ def _kind_of_compiled(name: str) -> str:
 
 
 def longest_operations(operations: list[Operation], layers: Collection[str]) -> tuple[OperationTime, ...]:
-    """The operations that took longest: those on a GPU or TPU where there are any, and never the input pipeline's.
-
-    Args:
-        operations: All in the trace.
-        layers: The names of the model's layers.
-    """
-    own = [each for each in operations if each.kind not in _PIPELINE]
-    chosen = [each for each in own if each.on_device] or own
+    """The longest of all operations, without the input pipeline's; only those on a GPU or TPU if there are any."""
+    of_steps = [each for each in operations if each.kind not in _PIPELINE_KINDS]
+    chosen = [each for each in of_steps if each.on_device] or of_steps
     total = sum(each.milliseconds for each in chosen) or 1.0
     names = LayerNames(layers, [each.name for each in chosen])
     chosen.sort(key=lambda each: -each.milliseconds)
@@ -110,24 +96,16 @@ def longest_operations(operations: list[Operation], layers: Collection[str]) -> 
     )
 
 
-def stages_of_the_pipeline(operations: Sequence[Operation]) -> frozenset[str]:
-    """The stages of the input pipeline as the trace names them, such as `Prefetch`, `ParallelMapV2` and `Generator`.
-
-    Args:
-        operations: All in the trace.
-    """
+def input_stages(operations: Sequence[Operation]) -> frozenset[str]:
+    """The stages of the input pipeline as the trace names them, such as `Prefetch`, `ParallelMapV2` and `Generator`."""
     paths = [each.name.split("::")[2:] for each in operations if each.kind == "Dataset"]
     return frozenset(stage.partition("[")[0] for path in paths for stage in path)
 
 
-def slowest_of_the_pipeline(operations: Sequence[Operation]) -> str:
-    """The stage of the input pipeline with the most self time, as the trace names it, or `""`.
-
-    Args:
-        operations: All in the trace.
-    """
-    parts = [each for each in operations if each.kind == "Dataset" and not each.name.endswith(_WAITS)]
-    return max(parts, key=lambda each: each.milliseconds).name.rpartition("::")[2] if parts else ""
+def slowest_input_stage(operations: Sequence[Operation]) -> str:
+    """The stage of the input pipeline with the most self time, or `""` without a pipeline."""
+    stages = [each for each in operations if each.kind == "Dataset" and not each.name.endswith(_WAITING_STAGES)]
+    return max(stages, key=lambda each: each.milliseconds).name.rpartition("::")[2] if stages else ""
 
 
 class LayerNames:
@@ -137,7 +115,7 @@ class LayerNames:
     means is inferred from the unambiguous scopes.
 
     Args:
-        layers: The names of the model's layers, at every depth.
+        layers: The names of the model's layers at all depths.
         operations: The names of all operations in the trace.
 
     Example:
@@ -152,18 +130,17 @@ class LayerNames:
     def __init__(self, layers: Collection[str], operations: Iterable[str]):
         self.layers = frozenset(layers)
         scopes = {scope for name in operations for scope in name.split("/")[:-1]}
-        self._is_counted = any(self._without_count(scope) in self.layers for scope in scopes - self.layers)
+        self._is_numbered = any(self._without_number(scope) in self.layers for scope in scopes - self.layers)
 
     def of(self, operation: str) -> str:
         """The innermost layer that an operation belongs to, or `""`."""
         for scope in reversed(operation.split("/")[:-1]):
-            uncounted = self._without_count(scope)
-            for name in (uncounted, scope) if self._is_counted else (scope,):
+            for name in (self._without_number(scope), scope) if self._is_numbered else (scope,):
                 if name in self.layers:
                     return name
         return ""
 
     @staticmethod
-    def _without_count(scope: str) -> str:
-        found = _COUNTED.match(scope)
-        return found[1] if found else ""
+    def _without_number(scope: str) -> str:
+        match = _NUMBERED_SCOPE.match(scope)
+        return match[1] if match else ""

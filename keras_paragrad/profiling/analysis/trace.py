@@ -1,7 +1,7 @@
 """Reads a trace file, and sorts its events by their role in a training step."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,55 +10,53 @@ from keras_paragrad.profiling.analysis.events import (
     Compiled,
     FunctionCall,
     Marker,
-    OfStage,
     Pull,
+    Span,
+    StageOperation,
     Trace,
     TracedCall,
     Work,
 )
 
 TRACES = "*.xplane.pb"
-# The profiler's device names, and a device's lines that hold what ran rather than what it was part of.
+# The profiler's device names, and the lines of a device that hold operations rather than what encloses them.
 _DEVICE = re.compile(r"/device:(GPU|TPU):\d+")
 _DEVICE_LINES = re.compile(r"Stream|XLA Ops")
 _OPERATION = re.compile(r"[A-Za-z0-9.][\w.\\/>-]*:([A-Za-z_]\w*)$")
-# What `engine/pipeline/on_device.py` writes into the names of a pipeline's operations, and of what XLA compiles.
+# `engine/pipeline` writes this into the names of a pipeline's operations, and of the functions that XLA compiles.
 _STAGE = re.compile(r"pipeline_stage_(\d+)_column_(\d+)(?:_micro_batch_(\d+))?")
 _BACKWARD, _COMPILED_BACKWARD = "gradient_tape/", "__backward_"
-# A program's run by XLA, around its operations, whose statistic tells which program it is.
+# XLA's run of a program, around its operations, whose statistic has the program's id.
 _RUN, _PROGRAM = "CpuExecutable::ExecuteAsyncOnStream", "program_id"
 # While Python builds the graph of a `tf.function`.
 _GRAPH = "tf.function-graph_building"
 _COLLECTIVE = re.compile(r"collective|nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter", re.IGNORECASE)
 _COLLECTIVE_CALL, _COLLECTIVE_DONE = "CollectiveOpV2Kernel::Run", "CollectiveExecutor::ExecuteAsync::Done"
-# Events that enclose a call, as in xprof; only their inside counts.
-_AROUND = ("EagerExecute", "EagerLocalExecute", "EagerKernelExecute", "end: ")
-# Statistics of events that dispatch work to other threads, and of those that pick it up: the type and the id.
-_HANDS_ON, _TAKES_UP = ("_pt", "_p"), ("_ct", "_c")
-# A call from Python into TensorFlow, and what runs in it with the interpreter lock released.
-_FROM_PYTHON, _WITHOUT_LOCK = "TFE_Py_", "EagerExecute"
-# The input pipeline's own functions, which run concurrently with the step.
-_OF_THE_PIPELINE = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
-_PIPELINE_LINES = ("tf_data_iterator_resource",)
+# Events that enclose a call, as in xprof; only the events inside count.
+_ENCLOSING = ("EagerExecute", "EagerLocalExecute", "EagerKernelExecute", "end: ", "Threadpool")
+# Statistics of events that dispatch work to other threads, and of those that run it: the flow's type and id.
+_PRODUCER, _CONSUMER = ("_pt", "_p"), ("_ct", "_c")
+# A call from Python into TensorFlow, and its part that runs with the interpreter lock released.
+_FROM_PYTHON, _LOCK_RELEASED = "TFE_Py_", "EagerExecute"
+# The input pipeline's own functions and threads, which run concurrently with the step.
+_PYTHON_INPUT = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
+_INPUT_LINES = ("tf_data_iterator_resource",)
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """The trace files in a folder, in order of their names: one for each worker.
+    """The trace files in a folder, one for each worker, by name.
 
     Raises:
         FileNotFoundError: There is none.
     """
-    found = sorted(folder.glob(TRACES))
-    if not found:
+    files = sorted(folder.glob(TRACES))
+    if not files:
         raise FileNotFoundError(f"There is no {TRACES} in {folder}. Pass the folder of one trace.")
-    return found
+    return files
 
 
 def read_trace(file: Path) -> Trace:
-    """Reads a trace file.
-
-    Args:
-        file: An `.xplane.pb`.
+    """Reads an `.xplane.pb` file.
 
     Raises:
         MissingExtraError: xprof is not installed.
@@ -84,9 +82,11 @@ def _add_compiled_stages(trace: Trace, file: Path) -> None:
     names = program_names(file)
     for program, span in trace.programs:
         name = names.get(program, "")
-        if found := _STAGE.search(name):
-            stage, column, _ = found.groups()
-            trace.stages.append(OfStage(int(stage), int(column), 0, _COMPILED_BACKWARD in name, *span, program))
+        if match := _STAGE.search(name):
+            stage, column, _ = match.groups()
+            trace.stages.append(
+                StageOperation(int(stage), int(column), 0, _COMPILED_BACKWARD in name, *span, program=program)
+            )
 
 
 def _read_device(trace: Trace, plane: Any) -> None:
@@ -99,167 +99,157 @@ def _read_device(trace: Trace, plane: Any) -> None:
 
 
 def _read_host(trace: Trace, plane: Any) -> None:
-    waits = _Waits()
+    reader = _HostReader(trace)
     for number, line in enumerate(plane.lines):
-        if line.name.startswith(_PIPELINE_LINES):
-            continue
-        for kinds, event in _told_apart(line):
+        if not line.name.startswith(_INPUT_LINES):
+            reader.read(line, number)
+    # A collective waits for other replicas from its call to its completion.
+    called, done = reader.collective_calls, reader.collective_ends
+    trace.collective += [(begin, done[flow]) for flow, begin in called.items() if flow in done]
+
+
+class _HostReader:
+    """Adds the events of the host's threads to a trace; has a method for each kind of event."""
+
+    def __init__(self, trace: Trace):
+        self.trace = trace
+        self.collective_calls: dict[str, float] = {}
+        self.collective_ends: dict[str, float] = {}
+        # By thread, a run of a program whose id isn't known yet.
+        self._running: dict[int, Span] = {}
+
+    def read(self, line: Any, number: int) -> None:
+        for kinds, event in _classified_events(line):
             span = _span(event)
             for kind in kinds:
-                _KEEP[kind](trace, waits, event, span, number)
-    trace.collective += waits.spans()
+                kind(self, event, span, number)
+
+    def marker(self, event: Any, span: Span, line: int) -> None:
+        self.trace.markers.append(Marker(*span, dict(event.stats), line))
+
+    def call(self, event: Any, span: Span, line: int) -> None:
+        self.trace.calls.append(TracedCall(span[0], line, _flow(event, _PRODUCER)))
+
+    def work(self, event: Any, span: Span, line: int) -> None:
+        self.trace.work.append(Work(*span, line, _flow(event, _CONSUMER)))
+
+    def collective_call(self, event: Any, span: Span, line: int) -> None:
+        self.collective_calls[_flow(event, _PRODUCER)] = span[0]
+
+    def collective_end(self, event: Any, span: Span, line: int) -> None:
+        self.collective_ends[_flow(event, _CONSUMER)] = span[1]
+
+    def input(self, event: Any, span: Span, line: int) -> None:
+        self.trace.input.append(span)
+        if "::DoCompute" in event.name:
+            self.trace.pulls.append(Pull(span[0], "element_size" in dict(event.stats)))
+
+    def compiled(self, event: Any, span: Span, line: int) -> None:
+        self.trace.operations.append(span)
+        self.trace.compiled.append(Compiled(event.name, *span, line))
+        if (run := self._running.pop(line, None)) and span[0] < run[1]:
+            self.trace.programs.append((str(dict(event.stats).get(_PROGRAM)), run))
+
+    def run(self, event: Any, span: Span, line: int) -> None:
+        self._running[line] = span
+
+    def function(self, event: Any, span: Span, line: int) -> None:
+        traced = dict(event.stats).get("tracing_count")
+        # A call that failed, as at the end of data, lacks the statistic.
+        if traced is not None:
+            self.trace.functions.append(FunctionCall(*span, line, int(traced)))
+
+    def graph(self, event: Any, span: Span, line: int) -> None:
+        self.trace.graphs.append((span[0], line))
+
+    def python_call(self, event: Any, span: Span, line: int) -> None:
+        self.trace.python_calls[line].append(span)
+
+    def lock_released(self, event: Any, span: Span, line: int) -> None:
+        self.trace.lock_released[line].append(span)
+
+    def python_input(self, event: Any, span: Span, line: int) -> None:
+        self.trace.python_input.append(span)
+
+    def stage(self, event: Any, span: Span, line: int) -> None:
+        match = _STAGE.search(event.name)
+        assert match is not None
+        stage, column, micro_batch = map(int, match.groups())
+        self.trace.stages.append(StageOperation(stage, column, micro_batch, event.name.startswith(_BACKWARD), *span))
+
+    def operation(self, event: Any, span: Span, line: int) -> None:
+        self.trace.operations.append(span)
+
+    def collective(self, event: Any, span: Span, line: int) -> None:
+        self.trace.collective.append(span)
+
+    def host(self, event: Any, span: Span, line: int) -> None:
+        self.trace.host[line].append(span)
 
 
-class _Waits:
-    """Collectives, from call to completion: in between they wait for other replicas.
-
-    And, by thread, runs of programs whose number is not known yet.
-    """
-
-    def __init__(self):
-        self.called: dict[str, float] = {}
-        self.done: dict[str, float] = {}
-        self.running: dict[int, tuple[float, float]] = {}
-
-    def spans(self) -> list[tuple[float, float]]:
-        return [(begin, self.done[flow]) for flow, begin in self.called.items() if flow in self.done]
+Kind = Callable[[_HostReader, Any, Span, int], None]
 
 
-def _keep_marker(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    trace.markers.append(Marker(*span, dict(event.stats), line))
-
-
-def _keep_call(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    trace.calls.append(TracedCall(span[0], line, _flow(event, _HANDS_ON)))
-
-
-def _keep_work(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    trace.work.append(Work(*span, line, _flow(event, _TAKES_UP)))
-
-
-def _keep_collective_call(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    waits.called[_flow(event, _HANDS_ON)] = span[0]
-
-
-def _keep_collective_done(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    waits.done[_flow(event, _TAKES_UP)] = span[1]
-
-
-def _keep_input(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    trace.input.append(span)
-    if "::DoCompute" in event.name:
-        trace.pulls.append(Pull(span[0], "element_size" in dict(event.stats)))
-
-
-def _keep_compiled(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    trace.operations.append(span)
-    trace.compiled.append(Compiled(event.name, *span, line))
-    if (run := waits.running.pop(line, None)) and span[0] < run[1]:
-        trace.programs.append((str(dict(event.stats).get(_PROGRAM)), run))
-
-
-def _keep_run(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    waits.running[line] = span
-
-
-def _keep_function(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    traced = dict(event.stats).get("tracing_count")
-    # A call that failed, as at the end of data, lacks the statistic.
-    if traced is not None:
-        trace.functions.append(FunctionCall(*span, line, int(traced)))
-
-
-def _keep_python_call(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    trace.python_calls[line].append(span)
-
-
-def _keep_stage(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    found = _STAGE.search(event.name)
-    assert found is not None
-    stage, column, micro_batch = map(int, found.groups())
-    trace.stages.append(OfStage(stage, column, micro_batch, event.name.startswith(_BACKWARD), *span))
-
-
-def _keep_without_lock(trace: Trace, waits: _Waits, event: Any, span: tuple[float, float], line: int) -> None:
-    trace.without_lock[line].append(span)
-
-
-_KEEP = {
-    "marker": _keep_marker,
-    "call": _keep_call,
-    "work": _keep_work,
-    "collective call": _keep_collective_call,
-    "collective done": _keep_collective_done,
-    "input": _keep_input,
-    "compiled": _keep_compiled,
-    "run": _keep_run,
-    "function": _keep_function,
-    "graph": lambda trace, waits, event, span, line: trace.graphs.append((span[0], line)),
-    "python call": _keep_python_call,
-    "stage": _keep_stage,
-    "without lock": _keep_without_lock,
-    "made by Python": lambda trace, waits, event, span, line: trace.made_by_python.append(span),
-    "operations": lambda trace, waits, event, span, line: trace.operations.append(span),
-    "collective": lambda trace, waits, event, span, line: trace.collective.append(span),
-    "host": lambda trace, waits, event, span, line: trace.host[line].append(span),
-}
-
-
-def _flow(event: Any, named: tuple[str, str]) -> str:
+def _flow(event: Any, names: tuple[str, str]) -> str:
     stats = dict(event.stats)
-    return ":".join(str(stats.get(name, "")) for name in named)
+    return ":".join(str(stats.get(name, "")) for name in names)
 
 
-def _span(event: Any) -> tuple[float, float]:
+def _span(event: Any) -> Span:
     return event.start_ns, event.start_ns + event.duration_ns
 
 
-def _told_apart(line: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """A line's events with their kinds, determined once per name, since reading an event's statistics is slow."""
-    found: dict[str, tuple[str, ...]] = {}
+def _classified_events(line: Any) -> Iterator[tuple[tuple[Kind, ...], Any]]:
+    """A line's events with their kinds, determined once per name, as reading an event's statistics is slow."""
+    kinds_by_name: dict[str, tuple[Kind, ...]] = {}
     for event in line.events:
-        kinds = found.get(event.name)
+        kinds = kinds_by_name.get(event.name)
         if kinds is None:
-            kinds = found[event.name] = _kinds(event)
+            kinds = kinds_by_name[event.name] = _kinds(event)
         if kinds:
             yield kinds, event
 
 
-def _kinds(event: Any) -> tuple[str, ...]:
-    if event.name == _WITHOUT_LOCK:
-        return ("without lock",)
-    if event.name.startswith(_AROUND) or event.name.startswith("Threadpool"):
+def _kinds(event: Any) -> tuple[Kind, ...]:
+    if event.name == _LOCK_RELEASED:
+        return (_HostReader.lock_released,)
+    if event.name.startswith(_ENCLOSING):
         return ()
     if event.name == "FunctionRun":
-        return ("call",)
+        return (_HostReader.call,)
     if event.name == _GRAPH:
-        return ("host", "graph")
+        return (_HostReader.host, _HostReader.graph)
     if event.name == _RUN:
-        return ("host", "run")
+        return (_HostReader.host, _HostReader.run)
     stats = {key for key, _ in event.stats}
     kind = _kind(event.name, stats)
-    if kind == "marker":
+    if kind is _HostReader.marker:
         return (kind,)
     if event.name.startswith(_FROM_PYTHON):
-        return ("host", "python call")
+        return (_HostReader.host, _HostReader.python_call)
     operation = _OPERATION.match(event.name)
-    if operation and operation[1] in _OF_THE_PIPELINE:
-        return ("host", "made by Python")
-    flows = [each for each, named in (("call", _HANDS_ON), ("work", _TAKES_UP)) if named[1] in stats]
-    staged = ["stage"] if kind == "operations" and _STAGE.search(event.name) else []
-    return tuple({kind, "host", *flows, *staged})
+    if operation and operation[1] in _PYTHON_INPUT:
+        return (_HostReader.host, _HostReader.python_input)
+    kinds = {kind, _HostReader.host}
+    if _PRODUCER[1] in stats:
+        kinds.add(_HostReader.call)
+    if _CONSUMER[1] in stats:
+        kinds.add(_HostReader.work)
+    if kind is _HostReader.operation and _STAGE.search(event.name):
+        kinds.add(_HostReader.stage)
+    return tuple(kinds)
 
 
-def _kind(name: str, stats: set[str]) -> str:
+def _kind(name: str, stats: set[str]) -> Kind:
     if name.startswith("IteratorGetNext"):
-        return "input"
+        return _HostReader.input
     if name in (_COLLECTIVE_CALL, _COLLECTIVE_DONE):
-        return "collective call" if name == _COLLECTIVE_CALL else "collective done"
+        return _HostReader.collective_call if name == _COLLECTIVE_CALL else _HostReader.collective_end
     operation = _OPERATION.match(name)
     if operation:
-        return "collective" if _COLLECTIVE.match(operation[1]) else "operations"
+        return _HostReader.collective if _COLLECTIVE.match(operation[1]) else _HostReader.operation
     if "hlo_op" in stats:
-        return "collective" if _COLLECTIVE.match(name) else "compiled"
+        return _HostReader.collective if _COLLECTIVE.match(name) else _HostReader.compiled
     if "tracing_count" in stats:
-        return "function"
-    return "marker" if "batch" in stats or {"step_num", "_r"} <= stats else "host"
+        return _HostReader.function
+    return _HostReader.marker if "batch" in stats or {"step_num", "_r"} <= stats else _HostReader.host

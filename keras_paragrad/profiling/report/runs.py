@@ -1,47 +1,72 @@
-"""Reads a log directory: the trace windows and the per-step records."""
+"""Reads a log directory: its trace windows, and the per-step records of telemetry, throughput and retraces."""
 
+import csv
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keras_paragrad.plain_json import read_json
-from keras_paragrad.profiling.report.records import Retrace, Series, read_retraces, read_series, worth_showing
+import numpy as np
+
+from keras_paragrad.extras import require
+from keras_paragrad.plain_text import read_json
 from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
 
 TRACES = "*.xplane.pb"
 SUMMARIES = "keras_paragrad*.json"
 WHERE_TENSORBOARD_LOOKS = "plugins/profile/"
-# Traces of other programs are analysed for the report, which can take seconds each.
+# Traces of other programs are analysed, which can take seconds each.
 MOST_ANALYSED = 4
 MOST_WINDOWS = 40
+MOST_RETRACES = 50
 
 
 @dataclass(frozen=True)
 class ProfiledWindow:
-    """A part of a run that was traced.
-
-    Attributes:
-        name: Its folder, relative to the log directory, with the summary's file if there are several.
-        summary: Its summary.
-    """
+    """A traced window, named by its folder, and by the summary's file if there are several."""
 
     name: str
     summary: ProfileSummary
 
 
 @dataclass(frozen=True)
-class Run:
-    """A log directory.
+class Series:
+    """A quantity over the steps.
 
     Attributes:
-        name: What to call it.
-        info: What was run.
-        windows: What was traced, in order.
-        telemetry: Norms, ratios and counts.
-        throughput: Speeds, times and sizes.
-        retraces: The last retraces.
-        retrace_count: The total number of retraces.
-        notes: What couldn't be read, and what was left out.
+        quantity: Its name in the file.
+        name: The layer and its variable, or `""` for the whole model.
+        variable: The variable alone, or `""` for the whole layer.
+        steps: The steps, ascending, shape `(values,)`.
+        values: The values, perhaps not all finite, shape `(values,)`.
     """
+
+    quantity: str
+    name: str
+    variable: str
+    steps: np.ndarray
+    values: np.ndarray
+
+    @property
+    def finite(self) -> np.ndarray:
+        """The finite values."""
+        return self.values[np.isfinite(self.values)]
+
+
+@dataclass(frozen=True)
+class Retrace:
+    """A retrace of a function, for a signature of shapes."""
+
+    step: str
+    function: str
+    signature: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """The contents of a log directory: windows in order, records, the last retraces, and notes on what is missing."""
 
     name: str
     info: RunInfo
@@ -54,29 +79,26 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads a log directory.
-
-    Args:
-        folder: The log directory, or a folder of traces in it.
+    """Reads a log directory, or a folder of traces in it.
 
     Raises:
         FileNotFoundError: The folder doesn't exist, or holds nothing that a report could show.
     """
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "doesn't exist"
-        raise FileNotFoundError(f"{folder} {what}. Pass the log_dir of Profiler.")
+        problem = "is a file" if folder.exists() else "doesn't exist"
+        raise FileNotFoundError(f"{folder} {problem}. Pass the log_dir of Profiler.")
     notes: list[str] = []
     windows = _windows(folder, notes)
     telemetry, throughput = (_series(folder, name, notes) for name in ("telemetry", "throughput"))
     if not windows and not telemetry and not throughput:
-        raise FileNotFoundError(_nothing_found(folder, notes))
+        raise FileNotFoundError(_nothing_to_report(folder, notes))
     retraces, retrace_count = read_retraces(folder)
     name = folder.resolve().name
     info = _run_info(folder, windows)
-    return Run(name, info, windows, worth_showing(telemetry), throughput, retraces, retrace_count, tuple(notes))
+    return Run(name, info, windows, without_idle(telemetry), throughput, retraces, retrace_count, tuple(notes))
 
 
-def _nothing_found(folder: Path, notes: list[str]) -> str:
+def _nothing_to_report(folder: Path, notes: list[str]) -> str:
     if notes:
         return f"There is nothing in {folder} to report on. {' '.join(notes)}"
     return (
@@ -86,27 +108,27 @@ def _nothing_found(folder: Path, notes: list[str]) -> str:
 
 
 def _windows(folder: Path, notes: list[str]) -> tuple[ProfiledWindow, ...]:
-    """The newest windows, oldest first. Those without a summary of ours are analysed, unless they are many."""
-    found = sorted({path.parent for pattern in (TRACES, SUMMARIES) for path in folder.rglob(pattern)})
+    """The newest windows, oldest first. The newest without a summary of ours are analysed."""
+    traces = sorted({path.parent for pattern in (TRACES, SUMMARIES) for path in folder.rglob(pattern)})
     # A window still being traced, or whose run was killed, is in a hidden folder.
-    found = [trace for trace in found if not any(part.startswith(".") for part in trace.relative_to(folder).parts)]
-    roots = sorted({_root(trace, folder) for trace in found})
+    traces = [trace for trace in traces if not any(part.startswith(".") for part in trace.relative_to(folder).parts)]
+    roots = sorted({_root(trace, folder) for trace in traces})
     if len(roots) > 1:
-        notes.append(f"There are several runs: {_some(roots)}. To see the telemetry of one, pass its folder.")
-    if len(found) > MOST_WINDOWS:
-        notes.append(f"There are {len(found)} traces; the {MOST_WINDOWS} newest are shown.")
+        names = ", ".join(roots[:MOST_ANALYSED]) + (" and more" if len(roots) > MOST_ANALYSED else "")
+        notes.append(f"There are several runs: {names}. To see the telemetry of one, pass its folder.")
+    if len(traces) > MOST_WINDOWS:
+        notes.append(f"There are {len(traces)} traces; the {MOST_WINDOWS} newest are shown.")
     windows: list[ProfiledWindow] = []
     foreign = 0
-    for trace in reversed(found[-MOST_WINDOWS:]):
-        summaries = _own_summaries(trace, notes)
+    for trace in reversed(traces[-MOST_WINDOWS:]):
+        summaries = _read_summaries(trace, notes)
         if not summaries and any(trace.glob(TRACES)):
             foreign += 1
-            summaries = _analysed(trace, notes) if foreign <= MOST_ANALYSED else {}
+            summaries = _analyse(trace, notes) if foreign <= MOST_ANALYSED else {}
         name = "" if trace == folder else trace.relative_to(folder).as_posix().removeprefix(WHERE_TENSORBOARD_LOOKS)
-        several = len(summaries) > 1
-        windows += [
-            ProfiledWindow(_joined(name, file if several else ""), summary) for file, summary in summaries.items()
-        ]
+        for file, summary in summaries.items():
+            full_name = f"{name} {file}".strip() if len(summaries) > 1 else name
+            windows.append(ProfiledWindow(full_name or ".", summary))
     if foreign > MOST_ANALYSED:
         notes.append(f"{foreign} traces have no summary beside them; the {MOST_ANALYSED} newest of these are shown.")
     return tuple(reversed(windows))
@@ -117,31 +139,23 @@ def _root(trace: Path, folder: Path) -> str:
     return trace.relative_to(folder).as_posix().partition(WHERE_TENSORBOARD_LOOKS)[0] or "./"
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:MOST_ANALYSED]) + (" and more" if len(names) > MOST_ANALYSED else "")
-
-
-def _joined(folder: str, file: str) -> str:
-    return " ".join(part for part in (folder, file) if part) or "."
-
-
-def _own_summaries(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
-    """The summaries beside a trace by file, the last worker's first."""
-    found: dict[str, ProfileSummary] = {}
+def _read_summaries(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
+    """The summaries in a trace's folder by file, the last worker's first."""
+    summaries: dict[str, ProfileSummary] = {}
     for path in sorted(trace.glob(SUMMARIES), reverse=True):
         try:
-            found[path.name] = ProfileSummary.from_dict(read_json(path.read_text("utf-8")))
+            summaries[path.name] = ProfileSummary.from_dict(read_json(path.read_text("utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as error:
             notes.append(f"{path.name} in {trace.name} can't be read ({type(error).__name__}: {error}).")
-    return found
+    return summaries
 
 
-def _analysed(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
+def _analyse(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
     from keras_paragrad.profiling.analysis import summarize
 
     try:
         return {"": summarize(trace)}
-    # A trace can be broken in any way; the rest of the run is still shown.
+    # A trace can be damaged in any way; the rest of the run is still shown.
     except Exception as error:
         notes.append(f"The trace {trace.name} can't be analysed ({type(error).__name__}: {error}).")
         return {}
@@ -164,3 +178,73 @@ def _run_info(folder: Path, windows: tuple[ProfiledWindow, ...]) -> RunInfo:
         return RunInfo.from_dict(read_json((folder / "run.json").read_text("utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return windows[-1].summary.run if windows else RunInfo()
+
+
+def read_series(folder: Path, name: str) -> tuple[Series, ...]:
+    """All series of `<name>.csv`, or of `<name>.parquet`, in a folder, by quantity and name; none without the file.
+
+    Incomplete rows, such as the last one of a killed run, are skipped. Of two values for one step, as written by a run
+    that resumed from a checkpoint, the later one counts.
+    """
+    columns: dict[tuple[str, str, str], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for row in _rows(folder, name):
+        try:
+            step, value = float(row["step"]), float(row["value"])
+            variable = row.get("variable") or ""
+            key = str(row["quantity"]), "/".join(part for part in (row.get("layer"), variable) if part), variable
+        except (KeyError, TypeError, ValueError):
+            continue
+        # Otherwise the row is truncated, or belongs to another file.
+        if math.isfinite(step):
+            columns[key][0].append(step)
+            columns[key][1].append(value)
+    return tuple(_sorted_series(*key, *map(np.array, pair)) for key, pair in columns.items())
+
+
+def without_idle(series: Sequence[Series]) -> tuple[Series, ...]:
+    """Drops the norms after clipping where nothing was clipped, and a loss scale that is always 1."""
+    before = {each.name: each for each in series if each.quantity == "gradient_norm"}
+
+    def is_idle(one: Series) -> bool:
+        if one.quantity == "clipped_gradient_norm" and one.name in before:
+            return np.array_equal(one.values, before[one.name].values, equal_nan=True)
+        return one.quantity == "loss_scale" and bool((one.values == 1).all())
+
+    return tuple(each for each in series if not is_idle(each))
+
+
+def read_retraces(folder: Path) -> tuple[tuple[Retrace, ...], int]:
+    """The last retraces of a run, and their total number."""
+    columns = ("step", "function", "signature")
+    retraces = [
+        Retrace(*(str(row[column]) for column in columns))
+        for row in _rows(folder, "retraces")
+        if all(row.get(column) for column in columns)
+    ]
+    return tuple(retraces[-MOST_RETRACES:]), len(retraces)
+
+
+def _rows(folder: Path, name: str) -> Iterable[Mapping[str, str]]:
+    csv_file, parquet = folder / f"{name}.csv", folder / f"{name}.parquet"
+    if csv_file.is_file():
+        return _csv_rows(csv_file)
+    return _parquet_rows(parquet) if parquet.is_file() else ()
+
+
+def _csv_rows(path: Path) -> Iterator[Mapping[str, str]]:
+    with path.open(encoding="utf-8", errors="replace", newline="") as lines:
+        # A full disk can leave zero bytes behind.
+        yield from csv.DictReader(line.replace("\0", "") for line in lines)
+
+
+def _parquet_rows(path: Path) -> Iterator[Mapping[str, str]]:
+    require(f"Reading {path}", "pyarrow")
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        yield from itertools.chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())
+
+
+def _sorted_series(quantity: str, name: str, variable: str, steps: np.ndarray, values: np.ndarray) -> Series:
+    ordered, last = np.unique(steps[::-1], return_index=True)
+    return Series(quantity, name, variable, ordered, values[::-1][last])

@@ -1,40 +1,43 @@
-"""The report's views of a run's per-step records."""
+"""The report's views of a run's per-step records: charts of the whole model, and of quantities by layer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from keras_paragrad.profiling.report.axes import axis_for, steps_axis
-from keras_paragrad.profiling.report.lines import MOST_LINES, Line, LineChart, line_chart, named, sparkline
-from keras_paragrad.profiling.report.records import Series
+from keras_paragrad.profiling.report.lines import MOST_LINES, Line, LineChart, line_chart, sparkline
+from keras_paragrad.profiling.report.runs import Series
 from keras_paragrad.profiling.report.units import count, milliseconds, number, operations, share, size
 
 MOST_LAYERS = 100
 
-
-Written = Callable[[float | None], str]
+Formatter = Callable[[float | None], str]
 
 
 @dataclass(frozen=True)
-class Drawn:
+class ChartSpec:
     """A chart of whole-model quantities.
 
     Attributes:
         title: What it shows.
-        quantities: What is in it, with the names of the lines.
-        written: How values are written.
-        logarithmic: Whether they can differ by orders of magnitude from step to step, and are read that way.
-        counted: The unit of the file's steps.
-        interrupted: Whether the values exclude what `LEFT_OUT` names.
+        quantities: The quantities, with the names of their lines.
+        formatter: Formats a value.
+        may_be_logarithmic: Whether a logarithmic scale suits the quantity.
+        step_unit: The unit of the file's steps.
+        has_exclusions: Whether the values exclude the times of `EXCLUDED`.
     """
 
     title: str
     quantities: Mapping[str, str]
-    written: Written
-    logarithmic: bool = False
-    counted: str = "step"
-    interrupted: bool = False
+    formatter: Formatter
+    may_be_logarithmic: bool = False
+    step_unit: str = "step"
+    has_exclusions: bool = False
+
+    def draw(self, series: Sequence[Series], excluded: Mapping[str, Series] | None = None) -> LineChart | None:
+        """Draws some series, with marks where time was excluded, or returns `None` without any."""
+        return line_chart(self.title, series, self.formatter, self.may_be_logarithmic, self.step_unit, excluded)
 
 
 def _seconds(value: float | None) -> str:
@@ -42,40 +45,42 @@ def _seconds(value: float | None) -> str:
 
 
 GRADIENT_CHARTS = (
-    Drawn(
+    ChartSpec(
         "Gradient of the whole model, L2 norm",
         {"gradient_norm": "before clipping", "clipped_gradient_norm": "after clipping"},
         number,
         True,
         "update",
     ),
-    Drawn("Weights of the whole model, L2 norm", {"weight_norm": "weights"}, number, False, "update"),
-    Drawn("Update to weights of the whole model, ratio of L2 norms", {"update_ratio": "ratio"}, number, True, "update"),
-    Drawn("Values of the whole gradient that are not finite", {"nonfinite": "values"}, count, False, "update"),
-    Drawn("Learning rate", {"learning_rate": "learning rate"}, number, False, "update"),
-    Drawn("Loss scale", {"loss_scale": "loss scale"}, number, False, "update"),
+    ChartSpec("Weights of the whole model, L2 norm", {"weight_norm": "weights"}, number, False, "update"),
+    ChartSpec(
+        "Update to weights of the whole model, ratio of L2 norms", {"update_ratio": "ratio"}, number, True, "update"
+    ),
+    ChartSpec("Values of the whole gradient that are not finite", {"nonfinite": "values"}, count, False, "update"),
+    ChartSpec("Learning rate", {"learning_rate": "learning rate"}, number, False, "update"),
+    ChartSpec("Loss scale", {"loss_scale": "loss scale"}, number, False, "update"),
 )
 THROUGHPUT_CHARTS = (
-    Drawn(
+    ChartSpec(
         "Throughput, examples per second",
         {"examples_per_second": "examples per second"},
         number,
-        interrupted=True,
+        has_exclusions=True,
     ),
-    Drawn(
+    ChartSpec(
         "Step time over the run",
         {"step_time_p50_ms": "median", "step_time_p95_ms": "95th percentile"},
         milliseconds,
-        interrupted=True,
+        has_exclusions=True,
     ),
-    Drawn("Memory in use", {"host_memory_bytes": "host", "device_memory_bytes": "device"}, size),
-    Drawn("Share of the peak: model FLOPs utilisation", {"mfu": "utilisation"}, share),
-    Drawn("Share of collectives in the step", {"collective_share": "collectives"}, share),
+    ChartSpec("Memory in use", {"host_memory_bytes": "host", "device_memory_bytes": "device"}, size),
+    ChartSpec("Share of the peak: model FLOPs utilisation", {"mfu": "utilisation"}, share),
+    ChartSpec("Share of collectives in the step", {"collective_share": "collectives"}, share),
 )
-# What such values exclude, in seconds, and how the report names it.
-LEFT_OUT = {"compile_s": "steps that compiled", "profiler_s": "pauses by Profiler"}
-# Figures of which only the last value matters.
-LAST_VALUES: dict[str, tuple[str, Written]] = {
+# Times in seconds that values exclude, with their names in the report.
+EXCLUDED = {"compile_s": "steps that compiled", "profiler_s": "pauses by Profiler"}
+# Quantities of which only the last value matters.
+_LAST_VALUES: dict[str, tuple[str, Formatter]] = {
     "time_to_first_step_s": ("Time to the first step", _seconds),
     "updates_per_second": ("Updates per second", number),
     "flops_per_step": ("FLOPs per step", operations),
@@ -88,7 +93,6 @@ LAYER_QUANTITIES = {
     "update_ratio": "Update to weights by layer, ratio of L2 norms",
     "nonfinite": "Values of the gradient that are not finite, by layer",
 }
-COUNTED = {"nonfinite"}
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,10 @@ class LayerView:
     """One quantity, layer by layer.
 
     Attributes:
-        title: What it is, with its unit.
-        chart: The layers that stand out, or `None` if there is nothing to draw.
-        rows: All layers, each as a small line, with its figures.
-        note: What was left out, or what there is to say in place of a chart.
+        title: The quantity, with its unit.
+        chart: The selected layers, or `None` if there is nothing to draw.
+        rows: All layers as sparklines, with their statistics.
+        note: What was left out, or why there is no chart.
     """
 
     title: str
@@ -108,65 +112,67 @@ class LayerView:
     note: str
 
 
-def charts(series: Sequence[Series], wanted: Sequence[Drawn]) -> tuple[LineChart, ...]:
+def charts(series: Sequence[Series], specs: Sequence[ChartSpec]) -> tuple[LineChart, ...]:
     """The charts of whole-model quantities for which there are records."""
-    whole = {one.quantity: one for one in series if not one.name}
-    left_out = {words: whole[name] for name, words in LEFT_OUT.items() if name in whole}
-    found = (
-        chart_of(
-            drawn,
-            [named(whole[name], words) for name, words in drawn.quantities.items() if name in whole],
-            left_out if drawn.interrupted else None,
+    of_model = {each.quantity: each for each in series if not each.name}
+    excluded = {name: of_model[quantity] for quantity, name in EXCLUDED.items() if quantity in of_model}
+    drawn = (
+        spec.draw(
+            [replace(of_model[each], name=name) for each, name in spec.quantities.items() if each in of_model],
+            excluded if spec.has_exclusions else None,
         )
-        for drawn in wanted
+        for spec in specs
     )
-    return tuple(chart for chart in found if chart)
-
-
-def chart_of(drawn: Drawn, series: Sequence[Series], left_out: Mapping[str, Series] | None = None) -> LineChart | None:
-    """One chart of some series, with marks where something was left out, or `None` without any."""
-    return line_chart(drawn.title, series, drawn.written, drawn.logarithmic, drawn.counted, left_out)
+    return tuple(chart for chart in drawn if chart)
 
 
 def last_values(series: Sequence[Series]) -> tuple[tuple[str, str], ...]:
-    """The figures of which only the last value matters, with their titles."""
+    """The quantities of which only the last value matters, with their titles."""
     return tuple(
-        (LAST_VALUES[one.quantity][0], LAST_VALUES[one.quantity][1](float(one.values[-1])))
-        for one in series
-        if one.quantity in LAST_VALUES and not one.name
+        (_LAST_VALUES[each.quantity][0], _LAST_VALUES[each.quantity][1](float(each.values[-1])))
+        for each in series
+        if each.quantity in _LAST_VALUES and not each.name
     )
 
 
 def layer_views(series: Sequence[Series]) -> tuple[LayerView, ...]:
     """A view for every quantity recorded per layer."""
-    found = ((name, [one for one in series if one.quantity == name and one.name]) for name in LAYER_QUANTITIES)
-    return tuple(_layer_view(name, layers) for name, layers in found if layers)
+    by_quantity = (
+        (quantity, [each for each in series if each.quantity == quantity and each.name])
+        for quantity in LAYER_QUANTITIES
+    )
+    return tuple(_layer_view(quantity, layers) for quantity, layers in by_quantity if layers)
 
 
 def median_of(series: Sequence[Series], quantity: str, name: str = "") -> float | None:
     """The median of a quantity, or `None` if it has no finite value."""
-    found = next((one.finite for one in series if (one.quantity, one.name) == (quantity, name)), np.array([]))
-    return float(np.median(found)) if len(found) else None
+    finite = next((each.finite for each in series if (each.quantity, each.name) == (quantity, name)), np.array([]))
+    return float(np.median(finite)) if len(finite) else None
 
 
 def _layer_view(quantity: str, layers: Sequence[Series]) -> LayerView:
-    title = LAYER_QUANTITIES[quantity]
+    title, is_count = LAYER_QUANTITIES[quantity], quantity == "nonfinite"
     values = sum(len(layer.values) for layer in layers)
-    if quantity in COUNTED and not any(layer.values.any() for layer in layers):
+    if is_count and not any(layer.values.any() for layer in layers):
         return LayerView(title, None, (), f"None: {count(values)} counts in {count(len(layers))} layers are all 0.")
-    written = count if quantity in COUNTED else number
-    # If there are figures of both whole layers and their variables, only the table shows all of them.
+    formatter = count if is_count else number
+    # Records of both whole layers and their variables: the variables are in the table only.
     whole = [layer for layer in layers if not layer.variable] or layers
-    standing_out = _standing_out(whole)
-    chart = line_chart(title, standing_out, written, counted="update")
+    selected = _select(whole)
+    chart = line_chart(title, selected, formatter, step_unit="update")
     finite = np.concatenate([layer.finite for layer in layers])
-    up = axis_for([float(value) for value in finite], written)
-    across = steps_axis(min(layer.steps[0] for layer in layers), max(layer.steps[-1] for layer in layers), count)
-    rows = tuple(sparkline(layer, across, up) for layer in layers[:MOST_LAYERS])
-    return LayerView(title, chart, rows, _note(layers, whole, standing_out))
+    y_axis = axis_for([float(value) for value in finite], formatter)
+    x_axis = steps_axis(min(layer.steps[0] for layer in layers), max(layer.steps[-1] for layer in layers), count)
+    rows = tuple(sparkline(layer, x_axis, y_axis) for layer in layers[:MOST_LAYERS])
+    notes = []
+    if len(selected) < len(whole):
+        notes.append(f"{len(selected)} of {count(len(whole))} layers are drawn: those that stand out.")
+    if len(layers) > MOST_LAYERS:
+        notes.append(f"The table has the first {MOST_LAYERS}; the file of the telemetry has all.")
+    return LayerView(title, chart, rows, " ".join(notes))
 
 
-def _standing_out(layers: Sequence[Series]) -> list[Series]:
+def _select(layers: Sequence[Series]) -> list[Series]:
     """The layers to draw: those with non-finite values, then the largest and the smallest; in the model's order."""
     if len(layers) <= MOST_LINES:
         return list(layers)
@@ -179,12 +185,3 @@ def _standing_out(layers: Sequence[Series]) -> list[Series]:
 def _rank(layer: Series) -> tuple[int, float]:
     finite = layer.finite
     return len(layer.values) - len(finite), float(finite.max()) if len(finite) else 0.0
-
-
-def _note(layers: Sequence[Series], whole: Sequence[Series], drawn: Sequence[Series]) -> str:
-    notes = []
-    if len(drawn) < len(whole):
-        notes.append(f"{len(drawn)} of {count(len(whole))} layers are drawn: those that stand out.")
-    if len(layers) > MOST_LAYERS:
-        notes.append(f"The table has the first {MOST_LAYERS}; the file of the telemetry has all.")
-    return " ".join(notes)

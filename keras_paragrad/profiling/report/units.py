@@ -3,11 +3,11 @@
 import math
 from typing import TypeGuard
 
-NOT_KNOWN = "n/a"
+UNKNOWN = "n/a"
 
 
 def milliseconds(value: float | None) -> str:
-    """A time given in milliseconds, in a suitable unit.
+    """A time of `value` milliseconds, in a suitable unit.
 
     Example:
 
@@ -31,31 +31,31 @@ def operations(value: float | None) -> str:
 def share(value: float | None) -> str:
     """A fraction, in percent."""
     if not _is_number(value):
-        return NOT_KNOWN
+        return UNKNOWN
     return f"{value * 100:.1f}%" if 0 < abs(value) < 0.0995 else f"{value * 100:.0f}%"
 
 
 def change(before: float | None, after: float | None) -> str:
     """The change from `before` to `after`, in percent of `before`."""
     if not _is_number(before) or not _is_number(after) or not before:
-        return NOT_KNOWN
+        return UNKNOWN
     return _signed((after - before) / abs(before) * 100, "%")
 
 
 def points(before: float | None, after: float | None) -> str:
     """The change of a share, in percentage points."""
     if not _is_number(before) or not _is_number(after):
-        return NOT_KNOWN
+        return UNKNOWN
     return _signed((after - before) * 100, " points")
 
 
 def count(value: float | None) -> str:
     """An integer, with thousands separators."""
-    return f"{value:,.0f}" if _is_number(value) else NOT_KNOWN
+    return f"{value:,.0f}" if _is_number(value) else UNKNOWN
 
 
 def number(value: float | None) -> str:
-    """A number with three significant digits; also non-finite ones.
+    """A number with three significant digits, or a non-finite one.
 
     Example:
 
@@ -64,7 +64,7 @@ def number(value: float | None) -> str:
     ('1.23e-05', '0.5', '12,345', 'NaN')
     """
     if value is None:
-        return NOT_KNOWN
+        return UNKNOWN
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -81,9 +81,9 @@ def _is_number(value: float | None) -> TypeGuard[float]:
 
 
 def _scaled(value: float | None, units: tuple[tuple[str, float], ...]) -> str:
-    """`value` in the largest unit that it reaches, or else in the smallest."""
+    """Formats a value in the largest unit that it reaches, or else in the smallest."""
     if value is None or not math.isfinite(value):
-        return NOT_KNOWN
+        return UNKNOWN
     if value == 0:
         return "0"
     name, scale = next((unit for unit in reversed(units) if abs(value) >= unit[1]), units[0])

@@ -1,48 +1,43 @@
-"""The report's view of a trace window."""
+"""The report's view of a trace window, with a chart of the stages of a pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keras_paragrad.profiling.report.axes import Axis, axis_for
-from keras_paragrad.profiling.report.bars import Segment, StepChart, shares_bar, step_chart
-from keras_paragrad.profiling.report.figures import PARTS, StepFigures, figures_of
 from keras_paragrad.profiling.report.runs import ProfiledWindow
+from keras_paragrad.profiling.report.step_chart import (
+    Segment,
+    StepChart,
+    StepFigures,
+    figures_of,
+    shares_bar,
+    step_chart,
+)
 from keras_paragrad.profiling.report.units import count, milliseconds, share, size
-from keras_paragrad.profiling.summary import PipelineTime, ProfileSummary, StageWork
+from keras_paragrad.profiling.summary import PARTS, PipelineTime, ProfileSummary, StageWork
 
-_PASSES = ("forward", "backward")
+MOST_DETAILED = 4
+MOST_OPERATIONS = 15
+# Compiler-generated names can be arbitrarily long.
+_LONGEST_NAME = 160
 # In percent of the chart: narrower boxes have no room for a number.
 _LEAST_NUMBERED = 1.6
 
 
 @dataclass(frozen=True)
 class Box:
-    """What a device did for a while.
-
-    Attributes:
-        kind: `"forward"` or `"backward"`.
-        left, width: Where it is along the lane, in percent.
-        number: The micro-batch's, or `""` where it could not be read.
-        words: Its tooltip.
-    """
+    """A micro-batch on a device: its position along the lane, in percent, and its number, or `""` if unreadable."""
 
     kind: str
     left: float
     width: float
     number: str
-    words: str
+    tooltip: str
 
 
 @dataclass(frozen=True)
 class Lane:
-    """A device of a stage.
-
-    Attributes:
-        name: As `stage 0`, and `stage 0b` for its second device.
-        top, height: Where it is in the chart, in percent.
-        boxes: What the device did.
-        cells: Its row in the table: name, milliseconds forward and backward.
-    """
+    """A device of a stage: its position in the chart, in percent, and its row in the table."""
 
     name: str
     top: float
@@ -53,107 +48,31 @@ class Lane:
 
 @dataclass(frozen=True)
 class StagesChart:
-    """The stages of a pipeline in one step.
-
-    Attributes:
-        title: Of which step.
-        across: The axis of time.
-        lanes: The stages' devices.
-        words: A sentence that describes the chart for screen readers.
-        bubble: The share of waiting, measured, and that of stages of equal time, in words.
-    """
+    """The stages of a pipeline in one step, with a sentence on their bubble and one for screen readers."""
 
     title: str
-    across: Axis
+    x_axis: Axis
     lanes: tuple[Lane, ...]
-    words: str
+    description: str
     bubble: str
-
-
-def stages_chart(found: PipelineTime) -> StagesChart:
-    """The chart of a pipeline."""
-    across = axis_for([found.duration], milliseconds, may_be_logarithmic=False)
-    keys = sorted({(each.stage, each.column) for each in found.work})
-    height = 100 / max(1, len(keys))
-    lanes = tuple(_lane(found, key, index * height, height, across) for index, key in enumerate(keys))
-    devices = f" and up to {found.columns} devices each, a, b and so on" if found.columns > 1 else ""
-    bubble = (
-        f"Stages wait {share(found.bubble)} of the time between their first and last operation, over all steps. "
-        f"{count(found.stages)} stages of equal time would wait {share(found.ideal)} with {count(found.microbatches)} "
-        f"micro-batches{devices}."
-    )
-    words = f"{len(lanes)} lanes, one for each device of a stage, with the micro-batches it computes. {bubble}"
-    return StagesChart(f"Stages in step {count(found.step)}", across, lanes, words, bubble)
-
-
-def _lane(found: PipelineTime, key: tuple[int, int], top: float, height: float, across: Axis) -> Lane:
-    stage, column = key
-    name = f"stage {stage}{_letters(column) if found.columns > 1 else ''}"
-    own = sorted((each for each in found.work if (each.stage, each.column) == key), key=lambda each: each.begins)
-    sums = [sum(each.duration for each in own if each.backward is backward) for backward in (False, True)]
-    boxes = tuple(_box(each, own[index + 1 :], name, across) for index, each in enumerate(own))
-    return Lane(name, round(top + 0.1 * height, 2), round(0.8 * height, 2), boxes, (name, *map(milliseconds, sums)))
-
-
-def _letters(column: int) -> str:
-    return (_letters(column // 26 - 1) if column >= 26 else "") + chr(ord("a") + column % 26)
-
-
-def _box(work: StageWork, later: Sequence[StageWork], name: str, across: Axis) -> Box:
-    left, right = across.place(work.begins), across.place(work.begins + work.duration)
-    kind = _PASSES[work.backward]
-    words = f"{name}, micro-batch {work.micro_batch}, {kind}: {milliseconds(work.duration)}"
-    width = round(right - left, 2)
-    # Devices of a CPU compute several micro-batches at once.
-    middle = work.begins + work.duration / 2
-    hidden = any(each.begins - work.duration / 4 <= middle <= each.begins + each.duration for each in later)
-    number = "" if hidden or width < _LEAST_NUMBERED else str(work.micro_batch)
-    return Box(kind, left, width, number, words)
-
-
-MOST_DETAILED = 4
-MOST_OPERATIONS = 15
-# Compiler-generated names can be arbitrarily long.
-LONGEST_NAME = 160
 
 
 @dataclass(frozen=True)
 class OperationRow:
-    """A formatted row of the table of operations.
-
-    Attributes:
-        name: Its name, shortened if it is very long.
-        kind: Its type.
-        layer: Its layer, or `""`.
-        count: Number of executions in the window.
-        took: Its self time per step; the window's total if that has no steps.
-        share: Its self time as a share of all operations'.
-        percent: The share as a number, for its bar.
-    """
+    """A formatted row of the table of operations; `percent` is its share as a number, for its bar."""
 
     name: str
     kind: str
     layer: str
     count: str
-    took: str
+    self_time: str
     share: str
     percent: float
 
 
 @dataclass(frozen=True)
 class WindowView:
-    """A window in detail.
-
-    Attributes:
-        name: Its folder.
-        summary: Its summary.
-        figures: The statistics of its steps, or `None` without steps.
-        chart: Its steps, or `None` without any.
-        shares: The shares of its time as a bar.
-        operations: The operations that took longest.
-        memory: Peak memory, by device.
-        stages: The stages of a pipeline, or `None` without one.
-    """
+    """A window in detail; without steps, it has no figures and no chart."""
 
     name: str
     summary: ProfileSummary
@@ -166,19 +85,12 @@ class WindowView:
 
 
 def window_view(window: ProfiledWindow, longest: float = 0.0) -> WindowView:
-    """A window in detail.
-
-    Args:
-        window: The trace window.
-        longest: The least upper end of the time axis, in milliseconds, for comparison with another window.
-    """
+    """A window in detail, whose time axis reaches `longest` milliseconds, for comparison with another one."""
     summary = window.summary
     figures = figures_of(summary.steps)
-    chart = step_chart(summary.steps, figures, max(longest, figures.longest)) if figures else None
-    memory = tuple((device, size(peak)) for device, peak in summary.peak_memory.items())
     operations = tuple(
         OperationRow(
-            shortened(operation.name),
+            shorten(operation.name),
             operation.kind,
             operation.layer,
             count(operation.count),
@@ -188,20 +100,21 @@ def window_view(window: ProfiledWindow, longest: float = 0.0) -> WindowView:
         )
         for operation in summary.operations[:MOST_OPERATIONS]
     )
-    shares = shares_bar(figures) if figures else ()
-    stages = stages_chart(summary.pipeline) if summary.pipeline else None
-    return WindowView(window.name, summary, figures, chart, shares, operations, memory, stages)
+    return WindowView(
+        name=window.name,
+        summary=summary,
+        figures=figures,
+        chart=step_chart(summary.steps, figures, max(longest, figures.longest)) if figures else None,
+        shares=shares_bar(figures) if figures else (),
+        operations=operations,
+        memory=tuple((device, size(peak)) for device, peak in summary.peak_memory.items()),
+        stages=stages_chart(summary.pipeline) if summary.pipeline else None,
+    )
 
 
 def overview(windows: Sequence[ProfiledWindow]) -> tuple[tuple[str, ...], ...]:
     """A row for every window: its name, steps, median, 95th percentile and shares."""
     return tuple(_row(window) for window in windows)
-
-
-def shortened(name: str) -> str:
-    """A name with its middle elided if it is very long."""
-    half = LONGEST_NAME // 2
-    return name if len(name) <= LONGEST_NAME else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def _row(window: ProfiledWindow) -> tuple[str, ...]:
@@ -210,3 +123,50 @@ def _row(window: ProfiledWindow) -> tuple[str, ...]:
         return (window.name, "0", *["n/a"] * (2 + len(PARTS)))
     shares = (share(figures.shares[part]) for part in PARTS)
     return (window.name, count(figures.count), milliseconds(figures.median), milliseconds(figures.p95), *shares)
+
+
+def shorten(name: str) -> str:
+    """Elides the middle of a very long name."""
+    half = _LONGEST_NAME // 2
+    return name if len(name) <= _LONGEST_NAME else f"{name[: half - 1]}…{name[-half:]}"
+
+
+def stages_chart(times: PipelineTime) -> StagesChart:
+    """Draws the stages of a pipeline, with a lane for each device."""
+    x_axis = axis_for([times.duration], milliseconds, may_be_logarithmic=False)
+    keys = sorted({(each.stage, each.column) for each in times.work})
+    height = 100 / max(1, len(keys))
+    lanes = tuple(_lane(times, key, index * height, height, x_axis) for index, key in enumerate(keys))
+    devices = f" and up to {times.columns} devices each, a, b and so on" if times.columns > 1 else ""
+    bubble = (
+        f"Stages wait {share(times.bubble)} of the time between their first and last operation, over all steps. "
+        f"{count(times.stages)} stages of equal time would wait {share(times.ideal)} with {count(times.microbatches)} "
+        f"micro-batches{devices}."
+    )
+    description = f"{len(lanes)} lanes, one for each device of a stage, with the micro-batches it computes. {bubble}"
+    return StagesChart(f"Stages in step {count(times.step)}", x_axis, lanes, description, bubble)
+
+
+def _lane(times: PipelineTime, key: tuple[int, int], top: float, height: float, x_axis: Axis) -> Lane:
+    stage, column = key
+    name = f"stage {stage}{_letters(column) if times.columns > 1 else ''}"
+    work = sorted((each for each in times.work if (each.stage, each.column) == key), key=lambda each: each.begins)
+    sums = [sum(each.duration for each in work if each.backward is backward) for backward in (False, True)]
+    boxes = tuple(_box(each, work[index + 1 :], name, x_axis) for index, each in enumerate(work))
+    return Lane(name, round(top + 0.1 * height, 2), round(0.8 * height, 2), boxes, (name, *map(milliseconds, sums)))
+
+
+def _letters(column: int) -> str:
+    return (_letters(column // 26 - 1) if column >= 26 else "") + chr(ord("a") + column % 26)
+
+
+def _box(work: StageWork, later: Sequence[StageWork], name: str, x_axis: Axis) -> Box:
+    left, right = x_axis.position(work.begins), x_axis.position(work.begins + work.duration)
+    kind = "backward" if work.backward else "forward"
+    tooltip = f"{name}, micro-batch {work.micro_batch}, {kind}: {milliseconds(work.duration)}"
+    width = round(right - left, 2)
+    # A CPU may compute several micro-batches at once, whose boxes overlap.
+    middle = work.begins + work.duration / 2
+    hidden = any(each.begins - work.duration / 4 <= middle <= each.begins + each.duration for each in later)
+    number = "" if hidden or width < _LEAST_NUMBERED else str(work.micro_batch)
+    return Box(kind, left, width, number, tooltip)

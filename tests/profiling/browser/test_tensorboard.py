@@ -10,8 +10,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from keras_paragrad.profiling.schedule import ProfileSchedule
-from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
-from keras_paragrad.profiling.throughput.callback import Throughput
+from keras_paragrad.profiling.telemetry import GradientTelemetry
+from keras_paragrad.profiling.throughput import Throughput
 from keras_paragrad.profiling.tracer import Profiler
 
 SECONDS = 60

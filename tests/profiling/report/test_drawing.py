@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from made_runs import PIPELINE, step
 
 from keras_paragrad.profiling.report import units
-from keras_paragrad.profiling.report.axes import axis_for, steps_axis
-from keras_paragrad.profiling.report.bars import MOST_BARS, shares_bar, step_chart
-from keras_paragrad.profiling.report.figures import PARTS, figures_of
+from keras_paragrad.profiling.report.axes import axis_for, select_points, steps_axis
 from keras_paragrad.profiling.report.lines import line_chart
-from keras_paragrad.profiling.report.records import Series
-from keras_paragrad.profiling.report.thinning import kept
+from keras_paragrad.profiling.report.runs import Series
+from keras_paragrad.profiling.report.step_chart import MOST_BARS, figures_of, shares_bar, step_chart
 from keras_paragrad.profiling.report.window_view import stages_chart
+from keras_paragrad.profiling.summary import PARTS
 
 pytestmark = pytest.mark.fast
 
@@ -32,7 +31,7 @@ numbers = st.floats(-1e12, 1e12, allow_subnormal=False).map(lambda value: 0.0 if
 @hypothesis.example([0.0] * 45 + [1.0] + [0.0] * 100, 12)
 def test_thinning_keeps_the_extremes(drawn, most):
     values = np.array(drawn)
-    found = kept(values, most)
+    found = select_points(values, most)
     assert len(found) <= most
     assert (np.diff(found) > 0).all()
     assert found[0] == 0
@@ -47,7 +46,7 @@ def test_thinning_keeps_the_extremes(drawn, most):
 @hypothesis.given(st.lists(numbers, max_size=20), st.booleans(), st.booleans())
 def test_axis_holds_its_values(values, may_be_logarithmic, binary):
     axis = axis_for(values, may_be_logarithmic=may_be_logarithmic, binary=binary)
-    places = [axis.place(value) for value in sorted(values)]
+    places = [axis.position(value) for value in sorted(values)]
     assert places == sorted(places)
     assert all(0 <= place <= 100 for place in places)
     if not axis.logarithmic:
@@ -114,12 +113,12 @@ def test_bars_add_up(count):
     chart = step_chart(steps, figures, figures.longest)
     assert min(count, MOST_BARS * 0.9) <= len(chart.bars) <= MOST_BARS
     assert bool(chart.note) == (count > MOST_BARS)
-    assert chart.names[0] == (pytest.approx(chart.bars[0].width / 2), chart.bars[0].cells[0])
-    assert 1 <= len(chart.names) <= 5
+    assert chart.labels[0] == (pytest.approx(chart.bars[0].width / 2), chart.bars[0].cells[0])
+    assert 1 <= len(chart.labels) <= 5
     by_step = {one.step: one for one in steps}
     for bar in chart.bars:
         height = sum(segment.length for segment in bar.segments)
-        assert height == pytest.approx(chart.up.place(by_step[bar.step].duration), abs=0.1)
+        assert height == pytest.approx(chart.y_axis.position(by_step[bar.step].duration), abs=0.1)
         assert [segment.part for segment in bar.segments] == list(PARTS)
     assert sum(segment.length for segment in shares_bar(figures)) == pytest.approx(100, abs=0.1)
 
@@ -167,7 +166,7 @@ def test_stages_are_lanes():
     assert [box.number for box in chart.lanes[0].boxes] == ["0", "2", "0", "2"]
     assert (first.kind, fourth.kind) == ("forward", "backward")
     assert math.isclose(first.left + first.width, second.left)
-    assert third.left + third.width == fourth.left == pytest.approx(100 * 7 / chart.across.high)
+    assert third.left + third.width == fourth.left == pytest.approx(100 * 7 / chart.x_axis.high)
     assert "wait 40%" in chart.bubble and "wait 33%" in chart.bubble
     # Of micro-batches that are computed at once, one has its number drawn over.
     over = dataclasses.replace(PIPELINE.work[0], micro_batch=2, begins=0.4)

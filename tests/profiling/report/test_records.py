@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from made_runs import RETRACES, TELEMETRY, telemetry_rows, write_rows
 
-from keras_paragrad.profiling.report.records import MOST_RETRACES, read_retraces, read_series
+from keras_paragrad.profiling.report.runs import MOST_RETRACES, read_retraces, read_series
 
 pytestmark = pytest.mark.fast
 

@@ -9,9 +9,9 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_paragrad.profiling.telemetry.alarms import Alarms
-from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
-from keras_paragrad.profiling.telemetry.meter import weights_of
+from keras_paragrad.profiling.meter import weights_of
+from keras_paragrad.profiling.telemetry import GradientTelemetry
+from keras_paragrad.profiling.telemetry_reports import Alarms
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(160, 6)).astype("float32")

@@ -11,9 +11,9 @@ from pyarrow import parquet
 from telemetry_loops import X, Y, expected, inner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
-from keras_paragrad.profiling.telemetry.tables import Table
-from keras_paragrad.profiling.throughput.files import Files
+from keras_paragrad.profiling.log_files import Table
+from keras_paragrad.profiling.telemetry import GradientTelemetry
+from keras_paragrad.profiling.throughput import ThroughputFiles
 
 QUANTITIES = ("gradient_norm", "clipped_gradient_norm", "weight_norm", "update_ratio", "nonfinite")
 
@@ -98,9 +98,9 @@ def test_a_file_of_somebody_else_is_left_as_it_is(name, tmp_path, caplog):
 @pytest.mark.parametrize("name", ["throughput.csv", "retraces.csv"])
 def test_a_file_of_somebody_else_is_left_as_it_is_by_throughput(name, tmp_path, caplog):
     (tmp_path / name).write_bytes(NOT_OURS)
-    files = Files(tmp_path, resume=True)
+    files = ThroughputFiles(tmp_path, resume=True)
     files.append(1, 0, {"examples_per_second": 2.0})
-    files.retraced(1, [("train", "shapes")])
+    files.append_retraces(1, [("train", "shapes")])
     files.close()
     assert (tmp_path / name).read_bytes() == NOT_OURS
     assert f"{name} already exists with other columns" in caplog.text
@@ -113,7 +113,7 @@ def test_a_training_that_is_killed_leaves_the_parquet_file_before(tmp_path):
     first.close()
     killed = Table(path, labels, resume=True)
     killed.append([2], [0], [("a",)], np.array([[3.0]]))
-    killed._file._end.detach()
+    killed._file._finish.detach()
     assert parquet.read_table(path)["step"].to_pylist() == [1]
     broken_off = Table(path, labels, resume=True)
     broken_off.append([2], [0], [("a",)], np.array([[4.0]]))

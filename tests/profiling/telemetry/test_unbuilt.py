@@ -9,7 +9,7 @@ import tensorflow as tf
 from telemetry_loops import X, Y, assert_reports, expected, inner
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, GradientNoiseScale, microbatch
-from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
+from keras_paragrad.profiling.telemetry import GradientTelemetry
 
 
 def adam(**more):

@@ -7,7 +7,7 @@ import tensorflow as tf
 from telemetry_loops import X, Y, assert_reports, expected, inner
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, GradientNoiseScale, microbatch
-from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
+from keras_paragrad.profiling.telemetry import GradientTelemetry
 
 OPTIMIZERS = {
     "sgd": lambda **more: keras.optimizers.SGD(0.05, momentum=0.9, **more),

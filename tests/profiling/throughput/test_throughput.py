@@ -21,10 +21,10 @@ from keras_paragrad import (
     ProfileSchedule,
     write_report,
 )
-from keras_paragrad.profiling.stops import Stops
+from keras_paragrad.profiling.session import ProfilerPauses
 from keras_paragrad.profiling.summary import ProfileSummary, StepTime
-from keras_paragrad.profiling.telemetry.callback import GradientTelemetry
-from keras_paragrad.profiling.throughput.callback import Throughput
+from keras_paragrad.profiling.telemetry import GradientTelemetry
+from keras_paragrad.profiling.throughput import Throughput
 from keras_paragrad.profiling.windows import WindowTracer
 
 PAUSE = 0.02
@@ -225,7 +225,7 @@ def left_out(folder):
 def test_compiling_and_the_profilers_stops_are_left_out(tmp_path, monkeypatch, first):
     close = WindowTracer.close
 
-    @Stops.counted()
+    @ProfilerPauses.timed()
     def slowly(self, batch):
         time.sleep(SECONDS_LEFT_OUT)
         return close.__wrapped__(self, batch)

@@ -1,14 +1,13 @@
-"""What a budget allows: how little noise, and how many updates."""
+"""Calibration to a privacy budget: the least noise, and the most updates, that it allows."""
 
 import functools
 import math
 from collections.abc import Callable
 
 from keras_paragrad.arguments import check_integer, check_number
-from keras_paragrad.privacy.accounting.accountants import find_accountant
-from keras_paragrad.privacy.accounting.composition import epsilon
+from keras_paragrad.privacy.accounting import epsilon, find_accountant
 
-LEAST_NOISE, _MOST_NOISE = 2.0**-6, 2.0**160
+MIN_NOISE, _MAX_NOISE = 2.0**-6, 2.0**160
 
 
 def noise_multiplier(
@@ -33,8 +32,8 @@ def noise_multiplier(
         least 1/64.
 
     Raises:
-        ValueError: An argument is out of its range, or no noise meets the target: truncation takes all
-            of delta, or target and delta are next to nothing.
+        ValueError: An argument is out of its range, or no noise meets the target: truncation alone exceeds delta, or
+            target and delta are close to 0.
         MissingExtraError: dp-accounting is not installed.
 
     Example:
@@ -50,30 +49,30 @@ def noise_multiplier(
     _, _, tolerance, fast = find_accountant(accountant, "noise_multiplier")
     high, step = 1.0, 0.5
     if not fast:
-        # It takes as much noise or a little less, and far more time.
+        # The fast accountant's noise is enough, and close.
         high, step = noise_multiplier(target_epsilon, sampling_rate, updates, delta, truncation=truncation), 0.9
 
     @functools.cache
     def excess(noise: float) -> float:
-        """Above 0 with too little noise: the logarithm of epsilon over its target, which is almost a line."""
-        spent = epsilon(noise, sampling_rate, updates, delta, accountant, truncation=truncation)
-        return math.log(min(max(spent / target_epsilon, 1e-9), 1e9))
+        """log(epsilon / target), above 0 with too little noise; almost linear."""
+        ratio = epsilon(noise, sampling_rate, updates, delta, accountant, truncation=truncation) / target_epsilon
+        return math.log(min(max(ratio, 1e-9), 1e9))
 
-    if excess(high) > 0 and excess(_MOST_NOISE) > 0:
+    if excess(high) > 0 and excess(_MAX_NOISE) > 0:
         raise _unmet(target_epsilon, updates, delta, truncation)
     while excess(high) > 0:
         high *= 2
-    low = max(high * step, LEAST_NOISE)
-    while low > LEAST_NOISE and excess(low) <= 0:
-        low, high = max(low * step, LEAST_NOISE), low
+    low = max(high * step, MIN_NOISE)
+    while low > MIN_NOISE and excess(low) <= 0:
+        low, high = max(low * step, MIN_NOISE), low
     if excess(low) <= 0:
         return low
     from scipy.optimize import brentq  # pyright: ignore[reportMissingImports]
 
-    found = brentq(excess, low, high, xtol=1e-300, rtol=tolerance / 4) * (1 + tolerance / 2)
-    while excess(found) > 0:
-        found *= 1 + tolerance
-    return found
+    noise = brentq(excess, low, high, xtol=1e-300, rtol=tolerance / 4) * (1 + tolerance / 2)
+    while excess(noise) > 0:
+        noise *= 1 + tolerance
+    return noise
 
 
 def updates_within(
@@ -91,7 +90,7 @@ def updates_within(
     Args:
         target_epsilon: Above 0.
         noise_multiplier: See `epsilon`, as the arguments that follow.
-        most: What is returned if more were allowed.
+        most: The largest number to return.
 
     Returns:
         A number of updates from 0 to `most`.
@@ -109,17 +108,52 @@ def updates_within(
     """
     check_number("target_epsilon", target_epsilon, above=0, example=3.0)
     check_integer("most", most, example=10**9)
-    fast = find_accountant(accountant, "updates_within").fast
+    start = 1
+    if not find_accountant(accountant, "updates_within").fast:
+        # The fast accountant allows no more, and little less.
+        start = max(1, updates_within(target_epsilon, noise_multiplier, sampling_rate, delta, truncation=truncation))
 
-    def met(count: int) -> bool:
+    def is_met(count: int) -> bool:
         spent = epsilon(noise_multiplier, sampling_rate, count, delta, accountant, truncation=truncation)
         return spent <= target_epsilon
 
-    start = 1
-    if not fast:
-        # It allows as many or more, and takes far more time.
-        start = max(1, updates_within(target_epsilon, noise_multiplier, sampling_rate, delta, truncation=truncation))
-    return last_that(met, most, start)
+    return last_that(is_met, most, start)
+
+
+def gradient_noise_multiplier(noise_multiplier: float, count_noise: float) -> float:
+    """The noise multiplier that gradients need if a noisy count of examples is released with them.
+
+    Clipping to a quantile (Andrew et al., 2021, https://arxiv.org/abs/1905.03871, Theorem 1) asks each example whether
+    its norm is below the clip norm. The answers, less one half, are summed, so an example changes the sum by 1/2 at
+    most, and noise of standard deviation `count_noise` is added. Both sums together are a Gaussian mechanism with the
+    noise multiplier z if the gradients' is (z^-2 - (2 count_noise)^-2)^(-1/2).
+
+    Args:
+        noise_multiplier: z, that of both together, above 0.
+        count_noise: Standard deviation of the count's noise, in examples; above z / 2. The paper uses expected batch
+            size / 20.
+
+    Returns:
+        The noise multiplier for gradients, above `noise_multiplier`.
+
+    Raises:
+        ValueError: The count alone exceeds the budget.
+
+    Example:
+
+    >>> from keras_paragrad.privacy.calibration import gradient_noise_multiplier
+    >>> round(gradient_noise_multiplier(1.0, count_noise=5.0), 4)
+    1.005
+    """
+    noise = float(check_number("noise_multiplier", noise_multiplier, above=0, example=1.0))
+    count = float(check_number("count_noise", count_noise, above=0, example=5.0))
+    share = (noise / (2 * count)) ** 2
+    if share >= 1:
+        raise ValueError(
+            f"`count_noise` is {count:g}, and must be above half of the noise multiplier, {noise:g}: the count alone "
+            f"would exceed the budget. Write count_noise={5 * noise:.3g}, which takes 1 % of it."
+        )
+    return noise / (1 - share) ** 0.5
 
 
 def _unmet(target_epsilon: float, updates: int, delta: float, truncation: float) -> ValueError:
@@ -129,20 +163,20 @@ def _unmet(target_epsilon: float, updates: int, delta: float, truncation: float)
             "divergences. Raise one of them."
         )
     return ValueError(
-        f"No noise meets `target_epsilon` {target_epsilon:g}: draws are truncated so often that they alone take more "
-        f"than `delta`, {delta:g}. Raise the limit of rows in an update, until `truncation`, {truncation:g}, times "
+        f"No noise meets `target_epsilon` {target_epsilon:g}: draws are truncated so often that this alone exceeds "
+        f"`delta`, {delta:g}. Raise the limit of rows in an update, until `truncation`, {truncation:g}, times "
         f"`updates`, {updates}, is small against `delta`."
     )
 
 
-def last_that(met: Callable[[int], bool], most: int, start: int) -> int:
-    """The last number from 0 to `most` that meets a condition, which those before it meet too."""
+def last_that(is_met: Callable[[int], bool], most: int, start: int) -> int:
+    """The last number from 0 to `most` that meets a condition, which all smaller ones meet too."""
     low, high = 0, min(start, most)
-    while met(high):
+    while is_met(high):
         if high == most:
             return most
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if met(middle) else (low, middle)
+        low, high = (middle, high) if is_met(middle) else (low, middle)
     return low

@@ -1,24 +1,31 @@
-"""Values in long format, one per row, in a CSV or a Parquet file."""
+"""Files in log directories: tables in long format, and TensorBoard scalars. A full disk ends the writing, not `fit`."""
 
 import contextlib
 import csv
 import io
+import itertools
+import logging
+import os
+import socket
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
+_log = logging.getLogger("keras_paragrad")
+_numbers = itertools.count()
 # Placeholder for the step and the epoch in a report's lines; never part of a label.
 _WHEN = "\0"
 
 
 class Table:
-    """A file with the columns `step`, `epoch`, custom labels and `value`.
+    """A CSV or Parquet file with one value per row: the columns `step`, `epoch`, custom labels and `value`.
 
     A CSV file is complete after every `append`. A Parquet file replaces its predecessor on `close`.
-    Values have twelve digits in CSV.
 
     Args:
         path: The file; its suffix, `.csv` or `.parquet`, gives the format.
@@ -35,18 +42,10 @@ class Table:
         self._file = _Parquet(path, columns, resume) if path.suffix == ".parquet" else _Csv(path, columns, resume)
 
     def append(self, steps: Any, epochs: Any, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
-        """Writes rows.
-
-        Args:
-            steps: Steps, shape `(reports,)`.
-            epochs: The epoch of each, shape `(reports,)`.
-            labels: The labels of each column of `values`.
-            values: Shape `(reports, len(labels))`.
-        """
+        """Writes rows: `steps` and `epochs` have the shape `(reports,)`, `values` `(reports, len(labels))`."""
         self._file.append(steps, epochs, labels, values)
 
     def close(self) -> None:
-        """Ends the file."""
         self._file.close()
 
 
@@ -54,21 +53,21 @@ class _Csv:
     def __init__(self, path: Path, columns: Sequence[str], resume: bool):
         self._path = path
         begin_csv(path, columns, resume)
-        self._of: Sequence[tuple[str, ...]] = ()
+        self._labels: Sequence[tuple[str, ...]] = ()
         self._report = ""
 
     def append(self, steps: Any, epochs: Any, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
-        if labels is not self._of:
+        if labels is not self._labels:
             # Nine digits distinguish any two 32-bit floats; all seventeen take three times as long.
             lines = [_quoted(label).replace("%", "%%") for label in labels]
-            self._of, self._report = labels, "".join(f"{_WHEN},{line},%.12g\n" for line in lines)
+            self._labels, self._report = labels, "".join(f"{_WHEN},{line},%.12g\n" for line in lines)
         # Opened each time: an aborted training leaves no file open.
         with self._path.open("a", newline="", encoding="utf-8") as lines:
             for step, epoch, row in zip(steps, epochs, values.tolist(), strict=True):
                 lines.write((self._report % tuple(row)).replace(_WHEN, f"{step},{epoch}"))
 
     def close(self) -> None:
-        """Nothing is open."""
+        pass
 
 
 class _Parquet:
@@ -79,17 +78,17 @@ class _Parquet:
         self._columns, self._pyarrow = columns, pyarrow
         kinds = [pyarrow.int64()] * 2 + [pyarrow.string()] * (len(columns) - 3) + [pyarrow.float64()]
         self._schema = pyarrow.schema(list(zip(columns, kinds, strict=True)))
-        before = self._before(path)
+        previous = self._read_previous(path)
         # Parquet can't be appended to: a process killed while writing a new file leaves the previous one intact.
         partial = path.with_name(f"{path.name}.partial")
         if partial.exists():
             with partial.open("rb") as file:
                 _check_ours(file.read(4) in (b"", b"PAR1"), partial)
         self._writer = parquet.ParquetWriter(partial, self._schema)
-        # Also if an aborted `fit` never closes it.
-        self._end = weakref.finalize(self, _finish, self._writer, partial, path)
-        if resume and before is not None:
-            self._writer.write_table(before)
+        # An aborted `fit` never closes it.
+        self._finish = weakref.finalize(self, _finish, self._writer, partial, path)
+        if resume and previous is not None:
+            self._writer.write_table(previous)
 
     def append(self, steps: Any, epochs: Any, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
         count = len(labels)
@@ -98,18 +97,18 @@ class _Parquet:
         self._writer.write_table(self._pyarrow.table([*columns, values.ravel()], schema=self._schema))
 
     def close(self) -> None:
-        self._end()
+        self._finish()
 
-    def _before(self, path: Path) -> Any:
+    def _read_previous(self, path: Path) -> Any:
         from pyarrow import parquet
 
         if not path.exists():
             return None
-        before = None
+        table = None
         with contextlib.suppress(self._pyarrow.ArrowInvalid):
-            before = parquet.read_table(path)
-        _check_ours(before is not None and before.schema.equals(self._schema), path)
-        return before
+            table = parquet.read_table(path)
+        _check_ours(table is not None and table.schema.equals(self._schema), path)
+        return table
 
 
 def _finish(writer: Any, partial: Path, path: Path) -> None:
@@ -118,12 +117,7 @@ def _finish(writer: Any, partial: Path, path: Path) -> None:
 
 
 def begin_csv(path: Path, columns: Sequence[str], resume: bool) -> None:
-    """Starts a CSV file with its header, or keeps one that already has it.
-
-    Args:
-        path: The file.
-        columns: The header.
-        resume: Whether to keep the rows of a file with these columns.
+    """Starts a CSV file with its header; with `resume`, keeps the rows of one that has it.
 
     Raises:
         FileExistsError: There is a file in its place that has other columns.
@@ -131,9 +125,9 @@ def begin_csv(path: Path, columns: Sequence[str], resume: bool) -> None:
     header = f"{_quoted(columns)}\n"
     if path.exists():
         with path.open("rb") as file:
-            found = file.read(len(header.encode()))
-        _check_ours(found in (b"", header.encode()), path)
-        if resume and found:
+            start = file.read(len(header.encode()))
+        _check_ours(start in (b"", header.encode()), path)
+        if resume and start:
             return
     path.write_text(header, encoding="utf-8", newline="")
 
@@ -149,3 +143,56 @@ def _quoted(values: Sequence[str]) -> str:
     line = io.StringIO()
     csv.writer(line, lineterminator="").writerow(values)
     return line.getvalue()
+
+
+class Scalars:
+    """Writes scalars for TensorBoard as event records; through `tf.summary`, a report takes eight times as long."""
+
+    def __init__(self, log_dir: Path, suffix: str):
+        log_dir.mkdir(parents=True, exist_ok=True)
+        # TensorBoard's convention: later files sort after earlier ones.
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}{suffix}"
+        self._writer = tf.io.TFRecordWriter(str(log_dir / name))
+        self._write(tf.compat.v1.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._writer.flush()
+
+    def append(self, steps: np.ndarray, tags: Sequence[str], values: np.ndarray) -> None:
+        """Writes reports: `steps` has the shape `(reports,)`, `values` `(reports, len(tags))`."""
+        now = time.time()
+        for step, row in zip(steps.tolist(), values.tolist(), strict=True):
+            event = tf.compat.v1.Event(wall_time=now, step=step)
+            add = event.summary.value.add
+            for tag, value in zip(tags, row, strict=True):
+                add(tag=tag, simple_value=value)
+            self._write(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, event: tf.compat.v1.Event) -> None:
+        self._writer.write(event.SerializeToString())
+
+
+class FailureGuard:
+    """Calls functions that write files, until one fails; logs the failure of `name` once."""
+
+    def __init__(self, name: str):
+        self._name, self._failed = name, False
+
+    def __call__(self, write: Callable[[], Any]) -> Any:
+        """Returns the result of `write`, or `None` after a failure."""
+        if self._failed:
+            return None
+        try:
+            return write()
+        except (OSError, tf.errors.OpError) as error:
+            self._failed = True
+            _log.warning("%s is no longer written, and training continues: %s", self._name, error)
+            return None
+
+    def close(self, *files: Any) -> None:
+        """Closes the files that could be opened, even after a failure."""
+        for file in files:
+            if file is not None:
+                FailureGuard(self._name)(file.close)

@@ -1,4 +1,4 @@
-"""Epsilon in the logs of `fit`, and an end to training where the budget ends."""
+"""The callbacks of a private `fit`: epsilon in the logs, and an end to training when the budget is spent."""
 
 import logging
 from collections.abc import Callable
@@ -7,25 +7,25 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_paragrad.privacy.accounting.accountants import ACCOUNTANTS
+from keras_paragrad.privacy.accounting import ACCOUNTANTS
 from keras_paragrad.privacy.budget import Privacy
 from keras_paragrad.privacy.ledger import Entry
 
 _log = logging.getLogger("keras_paragrad")
 
 
-class Epochs(keras.callbacks.Callback):
-    """Goes on with a run, or begins one, at each epoch. It comes after callbacks that resume training or load weights.
+class UpdateCounter(keras.callbacks.Callback):
+    """Starts or continues a run at each epoch, and counts updates on the host. Runs after callbacks that load weights.
 
     Args:
         privacy: The model's budget.
-        begin: Returns the number of the next update, and how many from there on are counted already.
-        skipped: Returns how many batches the epoch skips, as they were trained on before it was broken off.
-        whole: Whether each epoch has to have all of its updates.
+        begin: Returns the number of the next update, and how many from there on are in the ledger already.
+        skipped: Returns how many batches the epoch skips because an interrupted `fit` trained on them.
+        whole: Whether each epoch must have all of its updates.
 
     Attributes:
-        first: The number of the epoch's first update.
-        end: The number before which the budget ends, or `None` without one.
+        first: Number of the epoch's first update.
+        end: Number of the first update beyond the budget, or `None` without a budget.
         spent: What was released before this epoch.
     """
 
@@ -34,22 +34,22 @@ class Epochs(keras.callbacks.Callback):
     ):
         super().__init__()
         self.privacy, self._begin, self._skipped, self._whole = privacy, begin, skipped, whole
-        self.first, self._next, self._counted = 0, 0, 0
+        self.first, self._next, self._accounted = 0, 0, 0
         self.end: int | None = None
         self.spent: list[Entry] = []
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sees what was released, also by weights that were just loaded.
+        """Reads the ledger, with what weights loaded since have released.
 
         Raises:
-            ValueError: They leave too little of the budget.
+            ValueError: Too little is left of the budget.
         """
-        self._next, again = self._begin()
-        self._counted = self._next + again
+        self._next, repeated = self._begin()
+        self._accounted = self._next + repeated
         self.first = self._next - self._skipped()
         self.spent = self.privacy.entries()
         left = self.privacy.updates_left
-        self.end = None if left is None else self._counted + left
+        self.end = None if left is None else self._accounted + left
         if self.end == self._next:
             raise ValueError(self.privacy.spent_budget())
         if self.end is not None and self._whole and self.end < self.first + self.privacy.updates_per_epoch:
@@ -59,60 +59,54 @@ class Epochs(keras.callbacks.Callback):
             )
 
     def numbers(self) -> np.ndarray:
-        """The numbers of the epoch's updates. Those that are skipped may be of another run: their rows don't matter."""
+        """The numbers of the epoch's updates. Rows of skipped ones are never read, so their numbers don't matter."""
         last = self.first + self.privacy.updates_per_epoch
         return np.maximum(np.arange(self.first, last if self.end is None else min(last, self.end)), 0)
 
-    def made_after(self, batch: int) -> int:
-        """The number of updates after a batch of the epoch, without waiting for the device."""
+    def number_after(self, batch: int) -> int:
+        """The number of the next update after a batch of the epoch, without waiting for the device."""
         # With steps_per_execution, Keras counts beyond the end of an epoch.
         return self.first + min(batch + 1, self.privacy.updates_per_epoch)
 
     def epsilon_after(self, batch: int) -> float:
-        """Epsilon after a batch of the epoch."""
-        return self.privacy.epsilon_of(self.spent, max(0, self.made_after(batch) - self._counted))
+        return self.privacy.epsilon_of(self.spent, max(0, self.number_after(batch) - self._accounted))
 
-    def ends(self, epoch: int) -> int:
+    def last_of_fit(self, epoch: int) -> int:
         """The number of updates at which `fit` ends by itself."""
         return self.first + (self.params["epochs"] - epoch) * self.privacy.updates_per_epoch
 
 
-class PrivacyLogs(keras.callbacks.Callback):
-    """Adds `epsilon` to the logs that callbacks after this one are given, and stops training with the budget.
+class EpsilonLogs(keras.callbacks.Callback):
+    """Adds `epsilon` to the logs of callbacks after this one, and stops training when the budget is spent."""
 
-    Args:
-        privacy: The model's budget.
-        epochs: Counts on the host, which doesn't wait for the device.
-    """
-
-    def __init__(self, privacy: Privacy, epochs: Epochs):
+    def __init__(self, privacy: Privacy, counter: UpdateCounter):
         super().__init__()
-        self.privacy, self._epochs = privacy, epochs
-        self._shown, self._epoch = 0.0, 0
+        self.privacy, self._counter = privacy, counter
+        self._epsilon, self._epoch = 0.0, 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the epoch."""
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds epsilon, and stops training after the last update that the budget allows."""
-        epochs, settings = self._epochs, self.privacy.settings
-        made = epochs.made_after(batch)
+        """Logs epsilon, and stops training after the last update of the budget."""
+        counter, settings = self._counter, self.privacy.settings
         if ACCOUNTANTS[settings.accountant].fast:
-            self._shown = epochs.epsilon_after(batch)
+            self._epsilon = counter.epsilon_after(batch)
         if logs is not None:
-            logs["epsilon"] = self._shown
-        if epochs.end is not None and epochs.ends(self._epoch) > made >= epochs.end and not self.model.stop_training:
+            logs["epsilon"] = self._epsilon
+        if counter.end is None or self.model.stop_training:
+            return
+        if counter.last_of_fit(self._epoch) > counter.number_after(batch) >= counter.end:
             self.model.stop_training = True
             _log.warning(
                 "%d updates were made, as many as make_private(target_epsilon=%g, epochs=%d) allows: training stops. "
-                "To train longer, ask for more epochs there, for which the noise is then larger.",
+                "To train longer, ask for more epochs there, which makes the noise larger.",
                 *(self.privacy.updates, settings.target_epsilon, settings.epochs),
             )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds epsilon."""
-        # With privacy loss distributions this takes a second, too long for each update.
-        self._shown = self.privacy.epsilon
+        """Logs the epsilon of all updates, which may take a second with privacy loss distributions."""
+        self._epsilon = self.privacy.epsilon
         if logs is not None:
-            logs["epsilon"] = self._shown
+            logs["epsilon"] = self._epsilon

@@ -1,4 +1,4 @@
-"""Measures updates: a small vector that the compiled step writes and the host reads."""
+"""Measures updates for `GradientTelemetry`: the compiled step writes a small vector, and the host reads it."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import replica_index
 from keras_paragrad.compat.local import place_of, replica_variable
 from keras_paragrad.engine.telemetry.watch import Update
-from keras_paragrad.profiling.telemetry.report import HEADER, QUANTITIES, Weight
+from keras_paragrad.profiling.telemetry_reports import HEADER, QUANTITIES, Weight
 from keras_paragrad.sums import row_sums
 
 
@@ -23,31 +23,31 @@ class Meter:
 
     Args:
         model: A compiled model.
-        every: The updates whose number is a multiple of this are measured.
-        tell: Called with each measured vector.
-        named: Called with the names of the measured weights, once known.
+        every: Updates whose number is a multiple of this are measured.
+        on_update: Called with each measured vector.
+        on_weights: Called with the measured weights, once known.
     """
 
     def __init__(
         self,
         model: Any,
         every: int,
-        tell: Callable[[np.ndarray], None],
-        named: Callable[[list[Weight]], None] = lambda weights: None,
+        on_update: Callable[[np.ndarray], None],
+        on_weights: Callable[[list[Weight]], None],
     ):
-        self.model, self.every, self.tell, self._named = model, every, tell, named
+        self.model, self.every, self._on_update, self._on_weights = model, every, on_update, on_weights
         self._trainable = model.trainable_variables
-        self._chosen: list[Any] = []
+        self._weights: list[keras.Variable] = []
         self._vector: Any = None
         self._local_replicas = place_of(model.distribute_strategy).local
         by_xla = bool(model.jit_compile) and model.distribute_strategy.num_replicas_in_sync == 1
-        self._measured = functools.partial(_measured, square=_half_square_by_xla if by_xla else _half_square)
+        self._measure = functools.partial(_measure, square=_half_square_by_xla if by_xla else _half_square)
         if model.distribute_strategy.num_replicas_in_sync > 1:
-            self._choose(self._trainable)
+            self._set_weights(self._trainable)
         else:
-            self._named(weights_of(model, self._trainable))
-        self._told = 0
-        self._number = 0
+            self._on_weights(weights_of(model, self._trainable))
+        self._last_reported = 0
+        self._updates = 0
         self._batches: int | None = None
 
     def is_of(self, model: Any) -> bool:
@@ -55,44 +55,45 @@ class Meter:
         return self.model is model and [*map(id, model.trainable_variables)] == [*map(id, self._trainable)]
 
     def begin(self) -> None:
-        """Reads how many updates the optimizer has made."""
-        self._number = int(self.model.optimizer.iterations.numpy())
+        """Reads the optimizer's number of updates."""
+        self._updates = int(self.model.optimizer.iterations.numpy())
 
     def watch(self, updated: Sequence[Any], known: Sequence[Any]) -> Sequence[Any]:
         """The measured weights: those that the model trains and the optimizer updates."""
-        if not self._chosen:
+        if not self._weights:
             self._trainable = self.model.trainable_variables
-            own, others = {id(weight) for weight in self._trainable}, {id(weight) for weight in self.model.weights}
-            outside = [weight for weight in known if id(weight) not in others]
-            also = [weight for weight in updated if id(weight) in others - own]
-            places = {id(weight) for weight in known}
-            self._choose([*(weight for weight in self._trainable if id(weight) in places), *also, *outside])
-        chosen = {id(weight) for weight in self._chosen}
-        if late := [weight.path for weight in updated if id(weight) not in chosen]:
+            trainable, of_model = {id(weight) for weight in self._trainable}, {id(each) for each in self.model.weights}
+            built = {id(weight) for weight in known}
+            weights = [weight for weight in self._trainable if id(weight) in built]
+            weights += [weight for weight in updated if id(weight) in of_model - trainable]
+            weights += [weight for weight in known if id(weight) not in of_model]
+            self._set_weights(weights)
+        measured = {id(weight) for weight in self._weights}
+        if late := [weight.path for weight in updated if id(weight) not in measured]:
             raise ValueError(
                 f"{', '.join(late)} is updated, but was not among the trainable weights when GradientTelemetry "
                 "started. Build the model before fit(), with these weights trainable."
             )
-        return self._chosen
+        return self._weights
 
     def show(self, update: Update) -> None:
         """Measures an update, while a step is traced."""
-        # The update is the same on all replicas, so one per worker measures it.
+        # One replica per worker measures the update, which is the same on all.
         if replica_index() % self._local_replicas:
             return
         if self.every == 1:
-            self._vector.assign(self._measured(update))
+            self._vector.assign(self._measure(update))
             return
         due = tf.equal(tf.math.floormod(update.number, self.every), 0)
-        self._vector.assign(tf.cond(due, lambda: self._measured(update), lambda: tf.identity(self._vector)))
+        self._vector.assign(tf.cond(due, lambda: self._measure(update), lambda: tf.identity(self._vector)))
 
     def wants(self, updates: int | None) -> bool:
         """Whether an update to be measured is among the next ones."""
         if updates is None:
             self._batches = self._batches or 0
             return True
-        before, self._number = self._number, self._number + updates
-        return before // self.every != self._number // self.every
+        before, self._updates = self._updates, self._updates + updates
+        return before // self.every != self._updates // self.every
 
     def latest(self) -> tf.Tensor:
         """The vector, while a step is traced; zeros if the step makes no update."""
@@ -101,7 +102,7 @@ class Meter:
     def ran(self, watched: bool, batches: int, latest: tf.Tensor | None) -> None:
         """Reads the vector, if it may have changed."""
         if self._batches is not None:
-            # It is unknown which batches update; each makes at most one update.
+            # Which batches update is unknown; each makes at most one update.
             self._batches += batches
             if self._batches < self.every:
                 return
@@ -118,46 +119,47 @@ class Meter:
             # The first of this worker's replicas holds it.
             latest = getattr(self._vector, "values", (self._vector,))[0]
         vector = latest.numpy()
-        # 0 as long as no update was measured.
-        new = int(vector[0]) not in (0, self._told)
-        if new:
-            self._told = int(vector[0])
-            # The squares were stored halved.
-            vector[len(HEADER) : -len(self._chosen)] *= 2
-            self.tell(vector)
-        return new
+        # 0 before an update was measured.
+        is_new = int(vector[0]) not in (0, self._last_reported)
+        if is_new:
+            self._last_reported = int(vector[0])
+            # The step stores half squares.
+            vector[len(HEADER) : -len(self._weights)] *= 2
+            self._on_update(vector)
+        return is_new
 
-    def _choose(self, variables: Sequence[Any]) -> None:
-        self._chosen = list(variables)
-        self._named(weights_of(self.model, variables))
+    def _set_weights(self, variables: Sequence[keras.Variable]) -> None:
+        self._weights = list(variables)
+        self._on_weights(weights_of(self.model, variables))
         with tf.init_scope(), self.model.distribute_strategy.scope():
             # 64 bits, so that it can count updates.
-            size = len(HEADER) + len(QUANTITIES) * len(self._chosen)
+            size = len(HEADER) + len(QUANTITIES) * len(self._weights)
             self._vector = replica_variable([size], tf.float64)
 
 
 def weights_of(model: keras.Model, variables: Sequence[Any]) -> list[Weight]:
-    """Unique names of a model's weights."""
-    found: dict[tuple[str, str], int] = {}
-    named = []
+    """Layers and names of a model's weights, without duplicates."""
+    counts: dict[tuple[str, str], int] = {}
+    weights = []
     for variable in variables:
         layer, _, name = variable.path.removeprefix(f"{model.name}/").rpartition("/")
         # The model's own weights belong to no layer.
         layer = layer or model.name
-        found[layer, name] = found.get((layer, name), 0) + 1
-        count = found[layer, name]
-        named.append(Weight(layer, name if count == 1 else f"{name}_{count}"))
-    return named
+        count = counts[layer, name] = counts.get((layer, name), 0) + 1
+        weights.append(Weight(layer, name if count == 1 else f"{name}_{count}"))
+    return weights
 
 
-def _measured(update: Update, square: Callable[[Any], tf.Tensor]) -> tf.Tensor:
+def _measure(update: Update, square: Callable[[Any], tf.Tensor]) -> tf.Tensor:
     gradients = [square(gradient) for gradient in update.gradients]
-    # Without clipping they are the same tensors.
-    both = list(zip(update.gradients, update.clipped, strict=True))
-    clipped = [gradients[place] if after is before else square(after) for place, (before, after) in enumerate(both)]
+    # Without clipping, both are the same tensors.
+    clipped = [
+        norm if after is before else square(after)
+        for norm, before, after in zip(gradients, update.gradients, update.clipped, strict=True)
+    ]
     weights = [square(weight) for weight in update.before]
     change = [square(each) for each in update.change]
-    # Counted only where there is something to count.
+    # Only counted if a sum isn't finite.
     nonfinite = tf.cond(
         tf.math.is_finite(tf.add_n(gradients)),
         lambda: tf.zeros([len(gradients)]),
@@ -173,7 +175,7 @@ def _float(tensor: Any) -> tf.Tensor:
 
 
 def _half_square(tensor: Any) -> tf.Tensor:
-    # One operation, where a square and a sum are two.
+    # A single operation.
     return tf.constant(0.0) if tensor is None else tf.nn.l2_loss(_float(tensor))
 
 

@@ -1,5 +1,6 @@
-"""Data whose examples can be read in any order, one by one: what Poisson sampling draws from."""
+"""Data with random access: Poisson sampling reads any example by its number."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -9,23 +10,22 @@ import tensorflow as tf
 
 from keras_paragrad.compat.data import ArrayRows, adapter_of, reads_arrays
 
+# Examples that `digest_of_examples` reads.
+_DIGESTED = 8
 
-class Rows(Protocol):
-    """Examples by number.
 
-    Attributes:
-        count: How many there are.
-    """
+class Examples(Protocol):
+    """Examples by number, from 0 to `count` - 1."""
 
     count: int
 
-    def taken(self, draws: tf.data.Dataset) -> tf.data.Dataset:
-        """Replaces, in elements `(numbers, present)`, the numbers by the batch of these examples."""
+    def gather(self, draws: tf.data.Dataset) -> tf.data.Dataset:
+        """Replaces the numbers in elements `(numbers, present)` by the batch of these examples."""
         ...
 
 
-def rows_from(x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None) -> Rows:
-    """The examples of what `fit` is given.
+def examples_of(x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None) -> Examples:
+    """The examples in the data that `fit` gets.
 
     Args:
         x: Arrays, a `keras.utils.PyDataset`, or a `tf.data.Dataset` of batches with random access.
@@ -37,11 +37,11 @@ def rows_from(x: Any, y: Any = None, sample_weight: Any = None, class_weight: An
     """
     if isinstance(x, keras.utils.PyDataset | tf.data.Dataset) and (y is not None or sample_weight is not None):
         raise ValueError(
-            f"{type(x).__name__} has the targets and sample weights in its batches, and y or sample_weight is given "
-            "besides. Leave them out, and let batches be (x, y, sample_weight)."
+            f"{type(x).__name__} has the targets and sample weights in its batches, and y or sample_weight is passed "
+            "as well. Leave them out, and let batches be (x, y, sample_weight)."
         )
     if isinstance(x, keras.utils.PyDataset):
-        return _Batches(len(x), lambda index: _by_class(tuple(x[index]), class_weight), type(x).__name__)
+        return _Batches(len(x), lambda index: _with_class_weight(tuple(x[index]), class_weight), type(x).__name__)
     if isinstance(x, tf.data.Dataset):
         return _from_dataset(x, class_weight)
     if isinstance(x, Iterator) or callable(x):
@@ -59,24 +59,18 @@ def rows_from(x: Any, y: Any = None, sample_weight: Any = None, class_weight: An
 
 
 class _Arrays:
-    """Rows of arrays, read by TensorFlow."""
+    """Examples in arrays, gathered by TensorFlow."""
 
     def __init__(self, adapter: Any):
         self._rows = ArrayRows(adapter)
         self.count = self._rows.count
 
-    def taken(self, draws: tf.data.Dataset) -> tf.data.Dataset:
+    def gather(self, draws: tf.data.Dataset) -> tf.data.Dataset:
         return self._rows.beside(draws)
 
 
 class _Batches:
-    """Rows of batches that are read by number, all of the size of the first but for the last.
-
-    Args:
-        batches: How many.
-        read: Returns a batch.
-        name: What they are read from, for errors.
-    """
+    """Examples in `batches` batches, which `read` returns by number; all but the last have the size of the first."""
 
     def __init__(self, batches: int, read: Callable[[int], Any], name: str):
         if batches < 1:
@@ -86,17 +80,17 @@ class _Batches:
         self.size = _rows_in(first, name)
         self._last = _rows_in(self._batch(batches - 1), name)
         self.count = (batches - 1) * self.size + self._last
-        self._spec = keras.tree.map_structure(lambda each: tf.TensorSpec([None, *each.shape[1:]], each.dtype), first)
+        self._spec = keras.tree.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), first)
 
     def _batch(self, index: int) -> Any:
         return keras.tree.map_structure(
-            lambda each: each if each is None else keras.ops.convert_to_numpy(each), self._read(index)
+            lambda leaf: leaf if leaf is None else keras.ops.convert_to_numpy(leaf), self._read(index)
         )
 
     def take(self, numbers: np.ndarray) -> Any:
-        """The batch of some examples."""
+        """The batch of the examples with these numbers."""
         places = np.empty(len(numbers), np.int64)
-        found, start = [], 0
+        parts, start = [], 0
         for index in np.unique(numbers // self.size):
             batch = self._batch(int(index))
             expected = self._last if index == self._batches - 1 else self.size
@@ -105,24 +99,25 @@ class _Batches:
                     f"Batch {index} of {self._name} has {rows} examples, and batches before the last must "
                     f"have {self.size}, as the first one has: examples are drawn by their numbers."
                 )
-            (here,) = np.nonzero(numbers // self.size == index)
-            within = numbers[here] % self.size
-            found.append(keras.tree.map_structure(lambda each, within=within: each[within], batch))
-            places[here] = np.arange(start, start + len(here))
-            start += len(here)
-        return keras.tree.map_structure(lambda *parts: np.concatenate(parts)[places], *found)
+            (in_batch,) = np.nonzero(numbers // self.size == index)
+            offsets = numbers[in_batch] % self.size
+            parts.append(keras.tree.map_structure(lambda leaf, offsets=offsets: leaf[offsets], batch))
+            places[in_batch] = np.arange(start, start + len(in_batch))
+            start += len(in_batch)
+        return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves)[places], *parts)
 
-    def taken(self, draws: tf.data.Dataset) -> tf.data.Dataset:
+    def gather(self, draws: tf.data.Dataset) -> tf.data.Dataset:
         specs = keras.tree.flatten(self._spec)
 
         def take(numbers: tf.Tensor, present: tf.Tensor) -> Any:
-            def flat(numbers: Any) -> Any:
-                return tuple(keras.tree.flatten(self.take(numbers)))
-
-            parts = tf.numpy_function(flat, [numbers], [spec.dtype for spec in specs])
-            for part, spec in zip(parts, specs, strict=True):
-                part.set_shape([numbers.shape[0], *spec.shape[1:]])
-            return keras.tree.pack_sequence_as(self._spec, list(parts)), present
+            leaves = tf.numpy_function(
+                lambda numbers: tuple(keras.tree.flatten(self.take(numbers))),
+                [numbers],
+                [each.dtype for each in specs],
+            )
+            for leaf, spec in zip(leaves, specs, strict=True):
+                leaf.set_shape([numbers.shape[0], *spec.shape[1:]])
+            return keras.tree.pack_sequence_as(self._spec, list(leaves)), present
 
         return draws.map(tf.autograph.experimental.do_not_convert(take))
 
@@ -148,13 +143,12 @@ def _from_dataset(dataset: tf.data.Dataset, class_weight: Any) -> _Batches:
                 "filters examples or reads them from files or generators, or pass arrays. TensorFlow says: "
                 + error.message[:200]
             ) from error
-        return _by_class(batch if isinstance(batch, tuple) else (batch,), class_weight)
+        return _with_class_weight(batch if isinstance(batch, tuple) else (batch,), class_weight)
 
     return _Batches(batches, read, "the tf.data.Dataset")
 
 
-def _by_class(batch: tuple, class_weight: Any) -> tuple:
-    """A batch with the weights of its classes."""
+def _with_class_weight(batch: tuple, class_weight: dict[int, float] | None) -> tuple:
     if class_weight is None:
         return batch
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -171,11 +165,25 @@ def _by_class(batch: tuple, class_weight: Any) -> tuple:
 
 
 def _rows_in(batch: Any, name: str) -> int:
-    shapes = [tuple(each.shape) for each in keras.tree.flatten(batch) if each is not None]
+    shapes = [tuple(leaf.shape) for leaf in keras.tree.flatten(batch) if leaf is not None]
     sizes = {shape[0] if shape else -1 for shape in shapes}
     if len(sizes) != 1 or -1 in sizes:
         raise ValueError(
             f"The elements of {name} have the shapes {', '.join(map(str, shapes))}, which aren't those of a batch: "
-            "rows along the first axis, as many in each. Batch the data first, as in dataset.batch(64)."
+            "the first axis has to be the same number of examples in each. Batch the data first, as in "
+            "dataset.batch(64)."
         )
     return int(sizes.pop())
+
+
+def digest_of_examples(examples: Examples) -> bytes:
+    """A digest of a few examples, evenly spaced, to recognize the data. Only a keyed hash of it may be saved."""
+    numbers = np.unique(np.linspace(0, examples.count - 1, _DIGESTED).astype(np.int64))
+    draws = tf.data.Dataset.from_tensors((numbers, np.ones(len(numbers), bool)))
+    digest = hashlib.blake2b(digest_size=16)
+    for batch, _ in examples.gather(draws):
+        for leaf in tf.nest.flatten(batch, expand_composites=True):
+            if leaf is not None:
+                value = keras.ops.convert_to_numpy(leaf)
+                digest.update(repr(value.tolist()).encode() if value.dtype == object else value.tobytes())
+    return digest.digest()

@@ -3,20 +3,22 @@
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_paragrad.arguments import check_integer, check_number, check_path
+from keras_paragrad.arguments import check_choice, check_integer, check_number, check_path
 from keras_paragrad.compat.capabilities import clips
 from keras_paragrad.compat.local import place_of, together_of
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.profiling.telemetry.alarms import Alarms
-from keras_paragrad.profiling.telemetry.meter import Meter
-from keras_paragrad.profiling.telemetry.report import HEADER, QUANTITIES, Reader, Reports, Weight
-from keras_paragrad.profiling.telemetry.sinks import Sinks, check_format
+from keras_paragrad.extras import require
+from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table
+from keras_paragrad.profiling.meter import Meter
+from keras_paragrad.profiling.telemetry_reports import HEADER, QUANTITIES, Alarms, ReportReader, Reports, Weight
 
 _log = logging.getLogger("keras_paragrad")
 # Reports are processed in batches of this many, or after this many seconds.
@@ -48,7 +50,7 @@ class GradientTelemetry(keras.callbacks.Callback):
 
     Attributes:
         layers: The layers with trainable weights, by path, in the model's order.
-        last: The latest `keras_paragrad.profiling.telemetry.report.Reports`, of up to 32 updates, or `None`.
+        last: The latest `keras_paragrad.profiling.telemetry_reports.Reports`, of up to 32 updates, or `None`.
 
     Raises:
         ValueError: An argument is invalid. The message says what to write.
@@ -83,7 +85,9 @@ class GradientTelemetry(keras.callbacks.Callback):
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir, directory=True, example="logs", optional=True)
         self.every = check_integer("every", every, example=10)
-        self.file_format = check_format(file_format)
+        self.file_format = check_choice("file_format", file_format, ("csv", "parquet"))
+        if self.file_format == "parquet":
+            require("file_format='parquet'", "pyarrow", instead="write file_format='csv'")
         self.vanishing = check_number("vanishing", vanishing, least=0, below=1, example=1e-6)
         # Infinity disables the warning.
         self.exploding = check_number("exploding", exploding, above=1, finite=False, example=1e3)
@@ -91,8 +95,8 @@ class GradientTelemetry(keras.callbacks.Callback):
         self.layers: tuple[str, ...] = ()
         self._recent: deque[tuple[np.ndarray, int]] = deque(maxlen=_MOST_PENDING)
         self._meter: Meter | None = None
-        self._watched: Any = None
-        self._sinks: Sinks | None = None
+        self._measured_optimizer: Any = None
+        self._files: TelemetryFiles | None = None
         self._logs: dict[str, float] = {}
         self._epoch = 0
 
@@ -110,14 +114,14 @@ class GradientTelemetry(keras.callbacks.Callback):
         if builder.stages.telemetry is not None:
             raise ValueError("There are two GradientTelemetry callbacks. Remove one: each reports all layers.")
         resumes = self._start() or self._updates() > 0
-        self._sinks = None
+        self._files = None
         if self.log_dir is not None and place_of(together_of(model)).worker == 0:
-            self._sinks = Sinks(self.log_dir, self.file_format, resumes)
-            self._sinks.name(self._reader.weights, self.layers)
+            self._files = TelemetryFiles(self.log_dir, self.file_format, resumes)
+            self._files.set_weights(self._reader.weights, self.layers)
         self._vectors: list[np.ndarray] = []
         self._epochs: list[int] = []
         self._flushed = time.monotonic()
-        self._updates_before, self._ran, self._reported = self._updates(), False, False
+        self._updates_at_begin, self._ran, self._reported = self._updates(), False, False
         builder.begin_fit(self._fillers)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -144,13 +148,13 @@ class GradientTelemetry(keras.callbacks.Callback):
         self._flush()
         if self._ran and not self._reported:
             _log.warning("GradientTelemetry reported no update: %s", self._why_no_update())
-        if self._sinks:
-            self._sinks.close()
+        if self._files:
+            self._files.close()
         StepBuilder.of(self.model).end_fit(self._fillers)
 
     def _fillers(self) -> dict[str, Any]:
-        """What fills the stage for the optimizer that the model is compiled with now."""
-        if self._watched is not self.model.optimizer:
+        """Fills the *telemetry* stage for the optimizer that the model is now compiled with."""
+        if self._measured_optimizer is not self.model.optimizer:
             self._flush()
             self._start()
         return {"telemetry": self._meter}
@@ -158,21 +162,22 @@ class GradientTelemetry(keras.callbacks.Callback):
     def _start(self) -> bool:
         """Creates the meter for the model; returns whether it already existed."""
         model: Any = self.model
-        known = self._meter is not None and self._meter.is_of(model) and self._watched is model.optimizer
+        optimizer = model.optimizer
+        known = self._meter is not None and self._meter.is_of(model) and self._measured_optimizer is optimizer
         if not known:
             self._recent.clear()
-            self._meter = Meter(model, self.every, self._measured, self._named)
-            self._watched = model.optimizer
-            self._clips = clips(model.optimizer)
-            self._scales = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+            self._meter = Meter(model, self.every, self._on_update, self._set_weights)
+            self._measured_optimizer = optimizer
+            self._clips = clips(optimizer)
+            self._scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         return known
 
-    def _named(self, weights: list[Weight]) -> None:
-        self._reader = Reader(weights)
+    def _set_weights(self, weights: list[Weight]) -> None:
+        self._reader = ReportReader(weights)
         self.layers = self._reader.layers
         self._alarms = Alarms(self.layers, self.vanishing, self.exploding, self.patience)
-        if self._sinks:
-            self._sinks.name(self._reader.weights, self.layers)
+        if self._files:
+            self._files.set_weights(self._reader.weights, self.layers)
 
     def _updates(self) -> int:
         model: Any = self.model
@@ -180,7 +185,7 @@ class GradientTelemetry(keras.callbacks.Callback):
 
     def _why_no_update(self) -> str:
         model: Any = self.model
-        before, now = self._updates_before, self._updates()
+        before, now = self._updates_at_begin, self._updates()
         if not model.trainable_variables:
             return "the model has no trainable weights."
         if now == before:
@@ -193,22 +198,21 @@ class GradientTelemetry(keras.callbacks.Callback):
             return f"none of the updates {before + 1} to {now} is a multiple of every={self.every}. Write every=1."
         return f"updates {before + 1} to {now} were made outside the training step, where they can't be measured."
 
-    def _measured(self, vector: np.ndarray) -> None:
+    def _on_update(self, vector: np.ndarray) -> None:
         self._reported = True
         self._recent.append((vector, self._epoch))
         self._vectors.append(vector)
         self._epochs.append(self._epoch)
         sums = vector[len(HEADER) :].reshape(len(QUANTITIES), -1).sum(1).tolist()
-        shown = {
+        self._logs = {
             "gradient_norm": sums[0] ** 0.5,
             "update_ratio": (sums[3] / sums[2]) ** 0.5 if sums[2] else float("nan"),
             "nonfinite_gradients": sums[4],
         }
         if self._clips:
-            shown["clipped_gradient_norm"] = sums[1] ** 0.5
+            self._logs["clipped_gradient_norm"] = sums[1] ** 0.5
         if self._scales:
-            shown["loss_scale"] = float(vector[2])
-        self._logs = shown
+            self._logs["loss_scale"] = float(vector[2])
         if len(self._vectors) >= _MOST_PENDING or time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._flush()
 
@@ -220,5 +224,45 @@ class GradientTelemetry(keras.callbacks.Callback):
         self._vectors, self._epochs = [], []
         for message in self._alarms.check(reports.steps, reports.layers.gradient_norm, reports.layers.nonfinite):
             _log.warning("GradientTelemetry: %s", message)
-        if self._sinks:
-            self._sinks.append(reports)
+        if self._files:
+            self._files.append(reports)
+
+
+class TelemetryFiles:
+    """Writes reports into a log directory: a table of weights, and scalars of layers and of the model.
+
+    Args:
+        log_dir: The directory.
+        file_format: `"csv"` or `"parquet"`.
+        resume: Whether an existing table belongs to the same training.
+    """
+
+    def __init__(self, log_dir: Path, file_format: str, resume: bool) -> None:
+        self._guard = FailureGuard(f"Telemetry in {log_dir}")
+        path = log_dir / f"telemetry.{file_format}"
+        self._table: Any = self._guard(lambda: Table(path, ("layer", "variable", "quantity"), resume))
+        self._scalars: Any = self._guard(lambda: Scalars(log_dir, ".telemetry"))
+        self._labels: list[tuple[str, ...]] = []
+        self._tags: list[str] = []
+
+    def set_weights(self, weights: Sequence[Weight], layers: Sequence[str]) -> None:
+        """Sets the reported weights and their layers, before `append`."""
+        model = ("gradient_norm", "clipped_gradient_norm", "loss_scale", "learning_rate")
+        self._labels = [("", "", name) for name in model]
+        self._labels += [(*weight, name) for name in QUANTITIES for weight in weights]
+        self._tags = [f"telemetry/{name}" for name in (*model, "update_ratio", "nonfinite")]
+        self._tags += [f"telemetry_{name}/{layer}" for name in QUANTITIES for layer in layers]
+
+    def append(self, reports: Reports) -> None:
+        self._guard(lambda: self._append(reports))
+
+    def close(self) -> None:
+        self._guard.close(self._table, self._scalars)
+
+    def _append(self, reports: Reports) -> None:
+        model = reports.model
+        head = [model.gradient_norm, model.clipped_gradient_norm, reports.loss_scale, reports.learning_rate]
+        rows = np.concatenate([np.stack(head, 1), *reports.weights], 1)
+        self._table.append(reports.steps, reports.epochs, self._labels, rows)
+        head += [model.update_ratio, model.nonfinite]
+        self._scalars.append(reports.steps, self._tags, np.concatenate([np.stack(head, 1), *reports.layers], 1))

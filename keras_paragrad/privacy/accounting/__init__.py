@@ -1,1 +1,0 @@
-"""Epsilon of updates with Poisson sampling and Gaussian noise, in NumPy alone."""

@@ -1,0 +1,186 @@
+"""Measures a train function for `Throughput`: step times, retraces, and examples and updates per second."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sized
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.compat.local import place_of
+from keras_paragrad.engine.telemetry.counts import (
+    TracedGraph,
+    compiled_functions,
+    examples_seen,
+    graphs_of,
+    newest_trace,
+)
+
+_LATEST_CALLS = 1000
+
+
+class Clock:
+    """Wraps a train function and times its calls.
+
+    Args:
+        function: The train function.
+        on_end: Called after each call that ran, with the iterator and the times before and after.
+        on_failure: Called when a call fails, of which Keras doesn't notify callbacks.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        on_end: Callable[[Any, float, float], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self.function, self.on_end, self.on_failure = function, on_end, on_failure
+
+    def __call__(self, iterator: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            logs = self.function(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            raise
+        except BaseException:
+            self.on_failure()
+            raise
+        self.on_end(iterator, start, time.perf_counter())
+        return logs
+
+
+class StepTimes:
+    """The step times of the latest calls.
+
+    Example:
+
+    >>> from keras_paragrad.profiling.pace import StepTimes
+    >>> times = StepTimes()
+    >>> for seconds in (0.001, 0.002, 0.003):
+    ...     times.add(seconds)
+    >>> times.percentiles()
+    (2.0, 2.9)
+    """
+
+    def __init__(self):
+        self._seconds: deque[float] = deque(maxlen=_LATEST_CALLS)
+
+    def add(self, seconds: float) -> None:
+        """Records a call whose steps took `seconds` each."""
+        self._seconds.append(seconds)
+
+    def percentiles(self) -> tuple[float | None, float | None]:
+        """The median and the 95th percentile, in milliseconds, or `None` without any call."""
+        if not self._seconds:
+            return None, None
+        median, high = np.percentile(self._seconds, (50, 95)) * 1e3
+        return round(float(median), 6), round(float(high), 6)
+
+
+class Retraces:
+    """Counts the retraces of a train function's graphs; the first trace of each doesn't count.
+
+    Attributes:
+        count: The number of retraces.
+    """
+
+    def __init__(self):
+        self.count = 0
+        self._function: Any = None
+        self._traced: list[Any] = []
+        self._graphs: list[Sized] = []
+        self._counts: list[int] = []
+
+    def watch(self, function: Any) -> None:
+        """Observes this train function from now on."""
+        if function is self._function:
+            return
+        previous = {id(each): count for each, count in zip(self._traced, self._counts, strict=True)}
+        self._function, self._traced = function, compiled_functions(function)
+        self._graphs = [graphs_of(each) for each in self._traced]
+        counts = map(len, self._graphs)
+        self._counts = [previous.get(id(each), count) for each, count in zip(self._traced, counts, strict=True)]
+
+    def traced(self) -> bool:
+        """Whether graphs were traced since the last `update`."""
+        # This runs in every step.
+        return list(map(len, self._graphs)) != self._counts
+
+    def update(self) -> list[TracedGraph]:
+        """The graphs retraced since the last call; of nested ones, only the outermost."""
+        previous, self._counts = self._counts, list(map(len, self._graphs))
+        retraced = [
+            newest_trace(function)
+            for function, before, after in zip(self._traced, previous, self._counts, strict=True)
+            if 0 < before < after
+        ]
+        self.count += bool(retraced)
+        return retraced[:1]
+
+
+class Pace:
+    """Counts a model's steps, updates and examples within an epoch, and the time they take.
+
+    Args:
+        model: A built and compiled model.
+        batch_size: Examples per batch, if the model's loss metric doesn't count them.
+
+    Attributes:
+        start: When it last started counting, shifted by the time excluded since.
+        steps: Number of steps in this epoch.
+        update: Number of the optimizer's updates when it last started counting.
+    """
+
+    def __init__(self, model: Any, batch_size: int | None):
+        self.model, self.batch_size = model, batch_size
+        self._workers = place_of(model.distribute_strategy).workers
+        self._rates: dict[str, float | None] = {}
+        self.begin(0.0)
+
+    def begin(self, now: float, steps: int = 0) -> None:
+        """Restarts counting, `steps` steps into the epoch."""
+        self.start, self.steps, self._first_step = now, steps, steps
+        self._excluded_steps = 0
+        self._examples, self.update = self.examples() if steps else 0.0, self.updates()
+
+    def examples(self) -> float | None:
+        """Number of examples in this epoch over all workers; `None` if unknown."""
+        seen = examples_seen(self.model)
+        if seen:
+            # Workers get equal parts of a batch, and summing their counts would take a collective.
+            return seen * self._workers
+        return None if self.batch_size is None else float(self.batch_size * self.steps)
+
+    def updates(self) -> int:
+        """Number of the optimizer's updates."""
+        return int(self.model.optimizer.iterations.numpy())
+
+    def exclude(self, seconds: float, steps: int = 0) -> None:
+        """Excludes some time, and the steps that ran in it, from the next rates."""
+        self.start += seconds
+        self._excluded_steps += steps
+
+    def rates(self, now: float) -> dict[str, float | None]:
+        """Examples, updates and steps per second since the last call; restarts counting.
+
+        Excluded steps are assumed to have the average number of examples.
+        """
+        seconds = now - self.start
+        steps = self.steps - self._first_step
+        counted = steps - self._excluded_steps
+        if seconds <= 0 or counted <= 0:
+            return dict(self._rates)
+        examples, updates, share = self.examples(), self.updates(), counted / steps
+        new = None if examples is None or self._examples is None else examples - self._examples
+        if new is not None and new <= 0:
+            # The metrics were reset, as by an `evaluate` in the middle of the epoch.
+            new = None
+        self._rates = {
+            "examples_per_second": None if new is None else new * share / seconds,
+            "updates_per_second": (updates - self.update) * share / seconds,
+            "steps_per_second": counted / seconds,
+        }
+        self.start, self._first_step, self._examples, self.update = now, self.steps, examples, updates
+        self._excluded_steps = 0
+        return dict(self._rates)

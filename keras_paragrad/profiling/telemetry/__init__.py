@@ -1,1 +1,0 @@
-"""Per-layer statistics of gradients, weights and updates during `fit`."""

@@ -1,0 +1,203 @@
+"""The reports of `GradientTelemetry`, and its warnings about unhealthy gradients."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+QUANTITIES = ("gradient_norm", "clipped_gradient_norm", "weight_norm", "update_ratio", "nonfinite")
+HEADER = ("step", "learning_rate", "loss_scale")
+_WARNINGS = {
+    "non-finite": "the gradient is infinite or NaN in {layers} at update {step}. Lower the learning rate, clip with "
+    "clipnorm=1.0, or look there for a division by 0 or a logarithm of 0.",
+    "exploding": "the gradient explodes in {layers} at update {step}: its norm is more than {exploding:g} times "
+    "the median of the layers, or its own earlier mean. Lower the learning rate, clip with clipnorm=1.0, or "
+    "initialize smaller weights.",
+    "vanishing": "the gradient vanishes in {layers} at update {step}: its norm is less than {vanishing:g} times "
+    "the largest. Add residual connections or normalization there, or use an activation that doesn't saturate.",
+    "dead": "the gradient is 0 in {layers} at update {step}: nothing is learned there. Look for a ReLU whose "
+    "input is negative for all examples, or for an output that the loss doesn't depend on.",
+}
+
+
+class Weight(NamedTuple):
+    """One of the model's weights.
+
+    Attributes:
+        layer: The path of its layer.
+        name: Its name within the layer.
+    """
+
+    layer: str
+    name: str
+
+
+class Norms(NamedTuple):
+    """L2 norms and counts, of shape `(reports, weights)`, `(reports, layers)`, or `(reports,)` for the whole model.
+
+    Attributes:
+        gradient_norm: Of the gradient before clipping.
+        clipped_gradient_norm: Of the gradient after clipping.
+        weight_norm: Of the weights before the update.
+        update_ratio: Of the weights' change, over `weight_norm`; NaN for weights of zeros.
+        nonfinite: Number of values of the gradient that are infinite or NaN.
+    """
+
+    gradient_norm: np.ndarray
+    clipped_gradient_norm: np.ndarray
+    weight_norm: np.ndarray
+    update_ratio: np.ndarray
+    nonfinite: np.ndarray
+
+    @classmethod
+    def of(cls, squares: np.ndarray) -> "Norms":
+        """Takes sums of squares and a count along the first axis: gradient, clipped, weights, change, non-finite."""
+        gradient, clipped, weights, change = np.sqrt(squares[:4])
+        ratio = np.divide(change, weights, out=np.full_like(weights, np.nan), where=weights != 0)
+        return cls(gradient, clipped, weights, ratio, squares[4])
+
+
+class Reports(NamedTuple):
+    """Reported updates; arrays have the shape `(reports,)`.
+
+    Attributes:
+        steps: The numbers of the optimizer's updates, from 1.
+        epochs: Their epochs, from 0.
+        learning_rate: Their learning rates.
+        loss_scale: Their loss scales, 1 without one.
+        weights: Norms of each weight, in the model's order.
+        layers: Norms of each layer, in the order of their first weights.
+        model: Norms of the whole model.
+    """
+
+    steps: np.ndarray
+    epochs: np.ndarray
+    learning_rate: np.ndarray
+    loss_scale: np.ndarray
+    weights: Norms
+    layers: Norms
+    model: Norms
+
+
+class ReportReader:
+    """Parses the vectors that the compiled step writes.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_paragrad.profiling.telemetry_reports import ReportReader, Weight
+    >>> reader = ReportReader([Weight("dense", "kernel"), Weight("dense", "bias")])
+    >>> squares = [[9.0, 16.0], [9.0, 16.0], [4.0, 0.0], [0.04, 0.01], [0.0, 0.0]]
+    >>> reports = reader.read(np.array([[7, 0.1, 1.0, *np.ravel(squares)]]), [0])
+    >>> reports.steps, reports.weights.gradient_norm, reports.layers.gradient_norm
+    (array([7]), array([[3., 4.]]), array([[5.]]))
+    """
+
+    def __init__(self, weights: Sequence[Weight]):
+        self.weights = tuple(weights)
+        self.layers = tuple(dict.fromkeys(weight.layer for weight in weights))
+        belongs = [[weight.layer == layer for layer in self.layers] for weight in weights]
+        self._in_order = sorted(range(len(weights)), key=lambda place: self.layers.index(weights[place].layer))
+        sizes = [sum(column) for column in zip(*belongs, strict=True)]
+        self._starts = np.cumsum([0, *sizes[:-1]])
+
+    def read(self, vectors: np.ndarray, epochs: Sequence[int]) -> Reports:
+        """Parses vectors, `(reports, size)`: update, learning rate, loss scale, and five figures of each weight."""
+        steps, learning_rate, loss_scale = vectors[:, : len(HEADER)].T
+        figures = vectors[:, len(HEADER) :].reshape(len(vectors), len(QUANTITIES), -1).swapaxes(0, 1)
+        by_layer = np.add.reduceat(figures[..., self._in_order], self._starts, axis=-1)
+        norms = Norms.of(figures), Norms.of(by_layer), Norms.of(figures.sum(-1))
+        return Reports(steps.astype(int), np.array(epochs, int), learning_rate, loss_scale, *norms)
+
+
+class Alarms:
+    """Warns once per layer and kind of problem with its gradient.
+
+    - Non-finite: it has an infinity or NaN.
+    - Exploding: its norm is more than `exploding` times the median of all layers, or the geometric mean of its own
+      norms before.
+    - Vanishing: its norm is less than `vanishing` times the largest of the other layers.
+    - Dead: it is zero, while that of another layer is not.
+
+    Vanishing and dead require `patience` consecutive reports.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_paragrad.profiling.telemetry_reports import Alarms
+    >>> alarms = Alarms(["first", "second"], patience=2)
+    >>> norms, counts = np.array([[0.0, 1.0]]), np.zeros((1, 2))
+    >>> list(alarms.check(np.array([10]), norms, counts)), len(list(alarms.check(np.array([20]), norms, counts)))
+    ([], 1)
+    """
+
+    def __init__(
+        self, layers: Sequence[str], vanishing: float = 1e-6, exploding: float = 1e3, patience: int = 3
+    ) -> None:
+        self.layers, self.vanishing, self.exploding, self.patience = layers, vanishing, exploding, patience
+        count = len(layers)
+        self._warned = {kind: np.zeros(count, bool) for kind in _WARNINGS}
+        self._consecutive = {kind: np.zeros(count, int) for kind in ("vanishing", "dead")}
+        # For the geometric means of earlier norms.
+        self._log_sums, self._counts = np.zeros(count), np.zeros(count)
+
+    def check(self, steps: np.ndarray, norms: np.ndarray, nonfinite: np.ndarray) -> Iterator[str]:
+        """Yields the warnings for reports, in order.
+
+        Args:
+            steps: The reports' steps, shape `(reports,)`.
+            norms: Each layer's gradient norm before clipping, shape `(reports, layers)`.
+            nonfinite: Number of values of each layer's gradient that are not finite, shape `(reports, layers)`.
+        """
+        if not nonfinite.any() and self._all_healthy(norms):
+            self._log_sums += np.log(norms).sum(0)
+            self._counts += len(norms)
+            for consecutive in self._consecutive.values():
+                consecutive[:] = 0
+            return
+        for step, norm, count in zip(steps, norms, nonfinite, strict=True):
+            yield from self._check(int(step), norm, count)
+
+    def _all_healthy(self, norms: np.ndarray) -> bool:
+        """Whether all reports are certainly healthy, in one vectorized check."""
+        least, most = norms.min(initial=np.inf), norms.max(initial=0)
+        known = self._counts > 0
+        means = np.exp(np.divide(self._log_sums, self._counts, out=np.zeros_like(self._counts), where=known))
+        lowest = min(least, means[known].min(initial=np.inf))
+        # Means and medians are at least the minimum, so a norm within the bound of the minimum is within theirs.
+        return bool(least > 0 and self.vanishing * most <= least and most <= self.exploding * lowest)
+
+    def _check(self, step: int, norms: np.ndarray, nonfinite: np.ndarray) -> Iterator[str]:
+        finite = np.isfinite(norms)
+        alive = finite & (norms > 0)
+        problems = {
+            "non-finite": nonfinite > 0,
+            "exploding": self._explodes(norms, finite, alive) & (nonfinite == 0),
+            "vanishing": self._lasts("vanishing", alive & (norms < self.vanishing * norms[alive].max(initial=0))),
+            "dead": self._lasts("dead", (norms == 0) & alive.any()),
+        }
+        self._log_sums[alive] += np.log(norms[alive])
+        self._counts[alive] += 1
+        for kind, layers in problems.items():
+            new = layers & ~self._warned[kind]
+            if new.any():
+                self._warned[kind] |= new
+                names = ", ".join(repr(layer) for layer, is_new in zip(self.layers, new, strict=True) if is_new)
+                yield _WARNINGS[kind].format(
+                    layers=names, step=step, exploding=self.exploding, vanishing=self.vanishing
+                )
+
+    def _explodes(self, norms: np.ndarray, finite: np.ndarray, alive: np.ndarray) -> np.ndarray:
+        means = np.exp(self._log_sums / np.maximum(self._counts, 1))
+        rises = (self._counts > 0) & (norms > self.exploding * means)
+        # Finite values have an infinite norm if their squares overflow.
+        return rises | ~finite | (alive & (norms > self.exploding * _lower_median(norms[alive])))
+
+    def _lasts(self, kind: str, now: np.ndarray) -> np.ndarray:
+        self._consecutive[kind] = np.where(now, self._consecutive[kind] + 1, 0)
+        return self._consecutive[kind] >= self.patience
+
+
+def _lower_median(values: np.ndarray) -> float:
+    """The lower median; infinity for an empty array."""
+    return np.sort(values)[(len(values) - 1) // 2] if len(values) else np.inf

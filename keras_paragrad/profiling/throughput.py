@@ -1,0 +1,292 @@
+"""`Throughput`: training speed, memory and retraces during `fit`."""
+
+import csv
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
+from keras_paragrad.compat.local import place_of, together_of
+from keras_paragrad.engine.telemetry.counts import TracedGraph, batch_spec, gradient_graph
+from keras_paragrad.flops import flops_of
+from keras_paragrad.plain_text import read_json
+from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table, begin_csv
+from keras_paragrad.profiling.memory import can_read_host_memory, device_memory, host_memory
+from keras_paragrad.profiling.pace import Clock, Pace, Retraces, StepTimes
+from keras_paragrad.profiling.session import ProfilerPauses
+from keras_paragrad.profiling.summary import ProfileSummary
+
+_log = logging.getLogger("keras_paragrad")
+_IN_BATCH_LOGS = ("examples_per_second", "step_time_p50_ms", "step_time_p95_ms", "mfu")
+
+
+class Throughput(keras.callbacks.Callback):
+    """Reports training speed in `logs`, and so in Keras's progress bar, and in files.
+
+    A step is a batch. Its time runs from the end of the previous one, and includes the wait for data and all callbacks.
+    Times and rates exclude validation, steps that trace or compile, and the time that `Profiler` takes to start and
+    stop its windows. As far as they can be determined, it reports:
+
+    - `examples_per_second`, over all replicas and workers; `updates_per_second`.
+    - `step_time_p50_ms`, `step_time_p95_ms`, over the latest thousand calls of the train function.
+    - `time_to_first_step_s`, from the start of training.
+    - `retraces`: how often a graph was retraced; `retraces.csv` and the logger `keras_paragrad` have the shapes that
+      caused it.
+    - `host_memory_bytes`; `device_memory_bytes` on accelerators.
+    - `flops_per_step`: those of the matrix products and convolutions in the forward and backward pass. `mfu`: model
+      FLOPs utilization, as a fraction of `peak_flops`.
+    - `collective_share`: from the newest profile in `log_dir`.
+    - `compile_s`, `profiler_s`, in `throughput.csv` only: how long the excluded parts took, at their steps.
+
+    Args:
+        log_dir: Where to write; nothing is written if `None`. Of several workers only the first writes.
+        interval: Seconds between updates of the figures. They are also updated at the end of each epoch.
+        peak_flops: Peak floating-point operations per second of all devices together.
+        flops: Whether to count operations, which traces the model once more; by default, if `peak_flops` is set.
+        batch_size: Examples per batch, for a `train_step` that doesn't update Keras's mean loss.
+
+    Attributes:
+        figures: The latest figures by name.
+
+    Raises:
+        ValueError: An argument is invalid.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import Throughput
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", loss="mse")
+    >>> throughput = Throughput(flops=True)
+    >>> history = model.fit(np.ones((320, 8)), np.ones((320, 1)), verbose=0, callbacks=[throughput])
+    >>> history.history["examples_per_second"][0] > 0
+    True
+    >>> throughput.figures["flops_per_step"]  # 32 examples: 2 x 32 x 8 forward, and the same for the kernel's gradient
+    1024.0
+
+    Reference:
+        Chowdhery et al., PaLM (2022), https://arxiv.org/abs/2204.02311, appendix B, on model FLOPs utilization.
+    """
+
+    # Lets Keras call `on_train_batch_end` from another thread, as for its own callbacks, so that nothing waits for it.
+    async_safe = True
+
+    def __init__(
+        self,
+        log_dir: str | PathLike[str] | None = None,
+        *,
+        interval: float = 1.0,
+        peak_flops: float | None = None,
+        flops: bool | None = None,
+        batch_size: int | None = None,
+    ):
+        super().__init__()
+        self.log_dir = check_path("log_dir", log_dir, directory=True, example="logs", optional=True)
+        self.interval = check_number("interval", interval, above=0, example=1.0)
+        self.peak_flops = check_number("peak_flops", peak_flops, above=0, example=1e12, optional=True)
+        self.batch_size = check_integer("batch_size", batch_size, example=32, optional=True)
+        flops = check_flag("flops", flops, optional=True)
+        self.flops = peak_flops is not None if flops is None else flops
+        self.figures: dict[str, float] = {}
+        self._batch_logs: dict[str, float] = {}
+        self._host_memory = can_read_host_memory()
+        self._clock: Clock | None = None
+        self._epoch_ended = True
+        self._files: ThroughputFiles | None = None
+        self._known_model: Any = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Starts timing."""
+        self._start = time.perf_counter()
+        model: Any = self.model
+        resumes = self._known_model is model or int(model.optimizer.iterations.numpy()) > 0
+        self._known_model, self._first, self._constants = model, True, {}
+        self._times, self._retraces, self._pace = StepTimes(), Retraces(), Pace(model, self.batch_size)
+        if self.log_dir is not None and place_of(together_of(model)).worker == 0:
+            self._files = ThroughputFiles(self.log_dir, resumes)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Starts counting the epoch's steps."""
+        self._epoch, self._last_end, self._last_time, self._epoch_ended = epoch, 0.0, None, False
+        self._pace.begin(time.perf_counter())
+        self._pauses = ProfilerPauses.seconds
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Wraps the train function, or a new one that another callback has made, with the clock."""
+        # Not `self.model`, a Keras property that checks the backend first: this runs in every step.
+        function = self._known_model.train_function
+        if function is not self._clock:
+            function = function.function if isinstance(function, Clock) else function
+            self._retraces.watch(function)
+            self._per_call = self.model.steps_per_execution
+            self.model.train_function = self._clock = Clock(function, self._on_call_end, self._remove_clock)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds the latest figures to the batch's logs."""
+        if logs is not None:
+            logs.update(self._batch_logs)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Updates the figures before validation counts its own examples."""
+        self._end_epoch()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Updates the figures, and adds them all to the epoch's logs."""
+        self._end_epoch()
+        if logs is not None:
+            logs.update(self.figures)
+
+    def _end_epoch(self) -> None:
+        """Updates the figures once all steps of the epoch have run."""
+        # `evaluate` calls this too, outside of an epoch.
+        if self._epoch_ended or self._clock is None:
+            return
+        self._epoch_ended = True
+        # If the data ended within the last call, it took fewer steps.
+        if self._last_time and (self.params.get("steps") is not None or self._per_call == 1):
+            self._times.add(self._last_time)
+        if self._last_end:
+            self._refresh(self._last_end)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Closes the files and removes the clock."""
+        self._remove_clock()
+
+    def _remove_clock(self) -> None:
+        if self._clock is not None and self.model.train_function is self._clock:
+            self.model.train_function = self._clock.function
+        self._clock = None
+        if self._files:
+            self._files.close()
+            self._files = None
+
+    def _on_call_end(self, iterator: Any, start: float, end: float) -> None:
+        # This runs in every step.
+        if self._last_time:
+            self._times.add(self._last_time)
+        steps = self._per_call if self._per_call == 1 else self._steps_of_call()
+        self._pace.steps += steps
+        paused, self._pauses = ProfilerPauses.seconds - self._pauses, ProfilerPauses.seconds
+        compiled = self._first or self._retraces.traced()
+        self._last_time = None
+        if compiled:
+            self._pace.exclude(end - (self._last_end or self._pace.start), steps)
+        else:
+            self._last_time = (end - self._last_end - paused if self._last_end else end - start) / steps
+            self._pace.exclude(paused)
+        self._last_end = end
+        if (compiled or paused) and self._files:
+            excluded = {"compile_s": compiled * (end - start), "profiler_s": paused}
+            excluded = {name: seconds for name, seconds in excluded.items() if seconds}
+            self._files.append(self._pace.updates(), self._epoch, excluded, scalars=False)
+        if compiled:
+            self._after_compiling(iterator, end, steps)
+        elif end - self._pace.start > self.interval:
+            self._refresh(end)
+        if (total := self.params.get("steps")) is not None and self._pace.steps >= total:
+            # Callbacks before this one may evaluate the model at the end of the epoch.
+            self._end_epoch()
+
+    def _steps_of_call(self) -> int:
+        total = self.params.get("steps")
+        return self._per_call if total is None else max(1, min(self._per_call, total - self._pace.steps))
+
+    def _after_compiling(self, iterator: Any, end: float, steps: int) -> None:
+        if retraced := self._retraces.update():
+            for trace in retraced:
+                _log.warning("%s was retraced, which takes time, for %s.", *trace)
+            if self._files:
+                self._files.append_retraces(self._pace.updates(), retraced)
+        if not self._first:
+            return
+        self._first = False
+        self._constants["time_to_first_step_s"] = end - self._start
+        examples = self._pace.examples()
+        flops = self._count_flops(iterator, examples / steps) if self.flops and examples else None
+        if flops is not None:
+            self._constants["flops_per_step"] = float(flops)
+        self._last_end = time.perf_counter()
+        self._pace.begin(self._last_end, self._pace.steps)
+
+    def _count_flops(self, iterator: Any, examples: float) -> int | None:
+        try:
+            spec = batch_spec(iterator)
+            return None if spec is None else flops_of(gradient_graph(self.model, spec, round(examples)))
+        # This traces the user's model, whose errors must not end training.
+        except Exception as error:
+            _log.warning("Throughput can't count this model's FLOPs: %s", error)
+            return None
+
+    def _refresh(self, now: float) -> None:
+        rates = self._pace.rates(now)
+        steps = rates.pop("steps_per_second", None)
+        p50, p95 = self._times.percentiles()
+        flops = self._constants.get("flops_per_step")
+        figures = {
+            **rates,
+            "step_time_p50_ms": p50,
+            "step_time_p95_ms": p95,
+            **self._constants,
+            "retraces": self._retraces.count,
+            "host_memory_bytes": host_memory() if self._host_memory else None,
+            "device_memory_bytes": device_memory(),
+            "mfu": flops * steps / self.peak_flops if flops and steps and self.peak_flops else None,
+            "collective_share": collective_share(self.log_dir) if self.log_dir else None,
+        }
+        self.figures = {name: float(value) for name, value in figures.items() if value is not None}
+        self._batch_logs = {name: self.figures[name] for name in _IN_BATCH_LOGS if name in self.figures}
+        if self._files:
+            self._files.append(self._pace.update, self._epoch, self.figures)
+
+
+class ThroughputFiles:
+    """Writes `throughput.csv`, `retraces.csv` and scalars into a log directory.
+
+    Args:
+        log_dir: The directory.
+        resume: Whether existing files belong to the same training.
+    """
+
+    def __init__(self, log_dir: Path, resume: bool):
+        self._guard = FailureGuard(f"Throughput in {log_dir}")
+        self._table: Any = self._guard(lambda: Table(log_dir / "throughput.csv", ("quantity",), resume))
+        self._scalars: Any = self._guard(lambda: Scalars(log_dir, ".throughput"))
+        self._retraces = log_dir / "retraces.csv"
+        self._guard(lambda: begin_csv(self._retraces, ("step", "function", "signature"), resume))
+
+    def append(self, step: int, epoch: int, figures: Mapping[str, float], *, scalars: bool = True) -> None:
+        """Writes figures, by name, to the table, and as scalars."""
+        labels, values = [(name,) for name in figures], np.array([list(figures.values())], float)
+        self._guard(lambda: self._table.append([step], [epoch], labels, values))
+        if scalars:
+            tags = [f"throughput/{name}" for name in figures]
+            self._guard(lambda: self._scalars.append(np.array([step]), tags, values))
+
+    def append_retraces(self, step: int, traces: Iterable[TracedGraph]) -> None:
+        def write() -> None:
+            with self._retraces.open("a", newline="", encoding="utf-8") as lines:
+                csv.writer(lines, lineterminator="\n").writerows((step, *trace) for trace in traces)
+
+        self._guard(write)
+
+    def close(self) -> None:
+        self._guard.close(self._table, self._scalars)
+
+
+def collective_share(log_dir: Path) -> float | None:
+    """The fraction of step time in collectives, in the newest profile of a log directory, or `None`."""
+    summaries = sorted(log_dir.glob("plugins/profile/*/keras_paragrad.json"))
+    if not summaries:
+        return None
+    try:
+        steps = ProfileSummary.from_dict(read_json(summaries[-1].read_text(encoding="utf-8"))).steps
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    duration = sum(step.duration for step in steps)
+    return sum(step.collective for step in steps) / duration if duration else None

@@ -1,1 +1,0 @@
-"""Speed, memory and cost of `fit`."""
