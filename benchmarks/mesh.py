@@ -100,7 +100,7 @@ def print_times(kind):
 def print_held(name):
     """Runs in a process of its own: bytes of weights and Adam's moments on the fullest device, in its own buffers."""
     make_devices()
-    from keras_paragrad.engine.mesh.placing import variables_on_mesh
+    from keras_paragrad.engine.mesh.running import variables_on_mesh
     from keras_paragrad.storage.dtensor import bytes_by_device
 
     model = on_mesh(MESHES[name], False)

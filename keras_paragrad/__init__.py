@@ -15,7 +15,7 @@ if TYPE_CHECKING or not is_command():
     from keras_paragrad.per_example.wrapper import PerExampleGradients
 
 if TYPE_CHECKING:
-    from keras_paragrad.accumulation.callback import ExactAccumulation
+    from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation
     from keras_paragrad.accumulation.slices import microbatch
     from keras_paragrad.distribution.checkpoint.backup import Backup
     from keras_paragrad.distribution.fit import DistributedFit

@@ -18,7 +18,7 @@ from pipelined_training import DEVICES, LENGTH, VOCABULARY, apart, configure
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, recompute
 from keras_paragrad.distribution import Backup
-from keras_paragrad.engine.mesh.placing import variables_on_mesh
+from keras_paragrad.engine.mesh.running import variables_on_mesh
 from keras_paragrad.storage.dtensor import bytes_by_device, computing_on_mesh, relayout
 
 SIDE = 8

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from keras_paragrad.engine.telemetry.counts import gradient_graph
+from keras_paragrad.engine.telemetry.train_functions import gradient_graph
 from keras_paragrad.flops import flops_of
 
 ROWS = 3

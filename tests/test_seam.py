@@ -203,7 +203,7 @@ def test_an_attribute_that_code_no_longer_assigns_is_found(monkeypatch):
         (CompileLoss, "build", "_flat_losses", "losses"),
         (keras.Variable, "__init__", "_value", "metric_states"),
         (keras.Optimizer, "build", "_trainable_variables_indices", "optimizer"),
-        (keras.metrics.MeanMetricWrapper, "__init__", "_fn", "built_in"),
+        (keras.metrics.MeanMetricWrapper, "__init__", "_fn", "probes.row_independence"),
         (ArrayDataAdapter, "__init__", "_num_samples", "data"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

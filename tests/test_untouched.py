@@ -11,14 +11,14 @@ from counting import CALLED, CountingLoss, counting_model
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch, recompute
 from keras_paragrad.distribution.pipeline.cutting import Calls, measured_times
+from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.probes.independence import check_metrics, independence_refusal
-from keras_paragrad.engine.probes.losses import mixes_rows
-from keras_paragrad.engine.probes.rows import mixing_layer
-from keras_paragrad.engine.probes.states import layers_that_keep_examples
+from keras_paragrad.engine.probes.losses import loss_mixes_rows
+from keras_paragrad.engine.probes.row_independence import find_mixing_layer
+from keras_paragrad.engine.probes.states import layers_storing_examples
 from keras_paragrad.engine.probes.untouched import untouched
-from keras_paragrad.engine.step.forward import Normalizer
-from keras_paragrad.engine.telemetry.counts import gradient_graph
+from keras_paragrad.engine.telemetry.train_functions import gradient_graph
 from keras_paragrad.inputs.execution import Execution
 from keras_paragrad.inputs.options import DerivativeOptions
 from keras_paragrad.inputs.selection import Selection
@@ -39,7 +39,7 @@ def refusal(model):
             loss = model.compute_loss(x, y, model(x, training=True))
         arguments = {"x": x, "y": y, "y_pred": y, "sample_weight": None}
         independence_refusal(model, arguments, terms, asked_by="microbatch", normalize=by_examples)
-        assert not mixes_rows(terms[0])
+        assert not loss_mixes_rows(terms[0])
         return loss
 
     step(X, Y)
@@ -60,10 +60,10 @@ def recompute_where_it_pays(model):
 
 # What each of them calls.
 PROBES = {
-    "mixing_layer": (lambda model: mixing_layer(model, SPEC), {"layer"}),
+    "mixing_layer": (lambda model: find_mixing_layer(model, SPEC), {"layer"}),
     "independence_refusal": (refusal, {"layer", "model", "loss"}),
     "check_metrics": (lambda model: check_metrics(model, SPEC, SPEC, None), {"metric"}),
-    "layers_that_keep_examples": (lambda model: layers_that_keep_examples(model, SPEC), {"layer"}),
+    "layers_that_keep_examples": (lambda model: layers_storing_examples(model, SPEC), {"layer"}),
     "units_for": (lambda model: units_for(model, (tf.constant(X),), {}), {"layer"}),
     "estimate_memory": (lambda model: estimate_memory(model, ROWS), {"layer", "loss", "model"}),
     "recompute": (recompute_where_it_pays, {"layer"}),

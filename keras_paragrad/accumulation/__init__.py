@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from keras_paragrad.exports import lazily
 
 if TYPE_CHECKING:
-    from keras_paragrad.accumulation.callback import ExactAccumulation
+    from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation
     from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
     from keras_paragrad.accumulation.slices import microbatch
 
@@ -18,7 +18,7 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "AccumulatingOptimizer": "optimizer",
-        "ExactAccumulation": "callback",
+        "ExactAccumulation": "exact_accumulation",
         "microbatch": "slices",
     },
 )

@@ -1,43 +1,82 @@
-"""Suggested code for a model whose optimizer does not accumulate, or that has several optimizers."""
+"""Checks an accumulating optimizer's arguments and its model, with errors that suggest code."""
 
 import warnings
 from typing import Any
 
 import keras
 
+from keras_paragrad.arguments import refusal
 from keras_paragrad.compat.capabilities import accumulating, accumulation_steps, unscaled
 from keras_paragrad.compat.model import has_own_train_step
 from keras_paragrad.engine.losses.normalization import warn_of_batch_statistics
 
+WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
+# Slices of a batch are always weighted by their normalizer, never uniformly.
+SLICE_WEIGHTINGS = tuple(each for each in WEIGHTINGS if each != "uniform")
+TAILS = ("flush", "carry", "drop")
+ACCUMULATOR_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
 
-def advice(model: Any) -> str:
-    """Error message for a model compiled without an accumulating optimizer; it ends with runnable code.
 
-    Args:
-        model: A compiled model, called `model` in that code.
+def check_inner_optimizer(inner_optimizer: Any) -> keras.optimizers.Optimizer:
+    """Resolves a name, config or instance to an optimizer that can accumulate.
+
+    Raises:
+        ValueError: It is not an optimizer, scales the loss, or already accumulates.
     """
-    found = (
+    try:
+        inner = keras.optimizers.get(inner_optimizer)
+    except Exception as error:  # Keras, or the class named in a config, may raise anything here
+        raise _optimizer_refusal(inner_optimizer) from error
+    if not issubclass(type(inner), keras.optimizers.Optimizer):
+        raise _optimizer_refusal(inner_optimizer)
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "`inner_optimizer` is a LossScaleOptimizer, which has to see every micro-batch, and so must be the outer "
+            "one. Write LossScaleOptimizer(AccumulatingOptimizer(inner)), or leave it out: compile() adds it if the "
+            "dtype policy needs it."
+        )
+    if accumulating(inner):
+        raise ValueError(
+            f"`inner_optimizer` is {type(inner).__name__}, which already accumulates. Wrap its inner optimizer: "
+            "AccumulatingOptimizer(optimizer.inner_optimizer, steps=...)."
+        )
+    if accumulation_steps(inner) > 1:
+        raise ValueError(
+            f"`inner_optimizer` has gradient_accumulation_steps={accumulation_steps(inner)}, so gradients would be "
+            "accumulated twice. Remove that, and write steps= here."
+        )
+    return inner
+
+
+def _optimizer_refusal(value: Any) -> ValueError:
+    expected = "a Keras optimizer: its name, its config or an instance"
+    return refusal("inner_optimizer", value, expected, "keras.optimizers.Adam(1e-3)")
+
+
+def missing_accumulation_message(model: Any) -> str:
+    """The error for a model compiled without an accumulating optimizer. It ends with code, which calls it `model`."""
+    problem = (
         "ExactAccumulation() needs a model that is compiled with an AccumulatingOptimizer; this one has "
-        f"{_class_of(model.optimizer)}."
+        f"{_optimizer_name(model.optimizer)}."
     )
-    own = _own_optimizers(model)
-    if own:
+    names = _custom_optimizers(model)
+    if names:
         return (
-            f"{found} Its train_step uses {', '.join(own)}, whose micro-batches can't be weighted. Leave "
+            f"{problem} Its train_step uses {', '.join(names)}, whose micro-batches can't be weighted. Leave "
             "ExactAccumulation() out, wrap each of these optimizers, and flush them at the end of an epoch. Write this "
-            f"before fit(), and pass callbacks=[flush] to it:\n{_lines_for_several(model, own)}"
+            f"before fit(), and pass callbacks=[flush] to it:\n{_lines_for_several(model, names)}"
         )
     if model.optimizer is None:
-        return f"{found} Write model.compile(keras_paragrad.AccumulatingOptimizer('adam', steps=4), loss=...)."
-    return f"{found} Write this before fit(), with the other arguments of your compile():\n{_lines_for_one(model)}"
+        return f"{problem} Write model.compile(keras_paragrad.AccumulatingOptimizer('adam', steps=4), loss=...)."
+    return f"{problem} Write this before fit(), with the other arguments of your compile():\n{_lines_for_one(model)}"
 
 
-def advise_the_callback(name: str, model: Any) -> None:
-    """Warns of what `ExactAccumulation` would make exact in an accumulating optimizer that is used without it.
+def recommend_callback(name: str, model: Any) -> None:
+    """Warns that an accumulating optimizer is inexact without `ExactAccumulation`.
 
     Args:
-        name: The optimizer's.
-        model: The model that it is compiled with, if that is known.
+        name: The optimizer's name.
+        model: The model that it is compiled with, or `None` if unknown.
     """
     warnings.warn(
         f"{name} weights all micro-batches equally, and its windows continue across epochs, so uneven or weighted "
@@ -50,12 +89,12 @@ def advise_the_callback(name: str, model: Any) -> None:
         warn_of_batch_statistics(model)
 
 
-def _class_of(optimizer: Any) -> str:
+def _optimizer_name(optimizer: Any) -> str:
     return "no optimizer" if optimizer is None else type(optimizer).__name__
 
 
-def _own_optimizers(model: Any) -> list[str]:
-    """Names of the attributes that hold the optimizers of a custom `train_step`."""
+def _custom_optimizers(model: Any) -> list[str]:
+    """The attributes that hold the optimizers of a custom `train_step`."""
     if not has_own_train_step(model):
         return []
     names = [name for name, value in vars(model).items() if isinstance(value, keras.optimizers.Optimizer)]
@@ -67,7 +106,7 @@ def _lines_for_several(model: Any, names: list[str]) -> str:
     for name in names:
         optimizer = getattr(model, name)
         if accumulating(optimizer) is None:
-            lines += _alone(optimizer, f"model.{name}")
+            lines += _turn_off_own(optimizer, f"model.{name}")
             wrapped = f"keras_paragrad.AccumulatingOptimizer(model.{name}, steps=4, weighting='uniform')"
             lines.append(f"model.{name} = {wrapped}")
     flushed = ", ".join(f"model.{name}.flush()" for name in names)
@@ -85,11 +124,14 @@ def _lines_for_one(model: Any) -> str:
     # A LossScaleOptimizer belongs outside the wrapper; compile() adds it again if the dtype policy requires it.
     name = "model.optimizer.inner_optimizer" if scales else "model.optimizer"
     wrapped = f"keras_paragrad.AccumulatingOptimizer({name}, steps=4)"
-    return "\n".join([*_alone(unscaled(model.optimizer), name), f"model.compile({wrapped}, loss=model.loss)"])
+    return "\n".join(
+        [
+            *_turn_off_own(unscaled(model.optimizer), name),
+            f"model.compile({wrapped}, loss=model.loss)",
+        ]
+    )
 
 
-def _alone(optimizer: Any, name: str) -> list[str]:
+def _turn_off_own(optimizer: Any, name: str) -> list[str]:
     """Lines that turn off Keras's own accumulation in an optimizer."""
-    if accumulation_steps(optimizer) > 1:
-        return [f"{name}.gradient_accumulation_steps = None"]
-    return []
+    return [f"{name}.gradient_accumulation_steps = None"] if accumulation_steps(optimizer) > 1 else []

@@ -23,7 +23,7 @@ class HostSchedule:
 
     Attributes:
         batches_left: How many batches are left in the epoch, or `None` if unknown.
-        deferred_refusal: If every batch is a whole window, the check that only logs what a larger window would refuse.
+        deferred_refusal: If every batch is a whole window, logs what a larger window would refuse.
     """
 
     def __init__(self, optimizer: "AccumulatingOptimizer"):
@@ -52,7 +52,7 @@ class HostSchedule:
         return [self._count() for _ in range(batches)]
 
     def _read(self) -> None:
-        # Before the very first batch there may be nothing to read.
+        # Before the first batch, the optimizer may not be built.
         built = self.optimizer.built
         self._position = int(self.optimizer.window.position.numpy()) if built else 0
         self._update = int(self.optimizer.iterations.numpy())
@@ -72,7 +72,7 @@ class HostSchedule:
             self.batches_left -= batches
 
     def abandoned(self, name: str) -> None:
-        """Discards what a `fit` that failed left in the window, unless another window was restored since."""
+        """Discards the window of a `fit` that failed, unless another window was restored since."""
         if not self.optimizer.built or self._restored != self.optimizer.window.restored:
             return
         position = int(self.optimizer.window.position.numpy())
@@ -95,7 +95,7 @@ class HostSchedule:
             self._counting = False
 
     def end_epoch(self) -> None:
-        """Closes the window according to the optimizer's `tail`, unless that has been done for this epoch."""
+        """Closes the window according to the optimizer's `tail`, once for each epoch."""
         if self._counting:
             self.optimizer.end_epoch()
             self._counting = False

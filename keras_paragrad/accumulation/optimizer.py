@@ -10,29 +10,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.accumulation.advice import advise_the_callback
-from keras_paragrad.accumulation.arguments import (
+from keras_paragrad.accumulation.advice import (
     ACCUMULATOR_DTYPES,
     TAILS,
     WEIGHTINGS,
-    checked_inner,
+    check_inner_optimizer,
+    recommend_callback,
 )
 from keras_paragrad.accumulation.host import HostSchedule
-from keras_paragrad.accumulation.schedule import Steps, StepsSchedule
-from keras_paragrad.accumulation.window import GradientWindow
+from keras_paragrad.accumulation.window import GradientWindow, Steps, StepsSchedule
 from keras_paragrad.arguments import check_choice, check_flag, check_text
-from keras_paragrad.compat.collectives import (
-    cross_replica,
-    first_replica,
-    replica_count,
-    run_if,
-)
+from keras_paragrad.compat.collectives import cross_replica, first_replica, replica_count, run_if
 from keras_paragrad.compat.optimizer import WrappingOptimizer
 from keras_paragrad.compat.running import fit_frame
-from keras_paragrad.engine.step.apply import apply_everywhere
+from keras_paragrad.engine.step.apply import apply_everywhere, installed_transform
 from keras_paragrad.engine.step.gradient_functions import releasing
-from keras_paragrad.engine.step.update import installed
-from keras_paragrad.engine.telemetry.observe import observe_gradient
+from keras_paragrad.engine.telemetry.watch import observe_gradient
 from keras_paragrad.storage.storage import computing_with, mesh_of
 from keras_paragrad.storage.updating import install_storages, squared_norms
 
@@ -89,7 +82,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     accumulates = True
     _with_gradient: dict[int, bool]
-    # The model whose `fit` has built it, or `None`.
+    # Returns the model whose `fit` has built the optimizer, or `None`.
     _model: Callable[[], Any]
 
     def __init__(
@@ -108,7 +101,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         tail = check_choice("tail", tail, TAILS)
         accumulator_dtype = check_choice("accumulator_dtype", accumulator_dtype, ACCUMULATOR_DTYPES)
         skip_nonfinite = check_flag("skip_nonfinite", skip_nonfinite)
-        super().__init__(checked_inner(inner_optimizer), name=check_text("name", name, optional=True))
+        super().__init__(check_inner_optimizer(inner_optimizer), name=check_text("name", name, optional=True))
         self.steps = schedule.steps
         self.schedule = schedule
         self.weighting = weighting
@@ -117,9 +110,9 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self.skip_nonfinite = skip_nonfinite
         self._window: GradientWindow | None = None
         self._strategy = tf.distribute.get_strategy()
-        # How many replicas are within `gathering`: they are traced by turns.
+        # The number of replicas in `gathering`: their traces are interleaved.
         self._gathering = 0
-        # By index of the variable, whether it was trainable when it last had a gradient. Bypass Keras's tracking.
+        # Whether each variable, by index, was trainable when it last had a gradient. Bypass Keras's tracking.
         self.__dict__["_with_gradient"] = {}
         self._advised = False
         self.__dict__["_model"] = lambda: None
@@ -128,12 +121,12 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """Creates the accumulators and the inner optimizer's state for the model's trainable `variables`."""
         if self.built:
             return
-        # Variables created while tracing would be initialized in a conditional, which fails on several devices.
+        # Variables created in a trace would be initialized in a conditional, which fails on several devices.
         with tf.init_scope():
             super().build(variables)
-            # Bypass Keras's tracking. Replicas are traced in threads of their own.
-            found = fit_frame(inspect.currentframe())
-            self.__dict__["_model"] = weakref.ref(found.f_locals["self"]) if found else lambda: None
+            # Bypass Keras's tracking.
+            frame = fit_frame(inspect.currentframe())
+            self.__dict__["_model"] = weakref.ref(frame.f_locals["self"]) if frame else lambda: None
             self._strategy = tf.distribute.get_strategy()
             self._window = GradientWindow(self, self.accumulator_dtype)
             install_storages(self.inner_optimizer, variables)
@@ -165,16 +158,16 @@ class AccumulatingOptimizer(WrappingOptimizer):
         observe_gradient(self, [g for g, v in zip(grads, variables, strict=True) if v is not self.gradient_weight])
         pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
         contribution = next((g for g, v in pairs if v is self.gradient_weight), None)
-        given = [(self.index_of(v), g) for g, v in pairs if v is not self.gradient_weight]
-        if not given:
+        pairs = [(g, v) for g, v in pairs if v is not self.gradient_weight]
+        if not pairs:
             raise ValueError("No gradients provided for any variable: the loss depends on none of them.")
-        indices, gradients = zip(*given, strict=True)
+        indices, gradients = [self.index_of(v) for _, v in pairs], [g for g, _ in pairs]
         self._with_gradient.update({index: self.trainable_variables[index].trainable for index in indices})
         if tf.inside_function():
-            # Settings that this trace sees anew hold for the other functions, too.
+            # The settings may have changed since the other functions were traced.
             self.__dict__.pop("_compiled_functions", None)
         window.add_gradients(indices, gradients, contribution, drop_nonfinite=self._drops_nonfinite)
-        # As above, a counter waits for the batch.
+        # With data of unknown length, a counter must not advance for a batch that turns out not to exist.
         with tf.control_dependencies(None if tf.executing_eagerly() else gradients):
             if not self._gathering:
                 if contribution is None:
@@ -183,7 +176,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     @property
     def gradient_weight(self) -> keras.Variable:
-        """The window's weight. Its gradient, passed to `apply` with the others, says what they count for."""
+        """The window's weight. Its gradient, passed to `apply` with the others, is their `Contribution`."""
         return self.window.weight
 
     @contextlib.contextmanager
@@ -214,18 +207,18 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     def _update(self, per_replica) -> None:
         window, all_variables = self.window, self.trainable_variables
-        # A variable that was frozen since has no gradient any more, and no update by its momentum either.
+        # A variable that was frozen since gets no update, not even by its momentum.
         frozen = {index for index, was in self._with_gradient.items() if was and not all_variables[index].trainable}
         places = [index for index in range(len(all_variables)) if index not in frozen]
         variables = [all_variables[index] for index in places]
-        # A window restored from a checkpoint does not yet know which variables get gradients.
+        # After a restore, it is unknown which variables get gradients.
         indices = sorted(self._with_gradient.keys() - frozen) or places
 
         def mean():
             means, weight = window.mean(indices, [all_variables[index] for index in indices])
             gradients = dict(zip(indices, means, strict=True))
             present = [gradients.get(index) for index in places]
-            # Before the branch below, in which TensorFlow can't run collectives.
+            # Here, as TensorFlow can't run collectives in the branch below.
             return present, weight, squared_norms(self.inner_optimizer, present, variables)
 
         gradients, weight, norms = per_replica(mean)
@@ -251,14 +244,14 @@ class AccumulatingOptimizer(WrappingOptimizer):
         if not self.built or int(self.window.position.numpy()) == 0:
             return False
         with computing_with(self.trainable_variables):
-            self._compiled_update()
+            self._compiled("update", lambda: self._strategy.run(self.end_micro_batch, args=(True,)))()
         return True
 
     def discard(self) -> None:
         """Empties the window without an update."""
         if self.built:
             with computing_with(self.trainable_variables):
-                self._compiled_clear()
+                self._compiled("clear", lambda: self._strategy.run(self.window.clear))()
             self.window.position.assign(0)
 
     def end_epoch(self) -> None:
@@ -273,23 +266,15 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """The host's count of micro-batches, used by `ExactAccumulation`."""
         return HostSchedule(self)
 
-    @property
-    def _compiled_update(self) -> Callable[[], None]:
-        return self._compiled("update", lambda: self._strategy.run(self.end_micro_batch, args=(True,)))
-
-    @property
-    def _compiled_clear(self) -> Callable[[], None]:
-        return self._compiled("clear", lambda: self._strategy.run(self.window.clear))
-
     def _compiled(self, name: str, run: Callable[[], None]) -> Callable[[], None]:
-        """A function of the optimizer's, traced again where it would compute something else."""
+        """Compiles a function, again if the transform or the mesh has changed."""
         # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
-        known = self.__dict__.setdefault("_compiled_functions", {})
-        transform, mesh = installed(self.inner_optimizer), mesh_of(self.trainable_variables)
-        before = known.get(name)
+        functions = self.__dict__.setdefault("_compiled_functions", {})
+        transform, mesh = installed_transform(self.inner_optimizer), mesh_of(self.trainable_variables)
+        before = functions.get(name)
         if before is None or before[0] != transform or before[1] is not mesh:
-            known[name] = transform, mesh, tf.function(releasing(run), autograph=False)
-        return known[name][2]
+            functions[name] = transform, mesh, tf.function(releasing(run), autograph=False)
+        return functions[name][2]
 
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
         """Closes the last window, then finalizes the inner optimizer's variables."""
@@ -297,11 +282,9 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def _advise(self) -> None:
-        # A window of one micro-batch is a batch.
-        alone = self.schedule.is_constant and self.schedule.at(0) == 1
-        if self.weighting != "uniform" and not alone and not self._advised:
+        if self.weighting != "uniform" and not self.schedule.is_always_one and not self._advised:
             self._advised = True
-            advise_the_callback(self.name, self._model())
+            recommend_callback(self.name, self._model())
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, serialized."""

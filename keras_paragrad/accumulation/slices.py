@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.accumulation.arguments import SLICE_WEIGHTINGS
+from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS
 from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_at
 from keras_paragrad.arguments import check_choice, check_instance, check_integer
 from keras_paragrad.engine.losses.normalization import LossNormalization, warn_of_batch_statistics
-from keras_paragrad.engine.replicas.shard import rows_of
+from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.engine.step.forward import StepContext
-from keras_paragrad.engine.step.gradient import Gradient
+from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.symbolic import build_losses
 
@@ -23,7 +22,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
 
     Training is unchanged, with one update per batch: losses and gradients are averaged over the slices, weighted by
     their normalizers, and metrics see every example. The slices run sequentially inside the compiled step, with
-    `jit_compile`, `steps_per_execution` and strategies; under a strategy, each replica slices its own shard.
+    `jit_compile`, `steps_per_execution` and strategies; under a strategy, each replica slices its batch.
 
     Args:
         model: A model, compiled or not yet.
@@ -81,7 +80,7 @@ class Slices(NamedTuple):
 
     Attributes:
         size: The maximum number of examples in a slice.
-        normalize: Measures the weight of a slice.
+        normalize: Computes the weight of a slice.
     """
 
     size: int
@@ -89,57 +88,57 @@ class Slices(NamedTuple):
 
     @property
     def deferred_refusal(self) -> DeferredRefusal:
-        """For batches of a single slice, the check that only logs what several slices would refuse."""
+        """Logs, for batches of a single slice, what several would refuse."""
         return DeferredRefusal(
             self.normalize, f"is trained on whole batches. One of more than size={self.size} examples"
         )
 
     @property
     def undivided(self) -> str:
-        """Which batch can't be cut, for the error of a model that allows no slices."""
+        """The first sentence of the error for a batch that can't be cut."""
         return f"A batch has more than size={self.size} examples, and can't be split into slices."
 
     def cuts(self, data: Any) -> bool | None:
-        """Whether a batch has more examples than a slice; `None` if its static shape is unknown."""
-        known = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]
-        return None if known is None else known > self.size
+        """Whether a batch has more examples than a slice; `None` if its size isn't static."""
+        rows = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]
+        return None if rows is None else rows > self.size
 
     def __call__(self, context: StepContext, data: Any) -> Gradient:
         """The gradient of a batch, from those of its slices."""
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-        known = tensors[0].shape[0]
+        static = tensors[0].shape[0]
         sums = self.make_accumulator(context, data)
 
         def add_rest(total):
-            # Computed inside the branch: XLA can't treat a captured value as a compile-time constant.
+            # Computed in the branch: XLA can't treat a captured value as a compile-time constant.
             rows = rows_of(tensors)
             first = rows // self.size * self.size
             return sums.add(total, rows_at(data, first, rows - first), rows)
 
-        rows = rows_of(tensors) if known is None else known
+        rows = rows_of(tensors) if static is None else static
         whole = rows // self.size
         rest = rows - whole * self.size
         total = self.accumulate(sums, whole, lambda index: rows_at(data, index * self.size, self.size), rows)
-        if known is None:
+        if static is None:
             total = tf.cond(rest > 0, lambda: add_rest(total), lambda: total)
         elif rest:
             total = add_rest(total)
         return sums.gradient(total, rows)
 
-    def make_accumulator(self, context: StepContext, data: Any, *, alike: bool = False) -> SliceSums:
-        """What sums the slices of a batch, of a model whose weights and losses are built; see `SliceSums`."""
+    def make_accumulator(self, context: StepContext, data: Any, *, equal_weights: bool = False) -> SliceSums:
+        """Builds the model's weights and losses, and returns the `SliceSums` of a batch."""
         if not context.model.built:
             context.model(rows_at(data, 0, 1)[0])
         build_losses(context.model, rows_at(data, 0, 1))
-        return SliceSums(context, alike=alike)
+        return SliceSums(context, equal_weights=equal_weights)
 
     def accumulate(
-        self, sums: SliceSums, slices: Any, slice_at: Callable[[Any], Any], rows: Any, **how: Any
+        self, sums: SliceSums, slices: Any, slice_at: Callable[[Any], Any], rows: Any, **fields: Any
     ) -> RunningSums:
-        """The sums over so many slices, which `slice_at` cuts from a batch of `rows`; for `how` see `SliceSums`."""
+        """Sums `slices` slices, which `slice_at` cuts from a batch of `rows`; `fields` as in `SliceSums.add`."""
 
         def add_slice(index, total):
-            return index + 1, sums.add(total, slice_at(index), rows, in_loop=True, **how)
+            return index + 1, sums.add(total, slice_at(index), rows, in_loop=True, **fields)
 
         start = tf.constant(0), sums.zero()
         return tf.while_loop(lambda index, _: index < slices, add_slice, start, parallel_iterations=1)[1]

@@ -1,16 +1,117 @@
-"""The window: each replica's weighted sum of the gradients since the last update."""
+"""The window: how many micro-batches it has, and each replica's weighted sum of their gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_paragrad.arguments import check_integer, refusal, shown
 from keras_paragrad.compat.optimizer import WrappingOptimizer
 from keras_paragrad.compat.saved import SavedVariables
 from keras_paragrad.engine.step.apply import Contribution
 from keras_paragrad.storage.gradients import reduce_replicated_gradients
 from keras_paragrad.storage.storage import storage_of
+
+Steps = int | Sequence[Sequence[int]] | Callable[[Any], Any]
+
+_EXPECTED = (
+    "an integer of at least 1, pairs of (first update, steps) such as [(0, 2), (100, 8)], or a function of the update "
+    "that TensorFlow can trace"
+)
+
+
+class StepsSchedule:
+    """The number of micro-batches in the window that ends with a given update.
+
+    Args:
+        steps: An integer; pairs `(first_update, steps)` in ascending order, starting at update 0; or a callable that
+            takes the number of updates made so far, a scalar int64 tensor, and returns an integer scalar.
+
+    Raises:
+        ValueError: The schedule is empty, unsorted or does not begin at 0, or has other numbers of steps than integers
+            of at least 1.
+
+    Attributes:
+        steps: The steps as plain integers, for a config, or the callable.
+
+    Example:
+
+    >>> from keras_paragrad.accumulation.window import StepsSchedule
+    >>> schedule = StepsSchedule([(0, 2), (100, 8)])
+    >>> [schedule.at(update) for update in (0, 99, 100)]
+    [2, 2, 8]
+    """
+
+    def __init__(self, steps: Steps):
+        self.function = steps if callable(steps) else None
+        self.pairs = [] if callable(steps) else _check_pairs(steps)
+        self.steps: Steps = self.pairs if isinstance(steps, (list, tuple)) else self.function or self.pairs[0][1]
+        if self.function:
+            self._check_function()
+
+    def _check_function(self) -> None:
+        try:
+            self.at(0)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise refusal("steps", self.function, f"{_EXPECTED}; this one raised {error!r:.200}", "4") from error
+        try:
+            tf.function(self, autograph=False).get_concrete_function(tf.TensorSpec((), tf.int64))
+        except Exception as error:
+            raise ValueError(
+                "`steps` accepts a number, but can't be traced by TensorFlow, which passes a scalar int64 tensor: "
+                f"{error} Use tf.where instead of `if`."
+            ) from error
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether every update takes the same number of micro-batches."""
+        return len(self.pairs) == 1
+
+    @property
+    def is_always_one(self) -> bool:
+        """Whether every update takes a single micro-batch."""
+        return self.is_constant and self.at(0) == 1
+
+    def __call__(self, update: Any) -> tf.Tensor:
+        """The steps of the window that ends with `update`, as an int64 scalar; can be traced."""
+        update = tf.cast(tf.convert_to_tensor(update), tf.int64)
+        if self.function:
+            return tf.cast(self.function(update), tf.int64)
+        steps = tf.constant(self.pairs[0][1], tf.int64)
+        for first, count in self.pairs[1:]:
+            steps = tf.where(update >= first, tf.constant(count, tf.int64), steps)
+        return steps
+
+    def at(self, update: int) -> int:
+        """The steps as a Python integer, for the host; checks the result of a callable."""
+        if self.function is None:
+            return next(count for first, count in reversed(self.pairs) if update >= first)
+        steps = keras.ops.convert_to_numpy(self.function(tf.constant(update, tf.int64)))
+        if steps.shape != () or steps.dtype.kind not in "iu" or steps < 1:
+            raise ValueError(
+                f"`steps` returned {shown(steps)} for update {update}. It must return an integer of at least 1."
+            )
+        return int(steps)
+
+
+def _check_pairs(steps: Any) -> list[tuple[int, int]]:
+    listed = steps if isinstance(steps, (list, tuple)) else [(0, steps)]
+    try:
+        pairs = [(check_integer("steps", first, least=0), check_integer("steps", count)) for first, count in listed]
+    except (TypeError, ValueError):  # not pairs, or not integers
+        pairs = []
+    if not pairs:
+        raise refusal("steps", steps, _EXPECTED, "4")
+    firsts = [first for first, _ in pairs]
+    if firsts[0] != 0 or firsts != sorted(set(firsts)):
+        raise ValueError(
+            f"`steps` changes at updates {shown(firsts)}, which must start at 0 and increase. "
+            f"Write steps={sorted({0: pairs[0][1], **dict(pairs)}.items())}."
+        )
+    return pairs
 
 
 class GradientWindow(SavedVariables):
@@ -28,23 +129,23 @@ class GradientWindow(SavedVariables):
 
     def __init__(self, optimizer: WrappingOptimizer, dtype: str | None):
         super().__init__()
-        # Whose sums gradients have replaced, and been added to, in any trace. Bypass tracking.
+        # The indices of sums that gradients have replaced, and were added to, in any trace. Bypass tracking.
         self.__dict__.update(_replaced=set(), _added=set())
         variables = optimizer.trainable_variables
         self.overwrites = [optimizer.overwrites(variable) for variable in variables]
         self.position = self.add("position", dtype="int64")
         self.weight = self.add("weight", local=True, aggregation="sum")
-        # Optimizers around this one, such as a LossScaleOptimizer, pass its gradient on as it is.
+        # So outer optimizers, such as a LossScaleOptimizer, pass its gradient on unchanged.
         self.weight.overwrite_with_gradient = True
-        # A variable that is overwritten by its gradient, such as a float8 scale, takes the largest; its values are
-        # the same on all replicas and must not be summed when saved.
+        # A variable that is overwritten by its gradient, such as a float8 scale, takes the largest. Its values are the
+        # same on all replicas, and must not be summed when saved.
         self.accumulators = [
             self.add(
                 f"accumulator_{index}",
                 variable.shape,
                 variable.dtype if overwrites or dtype is None else dtype,
                 aggregation="mean" if overwrites else "sum",
-                # One of a divided variable is divided itself, and has the sum over all replicas.
+                # That of a sharded variable is sharded too, and holds the sum over all replicas.
                 local=not storage_of(variable).divided,
                 like=variable,
             )
@@ -54,23 +155,23 @@ class GradientWindow(SavedVariables):
     def add_gradients(
         self, indices: Sequence[int], gradients: Sequence, contribution: tf.Tensor | None, *, drop_nonfinite: bool
     ) -> None:
-        """Adds one micro-batch's gradients, or begins anew with them, after an update.
+        """Adds a micro-batch's gradients, or starts a window with them after an update.
 
         Args:
             indices: Indices of the optimizer's variables that the gradients belong to.
             gradients: Dense or `tf.IndexedSlices`.
-            contribution: Their `Contribution` as a tensor; that of all is the same, if `None`.
+            contribution: Their `Contribution` as a tensor; if `None`, all micro-batches have the same.
             drop_nonfinite: Whether to skip the micro-batch if any gradient is infinite or NaN.
         """
-        given = Contribution.of(None) if contribution is None else Contribution(*tf.unstack(contribution, 3))
-        scale = None if contribution is None else given.scale
+        parts = Contribution.of(None) if contribution is None else Contribution(*tf.unstack(contribution, 3))
+        scale = None if contribution is None else parts.scale
         before = tf.convert_to_tensor(self.weight.value)
-        # The sums of an emptied window are still there, and have the weight zero; that of sums to add to is minus zero.
+        # A weight of zero marks a cleared window, whose stale sums are replaced; a started one of weight zero has -0.0.
         first = tf.equal(tf.math.reciprocal(before), float("inf"))
         finite = _all_finite(gradients) if drop_nonfinite else None
         # With data of unknown length, a counter must not advance for a batch that turns out not to exist.
         with tf.control_dependencies(None if tf.executing_eagerly() else gradients):
-            weight = before * given.kept + given.weight
+            weight = before * parts.decay + parts.weight
             weight = tf.where(tf.equal(weight, 0.0), -tf.abs(weight), weight)
             if finite is not None:
                 weight = tf.where(finite, weight, before)
@@ -80,7 +181,7 @@ class GradientWindow(SavedVariables):
         replaced = {index for index, each in pairs if storages[index].replaces and not _is_sparse(each)}
         added = set(indices) - replaced
         for index, storage in enumerate(storages):
-            # What is never replaced is cleared by each update: adding single rows is not to touch the others.
+            # Sums that are never replaced are cleared by each update: adding single rows must not touch the others.
             if index not in replaced and (index not in added or index in self._replaced):
                 storage.reset(first)
         self._replaced |= replaced
@@ -102,10 +203,10 @@ class GradientWindow(SavedVariables):
             storage.accumulate(values if rows is None else tf.IndexedSlices(values, rows, shape), scale, first)
 
     def mean(self, indices: Sequence[int], variables: Sequence[keras.Variable]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The gradient of the whole window over all replicas, combined once, and the weight it was divided by.
+        """The mean gradient of the window over all replicas, in one reduction, and the weight that it is divided by.
 
         Args:
-            indices: Indices of the optimizer's variables that have one.
+            indices: Indices of the optimizer's variables that have a gradient.
             variables: Those variables.
         """
         # Without tf.identity, a multi-worker strategy can't place variables that are used inside a conditional.
@@ -123,7 +224,7 @@ class GradientWindow(SavedVariables):
         return sums, weight
 
     def clear(self) -> None:
-        """Empties this replica's part of the window. The next gradients replace the sums that aren't cleared."""
+        """Clears this replica's window. The next gradients replace the sums that aren't cleared."""
         self.weight.value.assign(0.0)
         for index, accumulator in enumerate(self.accumulators):
             if index not in self._replaced - self._added:
@@ -131,7 +232,6 @@ class GradientWindow(SavedVariables):
 
 
 def _is_sparse(gradient: Any) -> bool:
-    """Whether a gradient has single rows alone."""
     return isinstance(gradient, tf.IndexedSlices)
 
 

@@ -30,7 +30,7 @@ from keras_paragrad.distribution.plan import Plan, make_plan
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.distribution.training import check_fit_arguments, check_overridden_fit, train
 from keras_paragrad.distribution.workers import all_or_none
-from keras_paragrad.engine.replicas.unprepared import warn_of_unprepared
+from keras_paragrad.engine.replicas.prepared import warn_if_unprepared
 from keras_paragrad.exports import passing_options_to, with_arguments_of
 from keras_paragrad.memory.estimated import Estimate
 from keras_paragrad.plain_text import InNotebooks
@@ -113,7 +113,7 @@ class DistributedFit(InNotebooks):
         self._estimate: Estimate | None = None
         self._table: Any = None
         self._create_as_planned()
-        warn_of_unprepared(self.strategy)
+        warn_if_unprepared(self.strategy)
 
     @property
     def strategy(self) -> tf.distribute.Strategy:

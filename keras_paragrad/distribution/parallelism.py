@@ -15,7 +15,7 @@ from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Decisions, Options, Planner, planner_of
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.preparation import Preparation
-from keras_paragrad.engine.replicas.unprepared import check_compiled_in_scope
+from keras_paragrad.engine.step.symbolic import check_compiled_in_scope
 from keras_paragrad.memory.estimate import estimate_memory
 from keras_paragrad.memory.estimated import Estimate
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad.accumulation.callback import ExactAccumulation
+from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation
 from keras_paragrad.arguments import check_each, check_flag, check_instance, check_integer, check_number
 from keras_paragrad.compat.capabilities import accumulating
 from keras_paragrad.compat.local import place_of

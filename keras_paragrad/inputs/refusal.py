@@ -7,9 +7,9 @@ from typing import Any
 import keras
 
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.engine.probes.rows import mixing_layer
+from keras_paragrad.engine.probes.row_independence import find_mixing_layer
+from keras_paragrad.engine.step.operations import assigned_resources
 from keras_paragrad.engine.step.segments import calls_of, functional_of
-from keras_paragrad.engine.step.stateful_ops import assigned_resources
 
 _KEEPS_STATE = (
     "so a row's derivatives would depend on the rows before it, and later predictions would be others than before."
@@ -41,7 +41,7 @@ def check_rows(model: keras.Model, inputs: Any) -> None:
     Raises:
         ValueError: It does. The message names the layer.
     """
-    layer = mixing_layer(model, inputs, training=False)
+    layer = find_mixing_layer(model, inputs, training=False)
     if layer:
         raise ValueError(
             f"The output of {layer!r} for one row depends on the other rows, so a row has no derivative of its own. "

@@ -9,8 +9,8 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.engine.probes.untouched import untouched
+from keras_paragrad.engine.step.operations import check_repeatable
 from keras_paragrad.engine.step.segments import Part, functional_of, run_in_parts
-from keras_paragrad.engine.step.stateful_ops import check_operations
 from keras_paragrad.flops import flops_of_operation
 
 # Examples in the traced batch. Of one, layers may drop the axis.
@@ -174,7 +174,7 @@ def _work(operation: tf.Operation) -> float:
 
 def _repeatable(name: str, operations: Iterable[tf.Operation]) -> bool:
     try:
-        check_operations(name, operations)
+        check_repeatable(name, operations)
     except ValueError:
         return False
     return True

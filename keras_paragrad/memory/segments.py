@@ -9,10 +9,10 @@ from keras_paragrad.compat.model import all_layers
 from keras_paragrad.engine.step.segments import (
     Part,
     functional_of,
-    joined,
-    nested_in,
+    join_parts,
     parts_of,
     runs_in_segments,
+    single_nested_model,
 )
 from keras_paragrad.memory.layer_names import check_within
 from keras_paragrad.memory.measure import Cost, Measured, measure
@@ -174,7 +174,7 @@ def cut_where_it_pays(model: keras.Model) -> Cut:
         )
         return _cut(functional, parts, segments, expects)
     again = sum(sum(cost.work for cost in found.parts[first:last]) for first, last, _ in chosen) / found.work
-    names = [joined(functional, parts[first:last]).name for first, last, _ in chosen]
+    names = [join_parts(functional, parts[first:last]).name for first, last, _ in chosen]
     listed = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
     expects = (
         f"recompute: {len(chosen)} of {len(segments)} segments of {model.name!r} run again: {listed}. Kept for the "
@@ -185,7 +185,7 @@ def cut_where_it_pays(model: keras.Model) -> Cut:
 
 
 def _cut(functional: Any, parts: Sequence[Part], segments: Sequence[Span], expects: str | None) -> Cut:
-    made = [(joined(functional, parts[first:last]), recomputed) for first, last, recomputed in segments]
+    made = [(join_parts(functional, parts[first:last]), recomputed) for first, last, recomputed in segments]
     return Cut(functional, made, expects)
 
 
@@ -202,7 +202,7 @@ def _parts(model: keras.Model) -> tuple[Any, list[Part]]:
         check_within(model, layer)
     parts = parts_of(functional)
     for part in parts:
-        inside = nested_in(part)
+        inside = single_nested_model(part)
         if (
             inside is not None
             and functional_of(inside) is not None

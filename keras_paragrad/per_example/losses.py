@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes.losses import mixes_rows
+from keras_paragrad.engine.probes.losses import loss_mixes_rows
 
 _CHECKED: "weakref.WeakSet[keras.losses.Loss]" = weakref.WeakSet()
 
@@ -32,7 +32,7 @@ def check_loss(term: LossTerm) -> None:
             f"The loss {loss.name!r} returns one number for the whole batch, so an example has no loss of its own. "
             "Return one value per example; for Dice and Tversky, pass axis= without the batch axis 0."
         )
-    if mixes_rows(term, one_value_each=True):
+    if loss_mixes_rows(term, one_value_each=True):
         raise ValueError(
             f"The value of the loss {loss.name!r} for one example depends on the others in the batch, so an example "
             "has no gradient of its own. Use a loss that is a sum over the examples."

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.engine.probes.rows import mixing_layer
+from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 
 _FOUND: "weakref.WeakKeyDictionary[keras.layers.Layer, dict]" = weakref.WeakKeyDictionary()
 
@@ -25,7 +25,7 @@ def check_layer(layer: keras.layers.Layer, *arguments: Any, training: bool = Tru
     known = _FOUND.setdefault(layer, {})
     key = (training, *map(_kind, keras.tree.flatten(arguments)))
     if key not in known:
-        known[key] = mixing_layer(layer, *arguments, training=training)
+        known[key] = find_mixing_layer(layer, *arguments, training=training)
     if known[key]:
         raise ValueError(
             f"The output of {known[key]!r} for one example depends on the others in the batch, so an example has no "

@@ -54,7 +54,7 @@ class NoiseEstimate:
         self.average = replica_variable([3])
 
     def gradient(self, gradients: Sequence[Any], rows: tf.Tensor) -> None:
-        """Records the gradient of one replica's micro-batch; see `keras_paragrad.engine.telemetry.observe.Observe`."""
+        """Records the gradient of one replica's micro-batch; see `keras_paragrad.engine.telemetry.watch.Observe`."""
         rows = tf.cast(rows, "float32")
         if self.examples is not None:
             small = [self.examples(), rows, rows, rows]

@@ -15,7 +15,7 @@ from keras_paragrad.compat.model import (
     summed_by_keras,
 )
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
-from keras_paragrad.engine.step.forward import replica_weight_of
+from keras_paragrad.engine.step.gradient import replica_weight_of
 from keras_paragrad.per_example.losses import check_loss, row_losses
 from keras_paragrad.per_example.mixing import check_model
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_number, refusal
 from keras_paragrad.compat.layers import may_be_differentiated
 from keras_paragrad.compat.model import added_losses
-from keras_paragrad.engine.probes.states import layers_that_keep_examples
+from keras_paragrad.engine.probes.states import layers_storing_examples
 from keras_paragrad.engine.probes.trial import is_trial
 from keras_paragrad.engine.step.symbolic import build_by_calling
 from keras_paragrad.per_example.quantities import Quantities
@@ -55,7 +55,7 @@ class PrivateGradients(PerExampleGradients):
     def _check_states(self, inputs: Any) -> None:
         """Refuses layers whose states depend on the examples: states get no noise."""
         if self.layer not in _STATEFUL:
-            _STATEFUL[self.layer] = layers_that_keep_examples(self.layer, inputs)
+            _STATEFUL[self.layer] = layers_storing_examples(self.layer, inputs)
         if names := _STATEFUL[self.layer]:
             raise ValueError(
                 f"Training changes a state of {', '.join(names)} as a function of the examples, and a state gets no "

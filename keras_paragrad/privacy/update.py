@@ -15,8 +15,7 @@ from keras_paragrad.accumulation.slices import Slices
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.engine.losses.logs import has_metrics
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.engine.step.forward import StepContext, call_in_function
-from keras_paragrad.engine.step.gradient import Gradient, is_slower_in_xla_loop
+from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, is_slower_in_xla_loop
 from keras_paragrad.privacy.sampling import present_rows
 
 # Rows of a physical batch are a multiple of this, for the kernels.
@@ -75,11 +74,13 @@ class PhysicalBatches(Slices):
         batches = tf.maximum(1, -(-drawn // self.size))
         size = self._even_size(drawn, batches) if _allows_any_batch_size(model) else self.size
         rows = batches * size
-        sums = self.make_accumulator(context, data, alike=True)
+        sums = self.make_accumulator(context, data, equal_weights=True)
 
         def accumulate(data, **how):
             # The batch is padded, so no slice ends beyond it.
-            return self.accumulate(sums, batches, lambda at: rows_at(data, at * size, size, inside=True), rows, **how)
+            return self.accumulate(
+                sums, batches, lambda at: rows_at(data, at * size, size, in_bounds=True), rows, **how
+            )
 
         with model.per_example.averaging(rows * replica_count()):
             # Metrics are updated with the drawn rows alone, whose number is dynamic: XLA can't compile that.

@@ -13,7 +13,7 @@ import numpy as np
 
 from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
 from keras_paragrad.compat.local import place_of, together_of
-from keras_paragrad.engine.telemetry.counts import TracedGraph, batch_spec, gradient_graph
+from keras_paragrad.engine.telemetry.train_functions import TracedGraph, batch_spec, gradient_graph
 from keras_paragrad.flops import flops_of
 from keras_paragrad.plain_text import read_json
 from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table, begin_csv

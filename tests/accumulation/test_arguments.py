@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from keras_paragrad import AccumulatingOptimizer
-from keras_paragrad.accumulation.schedule import StepsSchedule
+from keras_paragrad.accumulation.window import StepsSchedule
 
 pytestmark = pytest.mark.fast
 

@@ -20,9 +20,9 @@ from keras_paragrad import (
 )
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes import trial
-from keras_paragrad.engine.probes.losses import mixes_rows
-from keras_paragrad.engine.probes.rows import mixing_layer
-from keras_paragrad.engine.probes.states import layers_apart, metrics_apart
+from keras_paragrad.engine.probes.losses import loss_mixes_rows
+from keras_paragrad.engine.probes.row_independence import find_mixing_layer
+from keras_paragrad.engine.probes.states import split_dependent_layers, split_dependent_metrics
 
 
 class MinusBatchMean(layers.Layer):
@@ -138,7 +138,7 @@ def test_layers(make, found):
     model = make()
     batch = tf.zeros((4, 2), "int32") if isinstance(model, Recommender) else tf.zeros((4, 4))
     before = values(model.variables)
-    assert mixing_layer(model, batch) == found
+    assert find_mixing_layer(model, batch) == found
     np.testing.assert_equal(values(model.variables), before)
     assert not model.losses
 
@@ -155,7 +155,7 @@ def test_a_fault_of_the_trial_breaks_no_training(monkeypatch, caplog):
     def fault(*_):
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(trial.Pure, "__call__", fault)
+    monkeypatch.setattr(trial.PureFunction, "__call__", fault)
     model = sequential(MinusBatchMean())
     model.compile("sgd", "sparse_categorical_crossentropy", metrics=[Maximum()], run_eagerly=True)
     with caplog.at_level("DEBUG", "keras_paragrad"), microbatch(model, 3):
@@ -213,8 +213,8 @@ def test_a_trial_leaves_nothing_behind(monkeypatch):
         calls = [tuple(shape) for shape in model.leaves.calls]
         return values(variables), drawn, calls, len(model.leaves._losses), history
 
-    compute = trial.Pure.__call__
-    monkeypatch.setattr(trial.Pure, "__call__", lambda *given: tried.append(given) or compute(*given))
+    compute = trial.PureFunction.__call__
+    monkeypatch.setattr(trial.PureFunction, "__call__", lambda *given: tried.append(given) or compute(*given))
     found = trained()
     assert len(tried) > 8
     monkeypatch.setattr(trial, "ThreadPoolExecutor", None)
@@ -233,7 +233,7 @@ def test_a_state_that_keras_does_not_know_is_left_alone():
 
     model = sequential(Draws())
     before = model.layers[1].generator.state.numpy()
-    assert mixing_layer(model, tf.zeros((4, 4))) is None
+    assert find_mixing_layer(model, tf.zeros((4, 4))) is None
     np.testing.assert_equal(model.layers[1].generator.state.numpy(), before)
 
 
@@ -282,7 +282,7 @@ class DividesItself(keras.losses.Loss):
     ],
 )
 def test_losses(loss, targets, mixes):
-    assert mixes_rows(LossTerm(loss, tf.zeros(*targets), tf.zeros((4, 5)), None)) == mixes
+    assert loss_mixes_rows(LossTerm(loss, tf.zeros(*targets), tf.zeros((4, 5)), None)) == mixes
 
 
 class Maximum(keras.metrics.Metric):
@@ -306,7 +306,7 @@ def error(y_true, y_pred):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("metric", "beside", "one_after_the_other"),
+    ("metric", "on_replicas", "one_after_the_other"),
     [
         (keras.metrics.AUC(), ([], []), ([], [])),
         (keras.metrics.R2Score(), ([], []), ([], [])),
@@ -315,23 +315,23 @@ def error(y_true, y_pred):
         (error, ([], ["error"]), ([], ["error"])),
     ],
 )
-def test_metrics(metric, beside, one_after_the_other):
+def test_metrics(metric, on_replicas, one_after_the_other):
     model = sequential()
     model.compile("sgd", "mse", metrics=[metric])
     model.test_on_batch(np.zeros((4, 4), "float32"), np.zeros((4, 2), "float32"))
     before = values(model.metrics_variables)
     tensors = [tf.zeros((4, 2)), tf.zeros((4, 2)), None]
-    assert metrics_apart(model, *tensors, beside=True) == beside
-    assert metrics_apart(model, *tensors, beside=False) == one_after_the_other
+    assert split_dependent_metrics(model, *tensors, on_replicas=True) == on_replicas
+    assert split_dependent_metrics(model, *tensors, on_replicas=False) == one_after_the_other
     np.testing.assert_equal(values(model.metrics_variables), before)
 
 
 def test_states_of_layers():
     model = sequential(layers.Normalization(mean=0, variance=1), RunningMean(name="running"), layers.Dropout(0.5))
     # On replicas it is the mean of their means, which is another where one has more rows.
-    for beside in (True, False):
-        assert layers_apart(model, tf.zeros((4, 4)), beside=beside) == ["running"]
-    assert layers_apart(sequential(layers.Dropout(0.5), Unseeded()), tf.zeros((4, 4)), beside=True) == []
+    for on_replicas in (True, False):
+        assert split_dependent_layers(model, tf.zeros((4, 4)), on_replicas=on_replicas) == ["running"]
+    assert split_dependent_layers(sequential(layers.Dropout(0.5), Unseeded()), tf.zeros((4, 4)), on_replicas=True) == []
     assert float(model.get_layer("running").mean.numpy()) == 0.0
 
 
@@ -582,5 +582,5 @@ def test_a_loss_that_cannot_be_tried(caplog):
     model, data = random_loss(generator=True)
     with microbatch(model, 3, weighting="sum"):
         model.fit(*data, verbose=0)
-    assert "a state of which Keras does not know" in caplog.text
+    assert "a state that is unknown to Keras" in caplog.text
     assert "not checked whether the loss is divided by what `weighting` says" in caplog.text

@@ -89,7 +89,7 @@ _ACCUMULATION = [
     ),
     _fault(
         "a schedule of steps changes one update late in the graph",
-        "accumulation/schedule.py",
+        "accumulation/window.py",
         "tf.where(update >= first,",
         "tf.where(update > first,",
         "accumulation/test_arguments.py",
@@ -97,8 +97,8 @@ _ACCUMULATION = [
     _fault(
         "passes are a part of the loop that runs them",
         "accumulation/slices.py",
-        "rows, in_loop=True, **how)",
-        "rows, **how)",
+        "rows, in_loop=True, **fields)",
+        "rows, **fields)",
         "accumulation/test_microbatch.py::test_passes_in_a_loop_are_functions_of_their_own",
     ),
     _fault(
@@ -191,9 +191,9 @@ _STEP = [
     _fault(
         "gradients are clipped before they are all-reduced, too",
         "engine/step/apply.py",
-        "[gradients[index] for index in present], [variables[index] for index in present], beside\n",
+        "[gradients[index] for index in present], [variables[index] for index in present], also_reduce\n",
         "optimizer._clip_gradients([gradients[index] for index in present]),\n        "
-        "[variables[index] for index in present],\n        beside,\n",
+        "[variables[index] for index in present],\n        also_reduce,\n",
         "accumulation/test_microbatch.py::test_on_two_replicas",
     ),
     _fault(
@@ -221,7 +221,7 @@ _STEP = [
     _fault(
         "a replica clears the losses that another's layers have added",
         "engine/replicas/prepared.py",
-        "    keep_apart(model)\n",
+        "    separate_added_losses(model)\n",
         "",
         "distribution/test_added_losses.py",
     ),
@@ -234,7 +234,7 @@ _STEP = [
     ),
     _fault(
         "the gradient of a shard without rows is not zeroed",
-        "engine/replicas/shard.py",
+        "engine/replicas/replica_batch.py",
         "return tf.cond(self.nonempty, lambda: gradient, lambda: tf.zeros_like(gradient))",
         "return gradient",
         "distribution/test_fit.py::test_a_replica_without_rows_adds_nothing",
@@ -242,8 +242,8 @@ _STEP = [
     _fault(
         "a call of several batches leaves the last of them out",
         "engine/step/execution.py",
-        "return tf.logical_and(index < per_call, found)",
-        "return tf.logical_and(index < per_call - 1, found)",
+        "return tf.logical_and(index < per_call, has_batch)",
+        "return tf.logical_and(index < per_call - 1, has_batch)",
         "accumulation/test_tail.py::test_tail",
     ),
     _fault(
@@ -262,14 +262,14 @@ _STEP = [
     ),
     _fault(
         "a transform is applied twice",
-        "engine/step/update.py",
+        "engine/step/apply.py",
         "whole = transform(unscaled, changed)",
         "whole = transform(transform(unscaled, changed), changed)",
         "test_transform.py::test_on_one_device",
     ),
     _fault(
         "a transform sees gradients with the loss scale in them",
-        "engine/step/update.py",
+        "engine/step/apply.py",
         "unscaled = [gradient / scale for gradient in dense] if scale else dense",
         "unscaled = dense",
         "test_transform.py::test_without_loss_scale",
@@ -283,7 +283,7 @@ _STEP = [
     ),
     _fault(
         "shards are clipped by the norm of the gradient before its transform",
-        "engine/step/update.py",
+        "engine/step/apply.py",
         "replace_norms(optimizer, whole, changed)",
         "replace_norms(optimizer, unscaled, changed)",
         "sharding/test_storage.py::test_telemetry_and_transforms_see_whole_gradients",
@@ -307,9 +307,9 @@ _LOSSES = [
     ),
     _fault(
         "the losses of a window are not reset by its update",
-        "engine/losses/tracking.py",
-        "self.window.state.assign(tf.zeros_like(kept) if self.ends else kept)",
-        "self.window.state.assign(kept)",
+        "engine/losses/sums.py",
+        "self.window.state.assign(tf.zeros_like(state) if self.ends else state)",
+        "self.window.state.assign(state)",
         "accumulation/test_callback.py::test_the_logs_are_keras_own",
         "distribution/test_history.py::test_in_slices_and_in_windows",
     ),
@@ -642,8 +642,8 @@ _SHARDING = [
     _fault(
         "a layer that runs again draws other random numbers",
         "engine/step/recompute.py",
-        "weights, later(self.known.before), list(cotangents)",
-        "weights, later([each + 1 for each in self.known.before]), list(cotangents)",
+        "weights, later(self.captured.before), list(cotangents)",
+        "weights, later([each + 1 for each in self.captured.before]), list(cotangents)",
         "sharding/test_recompute.py::test_with_slices_and_accumulation",
     ),
     _fault(
@@ -670,8 +670,8 @@ _SHARDING = [
     _fault(
         "weights without a gradient get one of zeros from a recomputed layer",
         "engine/step/recompute.py",
-        "tape.gradient(results, watched, cotangents)",
-        'tape.gradient(results, watched, cotangents, unconnected_gradients="zero")',
+        "tape.gradient(targets, sources, cotangents)",
+        'tape.gradient(targets, sources, cotangents, unconnected_gradients="zero")',
         "sharding/test_recompute.py::test_trains_as_without",
     ),
     _fault(
@@ -690,7 +690,7 @@ _SHARDING = [
     ),
     _fault(
         "a pipeline's weights get no gradient from other devices than their own",
-        "engine/pipeline/columns.py",
+        "engine/pipeline/on_device.py",
         "lambda gradient: [gradient]",
         "lambda gradient: [0 * gradient]",
         "sharding/test_pipeline.py::test_columns_of_devices_end_where_one_device_ends",
@@ -704,7 +704,7 @@ _SHARDING = [
     ),
     _fault(
         "copies of a pipeline's weights outlive an update",
-        "engine/pipeline/columns.py",
+        "engine/pipeline/on_device.py",
         "        self._copies = {}\n        try:",
         "        self._copies = getattr(self, '_before', {})\n        self._before = self._copies\n        try:",
         "sharding/test_pipeline.py::test_columns_of_devices_end_where_one_device_ends",
@@ -712,7 +712,7 @@ _SHARDING = [
     _fault(
         "only the first devices of a pipeline's stages count",
         "distribution/pipeline/preparation.py",
-        "functools.reduce(sums.joined, totals)",
+        "functools.reduce(sums.merge, totals)",
         "totals[0]",
         "sharding/test_pipeline.py::test_columns_of_devices_end_where_one_device_ends",
     ),
@@ -760,36 +760,36 @@ _SHARDING = [
     ),
     _fault(
         "accumulators on a mesh are whole on each device",
-        "engine/mesh/placing.py",
-        'own = variable if section == "model" else accumulators.get(id(variable))',
-        'own = variable if section == "model" else None',
+        "engine/mesh/running.py",
+        'owner = variable if section == "model" else accumulators.get(id(variable))',
+        'owner = variable if section == "model" else None',
         "sharding/test_mesh.py::test_ends_where_one_device_ends",
     ),
     _fault(
         "an average pool's gradient on a mesh counts places outside of the image",
-        "engine/mesh/image_gradients.py",
+        "engine/mesh/equivalents.py",
         "inside / inside.sum(1, keepdims=True)",
         "inside / window",
         "sharding/test_mesh_operations.py::test_gradients_of_average_pools",
     ),
     _fault(
         "a depthwise convolution's gradient on a mesh is that of the kernel as it is",
-        "engine/mesh/image_gradients.py",
+        "engine/mesh/equivalents.py",
         "np.arange(width)[::-1]",
         "np.arange(width)",
         "sharding/test_mesh_operations.py::test_gradients_of_depthwise_convolutions",
     ),
     _fault(
         "a dilated convolution on a mesh puts the places of its blocks beside each other",
-        "engine/mesh/tracing.py",
+        "engine/mesh/equivalents.py",
         "for place in (count + axis, axis)]",
         "for place in (axis, count + axis)]",
         "sharding/test_mesh_operations.py::test_dilated_convolutions",
     ),
     _fault(
         "a place of an axis is taken on a mesh as DTensor takes it",
-        "engine/mesh/tracing.py",
-        '    (gen_array_ops, "strided_slice", shrunk_last),\n',
+        "engine/mesh/equivalents.py",
+        '    (gen_array_ops, "strided_slice", strided_slice),\n',
         "",
         "sharding/test_mesh.py::test_ends_where_one_device_ends",
     ),
@@ -810,7 +810,7 @@ _SHARDING = [
     _fault(
         "what a probe changes in Python attributes stays",
         "engine/probes/untouched.py",
-        "        for each in put_back:\n            each()\n",
+        "        for restore in restorers:\n            restore()\n",
         "",
         "test_untouched.py::test_leaves_no_trace",
     ),
@@ -981,7 +981,7 @@ _PRIVACY = [
     _fault(
         "a layer may keep what it sees of examples",
         "privacy/clipping.py",
-        "_STATEFUL[self.layer] = layers_that_keep_examples(self.layer, inputs)",
+        "_STATEFUL[self.layer] = layers_storing_examples(self.layer, inputs)",
         "_STATEFUL[self.layer] = []",
         "privacy/test_refusals.py::test_layers",
     ),

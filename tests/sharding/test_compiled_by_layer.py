@@ -9,7 +9,7 @@ from recomputed_models import MODELS, check_equal, data_for, sgd
 
 from keras_paragrad import DistributedFit, recompute
 from keras_paragrad.engine.replicas import evaluation
-from keras_paragrad.engine.step import forward, train_step
+from keras_paragrad.engine.step import gradient, train_step
 
 L = keras.layers
 CASES = [
@@ -46,8 +46,8 @@ def trained(make, *, jit, again=False, drawing=False):
 @pytest.fixture
 def losses(monkeypatch):
     """The losses of the replicas' passes, which are where the forward pass ends."""
-    found, regather = [], forward.regather_in_backward
-    monkeypatch.setattr(forward, "regather_in_backward", lambda loss: (found.append(loss), regather(loss))[1])
+    found, regather = [], gradient.regather_in_backward
+    monkeypatch.setattr(gradient, "regather_in_backward", lambda loss: (found.append(loss), regather(loss))[1])
     return found
 
 

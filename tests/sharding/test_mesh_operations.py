@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad.engine.mesh.image_gradients import (
+from keras_paragrad.engine.mesh.equivalents import (
     average_pool_gradient,
+    batch_to_space,
     depthwise_filter_gradient,
     depthwise_input_gradient,
+    reverse,
+    roll,
+    space_to_batch,
+    strided_slice,
 )
-from keras_paragrad.engine.mesh.tracing import batch_to_blocks, blocks_to_batch, flipped, rolled, shrunk_last
 
 CLOSE = 1e-6
 PADDINGS = ["SAME", "VALID"]
@@ -89,14 +93,14 @@ def test_other_orders_of_places():
 
     for axes in ([0], [1, -1], [0, 1, 2]):
         for found, expected in zip(
-            with_gradient(lambda each, axes=axes: flipped(each, axes)),
+            with_gradient(lambda each, axes=axes: reverse(each, axes)),
             with_gradient(lambda each, axes=axes: tf.reverse(each, axes)),
             strict=True,
         ):
             np.testing.assert_array_equal(found, expected)
     for shift, axis in ((2, 1), ([1, -2], [0, 2]), ([3, 1], [1, 1])):
         for found, expected in zip(
-            with_gradient(lambda each, shift=shift, axis=axis: rolled(each, shift, axis)),
+            with_gradient(lambda each, shift=shift, axis=axis: roll(each, shift, axis)),
             with_gradient(lambda each, shift=shift, axis=axis: tf.roll(each, shift, axis)),
             strict=True,
         ):
@@ -114,8 +118,8 @@ def test_dilated_convolutions(padding):
         paddings, crops = tf.required_space_to_batch_paddings(
             inputs.shape[1:3], block, [[each // 2, each - each // 2] for each in base]
         )
-        divided = tf.nn.conv2d(blocks_to_batch(inputs, block, paddings), kernel, 1, "VALID")
-        found = batch_to_blocks(divided, block, crops)
+        divided = tf.nn.conv2d(space_to_batch(inputs, block, paddings), kernel, 1, "VALID")
+        found = batch_to_space(divided, block, crops)
         assert apart(found, tf.nn.convolution(inputs, kernel, padding=padding, dilations=dilations)) <= CLOSE
 
 
@@ -123,7 +127,7 @@ def test_places_of_axes():
     inputs = drawn(4, 5, 6)
     for begin, end, mask in (([1, 0, 0], [2, 5, 6], 1), ([0, -1, 1], [4, 0, 5], 2), ([-1, 2, -1], [0, 3, 0], 7)):
         given = {"begin": begin, "end": end, "strides": [1, 1, 1], "shrink_axis_mask": mask}
-        np.testing.assert_array_equal(shrunk_last(inputs, **given), tf.raw_ops.StridedSlice(input=inputs, **given))
-    assert shrunk_last(inputs, [0], [2], [1]) is None
+        np.testing.assert_array_equal(strided_slice(inputs, **given), tf.raw_ops.StridedSlice(input=inputs, **given))
+    assert strided_slice(inputs, [0], [2], [1]) is None
     array = inputs.numpy()
-    np.testing.assert_array_equal(shrunk_last(array, [1], [2], [1], shrink_axis_mask=1), array[1])
+    np.testing.assert_array_equal(strided_slice(array, [1], [2], [1], shrink_axis_mask=1), array[1])

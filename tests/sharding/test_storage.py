@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transforms import shifted
 
 from keras_paragrad import DistributedFit, GradientNoiseScale, GradientTelemetry, microbatch
-from keras_paragrad.engine.step import forward
+from keras_paragrad.engine.step import gradient
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.storage import regathering
 from keras_paragrad.storage import sharded as sharded_module
@@ -152,9 +152,9 @@ def test_telemetry_and_transforms_see_whole_gradients(shard, tmp_path):
 @pytest.mark.own_process
 def test_the_backward_pass_gathers_weights_again(monkeypatch):
     gathered, losses = [], []
-    record_gather, regather = regathering.record_gather, forward.regather_in_backward
+    record_gather, regather = regathering.record_gather, gradient.regather_in_backward
     monkeypatch.setattr(sharded_module, "record_gather", lambda *found: (gathered.append(found), record_gather(*found)))
-    monkeypatch.setattr(forward, "regather_in_backward", lambda loss: (losses.append(loss), regather(loss))[1])
+    monkeypatch.setattr(gradient, "regather_in_backward", lambda loss: (losses.append(loss), regather(loss))[1])
     dist = sharded()
     with dist.scope():
         inputs = keras.Input((8, 16))

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.model import all_layers, compile_arguments
 from keras_paragrad.engine.losses.terms import bound_arguments
-from keras_paragrad.engine.step.segments import recomputed_in
+from keras_paragrad.engine.step.segments import describe_recomputed
 
 _LIBRARIES = ("keras", "tensorflow", "numpy", "builtins", "keras_paragrad")
 # Arguments of `fit` that hold data, which is compared where it is read: here only which of them are given.
@@ -214,7 +214,9 @@ def _describe_model(model: Any) -> dict[str, Any]:
         "updates so far": int(optimizer.iterations.numpy()) if optimizer else 0,
         "variables of the optimizer": len(optimizer.variables) if optimizer else 0,
         "compile": {**arguments, "jit_compile": bool(model.jit_compile)},
-        "recompute": {"model" if place < 0 else f"layer {place}": what for place, what in recomputed_in(model).items()},
+        "recompute": {
+            "model" if place < 0 else f"layer {place}": what for place, what in describe_recomputed(model).items()
+        },
         "weights": [
             f"{weight.dtype} of shape {tuple(weight.shape)}{'' if weight.trainable else ', not trained'}"
             for weight in model.variables

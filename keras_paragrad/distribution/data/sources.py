@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.data import ArrayRows, first_batch, read_once
 from keras_paragrad.distribution.data.order import ReorderedDataset, order_of
-from keras_paragrad.engine.replicas.parallel_reading import read_by_own_workers
+from keras_paragrad.engine.replicas.prepared import use_enqueuer_per_iterator
 
 
 class Source:
@@ -105,7 +105,7 @@ class StreamSource(Source):
         super().__init__(adapter)
         self._reordered = reordered
         read_once(adapter)
-        read_by_own_workers(adapter)
+        use_enqueuer_per_iterator(adapter)
         self._batches = adapter.get_tf_dataset()
         if size:
             self._batches = self._batches.rebatch(size)

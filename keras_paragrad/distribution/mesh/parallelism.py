@@ -21,7 +21,7 @@ from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Str
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.distribution.rendezvous import join_workers, meet
-from keras_paragrad.engine.mesh.tracing import let_keras_lay_out
+from keras_paragrad.engine.mesh.tracing import install_distribute_tensor
 from keras_paragrad.storage.dtensor import span_workers, turn_combine_pass_off
 
 
@@ -63,7 +63,7 @@ class MeshParallel(Parallelism):
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:
         # Before TensorFlow compiles anything on the mesh.
         turn_combine_pass_off()
-        let_keras_lay_out()
+        install_distribute_tensor()
         strategies, cluster = super().strategy(plan, hardware, options), hardware.cluster
         if cluster is None or hardware.worker_count == 1:
             return strategies

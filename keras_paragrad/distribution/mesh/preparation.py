@@ -24,10 +24,9 @@ from keras_paragrad.distribution.mesh.layouts import (
 )
 from keras_paragrad.distribution.mesh.mesh import Mesh
 from keras_paragrad.distribution.preparation import Preparation
-from keras_paragrad.engine.mesh.comparing import gradient_differs
-from keras_paragrad.engine.mesh.placing import take_off_mesh, variables_on_mesh
-from keras_paragrad.engine.mesh.running import OnMesh, rows_in
-from keras_paragrad.engine.mesh.tracing import Outputs, traced_for_mesh
+from keras_paragrad.engine.mesh.comparing import gradient_error
+from keras_paragrad.engine.mesh.running import ModelOnMesh, row_count, take_off_mesh, variables_on_mesh
+from keras_paragrad.engine.mesh.tracing import OutputLayouts, tracing_for_mesh
 from keras_paragrad.memory.estimated import bytes_in_words
 from keras_paragrad.plain_text import Printable
 from keras_paragrad.storage.dtensor import Axes, bytes_by_device, make_mesh
@@ -129,9 +128,9 @@ class MeshPreparation(Preparation):
         self._axes = axes_of_variables(model, mesh)
         self._kept_divided = variables_kept_divided(model, self._axes)
         check_steps(mesh)
-        self._outputs = Outputs(mesh.distribution)
+        self._outputs = OutputLayouts(mesh.distribution)
         devices = make_mesh(mesh.shape, mesh.devices, mesh.workers, mesh.worker)
-        self._on_mesh = OnMesh(model, devices, mesh.batch_axis, self._place, self._tracing, self._check_first)
+        self._on_mesh = ModelOnMesh(model, devices, mesh.batch_axis, self._place, self._tracing, self._check_first)
         # The compile configuration and trainable variables when a first batch's gradient was compared with one device.
         self._compared: Any = None
 
@@ -162,14 +161,14 @@ class MeshPreparation(Preparation):
         axes = self._axes.get(id(variable), (None,) * len(variable.shape))
         return axes, id(variable) not in self._kept_divided
 
-    def _check_first(self, data: Any, on_mesh: OnMesh) -> None:
+    def _check_first(self, data: Any, on_mesh: ModelOnMesh) -> None:
         """Refuses a first batch of indivisible size, or whose gradient differs from that on one device."""
-        check_batch(rows_in(data), self.mesh)
+        check_batch(row_count(data), self.mesh)
         # Compiling again may change the loss, and train variables that were frozen.
         current = compiled_as(self.model), [id(variable) for variable in self.model.trainable_variables]
         if has_own_train_step(self.model) or self._compared == current:
             return
-        error, path = gradient_differs(self.model, data, on_mesh)
+        error, path = gradient_error(self.model, data, on_mesh)
         if error > tolerance(self.model):
             raise RuntimeError(
                 f"The gradient of {path!r} on this mesh differs from that on one device, by {error:.1e} of its largest "
@@ -181,9 +180,9 @@ class MeshPreparation(Preparation):
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
-        with traced_for_mesh(self.model, self._outputs):
+        with tracing_for_mesh(self.model, self._outputs):
             yield
-        check_layout_map(self.model, self.mesh, self._outputs.asked)
+        check_layout_map(self.model, self.mesh, self._outputs.requested)
 
 
 def _on_workers(method: str, model: Any, x: Any = None, *arguments: Any, **keywords: Any) -> Any:

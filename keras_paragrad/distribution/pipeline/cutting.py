@@ -17,8 +17,8 @@ from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.stand_ins import bytes_of
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.engine.probes.untouched import untouched
-from keras_paragrad.engine.step.example import batches
 from keras_paragrad.engine.step.segments import Part, calls_of, functional_of, part_of, run_in_parts
+from keras_paragrad.engine.step.tracing import candidate_batches
 
 # The made-up examples for measuring, and the length of axes that the model leaves open.
 _ROWS, _LENGTH = 16, 128
@@ -231,7 +231,7 @@ def measured_times(calls: Calls, device: str) -> list[int]:
 
     undo = run_in_parts(calls.functional, [(part, timing) for part in parts])
     try:
-        x, *_ = next(iter(batches(calls.model, _ROWS, _LENGTH)))
+        x, *_ = next(iter(candidate_batches(calls.model, _ROWS, _LENGTH)))
         with tf.device(device), untouched(calls.model, keras.StatelessScope()):
             calls.model(keras.tree.map_structure(_made_up, x), training=True)
     except Exception as error:

@@ -17,14 +17,17 @@ from keras_paragrad.distribution.pipeline.cutting import cut, variables_of_part
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.engine.losses.normalization import LossNormalization, warn_of_batch_statistics
-from keras_paragrad.engine.pipeline.columns import Columns
 from keras_paragrad.engine.pipeline.compiled import CompiledPart
-from keras_paragrad.engine.pipeline.on_device import STAGE, OnDevice
-from keras_paragrad.engine.pipeline.placement import home_of, move_with_slots, placed_by_inputs, slots_by_home
-from keras_paragrad.engine.replicas.shard import Shard, rows_of
+from keras_paragrad.engine.pipeline.on_device import STAGE, Columns, StageOnDevices
+from keras_paragrad.engine.pipeline.placement import (
+    device_of_variable,
+    move_with_slots,
+    placing_by_inputs,
+    slot_bytes_by_device,
+)
+from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.engine.step.forward import StepContext
-from keras_paragrad.engine.step.gradient import Gradient
+from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.segments import Part, functional_of, run_in_stages
 from keras_paragrad.engine.step.symbolic import build_losses
@@ -108,7 +111,7 @@ class PipelinePreparation(Preparation):
         placed = functools.partial(_place, columns, model, jit)
         wraps = [(part, functools.partial(placed, index, names)) for index, (names, part) in enumerate(self._stages)]
         self._undo_stages = run_in_stages(functional_of(model), wraps)
-        StepBuilder.of(model).fill(split=split, place=functools.partial(placed_by_inputs, model))
+        StepBuilder.of(model).fill(split=split, place=functools.partial(placing_by_inputs, model))
 
     def renew(self) -> None:
         # XLA compiles for one device: stages, and not the step.
@@ -116,7 +119,7 @@ class PipelinePreparation(Preparation):
         homes = {names[0]: variables_of_part(part) for names, part in self._stages}
         for variable in [each for variables in homes.values() for each in variables]:
             # Layers may have got more variables since, for example by `enable_lora`.
-            self._homes.setdefault(id(variable), (variable, home_of(variable)))
+            self._homes.setdefault(id(variable), (variable, device_of_variable(variable)))
         move_with_slots(homes, self.model.optimizer)
         build_optimizer(self.model)
         self._retrace()
@@ -133,7 +136,7 @@ class PipelinePreparation(Preparation):
     @property
     def table(self) -> StageTable:
         """What each device holds."""
-        slots = slots_by_home(self.model.optimizer)
+        slots = slot_bytes_by_device(self.model.optimizer)
         stages = []
         for devices, part in self._stages:
             variables = variables_of_part(part)
@@ -165,13 +168,13 @@ def _place(
     devices: tuple[str, ...],
     part: Part,
     run: Callable[..., Any],
-) -> OnDevice:
+) -> StageOnDevices:
     """The part's `run` on each of its stage's devices."""
     runs = dict.fromkeys(devices, run)
     if jit:
         names = [STAGE.format(stage=index, column=column) for column in range(len(devices))]
         runs = {device: CompiledPart(part, run, name) for device, name in zip(devices, names, strict=True)}
-    return OnDevice(part, index, runs, columns, model)
+    return StageOnDevices(part, index, runs, columns, model)
 
 
 class MicroBatches(NamedTuple):
@@ -229,13 +232,13 @@ class MicroBatches(NamedTuple):
                     micro_batch, options = rows_at(data, first, last - first), {}
                 else:
                     micro_batch = rows_at(data, first, tf.maximum(last - first, 1))
-                    options = {"shard": _PossiblyEmpty(last - first, last > first)}
+                    options = {"replica_batch": _PossiblyEmpty(last - first, last > first)}
                 column = index % len(totals)
                 totals[column] = sums.add(totals[column], micro_batch, rows, **options)
-        return sums.gradient(functools.reduce(sums.joined, totals), rows)
+        return sums.gradient(functools.reduce(sums.merge, totals), rows)
 
 
-class _PossiblyEmpty(Shard):
+class _PossiblyEmpty(ReplicaBatch):
     """A micro-batch that is empty if the batch has fewer rows than micro-batches.
 
     It then repeats a row of another micro-batch, with weight 0, and its gradient is finite if the other's is.

@@ -17,7 +17,11 @@ from keras_paragrad.distribution.consistency import ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.engine.losses.normalization import LossNormalization
-from keras_paragrad.engine.replicas.prepared import distributing_by, spread_over_replicas, uninstall
+from keras_paragrad.engine.replicas.prepared import (
+    distributing_datasets_with,
+    install_on_replicas,
+    uninstall_from_replicas,
+)
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.storage.creation import may_be_in_shards
@@ -81,14 +85,14 @@ class ReplicaPreparation(Preparation):
         several = place_of(model.distribute_strategy).workers > 1
         compared = ComparedFit.of(model, shard_policy) if several else None
         take = Take(None if deferred_refusal else normalize, by_xla, deferred_refusal)
-        spread_over_replicas(model, take, compared.sharded if compared else None)
+        install_on_replicas(model, take, compared.sharded if compared else None)
         if compared:
             evaluate = functools.partial(_with_barrier, type(model).evaluate, model)
             predict = functools.partial(_with_barrier, _predict_in_order, model)
             self.replace(fit=compared, evaluate=evaluate, predict=predict)
 
     def stop(self) -> None:
-        uninstall(self.model)
+        uninstall_from_replicas(self.model)
 
     def _normalization(self, weighting: str) -> LossNormalization:
         accumulator = accumulating(self.model.optimizer)
@@ -146,7 +150,7 @@ def _predict_in_order(
     defaults = inspect.signature(keras.Model.predict).parameters
     arguments = {name: value for name, value in arguments.items() if value is not defaults[name].default}
     model.make_predict_function()
-    with distributing_by(model, lambda data: distributed_dataset(strategy, data, steps_per_epoch=steps)):
+    with distributing_datasets_with(model, lambda data: distributed_dataset(strategy, data, steps_per_epoch=steps)):
         return type(model).predict(model, x, **arguments)
 
 

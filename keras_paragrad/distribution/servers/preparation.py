@@ -14,7 +14,7 @@ from keras_paragrad.compat.data import split_for_validation
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs, distributed_dataset
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.distribution.servers.dispatch import Dispatcher, PredictionAdapter
-from keras_paragrad.engine.servers.model import ParameterServerModel
+from keras_paragrad.engine.servers.server_model import ParameterServerModel
 from keras_paragrad.engine.step.builder import StepBuilder
 
 
@@ -111,7 +111,7 @@ class ServerPreparation(Preparation):
         bound = self._bind("predict", arguments, keywords)
         self._read_on_chief(bound, "batch_size", steps_per_epoch="steps")
         self._build(bound["x"])
-        bound["x"] = PredictionAdapter(bound["x"], self._served.predict_soon, self._dispatcher.in_flight)
+        bound["x"] = PredictionAdapter(bound["x"], self._served.predict_async, self._dispatcher.in_flight)
         with self._dispatching():
             return type(self.model).predict(self.model, **bound)
 

@@ -1,1 +1,1 @@
-"""What losses divide by, and what `fit` and `evaluate` show of them."""
+"""Loss normalization, and the losses and metrics in the logs of `fit` and `evaluate`."""

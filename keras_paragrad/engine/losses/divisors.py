@@ -1,5 +1,11 @@
-"""The divisor of a compiled loss."""
+"""The divisors of compiled losses, and Keras's division by the number of replicas."""
 
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras.src.losses.loss as keras_loss
 import tensorflow as tf
 
 from keras_paragrad.engine.losses.terms import LossTerm
@@ -8,19 +14,34 @@ SUM = ("sum",)
 SIZE = ("size",)
 
 
+class Normalizer(NamedTuple):
+    """The divisor of a loss, which is the weight of its gradient among others.
+
+    Attributes:
+        value: The divisor, a float32 scalar. The gradient of two micro-batches together is the mean of their
+            gradients, weighted by it.
+        summed: Whether the loss is a sum, so that gradients are summed.
+        stated: The user's `weighting`, or `None` if it follows from the compiled losses.
+    """
+
+    value: tf.Tensor
+    summed: bool = False
+    stated: str | None = None
+
+
 class UnknownDivisorError(ValueError):
     """The divisor of a loss is unknown."""
 
 
 def divisor_of(term: LossTerm) -> tuple[tuple, tf.Tensor]:
-    """What one loss was divided by.
+    """The divisor of one loss.
 
     Returns:
-        A key that two terms share if their divisors are proportional, and the divisor, a float32 scalar. The key is
+        A key, equal for two terms if their divisors are proportional, and the divisor, a float32 scalar. The key is
         `SUM` for a loss that is not divided, and `SIZE` for one that is divided by a fixed multiple of the rows.
 
     Raises:
-        UnknownDivisorError: The loss reduces itself.
+        UnknownDivisorError: The loss overrides `__call__`, or returns a scalar.
     """
     if term.reduces_itself:
         raise UnknownDivisorError(f"The loss {term.loss.name!r} overrides __call__, so its normalizer is unknown.")
@@ -44,11 +65,49 @@ def divisor_of(term: LossTerm) -> tuple[tuple, tf.Tensor]:
 
 
 def gradient_divisor_of(term: LossTerm) -> tuple[tuple, tf.Tensor]:
-    """What the gradient of one loss was divided by, as `divisor_of` has it for the loss.
+    """The divisor of one loss's gradient, as in `divisor_of`.
 
-    They differ for the mean of each example's own masked mean, which is divided by the examples.
+    It differs from the loss's for a mean of the examples' masked means, which is divided by the number of examples.
     """
     kind, divisor = divisor_of(term)
     if not term.by_example or kind == SUM:
         return kind, divisor
     return SIZE, tf.cast(tf.shape(term.values)[0], "float32")
+
+
+_SCALE = "scale_loss_for_distribution"
+_lock = threading.Lock()
+_local = threading.local()
+_contexts = 0
+_original: Any = None
+
+
+@contextlib.contextmanager
+def without_replica_division() -> Iterator[None]:
+    """Context in which losses on a replica are not divided by the number of replicas, on this thread.
+
+    Keras divides means, but no sums, scalars, or terms that `compute_loss` adds, so the total can't be corrected
+    afterwards. Losses call Keras's function by its global name: it is replaced for the whole process, and the
+    replacement divides as before on other threads.
+    """
+    _local.depth = getattr(_local, "depth", 0) + 1
+    _count_contexts(1)
+    try:
+        yield
+    finally:
+        _count_contexts(-1)
+        _local.depth -= 1
+
+
+def _count_contexts(change: int) -> None:
+    """Replaces Keras's function when the first context opens, and restores it when the last one closes."""
+    global _contexts, _original
+    with _lock:
+        if not _contexts:
+            _original = getattr(keras_loss, _SCALE)
+        _contexts += change
+        setattr(keras_loss, _SCALE, _scale_on_other_threads if _contexts else _original)
+
+
+def _scale_on_other_threads(value: Any) -> Any:
+    return value if getattr(_local, "depth", 0) else _original(value)

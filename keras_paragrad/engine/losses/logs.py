@@ -1,56 +1,60 @@
-"""The logs of a step over several replicas."""
+"""The logs of a step over several replicas, of Keras's steps and of custom ones."""
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import sum_over_replicas
-from keras_paragrad.engine.losses.tracking import TrackedLosses
+from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
+from keras_paragrad.compat.method_patch import MethodPatch, patched
+from keras_paragrad.engine.losses.divisors import without_replica_division
+from keras_paragrad.engine.losses.normalization import LossNormalization
+from keras_paragrad.engine.losses.sums import TrackedLosses
+from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
+from keras_paragrad.engine.probes.trial import is_trial
+from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 
 
 def has_metrics(model: keras.Model) -> bool:
-    """Whether a compiled model shows more of a batch than its losses."""
-    return model._compile_metrics is not None or _has_own_metrics(model)
+    """Whether the logs of a compiled model have more than its losses."""
+    return model._compile_metrics is not None or _overrides_compute_metrics(model)
 
 
-def _has_own_metrics(model: keras.Model) -> bool:
+def _overrides_compute_metrics(model: keras.Model) -> bool:
     return type(model).compute_metrics is not keras.Model.compute_metrics or "compute_metrics" in vars(model)
 
 
 def update_metrics(model: keras.Model, batch: dict[str, Any]) -> None:
-    """Updates a model's metrics with a part of a batch; `get_metrics_result` later gives the result of all parts.
-
-    Args:
-        model: A compiled model.
-        batch: The arguments of its `compute_metrics`.
+    """Updates a model's metrics with a part of a batch, for `get_metrics_result` after the last part.
 
     Raises:
-        ValueError: A custom `compute_metrics` returns something else.
+        ValueError: A custom `compute_metrics` returns other names than `get_metrics_result`.
     """
-    found = model.compute_metrics(**batch)
-    if not _has_own_metrics(model):
+    computed = model.compute_metrics(**batch)
+    if not _overrides_compute_metrics(model):
         return
-    shown = model.get_metrics_result()
-    if set(found) != set(shown):
+    logged = model.get_metrics_result()
+    if set(computed) != set(logged):
         raise ValueError(
-            f"compute_metrics of {type(model).__name__} returns {sorted(found)}, and get_metrics_result "
-            f"{sorted(shown)}. Batches are computed in parts, and the logs of all parts are those of "
+            f"compute_metrics of {type(model).__name__} returns {sorted(computed)}, and get_metrics_result "
+            f"{sorted(logged)}. Batches are computed in parts, and the logs of all parts are those of "
             "get_metrics_result. Override that too, so that it returns the same logs, computed from the states of "
             "metrics."
         )
 
 
-class SharedResults:
-    """The model's metrics over the examples of all replicas, the same on each.
+class AllReducedResults:
+    """The model's metrics over the examples of all replicas.
 
-    Keras averages the replicas' metrics, which is right only if all had equally many examples. This all-reduces the
-    metrics' states instead.
+    All-reduces the metrics' states. Keras averages the replicas' results, which is right only if all had equally many
+    examples.
 
     Args:
-        model: The model, once its metrics have seen the batch.
-        losses: The batch's losses, which have not been tracked yet, or `None` if they have.
+        model: The model, after its metrics were updated with the batch.
+        losses: The batch's losses, or `None` if they are tracked already.
 
     Attributes:
         parts: The tensors to all-reduce: a vector for each dtype, and the losses.
@@ -78,7 +82,158 @@ class SharedResults:
             return self.model.get_metrics_result()
 
 
-def results_of_all(model: keras.Model, losses: TrackedLosses | None = None) -> dict[str, Any]:
-    """The model's metrics over the examples of all replicas, by one collective; called on every replica."""
-    results = SharedResults(model, losses)
+def all_reduced_results(model: keras.Model, losses: TrackedLosses | None = None) -> dict[str, Any]:
+    """The model's metrics over the examples of all replicas, in one collective; called on every replica."""
+    results = AllReducedResults(model, losses)
     return results.results(sum_over_replicas(results.parts))
+
+
+def run_custom_test_step(model: Any, data: Any, normalize: LossNormalization | None) -> dict[str, Any]:
+    """Runs a custom `test_step` on every replica, and returns its logs over the whole batch.
+
+    The states of metrics are summed over the replicas. Scalars of a replica batch, such as a returned loss or the
+    argument of a `Mean`, are averaged, weighted by the divisor of the compiled losses or as `weighting` says.
+
+    Args:
+        model: The model.
+        data: The replica batch.
+        normalize: Computes its weight, or `None` to weight by the number of examples.
+
+    Raises:
+        ValueError: The weight of a scalar is unknown. The message says what to write.
+    """
+    replica_batch = ReplicaBatch.of(data)
+    filled = replica_batch.filled(data)
+    with recorded_terms(model) as terms, without_replica_division():
+        reducer = _LogReducer(model, filled, replica_batch, normalize, terms)
+        with _reducing_metrics(reducer, outputs_scale=1 / replica_count()):
+            logs = reducer.reduce_logs(model.test_step(filled))
+    reducer.discard_filler()
+    return logs
+
+
+def run_custom_train_step(model: Any, data: Any) -> dict[str, Any]:
+    """Runs a custom `train_step` on every replica, and returns its logs over the whole batch, weighted by examples."""
+    replica_batch = ReplicaBatch.of(data)
+    reducer = _LogReducer(model, data, replica_batch, None, ())
+    with _reducing_metrics(reducer, outputs_scale=1.0):
+        return reducer.reduce_logs(model.train_step(data))
+
+
+class _LogReducer:
+    """Reduces the metrics and logs of a custom step over the replicas; one for each replica."""
+
+    def __init__(
+        self, model: Any, data: Any, batch: ReplicaBatch, normalize: LossNormalization | None, terms: Sequence[LossTerm]
+    ) -> None:
+        self.model, self.data, self.batch, self.normalize, self.terms = model, data, batch, normalize, terms
+        # An overridden `metrics` property may leave some out.
+        every = [*model.metrics, *keras.Model.metrics.fget(model)]  # pyright: ignore
+        self.metrics: list[Any] = list({id(metric): metric for metric in every}.values())
+        self.variables = [variable for metric in self.metrics for variable in metric.variables]
+        self._before = {} if batch.nonempty is None else {id(each): tf.identity(each.value) for each in self.variables}
+        self._results: list[Any] = []
+        self._weight: tuple[tf.Tensor, bool] | None = None
+
+    def weight(self, what: str) -> tuple[tf.Tensor, bool]:
+        """The share of the whole batch, and whether the scalars are sums; errors name the scalar `what`."""
+        if self._weight is None:
+            normalizer = None
+            if self.normalize is not None:
+                normalizer = self.normalize.in_custom_step(self.model, self.data, self.terms, what)
+            summed = normalizer is not None and normalizer.summed
+            value = self.batch.rows if normalizer is None or summed else normalizer.value
+            value = self.batch.weight(tf.cast(value, "float32"))
+            (total,) = sum_over_replicas([value])
+            self._weight = tf.math.divide_no_nan(value, total), summed
+        return self._weight
+
+    def reduce(self, scalar: Any, what: str) -> tf.Tensor:
+        """The weighted mean of a scalar over the replicas, or its sum."""
+        scalar = _as_scalar(scalar)
+        if not scalar.dtype.is_floating:
+            scalar = tf.cast(scalar, "float32")
+        weight, summed = self.weight(what)
+        if self.batch.nonempty is not None:
+            scalar = tf.where(self.batch.nonempty, scalar, tf.zeros_like(scalar))
+        return sum_over_replicas([scalar if summed else scalar * tf.cast(weight, scalar.dtype)])[0]
+
+    def state(self, variable: keras.Variable) -> tf.Tensor:
+        """A metric's variable on this replica, without the filler of an empty replica batch."""
+        value = tf.convert_to_tensor(variable.value)
+        nonempty = self.batch.nonempty
+        return value if nonempty is None else tf.where(nonempty, value, self._before[id(variable)])
+
+    def result(self, metric: Any, compute: Callable[[], Any]) -> Any:
+        """A metric's result over the examples of all replicas."""
+        variables = metric.variables
+        if any(variable.aggregation != "sum" for variable in variables):
+            return compute()
+        sums = sum_over_replicas([self.state(variable) for variable in variables]) if variables else []
+        with keras.StatelessScope(state_mapping=list(zip(variables, sums, strict=True))):
+            result = compute()
+        self._results += tf.nest.flatten(result)
+        return result
+
+    def reduce_logs(self, logs: Any) -> Any:
+        """Reduces the logs that are not results of metrics."""
+
+        def reduce(path: tuple, leaf: Any) -> Any:
+            is_result = any(leaf is each for each in self._results)
+            return leaf if is_result else self.reduce(leaf, f"{'.'.join(map(str, path))!r} in its logs")
+
+        leaves = [reduce(*each) for each in keras.tree.flatten_with_path(logs)]
+        return keras.tree.pack_sequence_as(logs, leaves)
+
+    def discard_filler(self) -> None:
+        """Takes the filler of an empty replica batch out of the metrics."""
+        if self.batch.nonempty is not None:
+            for variable in self.variables:
+                variable.assign(self.state(variable))
+
+
+def _as_scalar(value: Any) -> tf.Tensor:
+    """A tensor. Keras's mean over no elements is an empty vector if its shape is static, and otherwise a scalar."""
+    value = tf.convert_to_tensor(value)
+    return tf.zeros((), value.dtype) if value.shape == (0,) else value
+
+
+class _ReducingMetrics(MethodPatch):
+    """Makes a model's metrics return results over all replicas."""
+
+    def __init__(self, reducer: _LogReducer, outputs_scale: float):
+        super().__init__()
+        self.reducers: dict[int, _LogReducer] = {}
+        self.metrics, self.model, self.outputs_scale = reducer.metrics, reducer.model, outputs_scale
+
+    def patch_all(self) -> None:
+        of_outputs = self.model._compile_loss.metrics if self.model._compile_loss else []
+        for metric in self.metrics:
+            self.replace(metric, "result", functools.partial(self._result, metric, metric.result))
+            if type(metric).update_state is keras.metrics.Mean.update_state:
+                scale = self.outputs_scale if any(metric is each for each in of_outputs) else 1.0
+                update = functools.partial(self._update_mean, metric, metric.update_state, scale)
+                self.replace(metric, "update_state", update)
+
+    def _result(self, metric: Any, compute: Callable[[], Any]) -> Any:
+        return compute() if is_trial() else self.reducers[replica_index()].result(metric, compute)
+
+    def _update_mean(
+        self, metric: Any, update: Callable[..., None], scale: float, values: Any, sample_weight: Any = None
+    ) -> None:
+        values = _as_scalar(values)
+        values = values if scale == 1 else values * scale
+        if values.shape.rank != 0 or sample_weight is not None or is_trial():
+            update(values, sample_weight=sample_weight)
+            return
+        # A scalar for the whole batch, which counts once.
+        reducer = self.reducers[replica_index()]
+        what = f"the update of {metric.name!r}"
+        update(reducer.reduce(values, what), sample_weight=reducer.weight(what)[0])
+
+
+@contextlib.contextmanager
+def _reducing_metrics(reducer: _LogReducer, outputs_scale: float) -> Iterator[None]:
+    with patched(reducer.model, lambda: _ReducingMetrics(reducer, outputs_scale)) as replacement:
+        replacement.reducers[replica_index()] = reducer
+        yield

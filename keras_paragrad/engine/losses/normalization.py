@@ -13,24 +13,23 @@ from keras_paragrad.compat.model import (
     has_own_train_step,
     summed_by_keras,
 )
-from keras_paragrad.engine.losses.divisors import SUM, UnknownDivisorError, gradient_divisor_of
+from keras_paragrad.engine.losses.divisors import SUM, Normalizer, UnknownDivisorError, gradient_divisor_of
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.independence import independence_refusal
-from keras_paragrad.engine.replicas.shard import rows_of
-from keras_paragrad.engine.step.forward import Normalizer
+from keras_paragrad.engine.replicas.replica_batch import rows_of
 
-# What to write where all parts of batches are alike.
-_ALIKE = {
+# The advice if all parts of a batch have the same size and weights, by the component that splits batches.
+_FOR_EQUAL_PARTS = {
     "AccumulatingOptimizer": "write AccumulatingOptimizer(..., weighting='uniform')",
     "DistributedFit": "write DistributedFit(..., exact=False)",
     "Pipeline": "write Pipeline(..., microbatches=1)",
     "microbatch": "write AccumulatingOptimizer(..., weighting='uniform'), and give fit() the micro-batches",
     "make_private": "let the loss be a sum or a mean of one value per example",
 }
-# Who is given a `weighting`, where it isn't who asks.
-_TAKES_WEIGHTING = {"Pipeline": "DistributedFit"}
-# What to write for examples that have a part in each other.
-_ALL_THE_SAME = {**_ALIKE, "microbatch": "write microbatch(..., weighting='examples')"}
+# Whose `weighting` to state, if not the component's own.
+_CONFIGURED_BY = {"Pipeline": "DistributedFit"}
+# The advice for models that mix examples.
+_TO_TRAIN_ANYWAY = {**_FOR_EQUAL_PARTS, "microbatch": "write microbatch(..., weighting='examples')"}
 
 
 class IndivisibleError(ValueError):
@@ -38,13 +37,13 @@ class IndivisibleError(ValueError):
 
 
 class LossNormalization:
-    """Finds the normalizer of a loss, for the `weighting` of `AccumulatingOptimizer`.
+    """Computes the normalizer of a loss, for the `weighting` of `AccumulatingOptimizer`.
 
-    Instances with the same weighting are equal, so that they share compiled steps.
+    Instances with the same weighting are equal, so they share compiled steps.
 
     Args:
         weighting: `"auto"`, `"examples"`, `"sample_weight"`, `"mask"` or `"sum"`.
-        asked_by: What the user wrote to have weights measured, for errors to name.
+        asked_by: The component that splits batches, for errors to name.
     """
 
     def __init__(self, weighting: str = "auto", asked_by: str = "AccumulatingOptimizer"):
@@ -58,32 +57,32 @@ class LossNormalization:
         return hash(self.weighting)
 
     def check(self, model: keras.Model) -> None:
-        """Refuses a model of which the weights can't be measured.
+        """Refuses a model whose loss has an unknown normalizer.
 
         Raises:
-            ValueError: It has a custom training step, or with `"auto"` a custom loss.
+            ValueError: The model has a custom `train_step`, or with `"auto"` a custom `compute_loss`.
         """
         name = type(model).__name__
         if has_own_train_step(model):
             raise IndivisibleError(
                 f"{name} defines its own train_step, so the normalizer of its loss is unknown, and parts of a batch "
                 "with different sizes or weights would bias the gradient. If all parts have the same size and "
-                f"weights, {_ALIKE[self.asked_by]}; otherwise move what train_step does into compute_loss."
+                f"weights, {_FOR_EQUAL_PARTS[self.asked_by]}; otherwise move what train_step does into compute_loss."
             )
         if self.weighting == "auto" and has_own_compute_loss(model):
             raise IndivisibleError(
-                f"{name} defines its own compute_loss, so the normalizer of its loss is unknown. {self._say}"
+                f"{name} defines its own compute_loss, so the normalizer of its loss is unknown. {self._advice}"
             )
 
     def __call__(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer:
-        """The normalizer of the loss that was just computed; see `keras_paragrad.engine.step.forward.Normalize`."""
+        """The normalizer of the loss that was just computed; see `keras_paragrad.engine.step.gradient.Normalize`."""
         weight = self._weight(model, arguments, terms)
         self._refuse_mixing(model, arguments, terms, training=True)
         return weight
 
     def _weight(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer:
         stated = self._stated(model, arguments, terms)
-        return _of_terms(model, terms, self._say) if stated is None else stated
+        return _normalizer_of_terms(model, terms, self._advice) if stated is None else stated
 
     def _refuse_mixing(
         self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm], *, training: bool
@@ -93,29 +92,19 @@ class LossNormalization:
             model, arguments, terms, asked_by=self.asked_by, training=training, normalize=normalize
         )
         if refusal:
-            anyway = f" To train anyway, {_ALL_THE_SAME[self.asked_by]}." if self._takes_weighting else ""
+            anyway = f" To train anyway, {_TO_TRAIN_ANYWAY[self.asked_by]}." if self._takes_weighting else ""
             raise IndivisibleError(f"{refusal}{anyway}")
 
     def in_evaluation(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer | None:
-        """The weight of a part of a batch that is evaluated, whose outputs may have losses that divide differently.
-
-        Raises:
-            ValueError: It can't be known what the total divides by, or the model mixes examples.
-        """
+        """The weight of a part of a batch in evaluation, or `None` if each output's loss has its own."""
         self._refuse_mixing(model, arguments, terms, training=False)
         return self._stated(model, arguments, terms)
 
-    def in_own_step(self, model: keras.Model, data: Any, terms: Sequence[LossTerm], what: str) -> Normalizer:
-        """The weight of a part of a batch for a custom `test_step`.
-
-        Args:
-            model: The model.
-            data: The part, as `test_step` takes it.
-            terms: The compiled losses that the step has called.
-            what: The number that is to be put together, for the error.
+    def in_custom_step(self, model: keras.Model, data: Any, terms: Sequence[LossTerm], what: str) -> Normalizer:
+        """The weight of a part of a batch in a custom `test_step`, for a scalar that errors call `what`.
 
         Raises:
-            ValueError: It can't be known what the number divides by.
+            ValueError: The normalizer is unknown.
         """
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         if terms or self.weighting in ("examples", "sample_weight", "sum"):
@@ -127,32 +116,32 @@ class LossNormalization:
             f"{type(model).__name__} defines its own test_step, so the normalizer of {what} is unknown, and parts of a "
             "batch with different sizes would bias it. Compute the loss with self.compute_loss(...), and update "
             "metrics with every example, as in metric.update_state(y, y_pred). If it is a mean over the examples, "
-            f"write {self._stated_to}(..., weighting='examples')."
+            f"write {self._configured_by}(..., weighting='examples')."
         )
 
     def _stated(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer | None:
-        """The weight of a micro-batch as the user has said it, or as added losses tell; `None` if losses have to."""
+        """The weight as the user states it or as added losses determine it; `None` to derive it from the losses."""
         by_example = any(term.by_example for term in terms)
         if by_example and self.weighting in ("sample_weight", "mask"):
             raise ValueError(
                 f"weighting={self.weighting!r}, but with PerExampleGradients(..., masked_mean='example') the gradient "
-                f"is divided by the number of examples. Write {self._stated_to}(..., weighting='examples'), or leave "
-                "it out."
+                f"is divided by the number of examples. Write {self._configured_by}(..., weighting='examples'), or "
+                "leave it out."
             )
         if by_example and self.weighting == "examples":
-            # The losses tell as much, and what those that are shown divide by besides.
+            # Derived from the losses, it is the same, and the logged losses keep their own divisors.
             return None
         if self.weighting in _STATED:
             return _STATED[self.weighting](arguments)._replace(stated=self.weighting)
         if self.weighting == "sum" or self._adds_sums(model, terms):
-            return _sum_of_all(model, terms)._replace(stated="sum")
+            return _normalizer_of_sum(model, terms)._replace(stated="sum")
         return None
 
     def _adds_sums(self, model: keras.Model, terms: list[LossTerm]) -> bool:
-        """Whether layers add losses of several values, which Keras sums as the compiled ones are.
+        """Whether layers add losses of several values, which Keras sums, as it sums the compiled ones.
 
         Raises:
-            ValueError: They add others.
+            ValueError: Layers add other losses.
         """
         summed = summed_by_keras(model)
         if any(summed) and not all(term.is_sum for term in terms):
@@ -165,32 +154,32 @@ class LossNormalization:
         if not all(summed):
             raise IndivisibleError(
                 "A layer adds a loss with add_loss() or an activity regularizer, which may be a sum or a mean over the "
-                f"examples. {self._say}"
+                f"examples. {self._advice}"
             )
         return bool(summed)
 
     @property
-    def _stated_to(self) -> str:
-        return _TAKES_WEIGHTING.get(self.asked_by, self.asked_by)
+    def _configured_by(self) -> str:
+        return _CONFIGURED_BY.get(self.asked_by, self.asked_by)
 
     @property
     def _takes_weighting(self) -> bool:
-        # A weight that is stated, and isn't the loss's, would be no bound on what an example counts for.
+        # A stated weight that isn't the loss's would not bound the contribution of an example.
         return self.asked_by != "make_private"
 
     @property
-    def _say(self) -> str:
+    def _advice(self) -> str:
         if not self._takes_weighting:
             return "For training with differential privacy, let each loss return one value per example."
         return (
-            f"If you know the normalizer, state it: {self._stated_to}(..., weighting=...) takes 'examples', "
+            f"If you know the normalizer, state it: {self._configured_by}(..., weighting=...) takes 'examples', "
             f"'sample_weight', 'mask' or 'sum'. If all parts of a batch have the same size and weights, "
-            f"{_ALIKE[self.asked_by]}."
+            f"{_FOR_EQUAL_PARTS[self.asked_by]}."
         )
 
 
 def warn_of_batch_statistics(model: keras.Model) -> None:
-    """Warns of layers that normalize with statistics of the batch, which those of its parts don't equal."""
+    """Warns of layers that normalize with batch statistics, which differ between a batch and its parts."""
     layers = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
     names = [layer.name for layer in layers if layer.trainable]
     if names:
@@ -226,23 +215,23 @@ _STATED: dict[str, Callable[[dict[str, Any]], Normalizer]] = {
 }
 
 
-def _of_terms(model: keras.Model, terms: list[LossTerm], say: str) -> Normalizer:
+def _normalizer_of_terms(model: keras.Model, terms: list[LossTerm], advice: str) -> Normalizer:
     if not terms:
         raise IndivisibleError("The model was compiled without a loss. Write model.compile(optimizer, loss=...).")
-    divisors = [_divisor(term, say) for term in terms]
+    divisors = [_divisor(term, advice) for term in terms]
     kinds = {kind for kind, _ in divisors}
     if len(kinds) > 1:
         raise IndivisibleError(
-            f"The losses of this model's outputs have different normalizers ({_described(divisors)}), so no single "
+            f"The losses of this model's outputs have different normalizers ({_name_kinds(divisors)}), so no single "
             "weight combines micro-batches into the whole batch. Use one reduction, one set of sample weights and one "
             "mask for all outputs."
         )
     kind, value = divisors[0]
-    return _sum_of_all(model, terms) if kind == SUM else Normalizer(value)
+    return _normalizer_of_sum(model, terms) if kind == SUM else Normalizer(value)
 
 
-def _sum_of_all(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
-    """The weight of micro-batches whose losses are sums over examples."""
+def _normalizer_of_sum(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
+    """The normalizer of a loss that is a sum over the examples."""
     averaged = [term.loss.name for term in terms if not (term.is_sum or term.reduces_itself)]
     if averaged and not has_own_compute_loss(model):
         raise IndivisibleError(
@@ -257,14 +246,14 @@ def _sum_of_all(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
     return Normalizer(tf.constant(1.0), summed=True)
 
 
-def _divisor(term: LossTerm, say: str) -> tuple[tuple, tf.Tensor]:
+def _divisor(term: LossTerm, advice: str) -> tuple[tuple, tf.Tensor]:
     try:
         return gradient_divisor_of(term)
     except UnknownDivisorError as error:
-        raise IndivisibleError(f"{error} {say}") from None
+        raise IndivisibleError(f"{error} {advice}") from None
 
 
-def _described(divisors: list[tuple[tuple, tf.Tensor]]) -> str:
+def _name_kinds(divisors: list[tuple[tuple, tf.Tensor]]) -> str:
     names = {"sum": "nothing", "weights": "sample weights", "mask": "a mask", "size": "the number of elements"}
     return ", ".join(names[kind[0]] for kind, _ in divisors)
 

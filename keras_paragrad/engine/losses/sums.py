@@ -1,4 +1,4 @@
-"""The losses of a batch as sums over its parts: what `fit` and `evaluate` show of parts put together."""
+"""The losses of a batch as sums over its parts, and their way into Keras's loss trackers."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -6,17 +6,18 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import replica_count
+from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.model import has_own_compute_loss
-from keras_paragrad.engine.losses.divisors import SIZE, SUM, UnknownDivisorError, divisor_of
+from keras_paragrad.compat.saved import SavedVariables
+from keras_paragrad.engine.losses.divisors import SIZE, SUM, Normalizer, UnknownDivisorError, divisor_of
 from keras_paragrad.engine.losses.terms import LossTerm
 
 
 class LossForm(NamedTuple):
-    """What is the same for all parts of a batch.
+    """How to read the `LossSums` of a batch; the same for all its parts.
 
     Attributes:
-        factors: The weight of each output's loss in the total besides the first entry.
+        factors: The weight of each output's loss in the total, to which the first numerator is added.
         called: For each output, whether its loss was computed.
         by_rows: For each output, whether Keras's tracker of its loss counts rows instead of batches.
         proportional: Whether every loss is divided by a fixed multiple of the rows.
@@ -29,62 +30,57 @@ class LossForm(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """The losses of a part of a batch. The sum over several parts gives the losses of them all.
+    """The losses of a part of a batch, which can be summed over parts.
 
     Attributes:
-        vector: Numerators, divisors and rows. The first numerator is of the total, without what outputs' losses make of
-            it by their `factors`; the others are the outputs'. A divisor of 0 is that of a sum.
-        form: What the numbers mean.
+        vector: Numerators, divisors and rows. The first numerator is of the part of the total that is no output's loss;
+            the others are of the outputs' losses. The divisor of a sum is 0.
+        form: How to read the vector.
     """
 
     vector: tf.Tensor
     form: LossForm
 
-    def only_if(self, some: tf.Tensor | None) -> "LossSums":
-        """These, or zeros where there are no examples."""
-        if some is None:
+    def zero_unless(self, nonempty: tf.Tensor | None) -> "LossSums":
+        """The sums, or zeros if the replica batch is empty."""
+        if nonempty is None:
             return self
-        return self._replace(vector=tf.where(some, self.vector, tf.zeros_like(self.vector)))
+        return self._replace(vector=tf.where(nonempty, self.vector, tf.zeros_like(self.vector)))
 
-    def of_rows(self, rows: tf.Tensor) -> "LossSums":
-        """These, where only so many rows count and the others weigh 0; losses are divided by rows, or by nothing."""
+    def of_some_rows(self, rows: tf.Tensor) -> "LossSums":
+        """The sums if only `rows` rows have a weight; losses are divided by rows, or by nothing."""
         entries = 1 + len(self.form.factors)
         first, others, divisors, total = tf.split(self.vector, [1, entries - 1, entries, 1])
         share = tf.math.divide_no_nan(tf.cast(rows, total.dtype), total)
-        # What isn't of an output is that of weights, which is the same for any number of rows.
+        # The first entry is of weight regularizers, which don't depend on the number of rows.
         return self._replace(vector=tf.concat([first * share, others, divisors * share, total * share], 0))
 
 
-class Shown(NamedTuple):
-    """Losses of parts put together.
-
-    Attributes:
-        values: The total and each output's loss.
-        rows: How many examples they were computed on.
-    """
+class TotalLosses(NamedTuple):
+    """The losses of a whole batch: the total and each output's, and the number of examples."""
 
     values: tf.Tensor
     rows: tf.Tensor
 
 
 def zero_sums(model: keras.Model) -> tf.Tensor:
-    """The sums of no part at all, of a model whose losses are built."""
+    """The `LossSums.vector` to start from, for a model whose losses are built."""
     return tf.zeros([2 * (1 + outputs_of(model)) + 1], model._loss_tracker.dtype)
 
 
 def outputs_of(model: keras.Model) -> int:
-    """How many losses a model was compiled with, once they are built."""
+    """The number of compiled losses, once they are built."""
     compiled = model._compile_loss
     return len(compiled._flat_losses or ()) if compiled is not None else 0
 
 
-def shown(vector: tf.Tensor, form: LossForm) -> Shown:
-    """The losses that follow from the sums over all parts of a batch."""
+def total_losses(vector: tf.Tensor, form: LossForm) -> TotalLosses:
+    """The losses of a batch, from the sums over all its parts."""
     entries = 1 + len(form.factors)
     numerators, divisors, rows = tf.split(vector, [entries, entries, 1])
     values = tf.where(divisors == 0, numerators, tf.math.divide_no_nan(numerators, divisors))
     total = values[0] + tf.reduce_sum(values[1:] * tf.constant(form.factors, values.dtype, (entries - 1,)))
-    return Shown(tf.concat([[total], values[1:]], 0), rows[0])
+    return TotalLosses(tf.concat([[total], values[1:]], 0), rows[0])
 
 
 def loss_sums(
@@ -92,19 +88,19 @@ def loss_sums(
     loss: tf.Tensor,
     terms: Sequence[LossTerm],
     rows: tf.Tensor,
-    weight: Any = None,
+    weight: Normalizer | None = None,
     *,
     divided: bool = False,
 ) -> LossSums:
-    """The sums of a part of a batch.
+    """The losses of a part of a batch as sums.
 
     Args:
-        model: The model that computed its loss.
-        loss: What its `compute_loss` returned.
+        model: The model that computed the loss.
+        loss: The result of its `compute_loss`.
         terms: The calls of its compiled losses.
-        rows: How many examples the part has.
-        weight: The weight of the part's gradient, a `Normalizer`, if measured.
-        divided: Whether Keras divided losses by the number of replicas.
+        rows: Number of examples in the part.
+        weight: The weight of the part's gradient, if measured.
+        divided: Whether Keras divided the losses by the number of replicas.
     """
     dtype = model._loss_tracker.dtype
     rows = tf.cast(rows, dtype)
@@ -114,8 +110,8 @@ def loss_sums(
     summed = stated is not None and stated.summed
     composed = outputs.known and (stated is None or summed) and not has_own_compute_loss(model)
     if composed:
-        # What is left are weights' regularizers, which are the same for every part, and losses that layers add.
-        value = value - tf.add_n(outputs.weighed) if model.losses and outputs.weighed else value
+        # The rest is weight regularizers, which are the same for every part, and losses that layers add.
+        value = value - tf.add_n(outputs.weighted) if model.losses and outputs.weighted else value
         value = value if model.losses else tf.constant(0, dtype)
     if divided:
         value *= replica_count()
@@ -141,13 +137,13 @@ class _Outputs:
         self.called = [False] * count
         self.by_rows = [bool(model.run_eagerly)] * count
         self.numerators, self.divisors = [zero] * count, [zero] * count
-        self.weighed: list[tf.Tensor] = []
+        self.weighted: list[tf.Tensor] = []
         self.known = self.proportional = True
         for place, term in enumerate(terms):
-            # A compute_loss of the user's own may call the compiled losses several times: the mean is shown.
+            # A custom `compute_loss` may call the compiled losses several times: their mean is logged.
             index = place % count
             value = _mean(term.result, dtype)
-            self.weighed.append(value * self.factors[index])
+            self.weighted.append(value * self.factors[index])
             self.called[index] = True
             self.by_rows[index] |= term.result.shape.rank != 0
             scaled, divisor = self._divisor(term, unknown, dtype)
@@ -157,9 +153,9 @@ class _Outputs:
             self.divisors[index] += zero if divisor is None else divisor
 
     def _divisor(self, term: LossTerm, unknown: tf.Tensor, dtype: str) -> tuple[bool, Any]:
-        """Whether Keras may have divided the result by the number of replicas, and what else it is divided by."""
+        """Whether Keras may have divided the result by the number of replicas, and its other divisor."""
         if term.result.shape.rank != 0:
-            # Not reduced. Keras shows the mean of the elements.
+            # Not reduced. Keras logs the mean of the elements.
             return False, tf.cast(tf.size(term.result), dtype)
         try:
             kind, divisor = divisor_of(term)
@@ -172,3 +168,82 @@ class _Outputs:
 
 def _mean(loss: tf.Tensor, dtype: str) -> tf.Tensor:
     return tf.reduce_mean(tf.cast(loss, dtype))
+
+
+class LossWindow(SavedVariables):
+    """The sums of the micro-batches since the last update, which together are one batch.
+
+    Args:
+        model: A compiled model whose losses are built. Called in its strategy's scope.
+    """
+
+    def __init__(self, model: keras.Model):
+        super().__init__()
+        self.outputs = outputs_of(model)
+        entries = 1 + self.outputs
+        # The sums, and the totals and counts that the trackers have of the window so far.
+        shape = (2 * entries + 1 + 2 * entries,)
+        self.state = self.add("losses", shape, model._loss_tracker.dtype, aggregation="sum", local=True)
+
+
+class TrackedLosses:
+    """Adds the losses of a batch to Keras's loss trackers, within a step, on each replica.
+
+    Keras weights a batch's `loss` by its rows. The tracker of an output's loss weights all batches the same, unless the
+    model runs eagerly or the loss is not reduced.
+
+    Args:
+        model: The model that computed the losses.
+        sums: The losses of this replica.
+        window: The losses of the window's micro-batches so far, if gradients are accumulated.
+        ends: Whether this micro-batch ends the window.
+
+    Attributes:
+        part: The tensor to all-reduce.
+    """
+
+    def __init__(self, model: keras.Model, sums: LossSums, window: LossWindow | None = None, *, ends: bool = False):
+        self.model: Any = model
+        self.form: LossForm = sums.form
+        self.window, self.ends = window, ends
+        entries = 1 + len(sums.form.factors)
+        self.part = tf.concat([sums.vector, tf.zeros([2 * entries], sums.vector.dtype)], 0)
+        if window is not None:
+            # Resetting the metrics discards the window too.
+            counted = self.model._loss_tracker.count.value > 0
+            self.part += tf.where(counted, window.state.value, 0.0)
+
+    def track(self) -> None:
+        """Adds the losses to the trackers."""
+        if self.form.proportional and len(self._trackers) == 1:
+            # Keras sums the tracker over the replicas.
+            self._add(self.part, 1)
+        else:
+            self.add(sum_over_replicas([self.part])[0])
+
+    def add(self, total: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Adds the sum of all replicas' `part` to the trackers; returns each variable with what all replicas added."""
+        return self._add(total, replica_count())
+
+    @property
+    def _trackers(self) -> list[Any]:
+        return [self.model._loss_tracker, *(self.model._compile_loss.metrics if self.model._compile_loss else ())]
+
+    def _add(self, total: tf.Tensor, replicas: int) -> list[tuple[keras.Variable, tf.Tensor]]:
+        entries = 1 + len(self.form.factors)
+        sums, added_totals, added_counts = tf.split(total, [2 * entries + 1, entries, entries])
+        values, rows = total_losses(sums, self.form)
+        batches = tf.cast(rows > 0, rows.dtype)
+        counts = tf.stack([rows, *(rows if by_rows else batches for by_rows in self.form.by_rows)])
+        if self.window is not None:
+            state = tf.concat([sums, values * counts, counts], 0) / replicas
+            self.window.state.assign(tf.zeros_like(state) if self.ends else state)
+        totals, counts = values * counts - added_totals, counts - added_counts
+        added = []
+        called = [True, *self.form.called]
+        for index, tracker in enumerate(self._trackers):
+            if called[index]:
+                added += [(tracker.total, totals[index]), (tracker.count, counts[index])]
+        for variable, value in added:
+            variable.assign_add(value / replicas)
+        return added

@@ -25,9 +25,9 @@ class LossTerm:
 
     Attributes:
         loss: The loss.
-        y_true, y_pred, sample_weight: What it was called with.
-        result: What it returned.
-        by_example: Whether its gradient is that of the mean of each example's own masked mean.
+        y_true, y_pred, sample_weight: Its arguments.
+        result: Its result.
+        by_example: Whether its gradient is that of the mean of the examples' masked means.
     """
 
     loss: keras.losses.Loss
@@ -44,7 +44,7 @@ class LossTerm:
 
     @property
     def is_sum(self) -> bool:
-        """Whether the loss is not divided by anything."""
+        """Whether the loss has no divisor."""
         return self.loss.reduction in ("sum", "none", None)
 
     @functools.cached_property
@@ -54,9 +54,9 @@ class LossTerm:
         def convert(tensor):
             return keras.ops.convert_to_tensor(tensor, dtype=self.loss.dtype)
 
-        given = (keras.tree.map_structure(convert, each) for each in (self.y_true, self.y_pred))
+        arguments = (keras.tree.map_structure(convert, each) for each in (self.y_true, self.y_pred))
         with untouched(self.loss, without_assignments()):
-            return tf.convert_to_tensor(self.loss.call(*given))
+            return tf.convert_to_tensor(self.loss.call(*arguments))
 
     @property
     def prediction_mask(self) -> Any:
@@ -65,17 +65,17 @@ class LossTerm:
 
     @property
     def masks(self) -> list[Any]:
-        """The masks that the model's output and the loss's values carry: the output's, the values', both or none."""
+        """The masks of the model's output and of the loss's values: none, one or both."""
         return [mask for mask in (self.prediction_mask, get_keras_mask(self.values)) if mask is not None]
 
     @functools.cached_property
     def mask(self) -> Any:
-        """Which of the values count, or `None` where all do."""
+        """Selects the values that count; all do, if `None`."""
         return functools.reduce(tf.logical_and, self.masks) if self.masks else None
 
     @property
     def weights(self) -> Any:
-        """The sample weights with the mask in them, as the reduction multiplies them in, or `None`."""
+        """The sample weights times the mask, as the reduction applies them, or `None`."""
         dtype = self.loss.dtype
         weight, mask = (
             None if tensor is None else keras.ops.convert_to_tensor(tensor, dtype=dtype)
@@ -83,26 +83,26 @@ class LossTerm:
         )
         return apply_mask(weight, mask, dtype=dtype, reduction=self.loss.reduction)
 
-    def with_gradient_by_example(self) -> Any:
-        """The result, with the gradient of the mean of each example's own masked mean, where that is another one."""
+    def result_with_gradient_by_example(self) -> Any:
+        """The result, with the gradient of the mean of the examples' masked means if `by_example`."""
         if not self.by_example or self.reduces_itself or self.loss.reduction not in MEANS or self.mask is None:
             return self.result
         dtype = self.loss.dtype
         mask = tf.cast(self.mask, dtype)
         inner = list(range(1, mask.shape.rank))
-        # What Keras does to the mask of a batch, for each example.
+        # Keras scales the mask of a batch like this; here, that of each example.
         size = tf.cast(tf.reduce_prod(tf.shape(mask)[1:]), mask.dtype)
         weight = mask * tf.math.divide_no_nan(size, tf.reduce_sum(mask, inner, keepdims=True))
         if self.sample_weight is not None:
             stated = keras.ops.convert_to_tensor(self.sample_weight, dtype=dtype)
             weight, stated = squeeze_or_expand_to_same_rank(weight, stated)
             weight *= stated
-        own = reduce_weighted_values(self.values, weight, reduction=self.loss.reduction, dtype=dtype)
-        return tf.stop_gradient(self.result) + (own - tf.stop_gradient(own))
+        mean = reduce_weighted_values(self.values, weight, reduction=self.loss.reduction, dtype=dtype)
+        return tf.stop_gradient(self.result) + (mean - tf.stop_gradient(mean))
 
 
 def is_summed(model: keras.Model) -> bool:
-    """Whether a model's compiled loss, which has been called, is a sum over the examples rather than a mean."""
+    """Whether a model's built loss is a sum over the examples, and not a mean."""
     flat = model._compile_loss._flat_losses if model._compile_loss else None
     return bool(flat) and all(loss.loss is None or loss.loss.reduction == "sum" for loss in flat)
 
@@ -127,7 +127,7 @@ class _Recording:
         term = LossTerm(self.loss, y_true, y_pred, sample_weight, result, by_example)
         for listener in listeners:
             listener.terms.append(term)
-        return term.with_gradient_by_example()
+        return term.result_with_gradient_by_example()
 
 
 def _listeners_here(listeners: list[_Listener]) -> list[_Listener]:
@@ -139,14 +139,15 @@ def _listeners_here(listeners: list[_Listener]) -> list[_Listener]:
 def recorded_terms(
     model: keras.Model, *, untracked: bool = False, by_example: bool = False
 ) -> Iterator[list[LossTerm]]:
-    """Context in which `model.compute_loss` fills the yielded list with the terms of the compiled loss.
+    """Context in which `model.compute_loss` appends the terms of the compiled loss to the yielded list.
 
-    Several may be open at a time, and close in any order.
+    Several contexts may be open at a time, and close in any order.
 
     Args:
-        model: A compiled model. It is left as it was found.
-        untracked: Whether to keep Keras's trackers of outputs' losses from counting what is computed.
-        by_example: Whether masked means have the gradient of the mean of each example's own. Their values stay.
+        model: A compiled model, which is restored.
+        untracked: Whether Keras's trackers of outputs' losses ignore these losses.
+        by_example: Whether masked means get the gradient of the mean of the examples' masked means, and keep their
+            values.
     """
     check_objects()
     terms: list[LossTerm] = []
@@ -158,7 +159,7 @@ def recorded_terms(
     if listeners is None:
         listeners = state_of(compiled).listeners = []
         _listen(compiled, listeners)
-    # Tracing of replicas may be interleaved while the terms are recorded, and each records its own.
+    # The traces of replicas may be interleaved, and each records its own terms.
     listeners.append(_Listener(replica_index(), terms, untracked, by_example))
     try:
         yield terms
@@ -180,7 +181,7 @@ def _listen(compiled: Any, listeners: list[_Listener]) -> None:
         build(y_true, y_pred)
         record()
 
-    # Keras builds the compiled loss when it is first called, which may be now.
+    # Keras builds the compiled loss on its first call, which may come in this context.
     if compiled.built:
         record()
     compiled.__dict__["build"] = build_and_record
@@ -208,5 +209,5 @@ def _stop_listening(compiled: Any) -> None:
 
 
 def bound_arguments(loss_or_metric: Any) -> dict[str, Any]:
-    """What the function that a loss or metric wraps was bound to, such as `delta`."""
+    """The keyword arguments, such as `delta`, of the function that a loss or metric wraps."""
     return dict(getattr(loss_or_metric, "_fn_kwargs", None) or {})

@@ -1,90 +1,89 @@
-"""A model's gradient on a mesh, compared with that on one device."""
+"""Compares a model's gradient on a mesh with that on one device."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.model import all_variables
-from keras_paragrad.engine.mesh.errors import explained
+from keras_paragrad.engine.mesh.tracing import explaining_errors
 from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.storage.dtensor import discard_assignments, gather, on_mesh
 from keras_paragrad.storage.storage import storage_of
 
-# A gradient that is smaller than this share of the largest is rounding, as is that of an attention's key bias.
-SHARE = 1e-3
+if TYPE_CHECKING:
+    from keras_paragrad.engine.mesh.running import ModelOnMesh
+
+# Smaller gradients, relative to the largest, are rounding errors, such as that of an attention's key bias.
+_SMALL = 1e-3
 _TINY = 1e-30
 _ZERO = tf.UnconnectedGradients.ZERO
 
 
-def gradient_differs(model: Any, data: Any, on_the_mesh: Any) -> tuple[float, str]:
-    """How far a model's gradient on a mesh is from that on one device, without dropout.
-
-    Args:
-        model: A compiled and built model, whose variables are on a mesh.
-        data: A batch, as `train_step` takes it.
-        on_the_mesh: The `OnMesh` that runs the model.
+def gradient_error(model: Any, data: Any, model_on_mesh: "ModelOnMesh") -> tuple[float, str]:
+    """The error of a model's gradient for a batch on a mesh, relative to that on one device, without dropout.
 
     Returns:
-        The largest difference within a variable's gradient, in parts of its own largest entry or of a small share of
-        that of the whole gradient, and the variable's path.
+        The largest error of a variable's gradient, relative to its largest entry (or to a small share of the whole
+        gradient's), and the variable's path.
     """
     variables = list(model.trainable_variables)
     if not variables:
         return 0.0, ""
-    expected = _alone(model, data, variables)
+    expected = list(map(_to_numpy, _gradients_on_one_device(model, data, variables)))
     function = tf.function(
-        lambda batch: _on_mesh(model, batch, variables, on_the_mesh), jit_compile=None, autograph=False
+        lambda batch: _gradients_on_mesh(model, batch, variables, model_on_mesh), jit_compile=None, autograph=False
     )
-    batch = on_the_mesh.batch(data)
-    with on_mesh(on_the_mesh.mesh), explained(model):
-        found = function(batch)
-    pairs = zip(variables, map(_array, expected), map(_array, found), strict=True)
-    least = SHARE * max(_most(_array(each)) for each in expected)
-    # Without a gradient, any difference is too large.
-    return max(
-        (_most(ours - theirs) / max(_most(theirs), least, _TINY), str(each.path)) for each, theirs, ours in pairs
+    batch = model_on_mesh.batch(data)
+    with on_mesh(model_on_mesh.mesh), explaining_errors(model):
+        actual = list(map(_to_numpy, function(batch)))
+    least = _SMALL * max(map(_largest, expected))
+    # Where the gradient is zero, any difference is too large.
+    errors = (
+        (_largest(ours - theirs) / max(_largest(theirs), least, _TINY), str(variable.path))
+        for variable, theirs, ours in zip(variables, expected, actual, strict=True)
     )
+    return max(errors)
 
 
-def _most(array: Any) -> float:
+def _largest(array: np.ndarray) -> float:
     return float(np.abs(array).max(initial=0))
 
 
-def _array(gradient: Any) -> Any:
+def _to_numpy(gradient: tf.Tensor) -> np.ndarray:
     return np.asarray(gather(gradient)).astype("float64")
 
 
-def _alone(model: Any, data: Any, variables: list[keras.Variable]) -> list[Any]:
+def _gradients_on_one_device(model: Any, data: Any, trainable: list[keras.Variable]) -> list[tf.Tensor]:
     # In the host's memory, where the model was made.
     with tf.device("CPU:0"):
-        own = all_variables(model)
-        places = [index for index, variable in enumerate(own) if any(variable is each for each in variables)]
+        variables = all_variables(model)
+        places = {id(variable): place for place, variable in enumerate(variables)}
 
-        # In a graph, as `fit` computes: executed eagerly, Keras's layers lose some masks.
+        # In a graph, as in `fit`: executed eagerly, Keras's layers lose some masks.
         @tf.function(autograph=False)
-        def gradient(data: Any, values: list[Any]) -> list[Any]:
-            watched = [values[place] for place in places]
+        def gradients(data: Any, values: list[Any]) -> list[Any]:
+            sources = [values[places[id(variable)]] for variable in trainable]
             with tf.GradientTape() as tape:
-                tape.watch(watched)
-                mapping = list(zip(own, values, strict=True))
+                tape.watch(sources)
+                mapping = list(zip(variables, values, strict=True))
                 with untouched(model, keras.StatelessScope(state_mapping=mapping, collect_losses=True)):
                     loss = _loss(model, data)
-            return [_dense(each) for each in tape.gradient(loss, watched, unconnected_gradients=_ZERO)]
+            return _dense(tape.gradient(loss, sources, unconnected_gradients=_ZERO))
 
         data = keras.tree.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
-        values = [tf.convert_to_tensor(variable.value) for variable in own]
-        found = dict(zip((id(own[place]) for place in places), gradient(data, values), strict=True))
-    return [found[id(variable)] for variable in variables]
+        return gradients(data, [tf.convert_to_tensor(variable.value) for variable in variables])
 
 
-def _on_mesh(model: Any, data: Any, variables: list[keras.Variable], on_the_mesh: Any) -> list[Any]:
-    with on_the_mesh.tracing():
+def _gradients_on_mesh(
+    model: Any, data: Any, trainable: list[keras.Variable], model_on_mesh: "ModelOnMesh"
+) -> list[tf.Tensor]:
+    with model_on_mesh.tracing():
         with tf.GradientTape() as tape, untouched(model, discard_assignments()):
             loss = _loss(model, data)
-        sources: list[Any] = [storage_of(variable).local for variable in variables]
-        return [_dense(each) for each in tape.gradient(loss, sources, unconnected_gradients=_ZERO)]
+        sources: list[Any] = [storage_of(variable).local for variable in trainable]
+        return _dense(tape.gradient(loss, sources, unconnected_gradients=_ZERO))
 
 
 def _loss(model: Any, data: Any) -> Any:
@@ -93,5 +92,5 @@ def _loss(model: Any, data: Any) -> Any:
     return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
 
 
-def _dense(gradient: Any) -> Any:
-    return tf.convert_to_tensor(gradient)
+def _dense(gradients: list[Any]) -> list[tf.Tensor]:
+    return [tf.convert_to_tensor(gradient) for gradient in gradients]

@@ -1,4 +1,4 @@
-"""Tensors between layers, divided by rows alone: what DTensor does to others is not always right."""
+"""Lays tensors between layers out by rows alone: DTensor's own choices are sometimes wrong."""
 
 import contextlib
 import functools
@@ -14,9 +14,8 @@ from keras_paragrad.compat.layers import attributes, children, copy_mask
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.storage.dtensor import computing_on_mesh, relayout
 
-# Of DTensor's rules, those for their operations are right however their tensors are divided. So what one Dense layer
-# divides by units, the next can take as it is.
-_FREE = (
+# DTensor computes these right for any layout, so one Dense layer can take what another has divided by units.
+_UNPINNED = (
     keras.layers.Dense,
     keras.layers.Activation,
     keras.layers.ReLU,
@@ -25,17 +24,12 @@ _FREE = (
     keras.layers.Dropout,
     keras.layers.Identity,
 )
-# Heads stay divided from one of their layers to the next, and cells compute with whole weights.
-_CLOSED = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention, keras.layers.RNN)
+# The layers within these are not pinned: attention keeps heads divided, and cells compute with whole weights.
+_PINNED_AS_A_WHOLE = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention, keras.layers.RNN)
 
 
 class TracedRows(threading.local):
-    """How the rows of the batch are divided for which a step is traced.
-
-    Attributes:
-        count: The number of rows.
-        axis: What they are divided along, or `None`.
-    """
+    """The number of rows of the batch that this thread traces a step for, and the mesh axis that divides them."""
 
     count: int = 0
     axis: str | None = None
@@ -45,56 +39,57 @@ ROWS = TracedRows()
 
 
 @contextlib.contextmanager
-def pinned_between_layers(model: Any) -> Iterator[None]:
-    """Context in which layers take and give tensors that are divided by rows, and by nothing else.
+def pinning_between_layers(model: Any) -> Iterator[None]:
+    """Context in which the inputs and outputs of layers are divided by rows, and by nothing else.
 
-    DTensor chooses for itself how tensors are divided that a step makes, and gives wrong values for some choices: of a
-    concatenation along a divided dimension, or of a reshape that splits one.
+    Where DTensor chooses layouts, it computes some operations wrong, such as a concatenation along a divided dimension
+    or a reshape that splits one.
     """
-    inside = {id(each) for layer in all_layers(model) if isinstance(layer, _CLOSED) for each in _within(layer)}
-    # Such as TimeDistributed, which stacks what its layer makes.
-    wrapped = {id(layer.layer) for layer in all_layers(model) if isinstance(layer, keras.layers.Wrapper)}
-    free = {id(layer) for layer in all_layers(model) if type(layer) in _FREE} - wrapped
-    chosen = [layer for layer in all_layers(model) if id(layer) not in inside | free]
+    layers = all_layers(model)
+    inside = {id(each) for layer in layers if isinstance(layer, _PINNED_AS_A_WHOLE) for each in _descendants(layer)}
+    # Such as TimeDistributed, which stacks its layer's outputs.
+    wrapped = {id(layer.layer) for layer in layers if isinstance(layer, keras.layers.Wrapper)}
+    unpinned = {id(layer) for layer in layers if type(layer) in _UNPINNED} - wrapped
+    pinned = [each for each in layers if id(each) not in inside | unpinned and not isinstance(each, keras.Model)]
     with contextlib.ExitStack() as stack:
-        for layer in [model, *(each for each in chosen if not isinstance(each, keras.Model))]:
-            stack.enter_context(attributes(layer, call=_calling(layer.call)))
+        for layer in [model, *pinned]:
+            stack.enter_context(attributes(layer, call=_pin_call(layer.call)))
         yield
 
 
-def _within(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
+def _descendants(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
     for each in children(layer):
         yield each
-        yield from _within(each)
+        yield from _descendants(each)
 
 
-def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
+def _pin_call(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def pinned(*arguments: Any, **keywords: Any) -> Any:
         if in_symbolic_scope() or not computing_on_mesh():
             return call(*arguments, **keywords)
-        given = arguments, keywords
-        arguments, keywords = keras.tree.map_structure(pin, given)
-        found = call(*arguments, **keywords)
-        for before, inside in zip(keras.tree.flatten(given), keras.tree.flatten((arguments, keywords)), strict=True):
+        inputs = arguments, keywords
+        arguments, keywords = keras.tree.map_structure(pin, inputs)
+        outputs = call(*arguments, **keywords)
+        for before, after in zip(keras.tree.flatten(inputs), keras.tree.flatten((arguments, keywords)), strict=True):
             if isinstance(before, tf.Tensor):
-                # Attention takes masks off its inputs: other layers find these as they would be without pins.
-                copy_mask(inside, before)
-        return keras.tree.map_structure(pin, found)
+                # Attention removes the masks of its inputs: remove them for other layers too.
+                copy_mask(after, before)
+        return keras.tree.map_structure(pin, outputs)
 
     return pinned
 
 
 def pin(tensor: Any) -> Any:
-    """A tensor of a step that is traced for a mesh, divided by rows if it has as many as the batch; or else whole."""
+    """Divides a tensor of a step on a mesh by rows if it has as many as the batch; otherwise makes it whole."""
     if not isinstance(tensor, tf.Tensor) or tensor.shape.rank in (None, 0) or tensor.dtype in (tf.resource, tf.variant):
         return tensor
     axes = (ROWS.axis if tensor.shape[0] == ROWS.count else None, *[None] * (len(tensor.shape) - 1))
-    found = relayout(tensor, axes)
-    copy_mask(tensor, found)
-    return found
+    pinned = relayout(tensor, axes)
+    copy_mask(tensor, pinned)
+    return pinned
 
 
-def pinned_in_steps(tensor: Any) -> Any:
-    """A tensor as `pin` lays it out, if it is of a step on a mesh; or else as it is."""
+def pin_on_mesh(tensor: Any) -> Any:
+    """Pins a tensor if this thread traces a step for a mesh."""
     return pin(tensor) if computing_on_mesh() else tensor

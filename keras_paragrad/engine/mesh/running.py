@@ -1,7 +1,7 @@
-"""Steps of a model, run on a mesh with batches from the host."""
+"""Runs the steps of a model on a mesh, with batches from the host, and its variables there."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -9,30 +9,108 @@ import tensorflow as tf
 
 from keras_paragrad.compat.method_patch import replace_methods, restore_methods
 from keras_paragrad.compat.model import has_own_test_step
-from keras_paragrad.engine.mesh.errors import explained
 from keras_paragrad.engine.mesh.pinning import ROWS
-from keras_paragrad.engine.mesh.placing import Placed, put_on_mesh
-from keras_paragrad.engine.replicas.evaluation import tested
-from keras_paragrad.engine.replicas.prepared import forget_functions, maker
+from keras_paragrad.engine.mesh.tracing import explaining_errors
+from keras_paragrad.engine.pipeline.placement import name_stems
+from keras_paragrad.engine.replicas.evaluation import static_test_step
+from keras_paragrad.engine.replicas.prepared import drop_functions, make_on_demand
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.execution import compile_steps
-from keras_paragrad.engine.step.symbolic import build_from
-from keras_paragrad.storage.dtensor import distribute, gather, on_mesh
+from keras_paragrad.engine.step.symbolic import build_from_data
+from keras_paragrad.storage.dtensor import Axes, distribute, gather, on_mesh
+from keras_paragrad.storage.mesh_variable import MeshVariable
+from keras_paragrad.storage.model_variables import accumulated_variables, rename_keys, replace_value, training_variables
 
-_UNKNOWN = ("split", "transform", "observe", "present")
+# The mesh axes that divide a variable's dimensions, and whether steps read it whole.
+Placement = tuple[Axes, bool]
+
+
+def put_on_mesh(model: Any, mesh: Any, place: Callable[[keras.Variable], Placement]) -> None:
+    """Moves all variables of a step to a mesh, except those that are there.
+
+    `place` maps one of the model's variables to its placement. An optimizer's slot of the same shape is divided like
+    its variable; other variables are whole on each device.
+    """
+    sections = training_variables(model)
+    by_name = {variable.path.replace("/", "_"): variable for variable in sections["model"]}
+    accumulators = accumulated_variables(model.optimizer)
+    keys = []
+    for section, variables in sections.items():
+        for variable in variables:
+            if mesh_variable_of(variable) is not None:
+                continue
+            owner = variable if section == "model" else accumulators.get(id(variable))
+            owner = _owner_of(variable, by_name) if owner is None else owner
+            axes, whole = place(owner) if owner is not None else ((None,) * len(variable.shape), False)
+            keys.append((_key(model.optimizer, variable), variable))
+            storage: Any = MeshVariable(
+                value=variable.numpy(),
+                mesh=mesh,
+                axes=axes,
+                name=variable.name,
+                trainable=variable._value.trainable,
+            )
+            storage.whole_in_steps = whole and section == "model"
+            variable._initialize(storage)
+    rename_keys(model.optimizer, {before: _key(model.optimizer, variable) for before, variable in keys})
+
+
+def take_off_mesh(model: Any) -> None:
+    """Moves all variables of a model back to the host."""
+    keys = []
+    window = StepBuilder.of(model).loss_window
+    # Steps traced before the model was on the mesh update variables that are replaced now.
+    StepBuilder.of(model).retrace()
+    sections = [*training_variables(model).values(), window.variables.values() if window else ()]
+    for variable in [each for variables in sections for each in variables]:
+        if mesh_variable_of(variable) is not None:
+            keys.append((_key(model.optimizer, variable), variable))
+            with tf.device("CPU:0"):
+                replace_value(variable, tf.convert_to_tensor(variable.value))
+    rename_keys(model.optimizer, {before: _key(model.optimizer, variable) for before, variable in keys})
+
+
+def mesh_variable_of(variable: keras.Variable) -> MeshVariable | None:
+    """The `MeshVariable` that stores a variable, or `None`."""
+    storage = variable._value
+    return storage if isinstance(storage, MeshVariable) else None
+
+
+def _owner_of(slot: keras.Variable, by_name: dict[str, keras.Variable]) -> keras.Variable | None:
+    """The variable of an optimizer's slot, if it has the same shape."""
+    # Keras names a slot after its variable.
+    owner = next((by_name[stem] for stem in name_stems(slot.name) if stem in by_name), None)
+    return owner if owner is not None and tuple(owner.shape) == tuple(slot.shape) else None
+
+
+def _key(optimizer: Any, variable: keras.Variable) -> Any:
+    return optimizer._var_key(variable) if optimizer is not None else id(variable)
+
+
+def variables_on_mesh(model: Any) -> Iterator[tuple[keras.Variable, MeshVariable]]:
+    """The variables of a model and its optimizer that are on a mesh, and their storages."""
+    sections = training_variables(model)
+    for variable in (*sections["model"], *sections["optimizer"]):
+        storage = mesh_variable_of(variable)
+        if storage is not None:
+            yield variable, storage
+
+
+# Stages that have not been compared with one device.
+_UNTESTED = ("split", "transform", "observe", "present")
 _METHODS = ("make_test_function", "make_predict_function")
 
 
-class OnMesh:
-    """Fills the *mesh* stage: takes batches to a mesh, and what a step returns back from it.
+class ModelOnMesh:
+    """Fills the *mesh* stage: moves batches to a mesh, and the results of a step back.
 
     Args:
         model: A compiled and built model.
         mesh: The mesh.
-        batch_axis: The axis along which the rows of a batch are divided.
-        place: How each of the model's variables is divided.
-        tracing: Makes the context in which a step is traced.
-        check: Is given the first batch to be trained on, with this, once variables are on the mesh.
+        batch_axis: The mesh axis that divides the rows of a batch.
+        place: Maps one of the model's variables to its placement.
+        tracing: Makes the context in which to trace a step.
+        check: Called with the first training batch and this object, when the variables are on the mesh.
     """
 
     def __init__(
@@ -40,80 +118,79 @@ class OnMesh:
         model: keras.Model,
         mesh: Any,
         batch_axis: str | None,
-        place: Callable[[keras.Variable], Placed],
+        place: Callable[[keras.Variable], Placement],
         tracing: Callable[[], contextlib.AbstractContextManager[None]],
-        check: Callable[[Any, "OnMesh"], None],
+        check: Callable[[Any, "ModelOnMesh"], None],
     ):
         self.model: Any = model
         self.mesh, self.batch_axis, self.place, self.tracing = mesh, batch_axis, place, tracing
         self.check = check
 
     def install(self) -> None:
-        """Has the model trained, evaluated and used for prediction on the mesh."""
+        """Makes the model train, evaluate and predict on the mesh."""
         StepBuilder.of(self.model).fill(mesh=self, place=self.tracing)
         replace_methods(
             self.model,
-            make_test_function=maker(self.model, "test_function", self._test_function),
-            make_predict_function=maker(self.model, "predict_function", self._predict_function),
+            make_test_function=make_on_demand(self.model, "test_function", self._test_function),
+            make_predict_function=make_on_demand(self.model, "predict_function", self._predict_function),
         )
-        forget_functions(self.model)
+        drop_functions(self.model)
         self.put_variables()
 
     def uninstall(self) -> None:
         """Restores the methods of the model's class."""
         restore_methods(self.model, *_METHODS)
         StepBuilder.of(self.model).fill(mesh=None, place=None)
-        forget_functions(self.model)
+        drop_functions(self.model)
 
     def put_variables(self) -> None:
-        """Puts all variables on the mesh that aren't there yet."""
+        """Moves the variables that aren't on the mesh yet."""
         put_on_mesh(self.model, self.mesh, self.place)
 
-    def running(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A compiled step, run on the mesh with batches from outside of it.
+    def wrap(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Makes a compiled training step run on the mesh, with batches from the host.
 
         Raises:
-            ValueError: A component fills a stage that has not been compared with one device on a mesh.
+            ValueError: A component fills a stage that has not been compared with one device.
         """
         stages = StepBuilder.of(self.model).stages
-        found = [name for name in _UNKNOWN if getattr(stages, name) is not None]
-        if found:
+        name = next((each for each in _UNTESTED if getattr(stages, each) is not None), None)
+        if name:
             raise ValueError(
-                f"{self.model.name!r} is trained on a mesh, where a component that fills the stage "
-                f"{found[0]} of a step ({type(getattr(stages, found[0])).__name__}) has not been compared with one "
-                "device. Leave it out, or "
+                f"{self.model.name!r} is trained on a mesh, where a component that fills the stage {name} of a step "
+                f"({type(getattr(stages, name)).__name__}) has not been compared with one device. Leave it out, or "
                 'train with DistributedFit("mirrored", shard="parameters").'
             )
-        return self._running(step, lambda data: self.check(data, self))
+        return self._wrap(step, lambda data: self.check(data, self))
 
-    def running_any(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The same, of a step that doesn't train: its batches may be of any size."""
-        return self._running(step, lambda data: None)
+    def wrap_evaluation_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Makes a compiled evaluation step run on the mesh, with batches of any size."""
+        return self._wrap(step, lambda data: None)
 
-    def _running(self, step: Callable[[Any], Any], check: Callable[[Any], None]) -> Callable[[Any], Any]:
+    def _wrap(self, step: Callable[[Any], Any], check: Callable[[Any], None]) -> Callable[[Any], Any]:
         ready = False
 
         def run(data: Any) -> Any:
             nonlocal ready
             if not ready:
-                # Metrics make their variables here, and not in a step, which can't make any on the mesh.
-                build_from(self.model, data_batch=data)
+                # A step can't create variables on the mesh, such as those of metrics.
+                build_from_data(self.model, data_batch=data)
                 StepBuilder.of(self.model).make_loss_window()
                 self.put_variables()
                 check(data)
                 ready = True
             batch = self.batch(data)
-            with on_mesh(self.mesh), explained(self.model):
-                found = step(batch)
-            return keras.tree.map_structure(gather, found)
+            with on_mesh(self.mesh), explaining_errors(self.model):
+                logs = step(batch)
+            return keras.tree.map_structure(gather, logs)
 
         return run
 
     def batch(self, data: Any) -> Any:
-        """A batch on the mesh: its rows divided, or whole on each device if there are too few."""
-        rows = rows_in(data)
+        """Moves a batch to the mesh, divided by rows; whole on each device if its size can't be divided."""
+        rows = row_count(data)
         even = self.batch_axis is not None and rows and rows % self.mesh.dim_size(self.batch_axis) == 0
-        # For the step that is traced with it, if any is.
+        # For the trace of a step, if this batch causes one.
         ROWS.count, ROWS.axis = rows, self.batch_axis if even else None
 
         def put(leaf: Any) -> Any:
@@ -130,9 +207,10 @@ class OnMesh:
     def _test_function(self) -> Callable[[Any], dict]:
         def step(data: Any) -> dict:
             with self.tracing():
-                return self.model.test_step(data) if has_own_test_step(self.model) else tested(self.model, data)
+                model = self.model
+                return model.test_step(data) if has_own_test_step(model) else static_test_step(model, data)
 
-        return compile_steps(self.model, [step], mesh=_Untrained(self))
+        return compile_steps(self.model, [step], mesh=_Evaluation(self))
 
     def _predict_function(self) -> Callable[[list], Any]:
         def step(data: Any) -> Any:
@@ -146,9 +224,9 @@ class OnMesh:
         def run(data: Any) -> Any:
             self.put_variables()
             batch = self.batch(data)
-            with on_mesh(self.mesh), explained(self.model):
-                found = compiled(batch)
-            return keras.tree.map_structure(gather, found)
+            with on_mesh(self.mesh), explaining_errors(self.model):
+                outputs = compiled(batch)
+            return keras.tree.map_structure(gather, outputs)
 
         def predict(batches: list) -> Any:
             outputs = [run(batch) for batch in batches]
@@ -158,25 +236,26 @@ class OnMesh:
         return predict
 
 
-class _Untrained(NamedTuple):
-    """Runs steps that don't train."""
+class _Evaluation(NamedTuple):
+    """The `MeshRunner` of evaluation steps."""
 
-    on_mesh: OnMesh
+    model: ModelOnMesh
 
-    def running(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A compiled step, run on the mesh."""
-        return self.on_mesh.running_any(step)
+    def wrap(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Makes a compiled evaluation step run on the mesh."""
+        return self.model.wrap_evaluation_step(step)
 
 
-def rows_in(data: Any) -> int:
+def row_count(data: Any) -> int:
+    """The number of rows of a batch; 0 if it has none."""
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     return next((int(leaf.shape[0]) for leaf in leaves if len(leaf.shape)), 0)
 
 
 def _check_dense(leaf: Any) -> None:
     if isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)) or leaf.dtype == tf.string:
-        found = "strings" if leaf.dtype == tf.string else f"a {type(leaf).__name__}"
+        kind = "strings" if leaf.dtype == tf.string else f"a {type(leaf).__name__}"
         raise ValueError(
-            f"A batch has {found}, and a mesh takes dense numbers only. Turn them into dense numbers in the dataset: "
+            f"A batch has {kind}, and a mesh takes dense numbers only. Turn them into dense numbers in the dataset: "
             "dataset.map(...), with x.to_tensor(), tf.sparse.to_dense(x) or a lookup layer."
         )

@@ -1,1 +1,1 @@
-"""A model's stages on devices of their own."""
+"""The stages of a pipeline, each on its devices."""

@@ -1,1 +1,1 @@
-"""Trial runs on made-up rows: whether examples, losses and states of a model depend on each other."""
+"""Trial runs on synthetic rows: whether examples, losses and states of a model depend on each other."""

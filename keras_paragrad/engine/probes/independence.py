@@ -1,4 +1,4 @@
-"""Refuses models in which examples of a batch depend on each other, or warns of them."""
+"""Refuses models whose parts of a batch can't be combined into the whole, or warns of them."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,11 +9,15 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes.losses import mixes_rows, parts_make_up_the_whole
-from keras_paragrad.engine.probes.rows import mixing_layer
-from keras_paragrad.engine.probes.states import layers_apart, metrics_apart, own_metrics_apart
-from keras_paragrad.engine.step.forward import Normalizer
+from keras_paragrad.engine.probes.losses import gradients_of_parts_add_up, loss_mixes_rows
+from keras_paragrad.engine.probes.row_independence import find_mixing_layer
+from keras_paragrad.engine.probes.states import (
+    split_dependent_call_metrics,
+    split_dependent_layers,
+    split_dependent_metrics,
+)
 
 # What the parts of a batch are called, by the component that splits it.
 _PARTS = {
@@ -25,8 +29,8 @@ _PARTS = {
 }
 
 
-class _Found(NamedTuple):
-    """What was found: what makes the result wrong, and what makes it inexact."""
+class _Problems(NamedTuple):
+    """Messages about what makes results wrong, and about what makes them inexact."""
 
     wrong: list[str]
     inexact: list[str]
@@ -41,58 +45,56 @@ def independence_refusal(
     training: bool = True,
     normalize: Callable[[dict[str, Any]], Normalizer] | None = None,
 ) -> str | None:
-    """Why parts of a batch can't make up the whole, as its outputs or loss mix examples; tried once for each `compile`.
+    """Says why parts of a batch can't be combined into the whole; tried once for each `compile`.
 
     Args:
         model: A built and compiled model.
-        arguments: Those its `compute_loss` was called with, of which only shapes and dtypes count.
+        arguments: The arguments of its `compute_loss`, whose shapes and dtypes are used.
         terms: The terms of the compiled loss.
         asked_by: The component that splits batches.
         training: Whether the batch is trained on; else it is evaluated.
-        normalize: What the user says that the loss is divided by. Then the reasons are only warned of.
+        normalize: Computes the divisor of the loss that the user states. Then the reasons are only warned of.
 
     Returns:
-        The reasons, or `None` if there is none.
+        The reasons, or `None` if there are none.
     """
     key = (asked_by, training, normalize is None)
-    found = _known(key, model, arguments, lambda: _found(model, arguments, terms, asked_by, training, normalize))
-    if found.wrong and normalize is None:
-        return " ".join(found.wrong)
-    _warn([*found.wrong, *found.inexact])
+    problems = _cached(
+        key, model, arguments, lambda: _find_problems(model, arguments, terms, asked_by, training, normalize)
+    )
+    if problems.wrong and normalize is None:
+        return " ".join(problems.wrong)
+    _warn([*problems.wrong, *problems.inexact])
     return None
 
 
 def check_metrics(model: keras.Model, y: Any, y_pred: Any, sample_weight: Any) -> None:
-    """Refuses metrics that cannot be combined over replicas, and warns of those that depend on how batches are split.
-
-    Args:
-        model: A built and compiled model, whose metrics have been called.
-        y, y_pred, sample_weight: What they were given, of which only shapes and dtypes count.
+    """Refuses metrics that can't be combined over replicas, and warns of those that depend on how batches are split.
 
     Raises:
-        ValueError: On several replicas, a metric shows something else than on one device.
+        ValueError: On several replicas, a metric's result would differ from that of one device.
     """
     arguments = {"y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-    found = _known(("metrics",), model, arguments, lambda: _of_metrics(model, arguments))
-    if found.wrong:
-        raise ValueError(" ".join(found.wrong))
-    _warn(found.inexact)
+    problems = _cached(("metrics",), model, arguments, lambda: _metric_problems(model, arguments))
+    if problems.wrong:
+        raise ValueError(" ".join(problems.wrong))
+    _warn(problems.inexact)
 
 
-def _known(key: tuple, model: Any, arguments: dict[str, Any], find: Callable[[], _Found]) -> _Found:
-    """What `find` gives, now or when it was asked before of this model as it is compiled."""
-    key = (*key, replica_count() > 1, *map(_kind, keras.tree.flatten(arguments)))
+def _cached(key: tuple, model: Any, arguments: dict[str, Any], find: Callable[[], _Problems]) -> _Problems:
+    """The result of `find`, computed once for each `compile` and each signature of the arguments."""
+    key = (*key, replica_count() > 1, *map(_signature, keras.tree.flatten(arguments)))
     configuration = model._compile_config
     state = state_of(model)
     if state.independence is None or state.independence[0] is not configuration:
         state.independence = (configuration, {})
-    known = state.independence[1]
-    if key not in known:
-        known[key] = find()
-    return known[key]
+    cache = state.independence[1]
+    if key not in cache:
+        cache[key] = find()
+    return cache[key]
 
 
-def _kind(tensor: Any) -> Any:
+def _signature(tensor: Any) -> Any:
     return (tensor.dtype, *tensor.shape[1:]) if tf.is_tensor(tensor) and tensor.shape.rank else None
 
 
@@ -101,47 +103,50 @@ def _warn(problems: list[str]) -> None:
         warnings.warn(problem, stacklevel=2)
 
 
-def _found(
+def _find_problems(
     model: Any,
     arguments: dict[str, Any],
     terms: list[LossTerm],
     asked_by: str,
     training: bool,
     normalize: Callable | None,
-) -> _Found:
+) -> _Problems:
     parts = _PARTS[asked_by]
-    wrong = list(_mixing(model, arguments, terms, parts, training))
+    wrong = list(_mixing_problems(model, arguments, terms, parts, training))
     inexact = []
-    names = own_metrics_apart(model, arguments, beside=replica_count() > 1, training=training)
+    on_replicas = replica_count() > 1
+    names = split_dependent_call_metrics(model, arguments, on_replicas=on_replicas, training=training)
     if names:
         inexact.append(
             f"The metrics {', '.join(names)}, which call() or compute_loss() updates, take one number for each of "
             f"{parts}, so their results differ from those of the whole batch. Update them with one value per example."
         )
     if not training:
-        return _Found(wrong, inexact)
-    if not wrong and normalize and not parts_make_up_the_whole(model, arguments, normalize):
+        return _Problems(wrong, inexact)
+    if not wrong and normalize and not gradients_of_parts_add_up(model, arguments, normalize):
         wrong.append(
             f"The losses of {parts}, weighted by `weighting`, do not sum to the loss of the whole batch: that has "
             "another normalizer, or is not a sum over the examples."
         )
-    names = layers_apart(model, arguments["x"], beside=replica_count() > 1)
+    names = split_dependent_layers(model, arguments["x"], on_replicas=on_replicas)
     if names:
         inexact.append(
             f"The state of {', '.join(names)} is updated with each of {parts}, which gives another state than one "
             "update with the whole batch."
         )
-    return _Found(wrong, inexact)
+    return _Problems(wrong, inexact)
 
 
-def _mixing(model: Any, arguments: dict[str, Any], terms: list[LossTerm], parts: str, training: bool) -> Iterator[str]:
-    layer = mixing_layer(model, arguments["x"], training=training)
+def _mixing_problems(
+    model: Any, arguments: dict[str, Any], terms: list[LossTerm], parts: str, training: bool
+) -> Iterator[str]:
+    layer = find_mixing_layer(model, arguments["x"], training=training)
     if layer:
         yield (
             f"The output of {layer!r} for one example depends on the others in the batch, so {parts} can't be "
             "combined into the whole."
         )
-    names = dict.fromkeys(term.loss.name for term in terms if not term.reduces_itself and mixes_rows(term))
+    names = dict.fromkeys(term.loss.name for term in terms if not term.reduces_itself and loss_mixes_rows(term))
     for name in names:
         yield (
             f"The loss {name!r} compares examples: its value for one depends on the others in the batch, or on how "
@@ -149,9 +154,9 @@ def _mixing(model: Any, arguments: dict[str, Any], terms: list[LossTerm], parts:
         )
 
 
-def _of_metrics(model: Any, arguments: dict[str, Any]) -> _Found:
-    beside = replica_count() > 1
-    even, uneven = metrics_apart(model, **arguments, beside=beside)
+def _metric_problems(model: Any, arguments: dict[str, Any]) -> _Problems:
+    on_replicas = replica_count() > 1
+    even, uneven = split_dependent_metrics(model, **arguments, on_replicas=on_replicas)
     wrong, inexact = [], []
     if even:
         wrong.append(
@@ -164,6 +169,6 @@ def _of_metrics(model: Any, arguments: dict[str, Any]) -> _Found:
             f"The results of the metrics {', '.join(uneven)} differ when a batch is split into parts of different "
             "sizes: they average one number per batch. Use a function that returns one value per example."
         )
-    if beside and wrong:
-        return _Found([f"{wrong[0]} To train anyway, write DistributedFit(..., exact=False)."], inexact)
-    return _Found([], wrong + inexact)
+    if on_replicas and wrong:
+        return _Problems([f"{wrong[0]} To train anyway, write DistributedFit(..., exact=False)."], inexact)
+    return _Problems([], wrong + inexact)

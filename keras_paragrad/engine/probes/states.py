@@ -1,4 +1,4 @@
-"""Whether the states of metrics and layers are the same for a batch and for its parts, found by trying."""
+"""Whether metrics and states of layers depend on how a batch is split, found by a trial on synthetic rows."""
 
 from typing import Any
 
@@ -8,35 +8,32 @@ import tensorflow as tf
 
 from keras_paragrad.compat.method_patch import is_patched
 from keras_paragrad.compat.model import all_layers, own_metrics
-from keras_paragrad.engine.probes.built_in import computes_rows_apart, values_are_of_examples
+from keras_paragrad.engine.probes.row_independence import computes_rows_independently, has_value_per_example
 from keras_paragrad.engine.probes.trial import (
     SIZES,
-    Pure,
+    Inconclusive,
+    PureFunction,
     State,
-    Unknown,
-    attempt,
-    called,
-    made_up,
-    some_rows,
-    with_changed_rows,
+    call_model,
+    change_rows,
+    run_trial,
+    synthetic_rows,
+    take_rows,
 )
 
-ROWS = 8
-# The second split has parts of unequal size, as the last batch of an epoch may have.
+_ROWS = 8
+# The size of the first part: of two equal ones, or of unequal ones, as the last batch of an epoch has.
 _EVEN, _UNEVEN = 4, 6
 
 
-def metrics_apart(model: Any, y: Any, y_pred: Any, sample_weight: Any, *, beside: bool) -> tuple[list[str], list[str]]:
-    """The metrics that show something else for a batch in two parts than for the whole batch.
+def split_dependent_metrics(
+    model: Any, y: Any, y_pred: Any, sample_weight: Any, *, on_replicas: bool
+) -> tuple[list[str], list[str]]:
+    """Finds the compiled metrics whose results change when a batch is split into two parts.
 
-    Args:
-        model: A built and compiled model.
-        y, y_pred, sample_weight: What its metrics are given, of which only shapes and dtypes count.
-        beside: Whether the parts are on two replicas, whose states are summed; else they are sequential.
-
-    Returns:
-        The names of those that do for parts of one size, and of those that do only for parts of unequal sizes. Both
-        are empty where the metrics could not be called on made-up rows.
+    On replicas, the states of the parts are summed; otherwise the parts are sequential. Returns the names of metrics
+    that change for equal parts, and of those that change for unequal parts only. Both are empty if the metrics can't be
+    called on synthetic rows.
     """
 
     def results(batch):
@@ -45,164 +42,142 @@ def metrics_apart(model: Any, y: Any, y_pred: Any, sample_weight: Any, *, beside
             model.compute_metrics(x=None, y=y, y_pred=y_pred, sample_weight=sample_weight)
         return dict(model.get_metrics_result())
 
-    def start(_):
-        model.reset_metrics()
-
     def find(size):
-        if all(map(values_are_of_examples, _leaves(model.metrics))):
-            return nothing
-        targets = made_up(y, ROWS, seed=0, size=size, labels=True)
-        batch = (targets, *made_up((y_pred, sample_weight), ROWS, seed=1, size=size))
-        compute = Pure(model, results)
-        _, state = Pure(model, start)(None)
-        (whole, _), (again, _) = compute(batch, state), compute(batch, compute.with_other_seeds(state))
-        if not all(_close(whole[name], again[name]) for name in whole):
-            raise Unknown("a metric is random")
+        leaves = [leaf for metric in model.metrics for leaf in getattr(metric, "metrics", [metric])]
+        if all(map(has_value_per_example, leaves)):
+            return [], []
+        targets = synthetic_rows(y, _ROWS, seed=0, size=size, labels=True)
+        batch = (targets, *synthetic_rows((y_pred, sample_weight), _ROWS, seed=1, size=size))
+        compute, start = PureFunction(model, results), _reset_state(model)
+        (whole, _), (reseeded, _) = compute(batch, start), compute(batch, compute.reseed(start))
+        if not all(_close(whole[name], reseeded[name]) for name in whole):
+            raise Inconclusive("a metric is random")
 
-        def differing(rows):
-            found = _after_parts(compute, batch, rows, state, beside=beside)
-            shown, _ = compute(None, found)
-            return [name for name in whole if not _close(whole[name], shown[name])]
+        def changed(rows):
+            split, _ = compute(None, _state_after_parts(compute, batch, rows, start, on_replicas=on_replicas))
+            return [name for name in whole if not _close(whole[name], split[name])]
 
-        even, uneven = differing(_EVEN), differing(_UNEVEN)
+        even, uneven = changed(_EVEN), changed(_UNEVEN)
         return even, [name for name in uneven if name not in even]
 
-    nothing: tuple[list[str], list[str]] = [], []
-    return attempt(find, *SIZES, otherwise=nothing, question="whether metrics depend on how a batch is split")
+    question = "whether metrics depend on how a batch is split"
+    return run_trial(find, *SIZES, otherwise=([], []), question=question)
 
 
-def layers_apart(model: Any, x: Any, *, beside: bool) -> list[str]:
-    """The layers with a state that a batch in two parts leaves otherwise than the whole batch does.
+def split_dependent_layers(model: Any, x: Any, *, on_replicas: bool) -> list[str]:
+    """Finds the layers whose state ends elsewhere when a batch is split into two parts, on replicas or sequential.
 
-    Batch normalization is not among them, nor are seeds, nor states that random numbers take part in.
-
-    Args:
-        model: A built model.
-        x: Its inputs, of which only shapes and dtypes count.
-        beside: Whether the parts are on two replicas; else one follows the other.
+    Ignores batch normalization, seeds, and states that depend on random numbers.
     """
 
-    def train(batch):
-        called(model, (batch,), training=True)
-
     def find(size):
-        layers = [each for each in (model, *all_layers(model)) if not isinstance(each, keras.layers.BatchNormalization)]
-        owners = {id(variable): layer.name for layer in layers for variable in layer._non_trainable_variables}
-        if not owners or computes_rows_apart(model):
+        owners = _state_owners(model)
+        if not owners or computes_rows_independently(model):
             return []
-        batch = made_up(x, ROWS, seed=0, size=size)
-        compute = Pure(model, train)
-        (_, whole), (_, reseeded) = compute(batch), compute(batch, compute.with_other_seeds())
-        parts = _after_parts(compute, batch, _UNEVEN, compute.start, beside=beside)
-        return list(
-            dict.fromkeys(
-                owners[id(variable)]
-                for variable, *values in zip(compute.variables, compute.start, whole, reseeded, parts, strict=True)
-                if id(variable) in owners and _is_otherwise(*values)
-            )
-        )
+        batch = synthetic_rows(x, _ROWS, seed=0, size=size)
+        compute = PureFunction(model, lambda x: _train(model, (x,)))
+        (_, whole), (_, reseeded) = compute(batch), compute(batch, compute.reseed())
+        split = _state_after_parts(compute, batch, _UNEVEN, compute.start, on_replicas=on_replicas)
+        values = zip(compute.variables, compute.start, whole, reseeded, split, strict=True)
+        names = [
+            owners[id(variable)]
+            for variable, start, whole, reseeded, split in values
+            if id(variable) in owners
+            and not _close(start, whole)
+            and _close(whole, reseeded)
+            and not _close(whole, split)
+        ]
+        return list(dict.fromkeys(names))
 
-    return attempt(find, *SIZES, otherwise=[], question="whether states of layers depend on how a batch is split")
+    return run_trial(find, *SIZES, otherwise=[], question="whether states of layers depend on how a batch is split")
 
 
-def layers_that_keep_examples(model: Any, *arguments: Any) -> list[str]:
-    """The layers of which training changes a state that is no trainable weight, in a way that depends on the examples.
+def layers_storing_examples(model: Any, *arguments: Any) -> list[str]:
+    """Finds the layers whose training changes a state, not a trainable weight, in a way that depends on the examples.
 
-    Batch normalization is not among them, nor is a state that changes by itself, such as a seed or a count of calls.
-
-    Args:
-        model: A built layer or model.
-        *arguments: What it is called with, of which only shapes and dtypes count.
+    Ignores batch normalization, and states that change by themselves, such as seeds and counters.
     """
 
-    def train(batch):
-        called(model, batch, training=True)
-
     def find(size):
-        layers = [each for each in (model, *all_layers(model)) if not isinstance(each, keras.layers.BatchNormalization)]
-        owners = {id(variable): layer.name for layer in layers for variable in layer._non_trainable_variables}
-        if not owners or computes_rows_apart(model):
+        owners = _state_owners(model)
+        if not owners or computes_rows_independently(model):
             return []
-        compute = Pure(model, train)
-        # Of numbers that are far larger and smaller, so that a state is no extreme of both, and of other tokens.
+        compute = PureFunction(model, lambda inputs: _train(model, inputs))
+        # The second draw is far larger and smaller, so that minima and maxima change too, and has other tokens.
         draws = (0, 0.1, 0.9), (1, -1e3, 1e3)
-        batches = with_changed_rows(
-            *(made_up(arguments, ROWS, seed=seed, size=size, low=low, high=high) for seed, low, high in draws),
-            places=list(range(ROWS)),
+        first, second = (
+            synthetic_rows(arguments, _ROWS, seed=seed, size=size, low=low, high=high) for seed, low, high in draws
         )
-        (_, one), (_, other) = map(compute, batches)
-        found = [
+        (_, one), (_, other) = map(compute, change_rows(first, second, list(range(_ROWS))))
+        names = [
             owners[id(variable)]
             for variable, *values in zip(compute.variables, one, other, strict=True)
             if id(variable) in owners and not _close(*values)
         ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(names))
 
-    return attempt(find, *SIZES, otherwise=[], question="whether states of layers depend on the examples")
+    return run_trial(find, *SIZES, otherwise=[], question="whether states of layers depend on the examples")
 
 
-def own_metrics_apart(model: Any, arguments: dict[str, Any], *, beside: bool, training: bool) -> list[str]:
-    """The metrics updated in `call` or `compute_loss` that show something else for a batch in two parts.
-
-    Args:
-        model: A built and compiled model.
-        arguments: Those of its `compute_loss`, of which only shapes and dtypes count.
-        beside: Whether the parts are on two replicas; else one follows the other.
-        training: Whether the batch is trained on.
-    """
-    # In a step of the model's own, the numbers for the parts are put together.
+def split_dependent_call_metrics(
+    model: Any, arguments: dict[str, Any], *, on_replicas: bool, training: bool
+) -> list[str]:
+    """Finds the metrics updated in `call` or `compute_loss` whose results change when a batch is split."""
+    # The logs of a custom step combine these metrics over the parts.
     metrics = [metric for metric in own_metrics(model) if not is_patched(metric, "update_state")]
 
     def results(data):
         if data is not None:
             x, sample_weight, y = data
-            given = {"x": x, "y": y, "y_pred": called(model, (x,), training), "sample_weight": sample_weight}
+            given = {"x": x, "y": y, "y_pred": call_model(model, (x,), training), "sample_weight": sample_weight}
             model._compute_loss(**given, training=training)
         return [keras.tree.flatten(metric.result()) for metric in metrics]
 
     def find(size):
         if not metrics:
             return []
-        inputs = made_up((arguments["x"], arguments["sample_weight"]), ROWS, seed=1, size=size)
-        data = [*inputs, made_up(arguments["y"], ROWS, seed=0, size=size, labels=True)]
-        compute = Pure(model, results)
-        _, start = Pure(model, lambda _: model.reset_metrics())(None)
-        (whole, _), (reseeded, _) = compute(data, start), compute(data, compute.with_other_seeds(start))
-        parts, _ = compute(None, _after_parts(compute, data, _UNEVEN, start, beside=beside))
+        inputs = synthetic_rows((arguments["x"], arguments["sample_weight"]), _ROWS, seed=1, size=size)
+        data = [*inputs, synthetic_rows(arguments["y"], _ROWS, seed=0, size=size, labels=True)]
+        compute, start = PureFunction(model, results), _reset_state(model)
+        (whole, _), (reseeded, _) = compute(data, start), compute(data, compute.reseed(start))
+        split, _ = compute(None, _state_after_parts(compute, data, _UNEVEN, start, on_replicas=on_replicas))
         return [
             metric.name
-            for metric, *values in zip(metrics, whole, reseeded, parts, strict=True)
-            if all(map(_close, values[0], values[1])) and not all(map(_close, values[0], values[2]))
+            for metric, whole, reseeded, split in zip(metrics, whole, reseeded, split, strict=True)
+            if all(map(_close, whole, reseeded)) and not all(map(_close, whole, split))
         ]
 
-    return attempt(
-        find,
-        *SIZES,
-        otherwise=[],
-        question="whether metrics of layers depend on how a batch is split",
-    )
+    question = "whether metrics of layers depend on how a batch is split"
+    return run_trial(find, *SIZES, otherwise=[], question=question)
 
 
-def _is_otherwise(start: Any, whole: Any, reseeded: Any, parts: Any) -> bool:
-    return not _close(start, whole) and _close(whole, reseeded) and not _close(whole, parts)
+def _state_owners(model: Any) -> dict[int, str]:
+    """The layer's name for each of its non-trainable variables, by id."""
+    layers = [each for each in (model, *all_layers(model)) if not isinstance(each, keras.layers.BatchNormalization)]
+    return {id(variable): layer.name for layer in layers for variable in layer._non_trainable_variables}
 
 
-def _after_parts(compute: Pure, batch: Any, rows: int, start: State, *, beside: bool) -> State:
-    """The state after the first rows of a batch and the others."""
-    _, one = compute(some_rows(batch, 0, rows), start)
-    _, two = compute(some_rows(batch, rows, ROWS), start if beside else one)
-    return [_joined(*each) for each in zip(compute.variables, one, two, strict=True)] if beside else two
+def _train(model: Any, inputs: tuple) -> None:
+    call_model(model, inputs, training=True)
 
 
-def _joined(variable: keras.Variable, one: tf.Tensor, two: tf.Tensor) -> tf.Tensor:
-    """What the states of two replicas become."""
+def _reset_state(model: Any) -> State:
+    """The state of a model whose metrics are reset."""
+    return PureFunction(model, lambda _: model.reset_metrics())(None)[1]
+
+
+def _state_after_parts(compute: PureFunction, batch: Any, rows: int, start: State, *, on_replicas: bool) -> State:
+    """The state after two parts of a batch, of which the first has `rows` rows."""
+    _, one = compute(take_rows(batch, 0, rows), start)
+    _, two = compute(take_rows(batch, rows, _ROWS), start if on_replicas else one)
+    return [_aggregate(*each) for each in zip(compute.variables, one, two, strict=True)] if on_replicas else two
+
+
+def _aggregate(variable: keras.Variable, one: tf.Tensor, two: tf.Tensor) -> tf.Tensor:
+    """The value of a variable over two replicas."""
     if variable.aggregation == "sum":
         return one + two
     return (one + two) / 2 if variable.aggregation == "mean" else one
-
-
-def _leaves(metrics: list[Any]) -> list[Any]:
-    return [leaf for metric in metrics for leaf in getattr(metric, "metrics", [metric])]
 
 
 def _close(one: Any, other: Any) -> bool:

@@ -1,9 +1,11 @@
-"""Trial runs on made-up rows, without side effects."""
+"""Trial runs of a model on synthetic rows, without side effects."""
 
+import contextlib
+import functools
 import logging
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -15,13 +17,15 @@ from keras_paragrad.compat.local import local_parts
 from keras_paragrad.compat.model import all_layers, all_variables
 from keras_paragrad.engine.probes.untouched import untouched
 
-# For axes of unknown size: a short sequence; else an image that can be halved often.
+# The sizes to try for axes of unknown size: a short sequence, then an image that can be halved often.
 SIZES = (8, 64)
-# The most elements of a made-up tensor.
+# The most elements of a synthetic tensor, and of a weight whose gradient is compared.
 _MOST = 2**25
-# Variables up to this size are replaced if their values are so small that they would hide what lies before them.
+# Weights of up to `_SMALL_VARIABLE` elements, all below `_TINY`, are replaced: they would hide the layers before them.
 _SMALL_VARIABLE = 2**20
-_HIDES = 1e-3
+_TINY = 1e-3
+# Tolerances of gradients: of a weight's largest entry, of the largest of all, and of the latter in half precision.
+_OF_WEIGHT, _OF_ALL, _OF_ALL_IN_HALF_PRECISION = 1e-3, 1e-5, 3e-2
 
 _log = logging.getLogger("keras_paragrad")
 _thread = threading.local()
@@ -30,21 +34,21 @@ Result = TypeVar("Result")
 State = list[tf.Tensor]
 
 
-class Unknown(Exception):  # noqa: N818  (an answer, not a failure)
-    """What was asked for can't be found out with made-up rows."""
+class Inconclusive(Exception):  # noqa: N818  (an answer, not a failure)
+    """A trial on synthetic rows can't answer the question."""
 
 
-def attempt(run: Callable[..., Result], *choices: Any, otherwise: Result, question: str) -> Result:
-    """What `run` returns for the first of the choices for which it raises nothing, or `otherwise`, which is logged.
+def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, question: str) -> Result:
+    """Returns the first result of `run` that raises no error; if all raise, logs that and returns `otherwise`.
 
-    It is called in a separate thread. No strategy, graph, tape or device is in effect there, nor anything that Keras
-    keeps for a thread: nothing in it waits for other replicas or workers.
+    `run` is called in a separate thread, where no strategy, graph, tape, device or state of Keras is active, so it
+    never waits for other replicas or workers.
 
     Args:
-        run: Called with each choice.
-        *choices: What to call it with.
-        otherwise: What to return if it raises for each of them.
-        question: What it answers, a clause that begins with "whether", for the log.
+        run: The trial.
+        *choices: Its argument, in the order in which to try them.
+        otherwise: The result if it raises for all.
+        question: What the trial answers, for the log: a clause that begins with "whether".
     """
 
     def alone(choice: Any) -> Result:
@@ -59,195 +63,222 @@ def attempt(run: Callable[..., Result], *choices: Any, otherwise: Result, questi
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(alone, choice).result()
         except Exception as error:
-            # A model need not like made-up rows, and trains all the same.
-            _log.debug("A trial on made-up rows was given up.", exc_info=True)
+            # A model that fails on synthetic rows may train well.
+            _log.debug("A trial on synthetic rows failed.", exc_info=True)
             failures.append(error)
-    # Only the first line of the first: TensorFlow's errors go on for pages.
+    # TensorFlow's errors are pages long.
     reason = next(iter(str(failures[0]).strip().splitlines()), type(failures[0]).__name__)
-    _log.warning("It was not checked %s, as a trial on made-up rows failed: %s", question, reason)
+    _log.warning("It was not checked %s: a trial on synthetic rows failed with %s", question, reason)
     return otherwise
 
 
-def made_up(
+def synthetic_rows(
     nested: Any, rows: int, *, seed: int, size: int = 8, low: float = 0.1, high: float = 0.9, labels: bool = False
 ) -> Any:
-    """Eager tensors of so many rows, in the shapes and dtypes of the tensors of a batch.
+    """Draws eager tensors of `rows` rows, with the shapes and dtypes of a batch.
 
-    Integers are 0 and 1, so that they are classes and tokens of every vocabulary.
+    Integers are 0 or 1, which are valid classes and tokens of every vocabulary.
 
     Args:
-        nested: Tensors, placeholders or `tf.TensorSpec` of `(batch, ...)`, or `None` among them.
-        rows: How many rows.
-        seed: Another seed gives other rows.
-        size: What to take for axes of unknown size.
-        low, high: Between which real numbers are drawn.
-        labels: Whether real numbers are 0 and 1 as well, as Keras makes real numbers of classes.
+        nested: Tensors, placeholders or `tf.TensorSpec` of `(batch, ...)`; some may be `None`.
+        rows: Number of rows.
+        seed: Seed of the draw.
+        size: The size of axes of unknown size.
+        low, high: Range of real numbers.
+        labels: Whether real numbers are 0 or 1 too: Keras casts classes to float.
 
     Raises:
-        Unknown: There are strings, sparse or ragged tensors, or very large ones.
+        Inconclusive: A tensor holds strings, is sparse or ragged, or is very large.
     """
     generator = np.random.default_rng(seed)
 
-    def drawn(tensor):
+    def draw(tensor):
         if tensor is None:
             return None
         if not isinstance(tensor, (tf.Tensor, tf.TensorSpec)) or not tensor.shape.rank:
-            raise Unknown(f"{tensor!r} can't be made up")
+            raise Inconclusive(f"{tensor!r} can't be drawn")
         shape = [rows, *(size if length is None else length for length in tensor.shape[1:])]
         real = tensor.dtype.is_floating
         if np.prod(shape) > _MOST or not (real or tensor.dtype.is_integer or tensor.dtype.is_bool):
-            raise Unknown(f"{tensor!r} can't be made up")
+            raise Inconclusive(f"{tensor!r} can't be drawn")
         values = generator.uniform(low, high, shape) if real and not labels else generator.integers(0, 2, shape)
         return tf.cast(values, tensor.dtype)
 
-    return keras.tree.map_structure(drawn, nested)
+    return keras.tree.map_structure(draw, nested)
 
 
-def with_changed_rows(rows: Any, others: Any, places: list[int]) -> tuple[Any, Any]:
-    """Two batches that differ in the given rows and in no others.
-
-    Real numbers there are those of `rows` and those of `others`; integers are 0 and 1, so that not even their sum over
-    the batch is the same.
-    """
+def change_rows(batch: Any, other: Any, changed: list[int]) -> tuple[Any, Any]:
+    """Makes two batches that differ in the rows `changed` alone: in real numbers, and in integers, 0 and 1."""
 
     def put(tensor, value):
-        chosen = np.isin(np.arange(len(tensor)), places).reshape([-1, *[1] * (tensor.shape.rank - 1)])
+        chosen = np.isin(np.arange(len(tensor)), changed).reshape([-1, *[1] * (tensor.shape.rank - 1)])
         return tf.where(chosen, tf.cast(value, tensor.dtype), tensor)
 
     def before(tensor):
         return tensor if tensor is None or tensor.dtype.is_floating else put(tensor, 0)
 
-    def after(tensor, other):
-        return None if tensor is None else put(tensor, other if tensor.dtype.is_floating else 1)
+    def after(tensor, value):
+        return None if tensor is None else put(tensor, value if tensor.dtype.is_floating else 1)
 
-    return keras.tree.map_structure(before, rows), keras.tree.map_structure(after, rows, others)
+    return keras.tree.map_structure(before, batch), keras.tree.map_structure(after, batch, other)
 
 
-def some_rows(nested: Any, start: int, stop: int) -> Any:
-    """The rows of nested tensors from `start` to `stop`."""
+def take_rows(nested: Any, start: int, stop: int) -> Any:
+    """Rows `start` to `stop` of nested tensors."""
     return keras.tree.map_structure(lambda tensor: None if tensor is None else tensor[start:stop], nested)
 
 
 def is_trial() -> bool:
-    """Whether this code runs in a trial, in which there are no other replicas."""
+    """Whether this thread runs a trial, in which there are no other replicas."""
     return getattr(_thread, "is_trial", False)
 
 
-class Pure:
-    """A computation of a model as a function of data and of its state, which it returns and does not change.
+class PureFunction:
+    """A model's computation as a pure function: maps data and a state to the results and the new state.
 
-    Batch normalization goes by its moving statistics: that it mixes examples is known. Weights that are all but zero,
-    as the last ones of a residual branch often are, are replaced, as they would hide what comes before them.
+    Batch normalization uses its moving statistics: that it mixes examples is known. Weights near zero, such as the last
+    ones of a residual branch, are replaced, as they would hide the layers before them.
 
     Args:
         model: A built layer or model.
-        compute: From data to nested tensors; traced, as `fit` does it.
+        compute: Maps data to nested tensors. Traced, as in `fit`.
 
     Attributes:
-        variables: All that the model may assign to.
-        start: Their values.
+        variables: All variables of the model.
+        start: Their current values.
     """
 
     def __init__(self, model: Any, compute: Callable[[Any], Any]):
         if not model.built:
-            raise Unknown("made-up rows are not to build a model")
+            raise Inconclusive("the model is not built")
         self.model, self.compute = model, compute
         self.variables = all_variables(model)
         self.start = [_value_of(variable) for variable in self.variables]
-        # In a graph, so that functions which the model calls are traced for it alone.
-        self._function = tf.function(self._computed, autograph=False)
+        # In a graph of its own, so that the `tf.function`s of the model are traced for the trial alone.
+        self._function = tf.function(self._compute, autograph=False)
 
     def __call__(self, data: Any, state: State | None = None) -> tuple[Any, State]:
-        """The results for data, and the state afterwards.
+        """Returns the results and the new state; the state before is `start`, if `None`.
 
         Raises:
-            Unknown: A variable of which Keras does not know, or a table, takes part, which might be changed.
+            Inconclusive: The model uses a table, or a variable unknown to Keras, and might change it.
         """
         state = self.start if state is None else state
         concrete = self._function.get_concrete_function(data, state)
         if any(tensor.dtype == tf.resource for tensor in concrete.captured_inputs):
-            raise Unknown("the model has a state of which Keras does not know")
+            raise Inconclusive("the model has a state that is unknown to Keras")
         return self._function(data, state)
 
     def graph(self, data: Any) -> tf.Graph:
-        """What is computed of such data."""
+        """The graph that is traced for such data."""
         return self._function.get_concrete_function(data, self.start).graph
 
-    def with_other_seeds(self, state: State | None = None, by: int = 1) -> State:
-        """A state, but for the seeds: what comes of it otherwise is random."""
+    def reseed(self, state: State | None = None, by: int = 1) -> State:
+        """A state with other seeds: results that change with it are random."""
         pairs = zip(self.variables, self.start if state is None else state, strict=True)
         return [value + by if _is_seed(variable) else value for variable, value in pairs]
 
-    def draws_numbers(self, after: State) -> bool:
-        """Whether a computation that left this state has drawn random numbers of Keras's."""
-        states = zip(self.variables, self.start, after, strict=True)
-        return any(_is_seed(variable) and not np.array_equal(one, other) for variable, one, other in states)
+    def has_drawn(self, state: State) -> bool:
+        """Whether a call that returned this state has drawn random numbers with Keras's seeds."""
+        states = zip(self.variables, self.start, state, strict=True)
+        return any(_is_seed(variable) and not np.array_equal(before, after) for variable, before, after in states)
 
-    def _computed(self, data: Any, state: State) -> tuple[Any, State]:
+    def _compute(self, data: Any, state: State) -> tuple[Any, State]:
         mapping = list(zip(self.variables, state, strict=True))
-        with untouched(self.model, _OfKnownVariables(mapping, collect_losses=True)) as scope:
+        with untouched(self.model, _KnownVariablesScope(mapping, collect_losses=True)) as scope:
             for layer in (self.model, *all_layers(self.model)):
                 if isinstance(layer, keras.layers.BatchNormalization):
-                    vars(layer)["call"] = _to_predict(layer.call)
+                    vars(layer)["call"] = functools.partial(_call_for_inference, layer.call)
             results = self.compute(data)
             after = [scope.get_current_value(variable) for variable in self.variables]
-            # A variable among them has its value only here.
+            # Variables among the results have their values only in this scope.
             return keras.tree.map_structure(
                 lambda each: each.value if isinstance(each, keras.Variable) else each, (results, after)
             )
 
 
 def _is_seed(variable: keras.Variable) -> bool:
-    # Of the name that `keras.random.SeedGenerator` gives its state.
+    # The name that `keras.random.SeedGenerator` gives its state.
     return variable.name == "seed_generator_state"
 
 
-class _OfKnownVariables(keras.StatelessScope):
-    """A scope in which only mapped variables can be read: of others, the state of a metric starts a collective."""
+class _KnownVariablesScope(keras.StatelessScope):
+    """Refuses to read other variables: reading a metric's state starts a collective."""
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor:
         value = super().get_current_value(variable)
         if value is None:
-            raise Unknown(f"{variable.path} is not among the model's variables")
+            raise Inconclusive(f"{variable.path} is not among the model's variables")
         return value
 
 
-def called(model: Any, arguments: tuple, training: bool) -> Any:
-    """What a model or layer returns, called as `fit` calls it."""
+def call_model(model: Any, arguments: tuple, training: bool) -> Any:
+    """Calls a model or layer as `fit` does."""
     return model(*arguments, training=training) if model._call_has_training_arg else model(*arguments)
 
 
-def is_coarse(model: Any) -> bool:
+def uses_half_precision(model: Any) -> bool:
     """Whether a model computes in half precision."""
     return any(layer.compute_dtype not in ("float32", "float64") for layer in (model, *all_layers(model)))
 
 
-def _to_predict(call: Any) -> Any:
-    return lambda *arguments, **keywords: call(*arguments, **{**keywords, "training": False})
+def _call_for_inference(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    return call(*arguments, **{**keywords, "training": False})
 
 
 def _value_of(variable: keras.Variable) -> tf.Tensor:
-    """A variable's value, on several replicas that of the first of this process; one that hides nothing."""
-    held = variable.value
-    # To read the state of a metric as such is an all-reduce, for which this thread would wait forever.
-    local = local_parts(held)[0]
+    """A variable's value on the first local replica; random values in place of shards, and of weights near zero."""
+    # Reading a metric's state directly is an all-reduce, for which this thread would wait forever.
+    local = local_parts(variable.value)[0]
     if tf.DeviceSpec.from_string(getattr(local, "device", None) or "").job == "ps":
-        raise Unknown("weights are not fetched from parameter servers")
+        raise Inconclusive("weights are not fetched from parameter servers")
     if isinstance(local, tf.Variable) and not tf.raw_ops.VarIsInitializedOp(resource=local.handle):
-        # Created in the step that is being traced, as the trackers of outputs' losses are, and without a value yet.
+        # Created in the step that is being traced, such as a tracker of an output's loss, and not initialized yet.
         value = tf.zeros(variable.shape, local.dtype)
     else:
         value = tf.convert_to_tensor(local)
     if tuple(value.shape) != tuple(variable.shape):
-        # A shard. To gather the others is a collective as well.
+        # A shard. Gathering the others is a collective as well.
         if np.prod(variable.shape) > _MOST:
-            raise Unknown(f"{variable.path} is in shards, and large")
-        return _drawn(variable, value.dtype)
+            raise Inconclusive(f"{variable.path} is in shards, and large")
+        return _draw_weight(variable, value.dtype)
     if not variable.trainable or value.shape.num_elements() > _SMALL_VARIABLE or not value.dtype.is_floating:
         return value
-    hides = tf.reduce_max(tf.abs(value)) < _HIDES if value.shape.num_elements() else False
-    return _drawn(variable, value.dtype) if hides else value
+    tiny = tf.reduce_max(tf.abs(value)) < _TINY if value.shape.num_elements() else False
+    return _draw_weight(variable, value.dtype) if tiny else value
 
 
-def _drawn(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:
+def _draw_weight(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(np.random.default_rng(0).uniform(0.05, 0.15, tuple(variable.shape)), dtype)
+
+
+@contextlib.contextmanager
+def watch_weights(model: Any) -> Iterator[Callable[[tf.Tensor], list[tf.Tensor]]]:
+    """Watches the trainable weights in a stateless scope; yields a function that maps a scalar to its gradients.
+
+    Left out are very large weights, and those that the scalar doesn't depend on.
+    """
+    weights = [weight.value for weight in model.trainable_variables if np.prod(weight.shape) <= _MOST]
+    tape = tf.GradientTape(watch_accessed_variables=False)
+
+    def gradients_of(target: tf.Tensor) -> list[tf.Tensor]:
+        gradients = tape.gradient(target, weights)
+        return [tf.cast(tf.convert_to_tensor(each), "float32") for each in gradients if each is not None]
+
+    with tape:
+        tape.watch(weights)
+        yield gradients_of
+
+
+def gradients_match(first: list[Any], second: list[Any], *, half_precision: bool) -> bool:
+    """Whether two gradients, a tensor for each weight, differ by rounding alone."""
+    pairs = [(np.asarray(a, "float64"), np.asarray(b, "float64")) for a, b in zip(first, second, strict=True)]
+    largest = [np.abs(np.concatenate([a.ravel(), b.ravel()])).max(initial=0) for a, b in pairs]
+    of_all = max(largest, default=0)
+    if half_precision:
+        return all(np.allclose(a, b, rtol=0, atol=_OF_ALL_IN_HALF_PRECISION * of_all, equal_nan=True) for a, b in pairs)
+    # A gradient of rounding errors alone, such as an attention's key bias has, differs from run to run.
+    return all(
+        np.allclose(a, b, rtol=0, atol=_OF_WEIGHT * size + _OF_ALL * of_all, equal_nan=True)
+        for (a, b), size in zip(pairs, largest, strict=True)
+    )

@@ -1,4 +1,4 @@
-"""The one way to call a model in a check, a probe, a trial or an estimate: afterwards it is as it was."""
+"""Calls a model in a check, a probe, a trial or an estimate, and restores it afterwards."""
 
 import collections
 import contextlib
@@ -17,64 +17,63 @@ from keras.src.backend.common.global_state import GLOBAL_STATE_TRACKER
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 _OF_KERAS = (keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, keras.random.SeedGenerator)
-# What they hold is not theirs to change, or in no Python attribute.
+# Their attributes are not followed: what they hold belongs to others, or is in no Python attribute.
 _LEFT_ALONE = (keras.optimizers.Optimizer, keras.Variable, keras.KerasTensor, tf.Tensor, tf.Variable, type)
 _INSTALLED = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
 _LIBRARIES = {"keras", "keras_paragrad", "numpy", "tensorflow", *sys.stdlib_module_names}
 _ATOMS = (bool, bytes, complex, float, int, str, type(None))
-# How containers are emptied and filled; bypassing Keras's, which refuse what a built layer gets.
+# The classes and methods that refill containers. Keras's own refuse changes once a layer is built.
 _CONTAINERS: list[tuple[Any, str]] = [(collections.OrderedDict, "update"), (dict, "update"), (list, "extend")]
 _CONTAINERS += [(set, "update"), (collections.deque, "extend")]
-# Bytes of an array up to which its content is kept.
-_SMALL = 2**20
+# The bytes of an array up to which its content is restored.
+_SMALL_ARRAY = 2**20
 
 
 @contextlib.contextmanager
 def untouched(
     model: Any, assignments: contextlib.AbstractContextManager[Any], *, but: tuple[Any, ...] = ()
 ) -> Iterator[Any]:
-    """Context in which a model may be called, and after which it is as if it had not been.
+    """Context in which a model may be called, and after which it is as before.
 
-    What the model and all that it is made of have as Python attributes, at any depth, is put back, and so are the
-    random generators of Python and NumPy and what Keras keeps for this thread. What Python can't take back, such as a
-    file that a layer writes, stays; and so do the objects of installed libraries that are none of Keras's, such as a
-    logger's, which their own threads may change meanwhile.
+    Restores the Python attributes of the model and of its parts at any depth, the random generators of Python and
+    NumPy, and Keras's state of this thread. Not restored are effects outside of Python, such as a file that a layer
+    writes, and objects of installed libraries other than Keras, such as loggers, which other threads may change.
 
     Args:
         model: A layer or model.
-        assignments: The context that keeps what is assigned from its variables, such as a `keras.StatelessScope`.
-        but: Parts that keep what they become.
+        assignments: A context that keeps assignments from the variables, such as a `keras.StatelessScope`.
+        but: Parts that are not restored.
 
     Returns:
-        What that context gives.
+        What `assignments` yields.
     """
-    put_back = [*_kept([model], but), *_kept([vars(GLOBAL_STATE_TRACKER)], but)]
+    restorers = [*_restorers([model], but), *_restorers([vars(GLOBAL_STATE_TRACKER)], but)]
     generators = random.getstate(), np.random.get_state()
     try:
-        with assignments as given:
-            yield given
+        with assignments as scope:
+            yield scope
     finally:
         random.setstate(generators[0])
         np.random.set_state(generators[1])
-        for each in put_back:
-            each()
+        for restore in restorers:
+            restore()
 
 
 def never_run() -> contextlib.AbstractContextManager[None]:
-    """The `assignments` of a call that is traced only, in a graph that is never run."""
+    """The `assignments` of a call that is only traced, into a graph that never runs."""
     return contextlib.nullcontext()
 
 
 def without_assignments() -> contextlib.AbstractContextManager[Any]:
-    """The `assignments` of a call of which only the results count."""
-    # Another scope that is open keeps them already.
+    """The `assignments` of a call for its results alone."""
+    # A scope that is already open keeps them.
     return contextlib.nullcontext() if in_stateless_scope() else keras.StatelessScope()
 
 
-def _kept(pending: list[Any], but: tuple[Any, ...]) -> list[Callable[[], None]]:
-    """What puts back each object that can be reached from some, if it has changed by then."""
+def _restorers(pending: list[Any], but: tuple[Any, ...]) -> list[Callable[[], None]]:
+    """Functions that restore the content of all objects reachable from `pending`."""
     seen: dict[int, Any] = {id(each): each for each in but}
-    put_back: list[Callable[[], None]] = []
+    restorers: list[Callable[[], None]] = []
     while pending:
         each = pending.pop()
         if isinstance(each, _ATOMS) or id(each) in seen:
@@ -83,14 +82,15 @@ def _kept(pending: list[Any], but: tuple[Any, ...]) -> list[Callable[[], None]]:
         if isinstance(each, (tuple, frozenset)):
             pending += each
         elif isinstance(each, np.ndarray):
-            if each.nbytes <= _SMALL and each.flags.writeable:
-                put_back.append(functools.partial(_fill_array, each, each.copy()))
-        elif found := next((pair for pair in _CONTAINERS if isinstance(each, pair[0])), None):
-            put_back.append(functools.partial(_fill, each, *found, content := _copied(each)))
+            if each.nbytes <= _SMALL_ARRAY and each.flags.writeable:
+                restorers.append(functools.partial(_fill_array, each, each.copy()))
+        elif methods := next((pair for pair in _CONTAINERS if isinstance(each, pair[0])), None):
+            content = dict(each) if isinstance(each, dict) else list(each)
+            restorers.append(functools.partial(_fill, each, *methods, content))
             pending += [*content, *content.values()] if isinstance(content, dict) else content
         elif _is_followed(type(each)) and isinstance(getattr(each, "__dict__", None), dict):
             pending.append(vars(each))
-    return put_back
+    return restorers
 
 
 def _is_followed(kind: type) -> bool:
@@ -103,10 +103,6 @@ def _is_followed(kind: type) -> bool:
 def _is_library(package: str) -> bool:
     path = getattr(sys.modules.get(package), "__file__", None)
     return package in _LIBRARIES or (path is not None and any(map(Path(path).is_relative_to, _INSTALLED)))
-
-
-def _copied(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
 
 
 def _fill(container: Any, kind: Any, add: str, content: Any) -> None:

@@ -1,1 +1,1 @@
-"""Several devices and workers: collectives, empty shards, a model prepared for them."""
+"""Training, evaluation and prediction on replicas, whose batches may be empty."""

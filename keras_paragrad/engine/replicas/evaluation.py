@@ -1,4 +1,4 @@
-"""Evaluation and prediction on replicas: every example once, and in order."""
+"""Evaluates and predicts on replicas: every example once, and in order."""
 
 import functools
 from collections.abc import Callable
@@ -10,81 +10,79 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.compiled_call import compiled_by_layer
 from keras_paragrad.compat.model import has_own_predict_step, has_own_test_step
-from keras_paragrad.engine.losses.logs import results_of_all, update_metrics
-from keras_paragrad.engine.losses.own_logs import evaluated_by_own_step
-from keras_paragrad.engine.losses.sums import LossSums, loss_sums
+from keras_paragrad.engine.losses.divisors import without_replica_division
+from keras_paragrad.engine.losses.logs import all_reduced_results, run_custom_test_step, update_metrics
+from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
 from keras_paragrad.engine.losses.terms import recorded_terms
-from keras_paragrad.engine.losses.tracking import TrackedLosses
-from keras_paragrad.engine.losses.undivided import not_divided_by_replicas
 from keras_paragrad.engine.probes.independence import check_metrics
-from keras_paragrad.engine.replicas.shard import Shard, rows_of
+from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.step.execution import compile_steps
-from keras_paragrad.engine.step.forward import call_in_function
+from keras_paragrad.engine.step.gradient import call_in_function
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.stages import Take
-from keras_paragrad.engine.step.symbolic import build_from_inputs
+from keras_paragrad.engine.step.symbolic import build_layers_from_inputs
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 
 
-def test_function(model: keras.Model, take: Take) -> Callable[[Any], dict]:
-    """What to evaluate a model with, for `model.test_function`."""
+def build_test_function(model: keras.Model, take: Take) -> Callable[[Any], dict]:
+    """Builds `model.test_function`."""
 
     def step(data: Any) -> dict:
         if has_own_test_step(model):
-            return evaluated_by_own_step(model, data, take.normalize)
-        shard = Shard.of(data)
-        filled = shard.filled(data)
-        y_pred, sums = _evaluated(model, filled, take)
+            return run_custom_test_step(model, data, take.normalize)
+        replica_batch = ReplicaBatch.of(data)
+        filled = replica_batch.filled(data)
+        y_pred, sums = _evaluate(model, filled, take)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(filled)
         batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-        shard.run(lambda: update_metrics(model, batch))
+        replica_batch.run(lambda: update_metrics(model, batch))
         if take.normalize is not None:
             check_metrics(model, y, y_pred, sample_weight)
-        return results_of_all(model, TrackedLosses(model, sums.only_if(shard.nonempty)))
+        return all_reduced_results(model, TrackedLosses(model, sums.zero_unless(replica_batch.nonempty)))
 
     return compile_steps(model, [step], take=take)
 
 
-def tested(model: keras.Model, data: Any) -> dict:
-    """What Keras's `test_step` does, where a batch's size is static: it counts losses by it, and else doesn't."""
+def static_test_step(model: keras.Model, data: Any) -> dict:
+    """Keras's `test_step` for batches of a static size. Keras would weight losses by it."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred, sums = _losses_of(model, data, Take(), divided=True)
+    y_pred, sums = _compute_losses(model, data, Take(), divided=True)
     TrackedLosses(model, sums).track()
     update_metrics(model, {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight})
     return model.get_metrics_result()
 
 
-def predict_function(model: keras.Model, take: Take) -> Callable[[list], Any]:
-    """What to predict with, for `model.predict_function`."""
+def build_predict_function(model: keras.Model, take: Take) -> Callable[[list], Any]:
+    """Builds `model.predict_function`."""
     strategy = model.distribute_strategy
 
     def step(data: Any) -> Any:
         if has_own_predict_step(model):
             return model.predict_step(data)
-        shard = Shard.of(data)
-        return shard.cut(_apart(_predicted, take)(model, shard.filled(data)))
+        replica_batch = ReplicaBatch.of(data)
+        return replica_batch.drop_filler(_compiled_alone(_predict, take)(model, replica_batch.filled(data)))
 
-    def predicted(batch: Any) -> Any:
+    def predict_batch(batch: Any) -> Any:
         outputs = strategy.run(model._autoconvert_optionals(step), args=(batch,))
         if strategy.num_replicas_in_sync == 1:
             return outputs
-        return keras.tree.map_structure(lambda output: _gathered(strategy, output), outputs)
+        return keras.tree.map_structure(lambda output: _gather(strategy, output), outputs)
 
     if not model.run_eagerly:
-        predicted = tf.function(releasing(predicted), reduce_retracing=True, autograph=False)
+        predict_batch = tf.function(releasing(predict_batch), reduce_retracing=True, autograph=False)
 
     def predict(batches: list) -> Any:
         if take.by_xla:
-            # XLA can't make weights that several devices have.
-            build_from_inputs(model, batches[0])
-        outputs = [predicted(batch) for batch in batches]
+            # XLA can't create variables on several devices.
+            build_layers_from_inputs(model, batches[0])
+        outputs = [predict_batch(batch) for batch in batches]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
     return predict
 
 
-def _gathered(strategy: tf.distribute.Strategy, output: Any) -> Any:
-    """The replicas' parts of an output, one after the other."""
+def _gather(strategy: tf.distribute.Strategy, output: Any) -> Any:
+    """Concatenates the replicas' parts of an output."""
     parts = strategy.experimental_local_results(output)
     if not isinstance(parts[0], tf.RaggedTensor):
         return strategy.gather(output, axis=0)
@@ -96,7 +94,8 @@ def _gathered(strategy: tf.distribute.Strategy, output: Any) -> Any:
     return tf.concat(parts, 0)
 
 
-def _apart(function: Callable[[Any, Any], Any], take: Take) -> Callable[[Any, Any], Any]:
+def _compiled_alone(function: Callable[[Any, Any], Any], take: Take) -> Callable[[Any, Any], Any]:
+    """A function of a model and data that XLA compiles on each replica, if the stage asks for it."""
     if not take.by_xla or replica_count() == 1:
         return function
 
@@ -110,31 +109,31 @@ def _apart(function: Callable[[Any, Any], Any], take: Take) -> Callable[[Any, An
     return compiled
 
 
-def _evaluated(model: Any, data: Any, take: Take) -> tuple[Any, LossSums]:
+def _evaluate(model: Any, data: Any, take: Take) -> tuple[Any, LossSums]:
     forms = []
 
-    def evaluated(model: Any, data: Any) -> tuple[Any, tf.Tensor]:
-        y_pred, sums = _losses_of(model, data, take)
+    def evaluate(model: Any, data: Any) -> tuple[Any, tf.Tensor]:
+        y_pred, sums = _compute_losses(model, data, take)
         forms.append(sums.form)
         return y_pred, sums.vector
 
-    y_pred, vector = _apart(evaluated, take)(model, data)
+    y_pred, vector = _compiled_alone(evaluate, take)(model, data)
     return y_pred, LossSums(vector, forms[-1])
 
 
-def _losses_of(model: Any, data: Any, take: Take, *, divided: bool = False) -> tuple[Any, LossSums]:
+def _compute_losses(model: Any, data: Any, take: Take, *, divided: bool = False) -> tuple[Any, LossSums]:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred = _called(model, x)
+    y_pred = _infer(model, x)
     arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-    with recorded_terms(model, untracked=True) as terms, not_divided_by_replicas():
+    with recorded_terms(model, untracked=True) as terms, without_replica_division():
         loss = model._compute_loss(**arguments, training=False)
     weight = take.normalize.in_evaluation(model, arguments, terms) if take.normalize else None
     return y_pred, loss_sums(model, loss, terms, rows_of(x), weight, divided=divided)
 
 
-def _predicted(model: Any, data: Any) -> Any:
-    return _called(model, keras.utils.unpack_x_y_sample_weight(data)[0])
+def _predict(model: Any, data: Any) -> Any:
+    return _infer(model, keras.utils.unpack_x_y_sample_weight(data)[0])
 
 
-def _called(model: Any, x: Any) -> Any:
+def _infer(model: Any, x: Any) -> Any:
     return model(x, training=False) if model._call_has_training_arg else model(x)

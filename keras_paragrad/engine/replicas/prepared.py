@@ -1,33 +1,35 @@
-"""Installs methods on one model in place of those of its class."""
+"""Installs methods on one model that train, evaluate and predict on replicas."""
 
 import collections
 import contextlib
 import functools
+import inspect
+import itertools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer, PyDatasetAdapter
 
+from keras_paragrad.compat.capabilities import accumulating
 from keras_paragrad.compat.method_patch import replace_methods, restore_methods
-from keras_paragrad.engine.replicas.evaluation import predict_function, test_function
-from keras_paragrad.engine.replicas.parallel_reading import read_by_own_workers
+from keras_paragrad.compat.running import fit_frame
+from keras_paragrad.compat.state import state_of
+from keras_paragrad.engine.replicas.evaluation import build_predict_function, build_test_function
 from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.execution import predict_on_batch
 from keras_paragrad.engine.step.stages import Take
-from keras_paragrad.engine.step.symbolic import build_from
-from keras_paragrad.engine.step.whole_batches import predict_on_batch
+from keras_paragrad.engine.step.symbolic import build_from_data
 from keras_paragrad.storage.gathering import gather_at_calls, gather_on_read
 
 _LOSSES = "_losses"
 
 
-class _OfReplicas(collections.UserList):
-    """A list with other contents in each thread, which a replica has for itself.
-
-    Args:
-        replaced: Keras's own list.
-    """
+class _ListPerThread(collections.UserList):
+    """A list with separate contents in each thread, and so for each replica, in place of Keras's."""
 
     def __init__(self, replaced: list[Any]):
         self.replaced = replaced
@@ -35,119 +37,120 @@ class _OfReplicas(collections.UserList):
 
     @property
     def data(self) -> list[Any]:  # pyright: ignore
-        """Those of this thread."""
-        return vars(self._threads).setdefault("own", [])
+        """The contents in this thread."""
+        return vars(self._threads).setdefault("data", [])
 
     def __getitem__(self, index: Any) -> Any:
         return self.data[index]
 
     def __reduce__(self) -> Any:
-        # As Keras's own, where a model is copied or pickled.
+        # A copied or pickled model gets a plain list, as Keras makes.
         return list, ()
 
 
-def keep_apart(model: keras.Model) -> None:
-    """Has each replica find the losses that it added, until `keep_together`."""
+def separate_added_losses(model: keras.Model) -> None:
+    """Keeps the losses that layers add on each replica apart, until `join_added_losses`."""
     for layer in model._flatten_layers():
         # Bypass Keras's tracking: losses are not state.
-        if not isinstance(vars(layer)[_LOSSES], _OfReplicas):
-            vars(layer)[_LOSSES] = _OfReplicas(vars(layer)[_LOSSES])
+        if not isinstance(vars(layer)[_LOSSES], _ListPerThread):
+            vars(layer)[_LOSSES] = _ListPerThread(vars(layer)[_LOSSES])
 
 
-def keep_together(model: keras.Model) -> None:
-    """Restores Keras's own lists."""
+def join_added_losses(model: keras.Model) -> None:
+    """Restores Keras's lists."""
     for layer in model._flatten_layers():
-        if isinstance(own := vars(layer)[_LOSSES], _OfReplicas):
-            vars(layer)[_LOSSES] = own.replaced
+        if isinstance(losses := vars(layer)[_LOSSES], _ListPerThread):
+            vars(layer)[_LOSSES] = losses.replaced
 
 
-Cut = Callable[[Any, int | None], Any]
+# Maps Keras's adapter and the steps of an epoch to another adapter, or `None` to keep Keras's.
+Distribute = Callable[[Any, int | None], Any]
 
 _METHODS = ("_maybe_symbolic_build", "make_test_function", "make_predict_function", "predict_on_batch")
 
 
-def spread_over_replicas(model: keras.Model, take: Take, cut: Cut | None = None) -> None:
-    """Trains, evaluates and predicts a model on replicas in our way, until `uninstall`.
+def install_on_replicas(model: keras.Model, take: Take, distribute: Distribute | None = None) -> None:
+    """Makes a model's `fit`, `evaluate` and `predict` exact on replicas, until `uninstall_from_replicas`.
 
     Args:
         model: The model.
-        take: How batches are spread over them.
-        cut: What `fit` and `evaluate` have data cut up by, from Keras's adapter and the steps of an epoch to another
-            adapter or `None`; Keras's way, if there is none.
+        take: The filler of the *take* stage.
+        distribute: Distributes the data of `fit` and `evaluate` among workers; Keras does, if `None`.
     """
     builder = StepBuilder.of(model)
     if builder.stages.take == take:
-        # What is compiled stays good.
+        # Compiled functions stay valid.
         return
     builder.fill(take=take)
     if model.distribute_strategy.num_replicas_in_sync == 1:
         return
-    keep_apart(model)
+    separate_added_losses(model)
     gather_at_calls(model)
 
     def build(iterator: Any = None, data_batch: Any = None) -> None:
-        # The first that Keras does with data that it is about to train or evaluate on.
-        if cut and iterator is not None:
-            _cut_up(iterator, cut)
+        # Keras calls this before it reads the data.
+        if distribute and iterator is not None:
+            _distribute_data(iterator, distribute)
         elif iterator is not None:
-            read_by_own_workers(iterator.data_adapter)
-        build_from(model, iterator, data_batch)
+            use_enqueuer_per_iterator(iterator.data_adapter)
+        build_from_data(model, iterator, data_batch)
         builder.read_from(iterator)
 
     replace_methods(
         model,
         _maybe_symbolic_build=build,
-        make_test_function=maker(model, "test_function", lambda: test_function(model, take)),
+        make_test_function=make_on_demand(model, "test_function", lambda: build_test_function(model, take)),
         predict_on_batch=functools.partial(predict_on_batch, model),
-        make_predict_function=maker(model, "predict_function", lambda: predict_function(model, take)),
+        make_predict_function=make_on_demand(model, "predict_function", lambda: build_predict_function(model, take)),
     )
-    forget_functions(model)
+    drop_functions(model)
 
 
-def uninstall(model: keras.Model) -> None:
-    """Uninstalls them: restores the methods of the model's class."""
+def uninstall_from_replicas(model: keras.Model) -> None:
+    """Restores the methods of the model's class."""
     restore_methods(model, *_METHODS)
-    forget_functions(model)
+    drop_functions(model)
     gather_on_read(model)
-    keep_together(model)
+    join_added_losses(model)
     StepBuilder.of(model).fill(take=None)
 
 
 @contextlib.contextmanager
-def distributing_by(model: Any, cut: Callable[[Any], Any]) -> Iterator[None]:
-    """Context in which data made by the model's own methods is distributed by `cut`, from a dataset to an adapter."""
-    own = model.__dict__
-    before = own["_distribute_strategy"]
-    own["_distribute_strategy"] = _Distributes(model.distribute_strategy, cut)
+def distributing_datasets_with(model: Any, distribute: Callable[[Any], Any]) -> Iterator[None]:
+    """Context in which the model's methods distribute datasets by `distribute`, which maps them to adapters."""
+    before = model.__dict__["_distribute_strategy"]
+    model.__dict__["_distribute_strategy"] = _StrategyWithDatasets(model.distribute_strategy, distribute)
     try:
         yield
     finally:
-        own["_distribute_strategy"] = before
+        model.__dict__["_distribute_strategy"] = before
 
 
-class _Distributes:
-    """A strategy, with another way to distribute a dataset."""
+class _StrategyWithDatasets:
+    """A strategy with a custom `experimental_distribute_dataset`."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, cut: Callable[[Any], Any]):
+    def __init__(self, strategy: tf.distribute.Strategy, distribute: Callable[[Any], Any]):
         self._strategy = strategy
-        self._cut = cut
+        self._distribute = distribute
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """The dataset for Keras's trainer."""
-        return self._cut(dataset).get_tf_dataset()
+        """Distributes a dataset for Keras's trainer."""
+        return self._distribute(dataset).get_tf_dataset()
 
 
-def _cut_up(iterator: Any, cut: Cut) -> None:
-    adapter = cut(iterator.data_adapter, iterator.steps_per_epoch)
+def _distribute_data(iterator: Any, distribute: Distribute) -> None:
+    adapter = distribute(iterator.data_adapter, iterator.steps_per_epoch)
     if adapter is not None:
         iterator.data_adapter, iterator._num_batches = adapter, adapter.num_batches
         iterator._distributed_dataset = adapter.get_tf_dataset()
 
 
-def maker(model: keras.Model, attribute: str, make: Callable[[], Any]) -> Callable[..., None]:
+def make_on_demand(model: keras.Model, attribute: str, make: Callable[[], Any]) -> Callable[..., None]:
+    """A method that sets a model's function unless it is set, as Keras's `make_test_function` does."""
+
     def make_function(force: bool = False) -> None:
         if force or getattr(model, attribute) is None:
             setattr(model, attribute, make())
@@ -155,5 +158,57 @@ def maker(model: keras.Model, attribute: str, make: Callable[[], Any]) -> Callab
     return make_function
 
 
-def forget_functions(model: Any) -> None:
+def drop_functions(model: Any) -> None:
+    """Makes the model build its test and predict functions again."""
     model.test_function = model.predict_function = None
+
+
+def use_enqueuer_per_iterator(adapter: Any) -> None:
+    """Gives each iterator over a `PyDataset` with several workers its own enqueuer, stopped with the iterator.
+
+    Keras shares one among all iterators, and stops it at the end of an epoch. If `steps_per_epoch` continues an
+    iterator in the next epoch, a dataset on replicas, which prefetches, may find it stopped: "Iterator called after
+    `on_epoch_end`", and batches change their order.
+    """
+    if not isinstance(adapter, PyDatasetAdapter) or adapter.enqueuer is None:
+        return
+    dataset, shuffle = adapter.py_dataset, adapter.shuffle
+
+    def batches() -> Iterator[Any]:
+        enqueuer = OrderedEnqueuer(
+            dataset, dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size, shuffle
+        )
+        enqueuer.start()
+        try:
+            for batch in itertools.islice(enqueuer.get(), dataset.num_batches):
+                yield adapter._standardize_batch(batch)
+        finally:
+            enqueuer.stop()
+
+    # Without an enqueuer, Keras reads from one of these two.
+    adapter.enqueuer = None
+    adapter._finite_generator = adapter._infinite_generator = batches
+
+
+def warn_if_unprepared(strategy: Any) -> None:
+    """Makes a strategy warn, once, if a model is trained on its replicas without having been prepared."""
+    if strategy.num_replicas_in_sync == 1 or state_of(strategy).warns:
+        return
+    distribute = strategy.experimental_distribute_dataset
+
+    def distribute_dataset(dataset: Any, options: Any = None) -> Any:
+        frame = fit_frame(inspect.currentframe())
+        model = frame and frame.f_locals["self"]
+        # All components that prepare a model install this method; an accumulating optimizer is exact without it.
+        if model and "make_train_function" not in vars(model) and accumulating(model.optimizer) is None:
+            del vars(strategy)["experimental_distribute_dataset"]
+            warnings.warn(
+                f"{model.name!r} was built within `with dist.scope():` and not prepared, so its fit is Keras's own: "
+                "each replica's gradient counts the same and is clipped by itself, which differs from one device. "
+                "Write dist.fit(model, ...) or, before model.fit(...), dist.prepare(model).",
+                stacklevel=2,
+            )
+        return distribute(dataset, options)
+
+    state_of(strategy).warns = True
+    vars(strategy)["experimental_distribute_dataset"] = distribute_dataset

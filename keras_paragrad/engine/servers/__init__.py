@@ -1,1 +1,1 @@
-"""Models whose weights lie on parameter servers."""
+"""Models whose weights are on parameter servers."""

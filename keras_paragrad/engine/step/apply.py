@@ -2,13 +2,13 @@
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.capabilities import Accumulating, accumulating, nested, parts, unscaled
+from keras_paragrad.compat.capabilities import Accumulating, accumulating, accumulation_steps, nested, parts, unscaled
 from keras_paragrad.compat.collectives import (
     cross_replica,
     replica_count,
@@ -16,11 +16,20 @@ from keras_paragrad.compat.collectives import (
     run_if,
     sum_over_replicas,
 )
-from keras_paragrad.engine.step.forward import Normalizer
-from keras_paragrad.storage.gradients import reduce_divided_gradients, reduce_gradients
+from keras_paragrad.compat.method_patch import patch_of, replace_methods, restore_methods
+from keras_paragrad.compat.state import state_of
+from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.step.stages import Transform
+from keras_paragrad.engine.telemetry.watch import Observation, UpdateWatch
+from keras_paragrad.storage.gradients import (
+    gather_gradients,
+    reduce_divided_gradients,
+    reduce_gradients,
+    scatter_gradients,
+)
 from keras_paragrad.storage.row_gradients import scale_gradient
 from keras_paragrad.storage.storage import any_divided
-from keras_paragrad.storage.updating import refresh, squared_norms, updating
+from keras_paragrad.storage.updating import refresh, replace_norms, squared_norms, updating
 
 _REDUCE = "_all_reduce_sum_gradients"
 
@@ -31,12 +40,12 @@ class Contribution(NamedTuple):
     Attributes:
         scale: The factor of the gradient.
         weight: Added to the window's weight on this replica. The sum of all gradients is divided by the weight of all.
-        kept: The factor of the window's weight so far: 0 if gradients are summed and not averaged.
+        decay: The factor of the window's weight so far: 0 if gradients are summed and not averaged.
     """
 
     scale: Any
     weight: Any
-    kept: Any = 1.0
+    decay: Any = 1.0
 
     @classmethod
     def of(cls, normalizer: Normalizer | None) -> "Contribution":
@@ -46,7 +55,7 @@ class Contribution(NamedTuple):
         if normalizer is None:
             return cls(1.0, share)
         if normalizer.summed:
-            return cls(1.0, share, kept=0.0)
+            return cls(1.0, share, decay=0.0)
         value = tf.cast(normalizer.value, "float32")
         return cls(value / share, value)
 
@@ -57,7 +66,7 @@ def apply_gradient(
     weight: Normalizer | None = None,
     *,
     whole: bool,
-    beside: Sequence[tf.Tensor] = (),
+    also_reduce: Sequence[tf.Tensor] = (),
 ) -> list[tf.Tensor] | None:
     """Passes gradients to the model's optimizer; called on every replica.
 
@@ -67,7 +76,7 @@ def apply_gradient(
         weight: Their weight in an accumulation window, or `None` if all count the same.
         whole: Whether the sum over the replicas is exactly the batch's gradient. Then gradients are all-reduced before
             they are clipped, as on one device. An accumulating optimizer all-reduces them itself.
-        beside: Other tensors to all-reduce in the same collective.
+        also_reduce: Other tensors to all-reduce in the same collective.
 
     Returns:
         Their sums, or `None` if gradients were not all-reduced here.
@@ -92,7 +101,7 @@ def apply_gradient(
         return None
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
     applied, sums = reduce_gradients(
-        [gradients[index] for index in present], [variables[index] for index in present], beside
+        [gradients[index] for index in present], [variables[index] for index in present], also_reduce
     )
     by_index = dict(zip(present, applied, strict=True))
     total = [by_index.get(index) for index in range(len(gradients))]
@@ -193,3 +202,82 @@ def _overwrite_with_average(per_replica, optimizer: keras.optimizers.Optimizer) 
 
     optimizer._overwrite_model_variables_with_average_value(variables)
     per_replica(constrain)
+
+
+# Replaces an optimizer's `apply`: called with the original, and with its arguments.
+Apply = Callable[[Callable[..., None], Sequence[Any], Sequence[Any] | None], None]
+
+
+def intercept_apply(optimizer: Any, apply: Apply | None) -> None:
+    """Replaces an optimizer's `apply`, or restores it, if `None`. Nothing else replaces it."""
+    state = state_of(optimizer)
+    if state.intercepted is not None:
+        restore_methods(optimizer, "apply")
+        replace_methods(optimizer, **state.intercepted)
+        state.intercepted = None
+    if apply is not None:
+        before = optimizer.apply
+        # If the instance has its own `apply`, that is restored later.
+        state.intercepted = {"apply": before} if "apply" in vars(optimizer) else {}
+        replace_methods(
+            optimizer, apply=lambda grads, trainable_variables=None: apply(before, grads, trainable_variables)
+        )
+
+
+def install_transform(optimizer: Any, transform: Transform | None, *, shown: bool = False) -> None:
+    """Makes the innermost optimizer's `apply` run the *transform* stage, and observe and watch updates if `shown`.
+
+    It decides on updates: at the end of a window, and unless a loss scale skips one.
+
+    Raises:
+        ValueError: There is a transform, and the optimizer accumulates gradients itself.
+    """
+    steps = accumulation_steps(optimizer)
+    if transform is not None and steps > 1:
+        raise ValueError(
+            f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps={steps}), so the gradient of "
+            "a whole update can't be transformed. Remove that argument, and compile with "
+            f"AccumulatingOptimizer(optimizer, steps={steps})."
+        )
+    state_of(optimizer).transform = transform
+    intercept_apply(optimizer, functools.partial(_update, optimizer) if shown or transform is not None else None)
+
+
+def installed_transform(optimizer: Any) -> Transform | None:
+    """The installed transform. Functions that were traced with another one are outdated."""
+    return state_of(optimizer).transform
+
+
+def _update(optimizer: Any, apply: Callable, grads: Sequence[Any], variables: Sequence[Any] | None) -> None:
+    """Observes, transforms, applies and watches an update."""
+    gradients, variables = list(grads), None if variables is None else list(variables)
+    observation, watch = patch_of(optimizer, Observation), patch_of(optimizer, UpdateWatch)
+    if observation is not None:
+        observation.observe_update(gradients)
+    if watch is not None:
+        watch.begin(variables)
+    transform = installed_transform(optimizer)
+    if transform is not None:
+        gradients = _transform(optimizer, transform, gradients, variables)
+    apply(gradients, variables)
+    if watch is not None:
+        watch.end()
+
+
+def _transform(optimizer: Any, transform: Transform, grads: list[Any], variables: Sequence[Any] | None) -> list[Any]:
+    updated: Sequence[Any] = optimizer._trainable_variables if variables is None else variables
+    # Float8 scales are passed as gradients.
+    places = [
+        place
+        for place, (gradient, variable) in enumerate(zip(grads, updated, strict=True))
+        if gradient is not None and not optimizer._overwrite_variable_with_gradient(variable)
+    ]
+    scale = optimizer.loss_scale_factor
+    changed = [updated[place] for place in places]
+    dense = gather_gradients([tf.convert_to_tensor(grads[place]) for place in places], changed)
+    unscaled = [gradient / scale for gradient in dense] if scale else dense
+    whole = transform(unscaled, changed)
+    replace_norms(optimizer, whole, changed)
+    transformed = dict(zip(places, scatter_gradients(whole, changed), strict=True))
+    scaled = {place: gradient * scale if scale else gradient for place, gradient in transformed.items()}
+    return [scaled.get(place, gradient) for place, gradient in enumerate(grads)]

@@ -21,21 +21,29 @@ from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import has_own_train_step
 from keras_paragrad.compat.running import fit_frame
 from keras_paragrad.compat.state import state_of
-from keras_paragrad.engine.losses.tracking import LossWindow
-from keras_paragrad.engine.replicas.shard import Shard
-from keras_paragrad.engine.replicas.unprepared import check_compiled_in_scope
+from keras_paragrad.engine.losses.sums import LossWindow
+from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
+from keras_paragrad.engine.step.apply import install_transform
 from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
-from keras_paragrad.engine.step.stages import Stages
-from keras_paragrad.engine.step.symbolic import all_built, build_from, build_losses, build_losses_of, losses_built
-from keras_paragrad.engine.step.train_step import TrainStep
-from keras_paragrad.engine.step.trainable import Trainable, traced_as
-from keras_paragrad.engine.step.transform import save_states
-from keras_paragrad.engine.step.update import install
-from keras_paragrad.engine.telemetry.counts import compiled_functions
-from keras_paragrad.engine.telemetry.execution import LATEST, LookAhead, Telemetry, pick_watched
-from keras_paragrad.engine.telemetry.observe import observed
-from keras_paragrad.engine.telemetry.watch import updates_each_batch, watched
+from keras_paragrad.engine.step.stages import Stages, save_states
+from keras_paragrad.engine.step.symbolic import (
+    build_from_data,
+    build_losses,
+    build_losses_of,
+    check_compiled_in_scope,
+    is_fully_built,
+    losses_built,
+)
+from keras_paragrad.engine.step.train_step import Trainable, TrainStep, traced_as
+from keras_paragrad.engine.telemetry.train_functions import (
+    LATEST,
+    PlanAhead,
+    Telemetry,
+    choose_train_function,
+    compiled_functions,
+)
+from keras_paragrad.engine.telemetry.watch import observing_gradients, updates_each_batch, watching_updates
 from keras_paragrad.storage.storage import any_divided
 from keras_paragrad.storage.updating import install_storages
 
@@ -75,11 +83,7 @@ class StepBuilder:
         return state.step_builder
 
     def fill(self, **stages: Any) -> None:
-        """Fills stages, or empties them with `None`. When all are empty, Keras builds the train function again.
-
-        Args:
-            **stages: The fillers, by the attributes of `Stages`.
-        """
+        """Fills stages by name, or empties them with `None`. With all empty, Keras builds the train function again."""
         if self.model.compiled:
             self._by_configuration()
         self.stages = self.stages._replace(**stages)
@@ -176,7 +180,7 @@ class StepBuilder:
         self._install_stages()
         if self.stages.take and (iterator := self._reads()) is not None:
             # Metrics can't create variables within a step on replicas.
-            build_from(self.model, iterator, None)
+            build_from_data(self.model, iterator, None)
 
     def _install_stages(self) -> None:
         """Installs the last stages in the optimizer that updates the weights, which `compile` may have replaced."""
@@ -184,9 +188,9 @@ class StepBuilder:
         if optimizer is not None:
             install_storages(optimizer, self.model.trainable_variables)
         if self._updating not in (None, optimizer):
-            install(self._updating, None)
+            install_transform(self._updating, None)
         if optimizer is not None:
-            install(optimizer, self.stages.chain, shown=bool(self.stages.observe or self.stages.telemetry))
+            install_transform(optimizer, self.stages.chain, shown=bool(self.stages.observe or self.stages.telemetry))
             save_states(self.model.optimizer, self.stages.transforms or ())
         self._updating = optimizer
 
@@ -199,9 +203,11 @@ class StepBuilder:
         return compile_steps(self.model, steps, apply, *taking, by_xla=whole, mesh=self.stages.mesh)
 
     def _picked(self, telemetry: Telemetry) -> Callable[[Any], dict]:
-        ahead = LookAhead(self.stages.apply) if self.stages.apply else None
+        ahead = PlanAhead(self.stages.apply) if self.stages.apply else None
         functions = self._compiled(ahead), self._compiled(ahead, telemetry)
-        return pick_watched(*functions, telemetry, ahead, self._next_batches, updates_each_batch(self.model.optimizer))
+        return choose_train_function(
+            *functions, telemetry, ahead, self._next_batches, updates_each_batch(self.model.optimizer)
+        )
 
     def make_loss_window(self) -> None:
         """Makes the `loss_window`, if a stage needs it and the model's losses are built."""
@@ -216,9 +222,9 @@ class StepBuilder:
                 self.loss_window = LossWindow(self.model)
 
     def _build_variables(self, iterator: Any) -> None:
-        """Makes what the first step would make while it is traced: TensorFlow would trace it again without."""
+        """Creates the variables that the first step would create, which TensorFlow would then trace twice."""
         model = self.model
-        if all_built(model) or has_own_train_step(model) or not model.built:
+        if is_fully_built(model) or has_own_train_step(model) or not model.built:
             return
         if not build_losses_of(model, iterator.element_spec):
             return
@@ -232,6 +238,7 @@ class StepBuilder:
         if not self.stages.apply or has_own_train_step(self.model):
             return None
         build_losses(self.model, data)
+        # Even if a custom `compute_loss` leaves the compiled losses unbuilt.
         self._make_loss_window()
         return self.loss_window
 
@@ -239,12 +246,7 @@ class StepBuilder:
         return 0 if self._to_skip else self.model.steps_per_execution
 
     def skip_batches(self, batches: int, then: Callable[[], None] | None = None) -> None:
-        """Skips the next batches, which a resumed training has seen.
-
-        Args:
-            batches: Number of batches.
-            then: Called after them, once the compiled losses and metrics are built.
-        """
+        """Skips batches that a resumed training has seen, then builds the losses and metrics and calls `then`."""
         if batches and not self.stages.filled:
             # Keras's own train function can't skip batches.
             self.build()
@@ -280,12 +282,17 @@ class StepBuilder:
 
     def _step(self, data: Any, update: bool, telemetry: Telemetry | None, guard: IndivisibleBatchGuard) -> dict:
         step = TrainStep(self.model, self.stages, self._window_of(data), update, guard)
-        shard = Shard.of(data)
+        replica_batch = ReplicaBatch.of(data)
         place = self.stages.place() if self.stages.place else contextlib.nullcontext()
         self._trainable = self._trainable or Trainable.of(self.model)
         traced = traced_as(self.model, self._trainable)
-        with traced, place, observed(self.model, self.stages.observe, shard.rows), watched(self.model, telemetry):
-            logs = step.run_custom(data) if has_own_train_step(self.model) else step(data, shard)
+        with (
+            traced,
+            place,
+            observing_gradients(self.model, self.stages.observe, replica_batch.rows),
+            watching_updates(self.model, telemetry),
+        ):
+            logs = step.run_custom(data) if has_own_train_step(self.model) else step(data, replica_batch)
             if self.stages.apply:
                 self.stages.apply.end(update)
         if telemetry and replica_count() == 1:

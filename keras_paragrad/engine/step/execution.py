@@ -14,7 +14,6 @@ from keras_paragrad.compat.collectives import of_first_replica
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import MeshRunner, Take
-from keras_paragrad.engine.step.whole_batches import divide_batch
 
 Step = Callable[[Any], dict]
 
@@ -59,7 +58,7 @@ class CompiledStep:
                 experimental_attributes={NO_INLINE: True},
             )
         compiled = model._autoconvert_optionals(guard.watch(one_step) if guard else one_step)
-        self._run = mesh.running(compiled) if mesh else compiled
+        self._run = mesh.wrap(compiled) if mesh else compiled
         self._function: Any = one_step
         # TensorFlow can't pass a mesh's batches to a function.
         self._in_functions = mesh is None and not model.run_eagerly
@@ -113,7 +112,7 @@ def compile_steps(
     by_xla: bool = True,
     mesh: MeshRunner | None = None,
 ) -> Callable[[Any], dict]:
-    """Makes a train function that runs one of several compiled steps on each batch.
+    """Makes a function for `model.train_function` that runs one of several compiled steps on each batch.
 
     The host picks the step, outside of the compiled code, so the other steps cost nothing.
 
@@ -121,16 +120,10 @@ def compile_steps(
         model: The model. Its `jit_compile`, `run_eagerly` and `steps_per_execution` apply.
         steps: One step, or two: without and with an update.
         schedule: The *apply* stage, which picks one of two steps.
-        take: Divides batches among replicas; Keras does, if `None`.
+        take, guard, by_xla, mesh: As in `CompiledStep`.
         skipped: Maps a number of batches to how many of them to skip.
-        guard: Checks the size of batches.
         on_resumed: Called with the last skipped batch, before the first step.
         build: Called with the iterator before each call; makes the variables that the steps need.
-        by_xla: Whether XLA may compile a whole step.
-        mesh: Runs the steps on a mesh of devices; on one device, if `None`.
-
-    Returns:
-        A function for `model.train_function`.
     """
     compiled = [CompiledStep(model, step, take, guard, by_xla, mesh) for step in steps]
     by_host = _by_host(model, compiled, cuts=take is not None)
@@ -201,8 +194,8 @@ def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
                 lambda: (index, logs, False),
             )
 
-        def more(index, _, found):
-            return tf.logical_and(index < per_call, found)
+        def more(index, _, has_batch):
+            return tf.logical_and(index < per_call, has_batch)
 
         return tf.while_loop(more, next_batch, (tf.constant(1), logs, tf.constant(True)), parallel_iterations=1)[1]
 
@@ -238,3 +231,38 @@ def _by_host(model: keras.Model, steps: Sequence[CompiledStep], *, cuts: bool) -
         return logs
 
     return execute
+
+
+def divide_batch(strategy: tf.distribute.Strategy, batch: Any) -> Any:
+    """Divides a batch among the replicas, in their order: `PerReplica` values that differ by at most one row."""
+    replicas = strategy.num_replicas_in_sync
+
+    def divide(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        whole = leaf if isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)) else tf.convert_to_tensor(leaf)
+
+        def part(context: tf.distribute.experimental.ValueContext) -> Any:
+            return _rows_of_replica(whole, int(context.replica_id_in_sync_group), replicas)
+
+        return strategy.experimental_distribute_values_from_function(part)
+
+    return keras.tree.map_structure(divide, batch)
+
+
+def predict_on_batch(model: Any, x: Any) -> Any:
+    """Predicts the rows of a batch on replicas: each row once, in order."""
+    model.make_predict_function()
+    outputs = model.predict_function([divide_batch(model.distribute_strategy, (x,))])
+    return keras.tree.map_structure(
+        lambda output: output if isinstance(output, (tf.SparseTensor, tf.RaggedTensor)) else output.numpy(), outputs
+    )
+
+
+def _rows_of_replica(whole: Any, number: int, parts: int) -> Any:
+    rows = int(whole.nrows() if isinstance(whole, tf.RaggedTensor) else whole.shape[0])
+    start, stop = (index * (rows // parts) + min(index, rows % parts) for index in (number, number + 1))
+    if isinstance(whole, tf.SparseTensor):
+        rest = list(whole.shape[1:])
+        return tf.sparse.slice(whole, [start, *(0 for _ in rest)], [stop - start, *rest])
+    return whole[start:stop]

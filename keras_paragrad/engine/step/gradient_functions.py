@@ -1,8 +1,8 @@
-"""Gradient functions of `tf.custom_gradient`, kept as long as the graph that needs them, and no longer.
+"""Releases the gradient functions of `tf.custom_gradient` with the graph that needs them.
 
 In a graph, TensorFlow registers the gradient function of each `tf.custom_gradient` under a new name, for ever. The
-function holds tensors of the graph, and so the whole graph. The step of Keras has one, in the all-reduce of its
-optimizer: this is why a process that makes many models grows by some MB with each.
+function holds tensors of the graph, and so the whole graph. Keras's step has one in the optimizer's all-reduce, so a
+process that makes many models leaks some MB with each.
 """
 
 import functools
@@ -16,15 +16,11 @@ from tensorflow.python.framework.ops import gradient_registry
 Result = TypeVar("Result")
 
 _PREFIX = "CustomGradient-"
-_KEPT = "_keras_paragrad_gradient_functions"
+_FUNCTIONS = "_keras_paragrad_gradient_functions"
 
 
 def releasing(function: Callable[..., Result]) -> Callable[..., Result]:
-    """A function to be traced, with whose graph all that was registered for its gradients goes.
-
-    Args:
-        function: What a `tf.function` of ours is to be made of.
-    """
+    """Makes a function, to be traced by a `tf.function`, whose gradient functions are released with its graph."""
 
     @functools.wraps(function)
     def traced(*arguments: Any, **keywords: Any) -> Result:
@@ -38,12 +34,9 @@ def releasing(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def keep_with_graphs(graphs: Iterable[tf.Graph]) -> None:
-    """Has graphs keep the gradient functions that were registered while they were traced, in place of the registry.
+    """Moves gradient functions from the registry to the `tf.function`s' graphs that were traced with them.
 
-    What is differentiated finds them as before, as long as it is there. Other graphs' are left as they are.
-
-    Args:
-        graphs: Graphs of `tf.function`s. Those of the branches and loops in them belong to them.
+    The registry refers to them weakly, so that they are found as long as the graph exists.
     """
     wanted = {id(graph) for graph in graphs}
     if not wanted:
@@ -51,36 +44,32 @@ def keep_with_graphs(graphs: Iterable[tf.Graph]) -> None:
     entries = gradient_registry._registry
     for name in [name for name in list(entries) if name.startswith(_PREFIX)]:
         function = entries[name]["type"]
-        around = list(_around(_graph_of(function)))
-        if wanted.intersection(map(id, around)):
-            for graph in around:
-                if not hasattr(graph, _KEPT):
-                    setattr(graph, _KEPT, [])
-                getattr(graph, _KEPT).append(function)
+        enclosing = list(_enclosing_graphs(_graph_of(function)))
+        if wanted.intersection(map(id, enclosing)):
+            for graph in enclosing:
+                if not hasattr(graph, _FUNCTIONS):
+                    setattr(graph, _FUNCTIONS, [])
+                getattr(graph, _FUNCTIONS).append(function)
             entries[name] = {**entries[name], "type": _by_reference(weakref.ref(function))}
             weakref.finalize(function, entries.pop, name, None).atexit = False
 
 
 def keep_with_graphs_of(owner: Any) -> Callable[[], None]:
-    """For an object that is called in steps that others trace: their graphs' gradient functions, once it is gone.
+    """Calls `keep_with_graphs` for the graphs that an object was called in, when the object is deleted.
 
-    Args:
-        owner: The object.
-
-    Returns:
-        To be called while a step is traced, to note its graph.
+    Returns a function to call while a step is traced, which records its graph.
     """
     graphs: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
     weakref.finalize(owner, keep_with_graphs, graphs).atexit = False
 
     def note() -> None:
-        graphs.update(_around(tf.compat.v1.get_default_graph()))
+        graphs.update(_enclosing_graphs(tf.compat.v1.get_default_graph()))
 
     return note
 
 
 def _graph_of(function: Callable[..., Any]) -> Any:
-    """The graph in which a gradient function was made, found in what it refers to."""
+    """The graph of a gradient function, found through its closures."""
     level = [function]
     for _ in range(2):
         contents = [content for each in level for content in _contents(each)]
@@ -95,12 +84,12 @@ def _contents(function: Any) -> Iterator[Any]:
     for cell in getattr(function, "__closure__", None) or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # nothing is in it any more
+        except ValueError:  # an empty cell
             continue
 
 
-def _around(graph: Any) -> Iterator[tf.Graph]:
-    """A function's graph, and those of the functions in which it was traced; none that lasts for ever."""
+def _enclosing_graphs(graph: Any) -> Iterator[tf.Graph]:
+    """A function's graph, and those of the functions around it; no graphs that are never deleted."""
     while hasattr(graph, "outer_graph"):
         yield graph
         graph = graph.outer_graph

@@ -13,7 +13,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.engine.losses.normalization import IndivisibleError, LossNormalization
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.replicas.shard import rows_of
+from keras_paragrad.engine.replicas.replica_batch import rows_of
 
 _log = logging.getLogger("keras_paragrad")
 # TensorFlow quotes an assertion's message, but cuts long ones.

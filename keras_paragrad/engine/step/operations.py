@@ -1,10 +1,10 @@
-"""A traced graph as plain values: what its operations read and make, in bytes."""
+"""The operations of a traced graph: their tensors' sizes, and whether they can be repeated."""
 
 import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +20,11 @@ class TracedOperation(NamedTuple):
 
     Attributes:
         kind: Its type, such as `"MatMul"`.
-        inputs: Numbers of the tensors that it reads.
-        outputs: Numbers of the tensors that it makes.
+        inputs: Numbers of its input tensors.
+        outputs: Numbers of its output tensors.
         sizes: Bytes of each output; 0 for resources and lists of tensors.
-        value: Its output, if that is one integer or boolean known without running the graph; else `None`.
-        blocks: The functions that it calls: the condition and the body of a loop, or the branches of a condition.
+        value: The output, if it is a static integer or boolean scalar; otherwise `None`.
+        blocks: The functions that it calls: a loop's condition and body, or a condition's branches.
     """
 
     kind: str
@@ -36,11 +36,11 @@ class TracedOperation(NamedTuple):
 
 
 class Block:
-    """A function's operations that are run, in the order in which they were traced.
+    """A function's operations that run, in the order in which they were traced.
 
     Attributes:
-        operations: The operations without the function's inputs.
-        inputs, outputs: Numbers of the tensors that it is given and that it returns.
+        operations: The operations, without placeholders.
+        inputs, outputs: Numbers of the function's argument and result tensors.
         input_sizes: Bytes of the inputs.
         uses: How often each tensor is read or returned.
     """
@@ -58,12 +58,12 @@ class Block:
 
 
 class Numbered(NamedTuple):
-    """A graph's operations, and how to find its tensors among them.
+    """A graph's operations, and the numbers of its tensors.
 
     Attributes:
         block: The operations.
         numbers: Each tensor's number, by its `ref()`.
-        places: How many operations come before the one that was made as the n-th.
+        places: For the n-th operation of the graph, the number of operations before it in the block.
     """
 
     block: Block
@@ -72,12 +72,7 @@ class Numbered(NamedTuple):
 
 
 def block_of(graph: Any, rows: int) -> Numbered:
-    """The operations of a `FuncGraph`.
-
-    Args:
-        graph: The graph.
-        rows: What to take for the first axis of a tensor if its size is unknown.
-    """
+    """The operations of a `FuncGraph`; `rows` is the size of a tensor's first axis if it is unknown."""
     inputs = {tensor.ref() for tensor in graph.inputs}
     numbers: dict[Any, int] = {}
     for operation in graph.get_operations():
@@ -89,23 +84,23 @@ def block_of(graph: Any, rows: int) -> Numbered:
 
     size = functools.partial(_size, rows=rows)
     operations, places = _in_order(graph, inputs)
-    made = [
+    traced = [
         TracedOperation(
             each.type,
             all_of(each.inputs),
             all_of(each.outputs),
             tuple(map(size, each.outputs)),
             _value(each),
-            tuple(block_of(called, rows).block for called in _called(each)),
+            tuple(block_of(function, rows).block for function in _called_graphs(each)),
         )
         for each in operations
     ]
-    block = Block(made, list(all_of(graph.inputs)), list(all_of(graph.outputs)), [*map(size, graph.inputs)])
+    block = Block(traced, list(all_of(graph.inputs)), list(all_of(graph.outputs)), [*map(size, graph.inputs)])
     return Numbered(block, numbers, places)
 
 
 def _in_order(graph: Any, inputs: set[Any]) -> tuple[list[Any], list[int]]:
-    """Operations as they were made, but each after what it reads: a gradient adds inputs to the loop before it."""
+    """Operations in the order of their creation, but after their inputs: a gradient adds inputs to an earlier loop."""
     ordered: dict[Any, None] = {}
     places = []
     for operation in graph.get_operations():
@@ -126,7 +121,7 @@ def _in_order(graph: Any, inputs: set[Any]) -> tuple[list[Any], list[int]]:
 
 
 def _needed(operations: Iterable[Any], outputs: Iterable[tf.Tensor]) -> set[Any]:
-    """The operations without those that TensorFlow prunes: they change no state, and nothing reads what they make."""
+    """The operations that TensorFlow doesn't prune: they change state, or something needs their outputs."""
     waiting = [each for each in operations if not each.outputs or each.op_def.is_stateful]
     waiting += [tensor.op for tensor in outputs]
     needed = set()
@@ -151,18 +146,84 @@ def _value(operation: Any) -> Any:
     (output,) = operation.outputs
     if not (output.dtype.is_integer or output.dtype.is_bool) or output.shape.num_elements() != 1:
         return None
-    found = tf.get_static_value(output)
-    return None if found is None else np.asarray(found).reshape(-1)[0].item()
+    value = tf.get_static_value(output)
+    return None if value is None else np.asarray(value).reshape(-1)[0].item()
 
 
-def _called(operation: Any) -> list[Any]:
+def _called_graphs(operation: Any) -> list[Any]:
+    """The graphs of the functions that an operation calls."""
     graphs = []
     for name in _FUNCTIONS:
         try:
-            given = operation.get_attr(name)
+            functions = operation.get_attr(name)
         except ValueError:
             continue
-        for function in given if isinstance(given, list) else [given]:
-            if hasattr(function, "name") and (found := operation.graph._get_function(function.name)) is not None:
-                graphs.append(found.graph)
+        for function in functions if isinstance(functions, list) else [functions]:
+            if hasattr(function, "name") and (called := operation.graph._get_function(function.name)) is not None:
+                graphs.append(called.graph)
     return graphs
+
+
+# Marked as stateful, but repeatable: they read, check or print. Keras calls cuDNN's layers without their dropout.
+_REPEATABLE = {"Assert", "CudnnRNNV2", "CudnnRNNV3", "LookupTableFindV2", "LookupTableSizeV2", "PrintV2"}
+_CALLING = {"Case", "If", "StatefulPartitionedCall", "While"}
+_VARIABLES = ("ReadVariable", "Assign", "Resource", "VarHandle", "VarIsInitialized")
+_RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncated", "Stateful", "Rng")
+
+_ASSIGNING = ("Assign", "Resource", "LookupTableInsert", "LookupTableRemove")
+
+
+def check_repeatable(name: str, operations: Iterable[tf.Operation]) -> None:
+    """Refuses operations whose second run may differ, as they use a state other than Keras's variables.
+
+    Raises:
+        ValueError: There is one. The message says what to write instead.
+    """
+    for operation in _stateful(operations):
+        kind = operation.type
+        if kind in _REPEATABLE or kind.startswith(("Collective", "Nccl")):
+            continue
+        if any(word in kind for word in _VARIABLES):
+            problem = "uses a tf.Variable that Keras does not know, which may hold another value when it runs again"
+            advice = "Make it with self.add_weight"
+        elif any(word in kind for word in _RANDOM):
+            problem = "draws random numbers, and would draw others when it runs again"
+            advice = "Draw with keras.random, with seed=a keras.random.SeedGenerator that is an attribute of the layer"
+        else:
+            problem = "may not do the same when it runs again"
+            advice = "Move it out of the layer"
+        raise ValueError(
+            f"{name!r} can't be recomputed: its operation {operation.name!r} ({kind}) {problem}. {advice}, or leave "
+            "the layer out of `layers`."
+        )
+
+
+def _stateful(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
+    for operation in operations:
+        if not operation.op_def.is_stateful:
+            continue
+        if operation.type not in _CALLING:
+            yield operation
+            continue
+        for body in _called_graphs(operation):
+            yield from _stateful(body.get_operations())
+
+
+def assigned_resources(graph: Any) -> list[tf.Tensor]:
+    """The outer resources, such as variables, that a function's graph assigns to, apart from random generators."""
+    resources = _assigned(graph, {inner.name: outer for outer, inner in graph.captures})
+    return list({id(resource): resource for resource in resources}.values())
+
+
+def _assigned(graph: Any, outside: dict[str, tf.Tensor]) -> Iterator[tf.Tensor]:
+    for operation in graph.get_operations():
+        if not operation.op_def.is_stateful:
+            continue
+        if operation.type.startswith(_ASSIGNING):
+            yield from (outside[each.name] for each in operation.inputs[:1] if each.name in outside)
+        # The first input of a condition selects the branch.
+        arguments = operation.inputs[1:] if operation.type in ("Case", "If") else operation.inputs
+        for body in _called_graphs(operation):
+            pairs = zip(body.inputs, arguments, strict=False)
+            inner = {parameter.name: outside[each.name] for parameter, each in pairs if each.name in outside}
+            yield from _assigned(body, inner)

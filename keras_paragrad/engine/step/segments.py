@@ -1,4 +1,4 @@
-"""A Functional model run in parts: stretches of its operations between places where one tensor alone goes on."""
+"""Runs a Functional model in parts: consecutive operations, between which a single tensor is passed on."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from keras_paragrad.compat.model import all_layers
 from keras_paragrad.engine.step.recompute import Recomputed, is_recomputed
 
 _RUN = "_run_through_graph"
-# From a part and what just runs it to what runs it otherwise.
+# Maps a part, and the function that runs it, to the function to call instead.
 Wrap = Callable[["Part", Callable[..., Any]], Callable[..., Any]]
 
 
@@ -19,9 +19,9 @@ class Part(NamedTuple):
     """Consecutive operations of a Functional model.
 
     Attributes:
-        nodes: The calls of operations, in the order in which Keras makes them.
-        inputs: The symbolic tensors that they take from others.
-        outputs: Those of theirs that others, or the model's outputs, take.
+        nodes: The calls of operations, in Keras's order.
+        inputs: The symbolic tensors that they take from other parts.
+        outputs: The symbolic tensors that other parts, or the model's outputs, take from them.
     """
 
     nodes: tuple[Any, ...]
@@ -42,97 +42,84 @@ class Part(NamedTuple):
 
     @property
     def floats(self) -> list[keras.KerasTensor]:
-        """The tensors among the inputs that are kept for a second run."""
+        """The inputs that are stored for a second run."""
         return [tensor for tensor in self.inputs if _is_float(tensor)]
 
 
 def functional_of(model: keras.Model) -> Any:
-    """The Functional model that runs when a model is called, or `None` if something else does."""
+    """The Functional model that a model's call runs, or `None`."""
     if isinstance(model, keras.Sequential):
         return model._functional if type(model).call is keras.Sequential.call else None
     return model if isinstance(model, Functional) and type(model).call is Functional.call else None
 
 
 def calls_of(functional: Any) -> list[Any]:
-    """The calls of a Functional model's operations, in the order in which Keras makes them."""
+    """The calls of a Functional model's operations, in Keras's order."""
     depths = functional._nodes_by_depth
     return [node for depth in sorted(depths, reverse=True) for node in depths[depth] if not node.is_input]
 
 
 def parts_of(functional: Any) -> list[Part]:
-    """A Functional model in its smallest parts: between two of them, one tensor of floats goes on.
+    """The smallest parts of a Functional model: between two of them, a single tensor of floats is passed on.
 
-    Inputs and outputs of the whole model may go past, as they are kept anyway.
+    Inputs and outputs of the model don't count, as they are stored anyway.
     """
     nodes = calls_of(functional)
     last_use = {id(tensor): index for index, node in enumerate(nodes) for tensor in node.input_tensors}
-    lasting = {id(tensor) for tensor in functional.outputs}
+    outputs = {id(tensor) for tensor in functional.outputs}
     alive: set[int] = set()
-    found: list[list[Any]] = [[]]
+    groups: list[list[Any]] = [[]]
     for index, node in enumerate(nodes):
-        found[-1].append(node)
-        alive |= {id(tensor) for tensor in node.outputs if _is_float(tensor)} - lasting
+        groups[-1].append(node)
+        alive |= {id(tensor) for tensor in node.outputs if _is_float(tensor)} - outputs
         alive = {each for each in alive if last_use.get(each, -1) > index}
         if len(alive) <= 1 and index + 1 < len(nodes):
-            found.append([])
-    return [part_of(functional, part) for part in found]
+            groups.append([])
+    return [part_of(functional, group) for group in groups]
 
 
-def joined(functional: Any, parts: Sequence[Part]) -> Part:
-    """Consecutive parts as one."""
+def join_parts(functional: Any, parts: Sequence[Part]) -> Part:
+    """Joins consecutive parts."""
     return part_of(functional, [node for part in parts for node in part.nodes])
 
 
-def nested_in(part: Part) -> Any:
-    """The model that a part consists of a single call of, or `None`."""
+def single_nested_model(part: Part) -> Any:
+    """The nested model, if a part is a single call of one, or `None`."""
     operation = part.nodes[0].operation
     return operation if len(part.nodes) == 1 and isinstance(operation, keras.Model) else None
 
 
 def recompute_parts(owner: keras.Model, functional: Any, parts: Sequence[tuple[Part, bool]]) -> Callable[[], None]:
-    """Has parts of a model run again in the backward pass.
+    """Makes parts of a model run again in the backward pass, and returns a function that undoes it.
 
     Args:
-        owner: The model that is called, to which added losses are added.
-        functional: The Functional model that runs then.
-        parts: All its parts, in order, and whether each is recomputed.
-
-    Returns:
-        Undoes it.
+        owner: The model, to which the losses of layers are added.
+        functional: The Functional model that its call runs.
+        parts: All parts, in order, each with whether to recompute it.
     """
 
     def recomputed(part: Part, run: Callable[..., Any], again: bool) -> Callable[..., Any]:
         return Recomputed(run, part.name, part.layers, owner) if again else run
 
     wrapped = [(part, functools.partial(recomputed, again=again)) for part, again in parts]
-    return _Running.of(functional).settle("segments", wrapped)
+    return _GraphRunner.of(functional).set_parts("segments", wrapped)
 
 
 def run_in_stages(functional: Any, stages: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
-    """Has a Functional model call a function for each of its stages, and in these for each segment that is recomputed.
+    """Makes a Functional model call a function for each stage, which calls one for each recomputed segment.
 
-    Args:
-        functional: The model.
-        stages: All its stages, in order, and what makes the function.
-
-    Returns:
-        Undoes it.
+    `stages` are all stages, in order, each with what makes its function. Returns a function that undoes it.
     """
-    return _Running.of(functional).settle("stages", stages)
+    return _GraphRunner.of(functional).set_parts("stages", stages)
 
 
 def run_in_parts(functional: Any, parts: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
-    """Has a Functional model call a function for each of its parts, and for no stage or segment that it has.
+    """Makes a Functional model call a function for each part, instead of its stages and segments.
 
-    Args:
-        functional: The model.
-        parts: All its parts, in order, and what makes the function.
-
-    Returns:
-        Undoes it.
+    `parts` are all parts, in order, each with what makes its function. Returns a function that undoes it.
     """
     before = vars(functional).pop(_RUN, None)
-    undo = _Running.of(functional).settle("segments", parts)
+    undo = _GraphRunner.of(functional).set_parts("segments", parts)
 
     def restore() -> None:
         undo()
@@ -142,13 +129,13 @@ def run_in_parts(functional: Any, parts: Sequence[tuple[Part, Wrap]]) -> Callabl
     return restore
 
 
-class _Running:
-    """Runs a Functional model in stages, in segments, or in stages that consist of segments.
+class _GraphRunner:
+    """Runs a Functional model in stages, in segments, or in segments within stages.
 
     Attributes:
-        stages: The stages and what makes their functions, or `None`.
-        segments: The segments likewise. Those that a stage cuts are run as several.
-        functions: What is called, in order.
+        stages: The stages, each with what makes its function, or `None`.
+        segments: The segments likewise. A stage's boundary cuts a segment in two.
+        functions: The functions to call, in order.
     """
 
     def __init__(self, functional: Any):
@@ -159,11 +146,11 @@ class _Running:
 
     @classmethod
     def of(cls, functional: Any) -> Self:
-        """The one that a model has, or another."""
+        """The model's runner, or a new one."""
         return vars(functional).get(_RUN) or cls(functional)
 
-    def settle(self, name: str, parts: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
-        """Sets stages or segments, by their attribute's name, and returns what takes them away again."""
+    def set_parts(self, name: str, parts: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
+        """Sets the attribute `stages` or `segments`, and returns a function that undoes it."""
 
         def undo() -> None:
             if getattr(self, name) is parts:
@@ -175,11 +162,11 @@ class _Running:
     def _set(self, name: str, parts: Sequence[tuple[Part, Wrap]] | None) -> None:
         setattr(self, name, parts)
         # Bypass Keras's tracking: a method is not state of the model.
-        own = vars(self.functional)
+        attributes = vars(self.functional)
         if self.stages is None and self.segments is None:
-            own.pop(_RUN, None)
+            attributes.pop(_RUN, None)
             return
-        own[_RUN] = self
+        attributes[_RUN] = self
         if self.stages is None:
             self.functions = self._segments_in(None)
         else:
@@ -220,7 +207,7 @@ class _Running:
 
     @property
     def recomputed(self) -> list[tuple[int, bool]]:
-        """Of each segment, how many operations it has, and whether it is recomputed."""
+        """The number of operations in each segment, and whether it is recomputed."""
         segments = self._segments_in(None)
         return [(len(part.nodes), isinstance(function, Recomputed)) for part, function in segments]
 
@@ -228,64 +215,52 @@ class _Running:
 def _call_each(
     functions: Sequence[tuple[Part, Callable[..., Any]]], tensors: dict[int, Any], operation_fn: Callable[..., Any]
 ) -> None:
-    """Calls a function for each part, and adds to the tensors that are known what it gives."""
+    """Calls a function for each part, and adds its outputs to the tensors."""
     for part, function in functions:
-        known = {place: tensors[id(each)] for place, each in enumerate(part.inputs) if id(each) in tensors}
-        for place, tensor in function(known, operation_fn=operation_fn).items():
+        inputs = {place: tensors[id(each)] for place, each in enumerate(part.inputs) if id(each) in tensors}
+        for place, tensor in function(inputs, operation_fn=operation_fn).items():
             tensors[id(part.outputs[place])] = tensor
 
 
-def recomputed_in(model: keras.Model) -> dict[int, str]:
-    """What of a model runs again in the backward pass: the places of layers among `all_layers`, -1 for the model.
-
-    Models that run in parts are given with how many operations each part has.
-    """
-    found = {}
+def describe_recomputed(model: keras.Model) -> dict[int, str]:
+    """Describes what runs again in the backward pass, by the index of the layer in `all_layers`, -1 for the model."""
+    descriptions = {}
     for place, layer in enumerate((model, *all_layers(model)), -1):
         functional = functional_of(layer) if isinstance(layer, keras.Model) else None
         if is_recomputed(layer):
-            found[place] = "as a whole"
+            descriptions[place] = "as a whole"
         elif runs_in_segments(functional):
             segments = vars(functional)[_RUN].recomputed
             listed = ", ".join(f"{count}{' again' if again else ''}" for count, again in segments)
-            found[place] = f"operations: {listed}"
-    return found
+            descriptions[place] = f"operations: {listed}"
+    return descriptions
 
 
 def runs_in_segments(functional: Any) -> bool:
-    """Whether a Functional model has been cut into segments, some of which may be recomputed."""
-    running = vars(functional).get(_RUN) if functional is not None else None
-    return running is not None and running.segments is not None
+    """Whether a Functional model runs in segments, some of which may be recomputed."""
+    runner = vars(functional).get(_RUN) if functional is not None else None
+    return runner is not None and runner.segments is not None
 
 
 def recomputes_parts(functional: Any) -> bool:
-    """Whether a Functional model is run in parts of which some run again in the backward pass."""
-    running = vars(functional).get(_RUN) if functional is not None else None
-    return running is not None and any(again for _, again in running.recomputed)
+    """Whether some parts of a Functional model run again in the backward pass."""
+    runner = vars(functional).get(_RUN) if functional is not None else None
+    return runner is not None and any(again for _, again in runner.recomputed)
 
 
 def part_of(functional: Any, nodes: Sequence[Any]) -> Part:
-    """Consecutive calls of a Functional model as a part of it."""
+    """The part of a Functional model that has these consecutive calls."""
     inside = {id(tensor) for node in nodes for tensor in node.outputs}
-    among = set(map(id, nodes))
-    others = [node for each in functional._nodes_by_depth.values() for node in each if id(node) not in among]
-    wanted = {id(tensor) for node in others for tensor in node.input_tensors} | set(map(id, functional.outputs))
-    taken = {id(tensor): tensor for node in nodes for tensor in node.input_tensors if id(tensor) not in inside}
-    given = {id(tensor): tensor for node in nodes for tensor in node.outputs if id(tensor) in wanted}
-    return Part(tuple(nodes), tuple(taken.values()), tuple(given.values()))
+    ids = set(map(id, nodes))
+    others = [node for each in functional._nodes_by_depth.values() for node in each if id(node) not in ids]
+    used = {id(tensor) for node in others for tensor in node.input_tensors} | set(map(id, functional.outputs))
+    inputs = {id(tensor): tensor for node in nodes for tensor in node.input_tensors if id(tensor) not in inside}
+    outputs = {id(tensor): tensor for node in nodes for tensor in node.outputs if id(tensor) in used}
+    return Part(tuple(nodes), tuple(inputs.values()), tuple(outputs.values()))
 
 
 def _run_part(part: Part, tensors: dict[int, Any], operation_fn: Callable[..., Any]) -> dict[int, Any]:
-    """Makes a part's calls, as Keras does.
-
-    Args:
-        part: The part.
-        tensors: The values of its inputs, by their places among them.
-        operation_fn: What Keras would call in place of an operation.
-
-    Returns:
-        The values of its outputs, by their places.
-    """
+    """Makes a part's calls, as Keras does; maps its inputs by index to its outputs by index."""
     known = {id(part.inputs[place]): tensor for place, tensor in tensors.items()}
     for node in part.nodes:
         if any(id(each) not in known for each in node.input_tensors):

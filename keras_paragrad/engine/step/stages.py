@@ -1,17 +1,67 @@
 """The stages of a step, and the protocols of what fills them."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
+
+import keras
+import tensorflow as tf
 
 from keras_paragrad.compat.model import has_own_train_step
 from keras_paragrad.engine.losses.normalization import LossNormalization
-from keras_paragrad.engine.step.forward import Normalize, Present, StepContext
-from keras_paragrad.engine.step.gradient import Gradient, is_slower_in_xla_loop
+from keras_paragrad.engine.step.gradient import Gradient, Normalize, Present, StepContext, is_slower_in_xla_loop
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
-from keras_paragrad.engine.step.transform import Chain, Transform
-from keras_paragrad.engine.telemetry.execution import Telemetry
-from keras_paragrad.engine.telemetry.observe import Observe
+from keras_paragrad.engine.telemetry.train_functions import Telemetry
+from keras_paragrad.engine.telemetry.watch import Observe
+
+# Files save the states of transforms as attributes of the optimizer, numbered in their order.
+_STATE = "gradient_transform_"
+
+
+class Transform(Protocol):
+    """Fills the *transform* stage.
+
+    If it has a true attribute `outside_xla`, XLA compiles the forward and backward pass alone.
+    """
+
+    def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> Sequence[tf.Tensor]:
+        """Returns the gradients that the optimizer clips and applies instead.
+
+        Called while a step is traced, on every replica; must return the same on each.
+
+        Args:
+            gradients: Dense gradients of all replicas and micro-batches of the update, without loss scale.
+            variables: Their weights: all that have a gradient.
+        """
+        ...
+
+
+class Chain(NamedTuple):
+    """Applies transforms one after the other."""
+
+    transforms: tuple[Transform, ...]
+
+    @property
+    def outside_xla(self) -> bool:
+        """Whether XLA can't compile one of them."""
+        return any(getattr(each, "outside_xla", False) for each in self.transforms)
+
+    def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> Sequence[tf.Tensor]:
+        """Applies all transforms."""
+        for transform in self.transforms:
+            gradients = list(transform(gradients, variables))
+        return gradients
+
+
+def save_states(optimizer: Any, transforms: Sequence[Any]) -> None:
+    """Makes the outermost optimizer save the states of these transforms with its own, and no others."""
+    states = {f"{_STATE}{index}": each.state for index, each in enumerate(transforms) if each.state is not None}
+    for name in [name for name in vars(optimizer) if name.startswith(_STATE)]:
+        if states.get(name) is not getattr(optimizer, name):
+            delattr(optimizer, name)
+    for name, state in states.items():
+        if name not in vars(optimizer):
+            setattr(optimizer, name, state)
 
 
 class Take(NamedTuple):
@@ -93,7 +143,7 @@ class Apply(Protocol):
 class MeshRunner(Protocol):
     """Runs the steps of a model on a mesh of devices."""
 
-    def running(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def wrap(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Makes a compiled step run on the mesh, with batches from the host."""
         ...
 
@@ -140,13 +190,10 @@ class Stages(NamedTuple):
         return [name for name, filler in self._asdict().items() if filler is not None]
 
     def normalization(self, *, of_slices: bool) -> Normalize | None:
-        """What measures the gradient of a part of a batch, as it is weighted among the others.
+        """Computes the weight of a part of a batch: a slice if `of_slices`, or a batch accumulated with sliced ones.
 
-        All components weight a part of a batch by what its loss divides by. Where several are given a `weighting`, that
-        of the accumulated micro-batches decides, then that of slices, then that of replicas' shards.
-
-        Args:
-            of_slices: Whether the batch is cut into slices, or accumulated with others that are.
+        If several components have a `weighting`, that of accumulated micro-batches decides, then that of slices, then
+        that of replica batches.
         """
         split = self.split.normalize if self.split and of_slices else None
         return self.combine or split or (self.take.normalize if self.take else None)

@@ -1,4 +1,4 @@
-"""Builds models, losses and metrics from the shapes of data, before the first step."""
+"""Builds models, losses and metrics from the shapes of data, before the first step, and checks how they were built."""
 
 from typing import Any
 
@@ -9,19 +9,20 @@ from keras.src.backend.common.symbolic_scope import SymbolicScope
 from keras.src.utils.python_utils import is_default
 from tensorflow.python.framework.func_graph import FuncGraph
 
+from keras_paragrad.compat.capabilities import nested
 from keras_paragrad.compat.data import counts_readers, first_batch
 from keras_paragrad.compat.model import all_layers, has_own_compute_loss, has_own_train_step
 from keras_paragrad.engine.probes.untouched import untouched
 
+_MIRRORED = (
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.distribute.TPUStrategy,
+)
+
 
 def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> None:
-    """Builds a layer and its sublayers, by a call on symbolic tensors of its arguments' shapes.
-
-    Args:
-        layer: The layer. Nothing happens if it is built.
-        *arguments: Nested arrays or tensors with a row for each example.
-        **keywords: Other arguments of the call, passed on.
-    """
+    """Builds a layer and its sublayers, unless they are built, by a call on symbolic tensors."""
     if layer.built and all(inner.built for inner in layer._flatten_layers()):
         return
 
@@ -39,17 +40,12 @@ def has_build(layer: keras.layers.Layer) -> bool:
     return not is_default(layer.build)
 
 
-def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
+def build_from_data(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
     """Builds what Keras's `_maybe_symbolic_build` builds, from the batch of one replica.
 
     Keras averages the replica batches to read their shape, which fails if their sizes differ.
-
-    Args:
-        model: A model that was created under a strategy.
-        iterator: The epoch iterator of Keras's trainer, or `None`.
-        data_batch: A batch, or `None`.
     """
-    if all(layer.built for layer in model._flatten_layers()) and all_built(model):
+    if all(layer.built for layer in model._flatten_layers()) and is_fully_built(model):
         return
     strategy = model.distribute_strategy
     if iterator is not None:
@@ -57,8 +53,7 @@ def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None
 
     def of_any_size(tensor):
         local = strategy.experimental_local_results(tensor)[0]
-        # An optional input that was left out.
-        if local is None:
+        if local is None:  # an optional input
             return None
         return keras.KerasTensor((None, *local.shape[1:]), keras.backend.standardize_dtype(local.dtype))
 
@@ -71,13 +66,8 @@ def build_from(model: Any, iterator: Any = None, data_batch: Any = None) -> None
                 raise
 
 
-def build_from_inputs(model: Any, data_batch: Any) -> None:
-    """Builds the layers of a model that predicts before it was trained.
-
-    Args:
-        model: A model that was created under a strategy.
-        data_batch: A batch of `predict_step`, divided among the replicas.
-    """
+def build_layers_from_inputs(model: Any, data_batch: Any) -> None:
+    """Builds the layers of a model that predicts before it is trained, from a batch of `predict_step`."""
     if all(layer.built for layer in model._flatten_layers()):
         return
     strategy = model.distribute_strategy
@@ -88,28 +78,23 @@ def build_from_inputs(model: Any, data_batch: Any) -> None:
 
 
 def losses_built(model: Any) -> bool:
-    """Whether a model's compiled losses are built, if it has any."""
+    """Whether a model has no compiled losses left to build."""
     return model._compile_loss is None or model._compile_loss.built
 
 
 def build_losses(model: Any, data: Any, *, metrics: bool = False) -> None:
-    """Builds the compiled losses from a batch, unless they are built; within a step or before it.
+    """Builds the compiled losses, and metrics if asked, from a batch or a slice, unless they are built.
 
-    Under a strategy, Keras has built them already.
-
-    Args:
-        model: A compiled model.
-        data: A batch or a slice, as `train_step` takes it.
-        metrics: Whether to build the compiled metrics too.
+    Called within a step or before it. Under a strategy, Keras builds them.
     """
     compiled = model._compile_metrics if metrics else None
     if losses_built(model) and (compiled is None or compiled.built):
         return
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    # Outside of the graph below, so that its variables stay.
+    # Outside of the graph below, which would own the variables.
     build_by_calling(model, x)
     scope = keras.StatelessScope(collect_losses=True)
-    # In a graph that never runs: the call shows the structure of the outputs.
+    # In a graph that never runs: the losses need the structure of the outputs.
     with (
         FuncGraph("losses").as_default(),
         SymbolicScope(),
@@ -126,7 +111,7 @@ def build_losses(model: Any, data: Any, *, metrics: bool = False) -> None:
 
 
 def build_losses_of(model: Any, spec: Any) -> bool:
-    """Builds the compiled losses and metrics from what batches look like; returns whether that is plain tensors."""
+    """Builds the compiled losses and metrics from nested `tf.TensorSpec`; returns `False` for other specs."""
     specs = keras.tree.flatten(spec)
     if not all(type(each) is tf.TensorSpec for each in specs):
         return False
@@ -136,14 +121,14 @@ def build_losses_of(model: Any, spec: Any) -> bool:
     return True
 
 
-def all_built(model: Any) -> bool:
-    """Whether what a model was compiled with has made its variables."""
+def is_fully_built(model: Any) -> bool:
+    """Whether a model's compiled metrics, losses and optimizer are built."""
     parts = (model._compile_metrics, model._compile_loss, model.optimizer)
     return all(part is None or part.built for part in parts)
 
 
 def _first_batch(iterator: Any) -> Any:
-    """The first batch, which is still trained on if the data adapter can peek."""
+    """The first batch, which `fit` still gets if the data adapter can peek."""
     first = getattr(iterator.data_adapter, "first_batch", None)
     if first:
         return first()
@@ -152,3 +137,22 @@ def _first_batch(iterator: Any) -> Any:
     for _, _, batches in iterator:
         return next(batches)
     raise ValueError("The data has no batches. Pass fit() data with at least one.")
+
+
+def check_compiled_in_scope(model: Any) -> None:
+    """Refuses a model built in a strategy's scope whose optimizer or metrics were created outside of it.
+
+    Raises:
+        ValueError: The message says what to write.
+    """
+    if not isinstance(model.distribute_strategy, _MIRRORED):
+        return
+    # Under Keras's own accumulation, `iterations` is no variable.
+    counters = [each.iterations for each in nested(model.optimizer) if isinstance(each.iterations, keras.Variable)]
+    variables = [*counters, *model.metrics_variables]
+    if not all(isinstance(variable.value, tf.distribute.DistributedValues) for variable in variables):
+        raise ValueError(
+            f"{model.name!r} was built within a scope and compiled outside of it, so that its optimizer or metrics are "
+            "on one device. Write `with dist.scope(): model.compile(...)`, and create the optimizer and metrics there "
+            "as well, also in a callback."
+        )

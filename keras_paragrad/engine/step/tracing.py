@@ -1,4 +1,4 @@
-"""A model's training step, traced without running anything and without memory for its variables."""
+"""Traces a model's training step, without running it and without memory for variables."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,22 +12,21 @@ from keras_paragrad.compat.capabilities import accumulating
 from keras_paragrad.compat.model import all_variables
 from keras_paragrad.compat.stand_ins import built_copy, stand_in, without_memory
 from keras_paragrad.compat.state import state_of
-from keras_paragrad.engine.probes.untouched import untouched
+from keras_paragrad.engine.probes.untouched import never_run, untouched
+from keras_paragrad.engine.step.apply import intercept_apply
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.engine.step.example import batches, sized
 from keras_paragrad.engine.step.operations import Block, block_of
-from keras_paragrad.engine.step.update import intercept
 
 
 class VariableGradient(NamedTuple):
-    """What a step computes for a variable.
+    """A variable's gradient in a traced step.
 
     Attributes:
         variable: The variable.
         number: The gradient's number in the block.
-        size: Its bytes.
-        of_rows: Whether it has only the rows of the variable that a batch looks up.
-        resource: The number of the block's input that the variable is read from, or `None`.
+        size: The gradient's bytes.
+        of_rows: Whether the gradient is sparse: of the rows that a batch looks up.
+        resource: The number of the block's input that holds the variable, or `None`.
     """
 
     variable: keras.Variable
@@ -41,10 +40,10 @@ class TracedStep(NamedTuple):
     """A traced training step.
 
     Attributes:
-        block: Its operations: forward and backward pass, and update.
-        gradients: The gradients that the optimizer is given.
-        updates_from: The first operation of the update, of several the last.
-        optimizers: Copies of the model's optimizers, built for it without memory.
+        block: The operations of the forward and backward pass, and of the update.
+        gradients: The gradients that the optimizers get.
+        updates_from: The index of the last update's first operation.
+        optimizers: Copies of the model's optimizers, built without memory.
     """
 
     block: Block
@@ -62,17 +61,16 @@ class _Call(NamedTuple):
 def traced_step(
     model: Any, rows: int, length: int | None = None, optimizer: Any = None, batch: Any = None
 ) -> TracedStep:
-    """Traces what a model's `train_step` does on one device, with the slices of `microbatch`.
+    """Traces a model's `train_step` on one device, with the slices of `microbatch` and without compiled metrics.
 
-    The model is left as it is; compiled metrics are left out. A thread of its own is used, in which no
-    strategy is in effect.
+    Runs in a separate thread, where no strategy is active. The model is not changed.
 
     Args:
         model: A compiled and built model.
         rows: The batch size.
-        length: The size of axes that the model's inputs leave open.
+        length: The size of open axes of the model's inputs.
         optimizer: The optimizer, if not the model's.
-        batch: The `tf.TypeSpec` of batches of data; by default they are derived from the model and its loss.
+        batch: The `tf.TypeSpec` of batches; by default, derived from the model and its loss.
 
     Raises:
         ValueError: The inputs or targets can't be derived, or an optimizer can't be copied. The message says what to
@@ -85,8 +83,8 @@ def traced_step(
 def _traced(model: Any, rows: int, length: int | None, optimizer: Any, data: Any) -> TracedStep:
     with untouched(model, _without_values(model)):
         problems: list[Exception] = []
-        for batch in batches(model, rows, length) if data is None else [sized(data, rows, length)]:
-            # What a loss raises for targets that it doesn't take may be anything.
+        for batch in candidate_batches(model, rows, length) if data is None else [with_batch_size(data, rows, length)]:
+            # A loss may raise any error for targets that don't suit it.
             try:
                 graph, optimizers, calls = _graph_of(model, batch, optimizer)
             except Exception as error:
@@ -99,7 +97,7 @@ def _traced(model: Any, rows: int, length: int | None, optimizer: Any, data: Any
 
 
 def _graph_of(model: Any, batch: Any, optimizer: Any) -> tuple[Any, list[Any], list[_Call]]:
-    """The traced step, the optimizers that took part, and their calls."""
+    """The graph of a step, the optimizers, and the calls of their `apply`."""
     with untouched(model, without_memory()):
         model.__dict__["_compile_metrics"] = None
         optimizers = _replaced_optimizers(model, optimizer)
@@ -107,7 +105,7 @@ def _graph_of(model: Any, batch: Any, optimizer: Any) -> tuple[Any, list[Any], l
         for each in optimizers:
             _record(each, calls)
         graph = tf.function(_step_of(model), autograph=False).get_concrete_function(batch).graph
-    # What makes variables is traced a second time.
+    # A step that creates variables is traced twice.
     return graph, optimizers, [call for call in calls if call.graph is graph]
 
 
@@ -122,7 +120,7 @@ def _of_graph(graph: Any, rows: int, optimizers: list[Any], calls: list[_Call]) 
         number = numbers[(gradient.values if of_rows else gradient).ref()]
         resource = resources.get(id(variable.value.handle))
         gradients.append(VariableGradient(variable, number, sizes[number], of_rows, resource))
-    # With several optimizers the update of the last one, when all gradients are there.
+    # Of several optimizers, the last one updates when all gradients are computed.
     last = max((call.place for call in calls), default=-1)
     return TracedStep(block, gradients, places[last], optimizers)
 
@@ -133,38 +131,37 @@ def _step_of(model: Any) -> Callable[[Any], Any]:
 
 
 def _replaced_optimizers(model: Any, optimizer: Any) -> list[Any]:
-    """Puts built copies in the place of the optimizers among a model's attributes, and returns them."""
-    given = optimizer or model.optimizer
-    model.__dict__["optimizer"] = built_copy(given, model.trainable_variables)
+    """Replaces the optimizers among a model's attributes by copies, and returns these."""
+    model.__dict__["optimizer"] = built_copy(optimizer or model.optimizer, model.trainable_variables)
     copies = [model.__dict__["optimizer"]]
     accumulator = accumulating(copies[0])
     if accumulator is not None:
-        # How micro-batches are weighted is nothing to advise on here.
+        # Avoids advice about the weights of micro-batches.
         accumulator.weighting = "uniform"
     for name, value in [*vars(model).items()]:
         if isinstance(value, keras.optimizers.Optimizer) and name != "optimizer":
-            # What its own `train_step` gives it is not known before the trace, nor what it was built for.
+            # Not built: which gradients the custom `train_step` passes to it is unknown before the trace.
             model.__dict__[name] = type(value).from_config(value.get_config())
             copies.append(model.__dict__[name])
     return copies
 
 
 def _record(optimizer: Any, calls: list[_Call]) -> None:
-    """Has an optimizer record which gradients it is given, and after how many operations."""
+    """Records the gradients that an optimizer gets, and the number of operations before them."""
 
-    def recording(apply: Callable, grads: Sequence, trainable_variables: Sequence | None) -> None:
+    def record(apply: Callable, grads: Sequence, trainable_variables: Sequence | None) -> None:
         variables = optimizer.trainable_variables if trainable_variables is None else trainable_variables
         graph = tf.compat.v1.get_default_graph()
-        known = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None and v.trainable]
-        calls.append(_Call(graph, len(graph.get_operations()), known))
+        pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None and v.trainable]
+        calls.append(_Call(graph, len(graph.get_operations()), pairs))
         return apply(grads, trainable_variables)
 
-    intercept(optimizer, recording)
+    intercept_apply(optimizer, record)
 
 
 @contextlib.contextmanager
 def _without_values(model: Any) -> Iterator[None]:
-    """Gives a model's variables stand-ins for values, so that neither replicas nor devices take part."""
+    """Context in which stand-ins replace the values of a model's variables, so that no device is used."""
     before = [(variable, variable._value) for variable in all_variables(model)]
     try:
         for variable, _ in before:
@@ -173,3 +170,97 @@ def _without_values(model: Any) -> Iterator[None]:
     finally:
         for variable, value in before:
             variable._value = value
+
+
+def candidate_batches(model: Any, rows: int, length: int | None) -> Iterator[Any]:
+    """Batches of `tf.TensorSpec` that a built model may be trained on, the likeliest first; `length` is for open axes.
+
+    Raises:
+        ValueError: The inputs are unknown. The message says what to write.
+    """
+    x = _inputs(model, rows, length)
+    with untouched(model, never_run()):
+        outputs = model.compute_output_spec(keras.tree.map_structure(_symbolic, x))
+    dense = keras.tree.map_structure(_dense_target, outputs)
+    labels = keras.tree.map_structure(lambda each: tf.TensorSpec(each.shape[:-1] or each.shape, "int32"), dense)
+    yield x, _targets_by_loss(model.loss, dense, labels)
+    yield x, dense
+    yield x, labels
+    yield (x,)
+
+
+def with_batch_size(spec: Any, rows: int, length: int | None) -> Any:
+    """Sets the number of rows in the specs of a batch.
+
+    Raises:
+        ValueError: Other sizes are open, and there is no `length` for them.
+    """
+
+    def resize(leaf: Any) -> tf.TensorSpec:
+        shape = leaf.shape.as_list() if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank else [None, None]
+        if None in shape[1:] and length is None:
+            raise ValueError(
+                f"The data leaves sizes open that memory depends on: {leaf}. Estimate it with dist.estimate(model, "
+                "batch_size, length=128), and write shard=None, 'optimizer' or 'parameters'."
+            )
+        return tf.TensorSpec((rows, *(length if each is None else each for each in shape[1:])), leaf.dtype)
+
+    return tf.nest.map_structure(resize, spec)
+
+
+def _inputs(model: Any, rows: int, length: int | None) -> Any:
+    structure = _structure(model)
+    if structure is None:
+        raise ValueError(
+            f"{model.name!r} doesn't say what its inputs are. Build it first: model.build(shape), or call it on a "
+            "batch. Or make it of keras.Input."
+        )
+
+    def resize(tensor):
+        shape = tuple(tensor.shape)[1:]
+        if None in shape and length is None:
+            raise ValueError(
+                f"The input {tensor.name!r} of {model.name!r} leaves sizes open: {tuple(tensor.shape)}. Say what they "
+                "are: estimate(model, batch_size, length=128), or --length 128."
+            )
+        return tf.TensorSpec((rows, *(length if each is None else each for each in shape)), tensor.dtype)
+
+    return keras.tree.map_structure(resize, structure)
+
+
+def _structure(model: Any) -> Any:
+    """A model's inputs as nested `KerasTensor`s."""
+    functional = model if isinstance(model, keras.Model) and hasattr(model, "_inputs_struct") else None
+    functional = getattr(model, "_functional", None) or functional
+    if functional is not None:
+        return functional._inputs_struct
+    config = model.get_build_config() if model.built else None
+    if not config or config.get("input_shape") is None:
+        return None
+    return keras.tree.map_shape_structure(lambda each: keras.KerasTensor((None, *each[1:])), config["input_shape"])
+
+
+def _symbolic(spec: tf.TensorSpec) -> keras.KerasTensor:
+    return keras.KerasTensor(spec.shape, keras.backend.standardize_dtype(spec.dtype))
+
+
+def _dense_target(output: keras.KerasTensor) -> tf.TensorSpec:
+    # Targets are not in half precision.
+    half = output.dtype in ("float16", "bfloat16")
+    return tf.TensorSpec(output.shape, "float32" if half else output.dtype)
+
+
+def _targets_by_loss(loss: Any, dense: Any, labels: Any) -> Any:
+    """Targets in the form that each output's loss takes."""
+    specs = list(zip(keras.tree.flatten(dense), keras.tree.flatten(labels), strict=True))
+    losses = keras.tree.flatten(loss)
+    losses = losses * len(specs) if len(losses) == 1 else losses
+    if len(losses) != len(specs):
+        return dense
+    targets = [pair[_is_sparse(each)] for each, pair in zip(losses, specs, strict=True)]
+    return keras.tree.pack_sequence_as(dense, targets)
+
+
+def _is_sparse(loss: Any) -> bool:
+    names = (loss, getattr(loss, "name", ""), getattr(loss, "__name__", ""), type(loss).__name__)
+    return any("sparse" in name.lower() for name in names if isinstance(name, str))

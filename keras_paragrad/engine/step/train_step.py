@@ -1,34 +1,34 @@
 """The training step of one replica: its stages, in the order in which a step runs them."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.capabilities import Accumulating, accumulating
+from keras_paragrad.compat.capabilities import Accumulating, accumulating, updating
 from keras_paragrad.compat.collectives import are_local, replica_count, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compiled_by_layer
-from keras_paragrad.compat.method_patch import MethodPatch, patched
+from keras_paragrad.compat.method_patch import MethodPatch, patch_of, patched
 from keras_paragrad.compat.model import all_layers, check_no_row_states
-from keras_paragrad.engine.losses.logs import SharedResults
+from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.losses.logs import AllReducedResults, run_custom_train_step
 from keras_paragrad.engine.losses.normalization import IndivisibleError
-from keras_paragrad.engine.losses.own_logs import trained_by_own_step
-from keras_paragrad.engine.losses.tracking import LossWindow, TrackedLosses
-from keras_paragrad.engine.replicas.shard import Shard
+from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
+from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
-from keras_paragrad.engine.step.forward import Normalizer, StepContext
 from keras_paragrad.engine.step.gradient import (
     Gradient,
     ReplicaWeight,
+    StepContext,
     gradient_of,
     scale_by_replica,
     track_loss,
 )
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Split, Stages
-from keras_paragrad.engine.telemetry.observe import observe_before_sum
+from keras_paragrad.engine.telemetry.watch import observe_before_all_reduce
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 
 
@@ -64,36 +64,31 @@ class TrainStep(NamedTuple):
             )
         with self._accumulating(), build_optimizers_outside_of_graphs(self.model):
             if self.stages.take and replica_count() > 1:
-                return trained_by_own_step(self.model, data)
+                return run_custom_train_step(self.model, data)
             return self.model.train_step(data)
 
-    def __call__(self, data: Any, shard: Shard) -> dict:
-        """Runs the stages, and returns the logs.
-
-        Args:
-            data: The replica batch, as `train_step` takes it.
-            shard: Says whether there are examples in it.
-        """
-        replica_weight = ReplicaWeight(shard) if replica_count() > 1 else None
+    def __call__(self, data: Any, replica_batch: ReplicaBatch) -> dict:
+        """Runs the stages on the data of a replica batch, and returns the logs."""
+        replica_weight = ReplicaWeight(replica_batch) if replica_count() > 1 else None
         # An accumulating optimizer weights the replicas itself.
-        context = StepContext(self.model, shard, weigh_replica=None if self._accumulator else replica_weight)
+        context = StepContext(self.model, replica_batch, weigh_replica=None if self._accumulator else replica_weight)
         # Split, gradient, combine.
-        gradient = self._gradient(context, shard.filled(data))
+        gradient = self._gradient(context, replica_batch.filled(data))
         if replica_weight and tf.executing_eagerly() and not self._accumulator:
             _check_rows(self.model, data, gradient.gradients)
-        losses = self._track_losses(gradient, shard)
+        losses = self._track_losses(gradient, replica_batch)
         whole = gradient.weight is not None or self.stages.chain is not None
         if replica_weight and whole and not self._accumulator:
             factor = tf.constant(1.0) if gradient.weight is None else replica_weight(gradient.weight)
-            observe_before_sum(self.model, gradient.gradients, factor)
-        shared = SharedResults(self.model, losses) if self.stages.take and replica_weight else None
+            observe_before_all_reduce(self.model, gradient.gradients, factor)
+        shared = AllReducedResults(self.model, losses) if self.stages.take and replica_weight else None
         if losses and shared is None:
             losses.track()
         weight = self._weight_in_window(gradient, replica_weight)
-        # Observe, transform and apply, within the optimizer: see `update.py`.
+        # Observe, transform and apply, within the optimizer: see `install_transform`.
         with self._accumulating():
             sums = apply_gradient(
-                self.model, gradient.gradients, weight, whole=whole, beside=shared.parts if shared else ()
+                self.model, gradient.gradients, weight, whole=whole, also_reduce=shared.parts if shared else ()
             )
         # Log.
         if shared is None:
@@ -104,12 +99,12 @@ class TrainStep(NamedTuple):
     def _accumulator(self) -> Accumulating | None:
         return accumulating(self.model.optimizer)
 
-    def _track_losses(self, gradient: Gradient, shard: Shard) -> TrackedLosses | None:
+    def _track_losses(self, gradient: Gradient, replica_batch: ReplicaBatch) -> TrackedLosses | None:
         """The losses to log, or `None` where Keras tracks them."""
         if gradient.sums is not None:
             return TrackedLosses(self.model, gradient.sums, self.window, ends=self.update)
         if gradient.show is None and (loss := gradient.loss) is not None:
-            shard.run(lambda: track_loss(self.model, loss, shard.rows))
+            replica_batch.run(lambda: track_loss(self.model, loss, replica_batch.rows))
         return None
 
     def _weight_in_window(self, gradient: Gradient, replica_weight: ReplicaWeight | None) -> Normalizer | None:
@@ -208,3 +203,69 @@ def _check_rows(model: Any, data: Any, gradients: list[Any]) -> None:
             f"{model.name} has sparse inputs, and run_eagerly=True hides whether a replica has summed the gradients of "
             "a row. Write model.compile(..., run_eagerly=False), or run eagerly on one device: DistributedFit('none')."
         )
+
+
+class Trainable(NamedTuple):
+    """The `trainable` flags of a model's layers, outermost first, and of its weights.
+
+    Keras reads them while a step is traced: later changes take effect with `compile` or a forced trace.
+    """
+
+    layers: list[tuple[keras.layers.Layer, bool]]
+    weights: list[tuple[keras.Variable, bool]]
+
+    @classmethod
+    def of(cls, model: keras.Model) -> "Trainable":
+        """The current flags."""
+        layers = [model, *all_layers(model)]
+        return cls(
+            [(layer, bool(layer.trainable)) for layer in layers],
+            [(weight, bool(weight.trainable)) for weight in model.weights],
+        )
+
+    @classmethod
+    def by_optimizer(cls, model: Any) -> "Trainable":
+        """The flags from when the optimizer was built, with which Keras's step was traced."""
+        now, built_for = cls.of(model), {id(weight) for weight in updating(model.optimizer)._trainable_variables}
+        if built_for == {id(weight) for weight in model.trainable_weights}:
+            return now
+        layers = [(layer, _trains(layer, built_for, flag)) for layer, flag in now.layers]
+        return cls(layers, [(weight, id(weight) in built_for) for weight, _ in now.weights])
+
+    def assign(self) -> None:
+        """Sets the flags. Setting a layer's flag also sets its sublayers', which come after it."""
+        for owner, flag in (*self.layers, *self.weights):
+            owner.trainable = flag
+
+    @property
+    def changed(self) -> bool:
+        """Whether the flags have changed since."""
+        return any(owner.trainable != flag for owner, flag in (*self.layers, *self.weights))
+
+
+def _trains(layer: keras.layers.Layer, built_for: set[int], flag: bool) -> bool:
+    weights = [weight for each in layer._flatten_layers() for weight in each._trainable_variables]
+    return any(id(weight) in built_for for weight in weights) if weights else flag
+
+
+class _TrainableAsTraced(MethodPatch):
+    def __init__(self, model: keras.Model, before: Trainable):
+        super().__init__()
+        self.before, self.now = before, Trainable.of(model)
+
+    def patch_all(self) -> None:
+        self.before.assign()
+
+    def put_back(self) -> None:
+        super().put_back()
+        self.now.assign()
+
+
+@contextlib.contextmanager
+def traced_as(model: keras.Model, trainable: Trainable | None) -> Iterator[None]:
+    """Context in which a step is traced with the flags of an earlier trace; entered on every replica."""
+    if model.run_eagerly or trainable is None or not (patch_of(model, _TrainableAsTraced) or trainable.changed):
+        yield
+        return
+    with patched(model, lambda: _TrainableAsTraced(model, trainable)):
+        yield

@@ -1,4 +1,4 @@
-"""Observes updates of the weights from within the optimizer."""
+"""Observes gradients and updates of the weights from within the optimizer."""
 
 import contextlib
 from collections import defaultdict
@@ -10,62 +10,133 @@ import tensorflow as tf
 
 from keras_paragrad.compat.capabilities import accumulating, accumulation_steps, parts, updating
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
-from keras_paragrad.compat.method_patch import MethodPatch, patched
+from keras_paragrad.compat.method_patch import MethodPatch, patch_of, patched
 from keras_paragrad.storage.gradients import gather_gradients
+from keras_paragrad.storage.row_gradients import scale_gradient
 
-_ADDING = ("AssignAddVariableOp", "AssignSubVariableOp")
-# In others, what is added and what becomes of the weight differ by more than their own last digits.
-_PRECISE = ("float32", "float64")
+_REDUCE = "_all_reduce_sum_gradients"
+_ADDITIONS = ("AssignAddVariableOp", "AssignSubVariableOp")
+# In other dtypes, what is added differs from the rounded change of the weight.
+_PRECISE_DTYPES = ("float32", "float64")
+
+
+class Observe(Protocol):
+    """Receives gradients within the step, on each replica, without loss scale."""
+
+    def gradient(self, gradients: Sequence[Any], rows: tf.Tensor) -> None:
+        """Receives the gradients of a replica batch, one for each weight or `None`, and its number of examples."""
+        ...
+
+    def update(self, gradients: Sequence[Any]) -> None:
+        """Receives the gradients of an update, one for each weight or `None`, over the window and all replicas."""
+        ...
+
+
+@contextlib.contextmanager
+def observing_gradients(model: keras.Model, observe: Observe | None, rows: tf.Tensor) -> Iterator[None]:
+    """Context in which a step is traced that passes its gradients to an observer; entered on every replica."""
+    if observe is None:
+        yield
+        return
+    with patched(updating(model.optimizer), lambda: Observation(model.optimizer, observe)) as observation:
+        observation.rows[replica_index()] = rows
+        yield
+
+
+def observe_gradient(optimizer: Any, gradients: Sequence[Any]) -> None:
+    """Passes the gradients of a replica's micro-batch, without loss scale, to the step's observer, if any."""
+    observation = patch_of(updating(optimizer), Observation)
+    if observation is not None:
+        observation.observe_gradient(gradients)
+
+
+def observe_before_all_reduce(model: keras.Model, gradients: Sequence[Any], factor: tf.Tensor) -> None:
+    """Passes a replica's gradients, times the loss scale and `factor`, to the step's observer, if any."""
+    observation = patch_of(updating(model.optimizer), Observation)
+    if observation is not None:
+        factor = factor * tf.cast(model.optimizer.scale_loss(tf.constant(1.0)), "float32")
+        observation.before_optimizer = True
+        observation.observe_gradient([scale_gradient(each, tf.math.reciprocal_no_nan(factor)) for each in gradients])
+
+
+class Observation(MethodPatch):
+    """The observer of the step that is being traced, attached to the innermost optimizer.
+
+    Attributes:
+        rows: The number of examples on each replica.
+        before_optimizer: Whether the gradients of replica batches are observed before they reach the optimizer.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, observe: Observe):
+        super().__init__()
+        self.optimizer, self.observer = updating(optimizer), observe
+        self.rows: dict[int, tf.Tensor] = {}
+        self.before_optimizer = accumulating(optimizer) is not None
+
+    def patch_all(self) -> None:
+        # Keras sums the gradients of replicas within `apply`.
+        if replica_count() > 1 and not self.before_optimizer:
+            self.replace(self.optimizer, _REDUCE, self._sum)
+
+    def observe_gradient(self, gradients: Sequence[Any]) -> None:
+        """Passes on the gradients of this replica's batch."""
+        self.observer.gradient(gradients, self.rows[replica_index()])
+
+    def observe_update(self, gradients: Sequence[Any]) -> None:
+        """Passes on the gradients of an update, before it is applied."""
+        if not self.before_optimizer:
+            self.observe_gradient(gradients)
+        if self.before_optimizer or replica_count() == 1:
+            self.observer.update(gradients)
+
+    def _sum(self, grads_and_vars: Any) -> list[Any]:
+        optimizer: Any = self.optimizer
+        summed = list(type(optimizer)._all_reduce_sum_gradients(optimizer, grads_and_vars))
+        self.observer.update([gradient for gradient, _ in summed])
+        return summed
 
 
 class WeightDeltas:
-    """The operations that come into the graph from here on, and what they add to weights.
-
-    Args:
-        weights: The weights.
-    """
+    """Finds what the operations traced from now on add to weights."""
 
     def __init__(self, weights: Sequence[Any]):
         self._weights = weights
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self._known = len(self._graph.get_operations()) if self._graph else 0
+        self._start = len(self._graph.get_operations()) if self._graph else 0
 
     def read_off(self) -> list[tf.Tensor | None]:
-        """For each weight what was added to it or taken from it.
+        """The tensor added to each weight or subtracted from it.
 
-        `None` where that isn't a single operation's doing, as with weight decay and constraints, or can't be seen.
+        `None` if several operations change the weight, as with weight decay or a constraint, or if there is no graph.
         """
         graph: Any = self._graph
         if graph is None or graph is not tf.compat.v1.get_default_graph() or replica_count() > 1:
             return [None] * len(self._weights)
         changing: dict[str, list[Any]] = defaultdict(list)
-        for operation in graph.get_operations()[self._known :]:
+        for operation in graph.get_operations()[self._start :]:
             for handle in operation.inputs:
                 if handle.dtype == tf.resource and operation.type != "ReadVariableOp":
                     changing[handle.name].append(operation)
-        return [_added(weight, changing[graph.capture(weight.value.handle).name]) for weight in self._weights]
+        return [_delta(weight, changing[graph.capture(weight.value.handle).name]) for weight in self._weights]
 
 
-def _added(weight: Any, changing: list[Any]) -> tf.Tensor | None:
-    if len(changing) != 1 or changing[0].type not in _ADDING or weight.dtype not in _PRECISE:
+def _delta(weight: Any, changing: list[Any]) -> tf.Tensor | None:
+    if len(changing) != 1 or changing[0].type not in _ADDITIONS or weight.dtype not in _PRECISE_DTYPES:
         return None
     return changing[0].inputs[1]
 
 
-_REDUCE = "_all_reduce_sum_gradients"
-
-
 class Update(NamedTuple):
-    """An update as a step is traced, on one replica; lists have an item for each weight that is watched.
+    """An update on one replica, as a step is traced. Lists have an item for each watched weight.
 
     Attributes:
-        number: Which of the optimizer's updates it is, counted from 1.
-        gradients: The gradients of all replicas before they are clipped, without loss scale; `None` where there is
-            none, and where Keras assigns the weight its gradient as it is.
-        clipped: The same after clipping, as the optimizer's update rule gets them.
+        number: The number of the optimizer's update, from 1.
+        gradients: The gradients of all replicas before clipping, without loss scale; `None` if there is none, or if
+            Keras overwrites the weight with its gradient.
+        clipped: The gradients after clipping, as in the update rule.
         before: The weights before the update.
-        change: What the update added to the weights or took from them.
-        learning_rate: As the update rule gets it.
+        change: The difference that the update made to the weights.
+        learning_rate: The learning rate of the update rule.
         loss_scale: The factor of the loss.
     """
 
@@ -79,15 +150,10 @@ class Update(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Looks at updates of the weights, while a step is traced."""
+    """Receives updates of the weights while a step is traced."""
 
     def watch(self, updated: Sequence[keras.Variable], known: Sequence[keras.Variable]) -> Sequence[keras.Variable]:
-        """The weights to look at, in order; called on each replica before each update.
-
-        Args:
-            updated: The weights that the update is for.
-            known: All that the optimizer was built for.
-        """
+        """Chooses the weights to watch, of those `updated` or `known` to the optimizer; called on each replica."""
         ...
 
     def show(self, update: Update) -> None:
@@ -96,28 +162,42 @@ class Watcher(Protocol):
 
 
 @contextlib.contextmanager
-def watched(model: Any, watcher: Watcher | None) -> Iterator[None]:
-    """While a step is traced in it, shows the updates that it makes; entered on every replica.
-
-    Args:
-        model: A compiled model. It may get its weights in that step.
-        watcher: Who looks at the updates; nothing happens, if `None`.
-    """
+def watching_updates(model: Any, watcher: Watcher | None) -> Iterator[None]:
+    """Context in which a step is traced that passes its updates to a watcher; entered on every replica."""
     if watcher is None:
         yield
         return
     optimizer = updating(model.optimizer)
-    with patched(optimizer, lambda: Watch(model, optimizer, watcher)):
+    with patched(optimizer, lambda: UpdateWatch(model, optimizer, watcher)):
         yield
 
 
 def updates_each_batch(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether the optimizer makes an update whenever it gets a gradient."""
+    """Whether the optimizer updates the weights with every gradient."""
     return accumulating(optimizer) is None and accumulation_steps(optimizer) == 1
 
 
-def _difference(weight: Any, before: tf.Tensor) -> tf.Tensor:
-    return tf.cast(weight.value, "float32") - tf.cast(before, "float32")
+class _UpdateRecord:
+    """The record of one replica's update while it is traced."""
+
+    def __init__(self, weights: Sequence[Any]):
+        self.weights = weights
+        self.places = {id(weight): place for place, weight in enumerate(weights)}
+        # Identities, for variables that are read and updated in one step.
+        self.before = [tf.identity(weight.value) for weight in weights]
+        self.deltas = WeightDeltas(weights)
+        self.unclipped: list[Any] = []
+        self.gradients: list[tf.Tensor | None] = [None] * len(weights)
+        self.clipped: list[tf.Tensor | None] = [None] * len(weights)
+        self.learning_rate: Any = 0.0
+
+    def change(self) -> list[tf.Tensor]:
+        """The difference that the update made to the weights."""
+        changes = zip(self.deltas.read_off(), self.weights, self.before, strict=True)
+        return [
+            tf.cast(weight.value, "float32") - tf.cast(before, "float32") if delta is None else delta
+            for delta, weight, before in changes
+        ]
 
 
 def _dense(gradient: Any, variable: Any) -> tf.Tensor:
@@ -126,89 +206,67 @@ def _dense(gradient: Any, variable: Any) -> tf.Tensor:
     return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
 
 
-class _Seen:
-    """What has been seen of one replica's update."""
-
-    def __init__(self, weights: Sequence[Any]):
-        self.weights = weights
-        self.places = {id(weight): place for place, weight in enumerate(weights)}
-        # Identities, for a variable that is read and updated in one step.
-        self.before = [tf.identity(weight.value) for weight in weights]
-        self.additions = WeightDeltas(weights)
-        self.unclipped: list[Any] = []
-        self.gradients: list[tf.Tensor | None] = [None] * len(weights)
-        self.clipped: list[tf.Tensor | None] = [None] * len(weights)
-        self.learning_rate: Any = 0.0
-
-    def change(self) -> list[tf.Tensor]:
-        """What the update has added to the weights or taken from them."""
-        seen = zip(self.additions.read_off(), self.weights, self.before, strict=True)
-        return [_difference(weight, before) if added is None else added for added, weight, before in seen]
-
-
-class Watch(MethodPatch):
-    """Who watches the updates of the step that is being traced; kept by the innermost optimizer."""
+class UpdateWatch(MethodPatch):
+    """The watcher of the step that is being traced, attached to the innermost optimizer."""
 
     def __init__(self, model: Any, optimizer: Any, watcher: Watcher):
         super().__init__()
         self.model, self.optimizer, self.watcher = model, optimizer, watcher
-        self.seen: dict[int, _Seen] = {}
+        self.records: dict[int, _UpdateRecord] = {}
 
     def patch_all(self) -> None:
         for part in parts(self.optimizer):
-            self.replace(part, "_clip_gradients", self._clipping(part, part._clip_gradients))
-            self.replace(part, "_backend_update_step", self._stepping(part, part._backend_update_step))
+            self.replace(part, "_clip_gradients", self._recording_clip(part._clip_gradients))
+            self.replace(part, "_backend_update_step", self._recording_step(part, part._backend_update_step))
 
-    def begin(self, given: Sequence[Any] | None) -> None:
-        """Begins an update of the weights given, or of all, if `None`; called on each replica."""
-        # Asked here and not earlier: an unbuilt model gets its weights in the forward pass of this step.
-        known = list(self.optimizer._trainable_variables) if self.optimizer.built else given or []
-        self.seen[replica_index()] = _Seen(self.watcher.watch(known if given is None else given, known))
+    def begin(self, weights: Sequence[Any] | None) -> None:
+        """Begins an update of weights, or of all, if `None`; called on each replica."""
+        # An unbuilt model gets its weights in the forward pass of this step.
+        known = list(self.optimizer._trainable_variables) if self.optimizer.built else weights or []
+        self.records[replica_index()] = _UpdateRecord(self.watcher.watch(known if weights is None else weights, known))
 
     def end(self) -> None:
-        """Shows the update that `begin` began, if Keras's own accumulation hasn't."""
+        """Passes the update on, unless Keras's own accumulation decides on it."""
         if not self.optimizer.gradient_accumulation_steps:
-            self._finish(self.seen[replica_index()], self.optimizer.iterations)
+            self._show(self.records[replica_index()], self.optimizer.iterations)
 
-    def _clipping(self, optimizer: Any, original: Callable) -> Callable:
+    def _recording_clip(self, original: Callable) -> Callable:
         def clip(gradients):
-            self.seen[replica_index()].unclipped = list(gradients)
+            self.records[replica_index()].unclipped = list(gradients)
             return original(gradients)
 
         return clip
 
-    def _stepping(self, optimizer: Any, original: Callable) -> Callable:
+    def _recording_step(self, optimizer: Any, original: Callable) -> Callable:
         def step(gradients, variables, learning_rate):
-            seen = self.seen[replica_index()]
-            seen.learning_rate = learning_rate
-            places = [seen.places[id(variable)] for variable in variables]
-            found = gather_gradients([*seen.unclipped, *gradients], [*variables, *variables])
-            both = self._of_all_replicas(optimizer, variables, found)
+            record = self.records[replica_index()]
+            record.learning_rate = learning_rate
+            places = [record.places[id(variable)] for variable in variables]
+            gathered = gather_gradients([*record.unclipped, *gradients], [*variables, *variables])
+            both = [_dense(gradient, variables[index % len(variables)]) for index, gradient in enumerate(gathered)]
+            # Otherwise, the optimizer gets gradients that are all-reduced already.
+            if replica_count() > 1 and optimizer.__dict__.get(_REDUCE) is not list:
+                both = sum_over_replicas(both)
             for index, place in enumerate(places):
-                seen.gradients[place], seen.clipped[place] = both[index], both[index + len(places)]
+                record.gradients[place], record.clipped[place] = both[index], both[index + len(places)]
             result = original(gradients, variables, learning_rate)
             if optimizer.gradient_accumulation_steps:
-                # Here, as Keras's own accumulation has its update in a branch.
-                self._finish(seen, optimizer.iterations + 1)
+                # Here, in the branch in which Keras's own accumulation updates.
+                self._show(record, optimizer.iterations + 1)
             return result
 
         return step
 
-    def _of_all_replicas(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> list[tf.Tensor]:
-        dense = [_dense(gradient, variables[index % len(variables)]) for index, gradient in enumerate(gradients)]
-        summed_already = optimizer.__dict__.get(_REDUCE) is list
-        return dense if summed_already or replica_count() == 1 else sum_over_replicas(dense)
-
-    def _finish(self, seen: _Seen, number: Any) -> None:
+    def _show(self, record: _UpdateRecord, number: Any) -> None:
         scale = self.model.optimizer.scale_loss(tf.constant(1.0))
         self.watcher.show(
             Update(
                 tf.cast(tf.convert_to_tensor(number), "int64"),
-                seen.gradients,
-                seen.clipped,
-                seen.before,
-                seen.change(),
-                tf.cast(tf.convert_to_tensor(seen.learning_rate), "float32"),
+                record.gradients,
+                record.clipped,
+                record.before,
+                record.change(),
+                tf.cast(tf.convert_to_tensor(record.learning_rate), "float32"),
                 tf.cast(scale, "float32"),
             )
         )

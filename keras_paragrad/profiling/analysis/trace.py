@@ -77,7 +77,7 @@ def read_trace(file: Path) -> Trace:
 
 
 def _add_compiled_stages(trace: Trace, file: Path) -> None:
-    from keras_paragrad.engine.pipeline.programs import program_names
+    from keras_paragrad.engine.pipeline.compiled import program_names
 
     names = program_names(file)
     for program, span in trace.programs:

@@ -10,7 +10,7 @@ from histories import BATCHES, CASES, MicroBatches, assert_same, shown_by
 from hypothesis import given
 
 from keras_paragrad.distribution import servers
-from keras_paragrad.engine.probes.rows import mixing_layer
+from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 
 own_process = pytest.mark.own_process(seconds=280)
 
@@ -274,5 +274,5 @@ def test_undo(strategy):
 def test_weights_are_not_fetched_for_a_trial(strategy, caplog):
     model = build(strategy, layers=[keras.layers.Dense(16, activation=lambda x: x - keras.ops.mean(x, 0))])
     with caplog.at_level("DEBUG", "keras_paragrad"):
-        assert mixing_layer(model, tf.TensorSpec([None, 8])) is None
+        assert find_mixing_layer(model, tf.TensorSpec([None, 8])) is None
     assert "weights are not fetched from parameter servers" in caplog.text

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad.accumulation.advice import advice
+from keras_paragrad.accumulation.advice import missing_accumulation_message
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 from keras_paragrad.compat.capabilities import accumulating
@@ -72,32 +72,32 @@ class ExactAccumulation(keras.callbacks.Callback):
             self._schedule = None
 
     def _fillers(self) -> dict[str, Any]:
-        """What fills the stages for the optimizer that the model is compiled with now."""
+        """The fillers for the optimizer that the model is compiled with now."""
         optimizer = accumulating_optimizer(self.model)
-        measure = None if optimizer.weighting == "uniform" else LossNormalization(optimizer.weighting)
+        normalize = None if optimizer.weighting == "uniform" else LossNormalization(optimizer.weighting)
         before, self._schedule = self._schedule, optimizer.host_schedule
         if before not in (None, self._schedule):
             # Another optimizer in the middle of an epoch.
             self._schedule.begin_epoch(before.batches_left)
-        self._schedule.deferred_refusal = deferred_refusal = self._deferred_refusal(optimizer, measure)
+        self._schedule.deferred_refusal = deferred_refusal = self._deferred_refusal(optimizer, normalize)
         if deferred_refusal:
             deferred_refusal.check(self.model)
-            measure = None
+            normalize = None
         else:
-            if measure:
-                measure.check(self.model)
+            if normalize:
+                normalize.check(self.model)
             warn_of_batch_statistics(self.model)
-        return {"combine": measure, "apply": self._schedule}
+        return {"combine": normalize, "apply": self._schedule}
 
     def _deferred_refusal(
-        self, optimizer: AccumulatingOptimizer, measure: LossNormalization | None
+        self, optimizer: AccumulatingOptimizer, normalize: LossNormalization | None
     ) -> DeferredRefusal | None:
-        """If every batch is a whole window, the check that only logs what a larger window would refuse."""
-        alone = optimizer.schedule.is_constant and optimizer.schedule.at(0) == 1
+        """If every batch is a whole window, logs what a larger window would refuse."""
         opened = optimizer.built and int(optimizer.window.position.numpy()) > 0
-        if measure is None or not alone or opened or self.model.distribute_strategy.num_replicas_in_sync > 1:
+        replicas = self.model.distribute_strategy.num_replicas_in_sync
+        if normalize is None or not optimizer.schedule.is_always_one or opened or replicas > 1:
             return None
-        return DeferredRefusal(measure, "is trained on whole batches. Two or more to an update")
+        return DeferredRefusal(normalize, "is trained on whole batches. Two or more to an update")
 
     def _end_epoch(self) -> None:
         if self._schedule:
@@ -113,4 +113,4 @@ def accumulating_optimizer(model: keras.Model) -> AccumulatingOptimizer:
     optimizer = accumulating(model.optimizer)
     if isinstance(optimizer, AccumulatingOptimizer):
         return optimizer
-    raise ValueError(advice(model))
+    raise ValueError(missing_accumulation_message(model))

@@ -1,6 +1,7 @@
-"""Methods of one model, in place of those of its class, that have workers take the steps."""
+"""Installs methods on one model that run its steps on workers."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -13,65 +14,61 @@ from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.method_patch import replace_methods, restore_methods
 from keras_paragrad.engine.servers.metric_states import MetricStates
 from keras_paragrad.engine.step.gradient_functions import releasing
-from keras_paragrad.engine.step.symbolic import build_from
+from keras_paragrad.engine.step.symbolic import build_from_data
 
 
-def step_on_worker(model: Any, tally: MetricStates, take: Callable[[Any], Any]) -> Callable[[Any], tf.Tensor]:
-    """A compiled step that returns what it adds to the metrics.
-
-    Args:
-        model: A compiled and built model.
-        tally: Its metrics.
-        take: The model's `train_step` or `test_step`.
-    """
+def compile_step_on_worker(
+    model: Any, metric_states: MetricStates, run_step: Callable[[Any], Any]
+) -> Callable[[Any], tf.Tensor]:
+    """Compiles `train_step` or `test_step` so that it returns its contribution to the metrics."""
 
     def step(data: Any) -> tf.Tensor:
-        with _counting_at_once(model.optimizer):
-            return tally.added_by(lambda: take(data))
+        with _incrementing_on_server(model.optimizer):
+            return metric_states.compute_added(lambda: run_step(data))
 
     return _compiled(model, step)
 
 
-def prediction_step(model: Any) -> Callable[[Any], Any]:
-    """A compiled `predict_step`."""
+def compile_prediction_step(model: Any) -> Callable[[Any], Any]:
+    """Compiles a model's `predict_step`."""
     return _compiled(model, model.predict_step)
 
 
 def _compiled(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     strategy = model.distribute_strategy
-    run = releasing(lambda data: strategy.run(step, args=(_of_any_size(data),)))
+    run = releasing(lambda data: strategy.run(step, args=(_open_batch_size(data),)))
     return tf.function(run, reduce_retracing=True, autograph=False)
 
 
-def _of_any_size(data: Any) -> Any:
-    """A batch whose shapes leave the number of its rows open, as those do that `fit` reads on one device.
+def _open_batch_size(data: Any) -> Any:
+    """Makes the number of rows dynamic, as in `fit` on one device.
 
-    Where Keras knows the number, its trackers of outputs' losses count rows; else they count batches.
+    Keras weights the losses of outputs by a static number of rows, and otherwise all batches the same.
     """
 
-    def of_any_size(leaf: Any) -> Any:
+    def open_batch_size(leaf: Any) -> Any:
         if isinstance(leaf, tf.SparseTensor):
             rows, *sizes = tf.unstack(leaf.dense_shape)
             rest = [size if known is None else known for size, known in zip(sizes, leaf.shape[1:], strict=True)]
-            return tf.SparseTensor(leaf.indices, leaf.values, tf.stack([_open(rows), *rest]))
+            return tf.SparseTensor(leaf.indices, leaf.values, tf.stack([_open_rows(rows), *rest]))
         if isinstance(leaf, tf.RaggedTensor):
-            splits = [_open(each) for each in leaf.nested_row_splits]
+            splits = [_open_rows(each) for each in leaf.nested_row_splits]
             return tf.RaggedTensor.from_nested_row_splits(leaf.flat_values, splits, validate=False)  # pyright: ignore
-        return _open(leaf)
+        return _open_rows(leaf)
 
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else of_any_size(leaf), data)
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else open_batch_size(leaf), data)
 
 
-def _open(tensor: tf.Tensor) -> tf.Tensor:
+def _open_rows(tensor: tf.Tensor) -> tf.Tensor:
     return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]] if tensor.shape.rank else [])
 
 
 @contextlib.contextmanager
-def _counting_at_once(optimizer: keras.optimizers.Optimizer | None) -> Iterator[None]:
-    """Context in which an optimizer's counter is incremented on its server; Keras's own way would lose updates."""
+def _incrementing_on_server(optimizer: keras.optimizers.Optimizer | None) -> Iterator[None]:
+    """Context in which servers increment an optimizer's counter, as reading and writing it would lose updates."""
     counters = [] if optimizer is None else [part.iterations for part in parts(optimizer)]
     for counter in counters:
-        counter.__dict__["assign_add"] = _adder(counter)
+        counter.__dict__["assign_add"] = functools.partial(_increment, counter)
     try:
         yield
     finally:
@@ -79,8 +76,8 @@ def _counting_at_once(optimizer: keras.optimizers.Optimizer | None) -> Iterator[
             del counter.__dict__["assign_add"]
 
 
-def _adder(counter: Any) -> Callable[[Any], Any]:
-    return lambda value: counter.value.assign_add(tf.cast(value, counter.dtype))
+def _increment(counter: Any, value: Any) -> Any:
+    return counter.value.assign_add(tf.cast(value, counter.dtype))
 
 
 _METHODS = (
@@ -93,42 +90,42 @@ _METHODS = (
 )
 
 
-class Send(Protocol):
-    """Has workers run steps."""
+class StepSender(Protocol):
+    """Sends steps to workers."""
 
     def send(self, step: Callable[[Any], Any], batch: Any, arrived: Callable[[Any], Any]) -> Future:
-        """Runs a step on the next worker that is free, and calls `arrived` with what it returns, as NumPy arrays."""
+        """Runs a step on the next idle worker, and calls `arrived` with its results as NumPy arrays."""
         ...
 
     def join(self) -> None:
-        """Waits until all has arrived."""
+        """Waits for all results."""
         ...
 
 
 class ParameterServerModel:
-    """A model of which workers take the steps, while its weights lie on parameter servers.
+    """Runs a model's steps on workers, with its weights on parameter servers.
 
     Args:
-        model: A compiled model, made under a `ParameterServerStrategy`.
-        sender: What runs its steps.
-        check: Called before a train function is made; raises if the model can't be trained like this any more.
+        model: A compiled model, created under a `ParameterServerStrategy`.
+        sender: Sends steps to workers.
+        check: Called before a train function is built; raises if the model can't be trained with parameter servers.
 
     Attributes:
-        waits: Whether each call of the train and test functions waits for its steps, as `train_on_batch` needs it.
+        waits: Whether each call of the train and test functions waits for its steps, as in `train_on_batch`.
     """
 
-    def __init__(self, model: keras.Model, sender: Send, check: Callable[[], None]):
+    def __init__(self, model: keras.Model, sender: StepSender, check: Callable[[], None]):
         check_objects()
         self._model: Any = model
         self._sender = sender
         self._check = check
-        self._tally: MetricStates | None = None
+        self._metric_states: MetricStates | None = None
         self._predict: Any = None
         self.waits = True
         self.install()
 
     def install(self) -> None:
-        """Installs the methods, also after other components have uninstalled theirs."""
+        """Installs the methods, again if another component has uninstalled its own."""
         if self._model.__dict__.get("make_train_function") == self._make_train_function:
             return
         replace_methods(self._model, **{name: getattr(self, f"_{name.lstrip('_')}") for name in _METHODS})
@@ -139,23 +136,23 @@ class ParameterServerModel:
         restore_methods(self._model, *_METHODS)
         self._forget_functions()
 
-    def predict_soon(self, batch: Any) -> Future:
-        """Has a worker predict on a batch; the model's `predict_function` takes the `Future` for the batch."""
+    def predict_async(self, batch: Any) -> Future:
+        """Predicts a batch on a worker. The model's `predict_function` takes the `Future` in place of the batch."""
         if self._predict is None:
-            self._predict = prediction_step(self._model)
+            self._predict = compile_prediction_step(self._model)
         return self._sender.send(self._predict, self._as_tensors(batch), lambda outputs: outputs)
 
     def _forget_functions(self) -> None:
         self._model.train_function = self._model.test_function = self._model.predict_function = None
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        build_from(self._model, iterator, data_batch)
+        build_from_data(self._model, iterator, data_batch)
 
     @property
     def _metrics(self) -> MetricStates:
-        if self._tally is None or not self._tally.is_of(self._model):
-            self._tally = MetricStates(self._model)
-        return self._tally
+        if self._metric_states is None or not self._metric_states.matches(self._model):
+            self._metric_states = MetricStates(self._model)
+        return self._metric_states
 
     def _make_train_function(self, force: bool = False) -> None:
         if force or self._model.train_function is None:
@@ -172,38 +169,38 @@ class ParameterServerModel:
         self._predict = None
 
         def predict(batches: list) -> Any:
-            soon = [batch if isinstance(batch, Future) else self.predict_soon(batch) for batch in batches]
-            outputs = [future.result() for future in soon]
+            futures = [batch if isinstance(batch, Future) else self.predict_async(batch) for batch in batches]
+            outputs = [future.result() for future in futures]
             return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
         self._model.predict_function = predict
 
-    def _function(self, take: Callable[[Any], Any]) -> Callable[[Iterator], dict]:
-        tally = self._metrics
-        step = step_on_worker(self._model, tally, take)
+    def _function(self, run_step: Callable[[Any], Any]) -> Callable[[Iterator], dict]:
+        metric_states = self._metrics
+        step = compile_step_on_worker(self._model, metric_states, run_step)
 
         def run(iterator: Iterator) -> dict:
-            for taken in range(self._model.steps_per_execution):
+            for index in range(self._model.steps_per_execution):
                 try:
                     batch = next(iterator)
                 except (StopIteration, tf.errors.OutOfRangeError):
-                    if taken:
+                    if index:
                         break
                     raise StopIteration from None
-                self._sender.send(step, self._as_tensors(batch), tally.add)
+                self._sender.send(step, self._as_tensors(batch), metric_states.add)
             if self.waits:
                 self._sender.join()
-            return tally.results()
+            return metric_states.results()
 
-        def run_or_say_why(iterator: Iterator) -> dict:
+        def run_with_cause(iterator: Iterator) -> dict:
             try:
                 return run(iterator)
             except tf.errors.CancelledError:
-                # When a worker's step fails, TensorFlow cancels what the chief is running too. This raises the cause.
+                # If a worker's step fails, TensorFlow cancels the chief's operations too. This raises the cause.
                 self._sender.join()
                 raise
 
-        return run_or_say_why
+        return run_with_cause
 
     def _as_tensors(self, batch: Any) -> Any:
         batch = self._model._autoconvert_optionals(lambda data: data)(batch)

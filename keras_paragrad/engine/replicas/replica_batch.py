@@ -1,4 +1,4 @@
-"""Empty shards: replicas that get no examples, as the last ones do of a batch with fewer examples than replicas."""
+"""Replica batches, which are empty on some replicas if a batch has fewer examples than there are replicas."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,46 +10,48 @@ from keras_paragrad.compat.collectives import replica_count
 
 
 def rows_of(x: Any) -> tf.Tensor:
-    """How many examples a batch of inputs holds."""
-    return _sizes(next(tensor for tensor in keras.tree.flatten(x) if tensor is not None))[0]
+    """The number of examples in a batch."""
+    tensor = next(tensor for tensor in keras.tree.flatten(x) if tensor is not None)
+    sizes: Any = tf.cast(tensor.dense_shape, "int32") if isinstance(tensor, tf.SparseTensor) else tf.shape(tensor)
+    return sizes[0]
 
 
-class Shard(NamedTuple):
-    """A replica's shard of a batch: how many examples it has, and whether it has any.
+class ReplicaBatch(NamedTuple):
+    """A replica's part of a batch, which may be empty.
 
     Attributes:
-        rows: How many.
-        nonempty: Whether there are any, or `None` where the shapes say that there are.
+        rows: Number of examples.
+        nonempty: Whether there are examples; `None` if the static shapes show that there are.
     """
 
     rows: tf.Tensor
     nonempty: tf.Tensor | None = None
 
     @classmethod
-    def of(cls, data: Any) -> "Shard":
-        """That of a batch, as a step takes it."""
+    def of(cls, data: Any) -> "ReplicaBatch":
+        """The replica batch of the data that a step gets."""
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         rows = rows_of(tensors)
-        certain = replica_count() == 1 or all(tensor.shape[0] for tensor in tensors)
-        return cls(rows) if certain else cls(rows, rows > 0)
+        never_empty = replica_count() == 1 or all(tensor.shape[0] for tensor in tensors)
+        return cls(rows) if never_empty else cls(rows, rows > 0)
 
-    def only(self, present: tf.Tensor) -> "Shard":
-        """That of some of its rows, given which, `(rows,)`."""
+    def only(self, present: tf.Tensor) -> "ReplicaBatch":
+        """The replica batch of the rows that a mask `(rows,)` selects."""
         count = tf.math.count_nonzero(present, dtype=tf.int32)
-        return Shard(count, count > 0)
+        return ReplicaBatch(count, count > 0)
 
     def filled(self, data: Any) -> Any:
-        """The batch, with an example of zeros in it if there is none: not every layer can do without."""
-        return data if self.nonempty is None else tf.cond(self.nonempty, lambda: data, lambda: _one_of_zeros(data))
+        """The data, with a filler if empty: a row of zeros, as not every layer accepts an empty batch."""
+        return data if self.nonempty is None else tf.cond(self.nonempty, lambda: data, lambda: _zero_row(data))
 
-    def cut(self, outputs: Any) -> Any:
-        """Outputs of the filled batch, without those of an example that isn't there."""
+    def drop_filler(self, outputs: Any) -> Any:
+        """Outputs without those of the filler."""
         if self.nonempty is None:
             return outputs
         return keras.tree.map_structure(lambda tensor: tensor[: self.rows], outputs)
 
     def run(self, action: Callable[[], Any]) -> None:
-        """Runs `action` where there are examples."""
+        """Runs `action` unless the replica batch is empty."""
         if self.nonempty is None:
             action()
             return
@@ -61,11 +63,11 @@ class Shard(NamedTuple):
         tf.cond(self.nonempty, run_it, lambda: False)
 
     def weight(self, value: tf.Tensor) -> tf.Tensor:
-        """The weight of an example, or 0 if the shard is empty."""
+        """A weight, or 0 if the replica batch is empty."""
         return value if self.nonempty is None else value * tf.cast(self.nonempty, value.dtype)
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Gradients, which are zeros where there are no examples, whatever zeros have brought about."""
+        """Gradients, or zeros if the replica batch is empty: those of the filler may be NaN."""
         return list(gradients) if self.nonempty is None else [self._zero_if_empty(gradient) for gradient in gradients]
 
     def _zero_if_empty(self, gradient: Any) -> Any:
@@ -73,15 +75,11 @@ class Shard(NamedTuple):
             return None
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(self._zero_if_empty(gradient.values), gradient.indices, gradient.dense_shape)
-        # A branch, as it copies nothing.
+        # Unlike `tf.where`, a branch copies nothing.
         return tf.cond(self.nonempty, lambda: gradient, lambda: tf.zeros_like(gradient))
 
 
-def _sizes(tensor: Any) -> Any:
-    return tf.cast(tensor.dense_shape, "int32") if isinstance(tensor, tf.SparseTensor) else tf.shape(tensor)
-
-
-def _one_of_zeros(data: Any) -> Any:
+def _zero_row(data: Any) -> Any:
     def one(tensor):
         if tensor is None:
             return None
@@ -89,16 +87,16 @@ def _one_of_zeros(data: Any) -> Any:
             sizes = tf.concat([[1], tensor.dense_shape[1:]], 0)
             return tf.SparseTensor(tensor.indices[:0], tensor.values[:0], sizes)
         if isinstance(tensor, tf.RaggedTensor):
-            return _one_ragged(tensor)
+            return _zero_ragged_row(tensor)
         return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
 
     return keras.tree.map_structure(one, data)
 
 
-def _one_ragged(tensor: tf.RaggedTensor) -> tf.RaggedTensor:
-    """A row of zeros, of length 1 in each dimension that is ragged."""
+def _zero_ragged_row(tensor: tf.RaggedTensor) -> tf.RaggedTensor:
+    """A row of zeros, of length 1 in each ragged dimension."""
     inner = tensor.flat_values.shape[1:]
-    # Where there is no row, the values need not have the dimensions that they have elsewhere.
+    # Without rows, the values may lack their inner dimensions.
     sizes = inner if inner.is_fully_defined() else tf.shape(tensor.flat_values)[1:]
     one: Any = tf.zeros(tf.concat([[1], sizes], 0), tensor.dtype)
     ragged: Any = tf.RaggedTensor

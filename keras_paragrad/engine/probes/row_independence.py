@@ -1,0 +1,260 @@
+"""Whether a model's output for one example depends on the others in its batch, found by a trial on synthetic rows."""
+
+import contextlib
+import functools
+import types
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.ops.numpy import Add, Divide, Multiply, Subtract
+
+from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.layers import attributes
+from keras_paragrad.compat.model import all_layers
+from keras_paragrad.engine.losses.terms import bound_arguments
+from keras_paragrad.engine.probes.trial import (
+    SIZES,
+    PureFunction,
+    call_model,
+    change_rows,
+    gradients_match,
+    run_trial,
+    synthetic_rows,
+    take_rows,
+    uses_half_precision,
+    watch_weights,
+)
+
+# Changing rows before and after those that are compared finds sums along the batch in either direction, and pairs.
+_ROWS, _CHANGED, _COMPARED = 4, [0, 3], slice(1, 3)
+# The seed and the largest value of each of the two batches.
+_DRAWS = ((0, 0.9), (1, 3.0))
+# The weight of each row's outputs in a scalar whose gradient is taken.
+_INNER, _OUTER = np.array([[0, 1, 1, 0], [1, 0, 0, 1]], "float32")
+
+
+def find_mixing_layer(model: Any, *arguments: Any, training: bool = True) -> str | None:
+    """Finds the first layer or operation through which an example's output depends on others in its batch, or `None`.
+
+    Calls the model on four synthetic rows, on these with two of them changed, and on three of them; batch normalization
+    uses its moving statistics. Compares the outputs, and the gradients if the model has custom ones. If outputs are
+    random in training, compares those of inference. `None` also if the model can't be called on synthetic rows.
+    """
+
+    check_objects()
+
+    def find(size: int) -> str | None:
+        if computes_rows_independently(model):
+            return None
+        first, second = (synthetic_rows(arguments, _ROWS, seed=seed, size=size, high=high) for seed, high in _DRAWS)
+        return _find_mixing(model, *change_rows(first, second, _CHANGED), training)
+
+    return run_trial(
+        find, *SIZES, otherwise=None, question=f"whether the outputs of {model.name!r} depend on other examples"
+    )
+
+
+class _Pair(NamedTuple):
+    """Two batches, and the rows of each whose outputs must be equal."""
+
+    first: Any
+    second: Any
+    of_first: slice
+    of_second: slice
+    atol: float
+
+    def outputs_match(self, first: tf.Tensor, second: tf.Tensor) -> bool:
+        """Whether outputs for the two batches are equal in these rows; true for outputs that have no rows."""
+        sizes = [_row_count(batch) for batch in (self.first, self.second)]
+        if [tensor.shape[0] if tensor.shape.rank else None for tensor in (first, second)] != sizes:
+            return True
+        one, other = np.asarray(first[self.of_first]), np.asarray(second[self.of_second])
+        if one.shape != other.shape or one.dtype.kind not in "fV":
+            return np.array_equal(one, other)
+        one, other = one.astype("float64"), other.astype("float64")
+        scale = np.abs(one[np.isfinite(one)]).max(initial=0)
+        return np.allclose(one, other, rtol=0, atol=self.atol * scale, equal_nan=True)
+
+
+def _find_mixing(model: Any, first: Any, second: Any, may_train: bool) -> str | None:
+    half_precision = uses_half_precision(model)
+    changed = _Pair(first, second, _COMPARED, _COMPARED, 0.05 if half_precision else 1e-5)
+    # Batches of different sizes are multiplied with different rounding.
+    part = _Pair(first, take_rows(first, 1, _ROWS), slice(1, _ROWS), slice(None), 0.05 if half_precision else 1e-3)
+    for training in (True, False) if may_train else (False,):
+        compute = PureFunction(model, lambda rows, training=training: _tensors(call_model(model, rows, training)))
+        # With the same seeds, so that dropout drops the same elements.
+        (before, state), (after, _) = compute(first), compute(second)
+        if not all(map(changed.outputs_match, before, after)):
+            # Random outputs differ from run to run, and show nothing.
+            if all(map(changed.outputs_match, before, compute(first)[0])):
+                return _first_mixing(model, changed, training)
+            continue
+        custom = training and _has_custom_gradients(compute.graph(first))
+        if custom and _mixes_gradients(model, first, second, half_precision):
+            return model.name
+        # Seeds give other random numbers for another number of rows.
+        if not compute.has_drawn(state):
+            matches = all(map(part.outputs_match, before, compute(part.second)[0]))
+            return None if matches else _first_mixing(model, part, training)
+    return None
+
+
+def _has_custom_gradients(graph: tf.Graph) -> bool:
+    """Whether gradients may differ from the derivatives of the outputs, which are compared already."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+    return any(_has_custom_gradient(node) for node in nodes)
+
+
+def _has_custom_gradient(node: Any) -> bool:
+    # `tf.nn.moments`, which layer normalization uses, shifts by a mean whose gradient it stops.
+    stops = node.op in ("StopGradient", "PreventGradient") and not node.name.endswith("moments/StopGradient")
+    return stops or any(attribute.endswith("gradient_op_type") for attribute in node.attr)
+
+
+def _mixes_gradients(model: Any, first: Any, second: Any, half_precision: bool) -> bool:
+    """Whether the gradient of some rows' outputs depends on other rows, or on the gradients of their outputs."""
+
+    def gradient(data):
+        arguments, weights = data
+        with watch_weights(model) as gradients_of:
+            target = _weighted_sum(_tensors(call_model(model, arguments, training=True)), weights)
+        return gradients_of(target)
+
+    compute = PureFunction(model, gradient)
+    inner, inner_after = (compute((rows, _INNER))[0] for rows in (first, second))
+    outer, whole = (compute((first, weights))[0] for weights in (_OUTER, _INNER + _OUTER))
+    added = [one + other for one, other in zip(inner, outer, strict=True)]
+    match = functools.partial(gradients_match, half_precision=half_precision)
+    return not (match(inner, inner_after) and match(whole, added))
+
+
+def _weighted_sum(outputs: list[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
+    """The sum of the outputs, weighted by row, and within a row differently for each element."""
+    total = tf.zeros([])
+    for output in outputs:
+        if output.dtype.is_floating and output.shape.rank and output.shape[0] == weights.shape[0]:
+            flat = tf.cast(tf.reshape(output, [_ROWS, -1]), "float32")
+            total += tf.reduce_sum(flat * tf.cos(tf.range(tf.shape(flat)[1], dtype="float32")) * weights[:, None])
+    return total
+
+
+def _first_mixing(model: Any, pair: _Pair, training: bool) -> str:
+    """The name of the first layer or operation whose outputs differ."""
+    names: list[str] = []
+    recorded: list[tuple[str, list[tf.Tensor]]] = []
+
+    def recording(operation, call):
+        @functools.wraps(call)
+        def record(*arguments, **keywords):
+            outputs = call(*arguments, **keywords)
+            graph = tf.compat.v1.get_default_graph()
+            recorded.append((operation.name, [each for each in _tensors(outputs) if each.graph is graph]))
+            return outputs
+
+        return record
+
+    def outputs(arguments):
+        operations = {id(each): each for each in all_layers(model)}
+        for layer in (model, *all_layers(model)):
+            operations.update({id(each): each for each in getattr(layer, "operations", ())})
+        graph = tf.compat.v1.get_default_graph()
+        recorded.clear()
+        with contextlib.ExitStack() as stack:
+            for operation in operations.values():
+                stack.enter_context(attributes(operation, call=recording(operation, operation.call)))
+            call_model(model, arguments, training)
+        names[:] = [name for name, _ in recorded]
+        # Tensors within a loop can't be returned from it.
+        return [[each for each in tensors if each.graph is graph] for _, tensors in recorded]
+
+    compute = PureFunction(model, outputs)
+    before, after = compute(pair.first)[0], compute(pair.second)[0]
+    for name, *tensors in zip(names, before, after, strict=True):
+        if not all(map(pair.outputs_match, *tensors)):
+            return name
+    return model.name
+
+
+def _row_count(batch: Any) -> int:
+    return next(len(tensor) for tensor in keras.tree.flatten(batch) if tensor is not None)
+
+
+def _tensors(outputs: Any) -> list[tf.Tensor]:
+    return [output for output in keras.tree.flatten(outputs) if tf.is_tensor(output)]
+
+
+_LAYERS = (
+    *("activations.", "attention.", "convolutional.", "pooling.", "regularization.", "reshaping.", "rnn."),
+    *(f"core.{name}" for name in ("dense", "einsum_dense", "embedding", "identity", "input_layer", "masking")),
+    *(f"merging.{name}" for name in ("add", "average", "concatenate", "maximum", "minimum", "multiply", "subtract")),
+    *(f"normalization.{name}" for name in ("batch", "group", "layer", "rms")),
+    *(f"preprocessing.{name}" for name in ("normalization", "rescaling")),
+)
+_ROW_WISE_MODULES = ("keras.src.applications.", *(f"keras.src.layers.{name}" for name in _LAYERS))
+_ELEMENTWISE = (Add, Divide, Multiply, Subtract)
+_MODELS = ("keras.src.models.functional", "keras.src.models.sequential")
+# Losses that compare examples, or reduce over them.
+_MIXING_LOSSES = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
+
+
+def computes_rows_independently(model: Any) -> bool:
+    """Whether a model is Sequential or Functional and has only layers of Keras known to compute row by row."""
+    layers = [model, *all_layers(model)]
+    operations = [operation for each in layers for operation in getattr(each, "operations", ())]
+    nodes = [node for operation in operations for node in operation._inbound_nodes]
+    # In a vector of one number per example, the last axis is that of examples.
+    return all(map(_is_row_wise, layers + operations)) and all(
+        len(output.shape) > 1 for node in nodes for output in node.output_tensors
+    )
+
+
+def has_value_per_example(loss_or_metric: Any) -> bool:
+    """Whether a loss or metric is one of Keras's that computes a value for each example."""
+    function = getattr(loss_or_metric, "fn", None) or getattr(loss_or_metric, "_fn", None)
+    axis = bound_arguments(loss_or_metric).get("axis", getattr(loss_or_metric, "axis", -1))
+    return (
+        _is_keras(type(loss_or_metric))
+        and (function is None or (isinstance(function, types.FunctionType) and _is_keras(function)))
+        and function not in _MIXING_LOSSES
+        and axis == -1
+    )
+
+
+def _is_row_wise(operation: Any) -> bool:
+    module = type(operation).__module__
+    if module in _MODELS:
+        return True
+    if type(operation) in _ELEMENTWISE:
+        # Broadcasting aligns the last axes, so all ranks must be equal.
+        nodes = operation._inbound_nodes
+        return all(
+            len({len(each.shape) for each in (*node.input_tensors, *node.output_tensors)}) == 1 for node in nodes
+        )
+    if not module.startswith(_ROW_WISE_MODULES):
+        return False
+    axes = (getattr(operation, name, None) for name in ("axis", "_attention_axes"))
+    equation = getattr(operation, "equation", None)
+    return (
+        all(axis is None or all(each == -1 or each > 0 for each in keras.tree.flatten(axis)) for axis in axes)
+        and (equation is None or _keeps_rows(equation))
+        and not getattr(operation, "stateful", False)
+        and not any(map(_is_custom_callable, vars(operation).values()))
+    )
+
+
+def _keeps_rows(equation: str) -> bool:
+    inputs, kernel, output = equation.replace("->", ",").split(",")
+    return inputs[0] == output[0] and inputs[0] not in kernel.replace(".", "")
+
+
+def _is_custom_callable(value: Any) -> bool:
+    """Whether a value can be called and is not Keras's, such as a custom activation."""
+    return (callable(value) or hasattr(value, "call")) and not _is_keras(value)
+
+
+def _is_keras(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("keras.src.")

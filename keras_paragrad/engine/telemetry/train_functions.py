@@ -1,0 +1,193 @@
+"""Train functions: picks those with telemetry, and finds their examples and traces."""
+
+from collections.abc import Callable, Iterator, Sized
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.local import local_parts
+from keras_paragrad.engine.probes.untouched import never_run, untouched
+from keras_paragrad.engine.step.gradient_functions import releasing
+from keras_paragrad.engine.telemetry.watch import Watcher
+
+if TYPE_CHECKING:
+    from keras_paragrad.engine.step.stages import Apply
+
+# The key of the telemetry's latest values in a step's logs: an output is free, and reading a variable an operation.
+LATEST = "_keras_paragrad_latest"
+
+
+class Telemetry(Watcher, Protocol):
+    """Watches some of the updates."""
+
+    def wants(self, updates: int | None) -> bool:
+        """Whether to watch the next call, with at most `updates` updates; `None` if only the optimizer knows."""
+        ...
+
+    def latest(self) -> tf.Tensor:
+        """The latest recorded values, while a step is traced; returned to the host on one replica, for `ran`."""
+        ...
+
+    def ran(self, watched: bool, batches: int, latest: tf.Tensor | None) -> None:
+        """Called after the call has run, with the latest recorded values, if known."""
+        ...
+
+
+class PlanAhead:
+    """An *apply* stage whose next plan can be looked at before it runs."""
+
+    def __init__(self, apply: "Apply"):
+        self.apply = apply
+        self._planned: list[bool] | None = None
+
+    def peek(self, batches: int) -> list[bool]:
+        """The plan that `plan` will return for the next batches."""
+        self._planned = self.apply.plan(batches)
+        return self._planned
+
+    def plan(self, batches: int) -> list[bool]:
+        """The stage's plan."""
+        planned, self._planned = self._planned, None
+        return self.apply.plan(batches) if planned is None else planned
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.apply, name)
+
+
+def choose_train_function(
+    plain: Callable[[Any], dict],
+    watching: Callable[[Any], dict],
+    telemetry: Telemetry,
+    ahead: PlanAhead | None,
+    batches: Callable[[], int],
+    updates_each_batch: bool,
+) -> Callable[[Any], dict]:
+    """Makes a train function that picks one of two for each call.
+
+    Args:
+        plain: The train function without telemetry.
+        watching: The train function with telemetry.
+        telemetry: Chooses the calls to watch.
+        ahead: Plans the updates, or `None` if the host doesn't.
+        batches: Returns the number of batches in the next call; 0, not to watch, if some of them are skipped.
+        updates_each_batch: Whether every batch makes an update, if `ahead` is `None`.
+
+    Returns:
+        A function for `model.train_function`.
+    """
+
+    def train_function(iterator: Any) -> dict:
+        count = batches()
+        if not count:
+            return plain(iterator)
+        known = count if updates_each_batch else None
+        watched = telemetry.wants(sum(ahead.peek(count)) if ahead else known)
+        logs = (watching if watched else plain)(iterator)
+        telemetry.ran(watched, count, logs.pop(LATEST, None))
+        return logs
+
+    return train_function
+
+
+_DEPTH = 8
+
+
+def examples_seen(model: Any) -> float | None:
+    """The number of this worker's examples in the model's mean loss of this epoch; `None` without a loss tracker."""
+    check_objects()
+    tracker = getattr(model, "_loss_tracker", None)
+    if tracker is None:
+        return None
+    return float(sum(part.numpy() for part in local_parts(tracker.count.value)))
+
+
+def compiled_functions(function: Any) -> list[Any]:
+    """Finds the `tf.function`s that a train function calls, through its closures."""
+    check_objects()
+    functions: dict[int, Any] = {}
+    seen: set[int] = set()
+    level = [function]
+    for _ in range(_DEPTH):
+        level = [each for outer in level for each in _referred_to(outer) if id(each) not in seen]
+        seen.update(map(id, level))
+        functions.update((id(each), each) for each in level if hasattr(each, "experimental_get_tracing_count"))
+        # A `tf.function` called by another one is traced with it.
+        level = [each for each in level if not hasattr(each, "experimental_get_tracing_count")]
+    return list(functions.values())
+
+
+def _referred_to(value: Any) -> Iterator[Any]:
+    if hasattr(value, "experimental_get_tracing_count"):
+        return
+    if isinstance(value, (list, tuple)):
+        yield from value
+        return
+    for cell in getattr(value, "__closure__", None) or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:
+            continue
+        if callable(content) or isinstance(content, (list, tuple)):
+            yield content
+
+
+def graphs_of(function: Any) -> Sized:
+    """The collection of graphs that have been traced for a `tf.function`, which grows with each trace.
+
+    Its length is `experimental_get_tracing_count`, which takes microseconds in a step.
+    """
+    return function._function_cache._primary
+
+
+class TracedGraph(NamedTuple):
+    """A traced graph: the name of the function, and the dtypes and shapes of its arguments."""
+
+    function: str
+    signature: str
+
+
+def newest_trace(function: Any) -> TracedGraph:
+    """The latest trace of a `tf.function`."""
+    concrete = function._list_all_concrete_functions()[-1]
+    arguments = concrete.structured_input_signature
+    specs = [spec for leaf in tf.nest.flatten(arguments) for spec in _tensors(leaf)]
+    return TracedGraph(function.__name__, ", ".join(f"{spec.dtype.name}{_shape(spec)}" for spec in specs))
+
+
+def _tensors(spec: Any) -> list[Any]:
+    """The tensors in an argument, which may be an iterator."""
+    elements = getattr(spec, "element_spec", None) or getattr(spec, "_element_spec", None)
+    leaves = tf.nest.flatten(elements, expand_composites=True) if elements is not None else [spec]
+    leaves = [part for leaf in leaves for part in getattr(leaf, "_value_specs", (leaf,))[:1]]
+    return [leaf for leaf in tf.nest.flatten(leaves) if isinstance(leaf, tf.TensorSpec)]
+
+
+def _shape(spec: tf.TensorSpec) -> str:
+    if spec.shape.rank is None:
+        return "[...]"
+    return "[" + ",".join("?" if size is None else str(size) for size in spec.shape) + "]"
+
+
+def batch_spec(iterator: Any) -> Any:
+    """A replica batch of an iterator as nested `tf.TensorSpec`, or `None` if unknown."""
+    spec = getattr(iterator, "element_spec", None)
+    if spec is None:
+        return None
+    return tf.nest.map_structure(lambda each: getattr(each, "_value_specs", (each,))[0], spec)
+
+
+def gradient_graph(model: Any, spec: Any, examples: int) -> tf.Graph:
+    """The graph of the forward and backward pass on a batch of nested `tf.TensorSpec`, with `examples` rows."""
+
+    def gradients(*parts):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.pack_sequence_as(spec, parts))
+        with untouched(model, never_run()):
+            with tf.GradientTape() as tape:
+                y_pred = model(x, training=True)
+                loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+            return [each for each in tape.gradient(loss, model.trainable_variables) if each is not None]
+
+    sized = [tf.TensorSpec([examples, *leaf.shape[1:]], leaf.dtype) for leaf in tf.nest.flatten(spec)]
+    return tf.function(releasing(gradients), autograph=False).get_concrete_function(*sized).graph
