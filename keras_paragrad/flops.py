@@ -55,17 +55,17 @@ def _sizes(tensor: Any) -> list[int]:
     return tensor.shape.as_list()
 
 
-def _matmul(operation: Any) -> int:
+def _matmul(operation: tf.Operation) -> int:
     transposed = operation.get_attr("transpose_a")
     return math.prod(_sizes(operation.outputs[0])) * _sizes(operation.inputs[0])[-2 if transposed else -1]
 
 
-def _batch_matmul(operation: Any) -> int:
+def _batch_matmul(operation: tf.Operation) -> int:
     transposed = operation.get_attr("adj_x")
     return math.prod(_sizes(operation.outputs[0])) * _sizes(operation.inputs[0])[-2 if transposed else -1]
 
 
-def _einsum(operation: Any) -> int:
+def _einsum(operation: tf.Operation) -> int:
     inputs = operation.get_attr("equation").decode().partition("->")[0].split(",")
     sizes: dict[str, int] = {}
     for labels, tensor in zip(inputs, operation.inputs, strict=True):
@@ -77,23 +77,23 @@ def _einsum(operation: Any) -> int:
 
 
 # Returns a tensor of an operation.
-_Tensor = Callable[[Any], Any]
+_Tensor = Callable[[tf.Operation], tf.Tensor]
 
 
-def _convolution(output: _Tensor, kernel: _Tensor, output_axes: int = 1) -> Callable[[Any], int]:
+def _convolution(output: _Tensor, kernel: _Tensor, output_axes: int = 1) -> Callable[[tf.Operation], int]:
     """Multiplies the sizes of the output, or its gradient, and of the kernel without its last `output_axes` axes."""
     return lambda operation: math.prod(_sizes(output(operation))) * math.prod(_sizes(kernel(operation))[:-output_axes])
 
 
-def _output(operation: Any) -> Any:
+def _output(operation: tf.Operation) -> tf.Tensor:
     return operation.outputs[0]
 
 
-def _input(place: int) -> Callable[[Any], Any]:
+def _input(place: int) -> _Tensor:
     return lambda operation: operation.inputs[place]
 
 
-_COUNTS: dict[str, Callable[[Any], int]] = {
+_COUNTS: dict[str, Callable[[tf.Operation], int]] = {
     "MatMul": _matmul,
     "BatchMatMulV2": _batch_matmul,
     "BatchMatMulV3": _batch_matmul,

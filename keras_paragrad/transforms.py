@@ -100,7 +100,7 @@ class transform_gradients:  # noqa: N801  (used as a function and as a context m
 class _Transform:
     """Adapts `f` to a filler of the *transform* stage."""
 
-    def __init__(self, model: Any, f: Any):
+    def __init__(self, model: keras.Model, f: Callable[..., Any] | StatefulTransform):
         self.model, self.state, self.state_variables = model, None, None
         # The trainable variables that the state belongs to.
         self.known: list[keras.Variable] | None = None
@@ -114,7 +114,7 @@ class _Transform:
             self._add_state(init)
         self._try(model, f)
 
-    def _try(self, model: Any, f: Any) -> None:
+    def _try(self, model: keras.Model, f: Any) -> None:
         """Traces `f` once, in a graph that is never run."""
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in self._transformable()]
         traced = tf.function(lambda *gradients: self._apply(list(gradients)), autograph=False)
@@ -204,7 +204,7 @@ class _State(SavedVariables):
             super().load_own_variables(store)
 
 
-def _impure_operations(graph: Any) -> list[str]:
+def _impure_operations(graph: tf.Graph) -> list[str]:
     """The kinds of operations whose results differ between replicas."""
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(node for each in definition.library.function for node in each.node_def)]

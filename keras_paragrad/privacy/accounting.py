@@ -97,15 +97,7 @@ def epsilon(
 
 
 def composed_epsilon(parts: Sequence[Updates], delta: float, accountant: str = "rdp") -> float:
-    """`epsilon` of updates of several kinds, one after another.
-
-    Example:
-
-    >>> from keras_paragrad.privacy.accounting import Updates, composed_epsilon
-    >>> halves = [Updates(1.0, 0.01, 500), Updates(2.0, 0.01, 500)]
-    >>> composed_epsilon(halves[1:], 1e-5) < composed_epsilon(halves, 1e-5)
-    True
-    """
+    """`epsilon` of updates of several kinds, one after another."""
     delta = check_number("delta", delta, above=0, below=1, example=1e-5)
     compose = find_accountant(accountant, "epsilon").compose
     parts = [check_updates(*part) for part in parts]

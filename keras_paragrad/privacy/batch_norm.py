@@ -57,9 +57,9 @@ class _Copier:
     """Copies layers, each once."""
 
     def __init__(self) -> None:
-        self.copies: dict[int, tuple[Any, Any]] = {}
+        self.copies: dict[int, tuple[keras.layers.Layer, keras.layers.Layer]] = {}
 
-    def _copy_model(self, model: Any, path: str) -> Any:
+    def _copy_model(self, model: keras.Model, path: str) -> keras.Model:
         if not model.built:
             raise ValueError(
                 f"The model {path!r} is not built, so the channels of its BatchNormalization are unknown. Begin it "
@@ -72,7 +72,7 @@ class _Copier:
             copy.build(model.input_shape)
         return copy
 
-    def copy_layer(self, layer: Any, path: str) -> Any:
+    def copy_layer(self, layer: keras.layers.Layer, path: str) -> keras.layers.Layer:
         """Copies a layer, model or operation, or returns its copy."""
         if id(layer) not in self.copies:
             self.copies[id(layer)] = layer, self._make_copy(layer, f"{path}/{layer.name}".strip("/"))
@@ -96,7 +96,7 @@ class _Copier:
                 if new.trainable != old.trainable:
                     new.trainable = old.trainable
 
-    def _make_copy(self, layer: Any, path: str) -> Any:
+    def _make_copy(self, layer: keras.layers.Layer, path: str) -> keras.layers.Layer:
         if _is_plain_model(layer):
             return self._copy_model(layer, path)
         if isinstance(layer, keras.layers.Layer):
@@ -111,17 +111,17 @@ class _Copier:
         return type(layer).from_config(layer.get_config())
 
 
-def _call(layer: Any, *arguments: Any, **keywords: Any) -> Any:
+def _call(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Any:
     """Calls a copy as its layer was called; group normalization takes no mask and no mode."""
     return layer(*arguments) if isinstance(layer, keras.layers.GroupNormalization) else layer(*arguments, **keywords)
 
 
-def _is_replaced(layer: Any) -> bool:
+def _is_replaced(layer: keras.layers.Layer) -> bool:
     """Whether a layer normalizes by batch statistics in training."""
     return isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
 
 
-def _group_normalization(layer: Any, path: str) -> keras.layers.Layer:
+def _group_normalization(layer: keras.layers.Layer, path: str) -> keras.layers.Layer:
     channels = layer.moving_mean.shape[0]
     rank = layer.input_spec.ndim
     groups = next(each for each in range(min(channels, _MOST_GROUPS), 0, -1) if channels % each == 0)
@@ -142,7 +142,7 @@ def _group_normalization(layer: Any, path: str) -> keras.layers.Layer:
     )
 
 
-def _positions(layer: Any, rank: int) -> int | None:
+def _positions(layer: keras.layers.Layer, rank: int) -> int | None:
     """Number of positions in an example, if it is known."""
     if rank == 2:
         return 1
@@ -153,7 +153,7 @@ def _positions(layer: Any, rank: int) -> int | None:
     return None
 
 
-def _is_plain_model(layer: Any) -> bool:
+def _is_plain_model(layer: keras.layers.Layer) -> bool:
     """Whether a layer is a Functional or Sequential model and not of a subclass."""
     return type(layer) in (keras.Sequential, _functional())
 

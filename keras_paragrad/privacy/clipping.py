@@ -37,11 +37,11 @@ class PrivateGradients(PerExampleGradients):
         state: The adaptive clip norm, or `None` if it is fixed.
     """
 
-    def __init__(self, layer: Any, clip: ClipNorm, expected_batch_size: int, **kwargs: Any):
+    def __init__(self, layer: keras.Model, clip: ClipNorm, expected_batch_size: int, **kwargs: Any):
         super().__init__(layer, **{**kwargs, "transform": tf.ones_like})
         self.clip = clip
         self.expected_batch_size = expected_batch_size
-        self.rows: Any = None
+        self.rows: tf.Tensor | int | None = None
         # Bypasses Keras's tracking: the model owns its variables.
         self.__dict__["state"] = None
 
@@ -79,7 +79,7 @@ class PrivateGradients(PerExampleGradients):
             self.__dict__["rows"] = previous
 
     @property
-    def sensitivity(self) -> Any:
+    def sensitivity(self) -> tf.Tensor | float:
         """The largest norm that one example adds to the sum: a number, or a float32 scalar if the clip adapts."""
         state: ClipState | None = self.__dict__["state"]
         if state is not None:
@@ -89,7 +89,9 @@ class PrivateGradients(PerExampleGradients):
         # Each group is clipped by itself.
         return sum(bound**2 for _, bound in self.bounds()) ** 0.5
 
-    def _reweighed(self, quantities: Quantities, norms: Any, factor: tf.Tensor, step: Step) -> list[Any]:
+    def _reweighed(
+        self, quantities: Quantities, norms: tf.Tensor, factor: tf.Tensor, step: Step
+    ) -> list[tf.Tensor | None]:
         _check_losses(step)
         # A NaN or an overflow in one group drops the example from all of them.
         counted = tf.cast(tf.math.is_finite(norms), "float32") * self._scale(step)
@@ -98,14 +100,14 @@ class PrivateGradients(PerExampleGradients):
             state.count(norms, step.divisor.terms[0].sample_weight)
         if not (bounds := self.bounds()):
             return quantities.weighted_sums(_within(norms, self.sensitivity, counted), norms)
-        sums: list[Any] = [None] * len(quantities.variables)
+        sums: list[tf.Tensor | None] = [None] * len(quantities.variables)
         for part, bound in _groups(quantities, bounds):
             weights = _within(tf.sqrt(part.squared_norms()) * factor, bound, counted)
             for place, total in enumerate(part.weighted_sums(weights, norms)):
                 sums[place] = sums[place] if total is None else total
         return sums
 
-    def _scale(self, step: Step) -> Any:
+    def _scale(self, step: Step) -> tf.Tensor | float:
         """Turns the step's mean or sum over examples into a sum over the expected batch size."""
         terms = step.divisor.terms
         if self.rows is None or not terms:
@@ -170,7 +172,7 @@ def _check_losses(step: Step) -> None:
         )
 
 
-def _within(norms: tf.Tensor, bound: Any, counted: tf.Tensor) -> tf.Tensor:
+def _within(norms: tf.Tensor, bound: tf.Tensor | float, counted: tf.Tensor) -> tf.Tensor:
     """Each example's weight in the sum, which brings its norm within the bound; 0 where `counted` is 0."""
     return tf.where(counted > 0, counted * tf.where(norms > bound, bound / norms, 1.0), 0.0)
 

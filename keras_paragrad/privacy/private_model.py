@@ -17,7 +17,7 @@ from keras_paragrad.privacy.accounting import ACCOUNTANTS
 from keras_paragrad.privacy.adaptive import AdaptiveClip, ClipState
 from keras_paragrad.privacy.budget import Privacy, Settings
 from keras_paragrad.privacy.budget_callbacks import EpsilonLogs, UpdateCounter
-from keras_paragrad.privacy.clipping import PrivateGradients, check_clip
+from keras_paragrad.privacy.clipping import ClipNorm, PrivateGradients, check_clip
 from keras_paragrad.privacy.ledger import ROWS, WORDS
 from keras_paragrad.privacy.random_access import digest_of_examples, examples_of
 from keras_paragrad.privacy.refusals import check_compiled, check_private_fit, check_private_layers, check_transforms
@@ -31,7 +31,7 @@ _log = logging.getLogger("keras_paragrad")
 def make_private(
     model: keras.Model,
     *,
-    clip_norm: Any,
+    clip_norm: ClipNorm,
     expected_batch_size: int,
     delta: float,
     target_epsilon: float | None = None,
@@ -186,7 +186,7 @@ class PrivateModel(PerExampleModel):
         self._releases.sync()
         return super().get_weights()
 
-    def set_weights(self, weights: list[Any]) -> None:
+    def set_weights(self, weights: list[np.ndarray]) -> None:
         """Sets all weights, and adds their ledger to the model's."""
         self._releases.sync()
         super().set_weights(weights)
@@ -218,7 +218,7 @@ class PrivateModel(PerExampleModel):
         y: Any = None,
         batch_size: int | None = None,
         epochs: int = 1,
-        verbose: Any = "auto",
+        verbose: str | int = "auto",
         callbacks: Any = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
@@ -301,7 +301,7 @@ class PrivateModel(PerExampleModel):
             self._releases.end_fit()
 
     def _install(self, builder: StepBuilder, split: PhysicalBatches, padded: int) -> None:
-        layer: Any = self.per_example
+        layer = self.per_example
         layer.rows = padded
         if self._noise is None:
             deviation = self.privacy.gradient_noise_multiplier / self.privacy.settings.expected_batch_size

@@ -24,7 +24,9 @@ class Examples(Protocol):
         ...
 
 
-def examples_of(x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None) -> Examples:
+def examples_of(
+    x: Any, y: Any = None, sample_weight: Any = None, class_weight: dict[int, float] | None = None
+) -> Examples:
     """The examples in the data that `fit` gets.
 
     Args:
@@ -122,7 +124,7 @@ class _Batches:
         return draws.map(tf.autograph.experimental.do_not_convert(take))
 
 
-def _from_dataset(dataset: tf.data.Dataset, class_weight: Any) -> _Batches:
+def _from_dataset(dataset: tf.data.Dataset, class_weight: dict[int, float] | None) -> _Batches:
     batches = int(dataset.cardinality())
     if batches < 0:
         raise ValueError(

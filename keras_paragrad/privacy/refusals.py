@@ -1,7 +1,6 @@
 """Refuses what would break differential privacy, before any example is read."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 
@@ -37,7 +36,7 @@ def check_private_layers(model: keras.Model) -> None:
         )
 
 
-def check_compiled(model: Any) -> None:
+def check_compiled(model: keras.Model) -> None:
     """Refuses an optimizer or a loss that breaks the accounting, and a model that isn't compiled."""
     if not model.compiled:
         raise ValueError(
@@ -84,8 +83,8 @@ def check_compiled(model: Any) -> None:
 
 
 def check_private_fit(
-    model: Any,
-    callbacks: Sequence[Any],
+    model: keras.Model,
+    callbacks: Sequence[keras.callbacks.Callback],
     batch_size: int | None,
     validation_split: float,
     shuffle: bool,
@@ -124,7 +123,7 @@ def check_private_fit(
         )
 
 
-def check_transforms(model: Any, seed: int | None) -> None:
+def check_transforms(model: keras.Model, seed: int | None) -> None:
     """Refuses transforms of gradients with a seed, by which the same noise may be drawn again."""
     if seed is not None and StepBuilder.of(model).stages.transforms:
         raise ValueError(
@@ -134,7 +133,7 @@ def check_transforms(model: Any, seed: int | None) -> None:
         )
 
 
-def _check_callback(callback: Any) -> None:
+def _check_callback(callback: keras.callbacks.Callback) -> None:
     """Refuses a callback whose decisions depend on private rows without noise."""
     if isinstance(callback, keras.callbacks.TerminateOnNaN):
         raise ValueError(

@@ -49,7 +49,7 @@ class Releases:
         table: The ledger, as `table_of` writes it; int64 `(ROWS, WORDS)`.
     """
 
-    def __init__(self, model: Any, updates: keras.Variable, table: keras.Variable):
+    def __init__(self, model: keras.Model, updates: keras.Variable, table: keras.Variable):
         self._model, self._updates, self._table = model, updates, table
         self.ledger = ledger_of(model.per_example.layer)
         self.ledger.add(entry for digest in self._digests().values() for entry in released_by(digest) or ())
@@ -250,7 +250,7 @@ class Releases:
         with tf.init_scope(), self._scope():
             return tf.Variable(tf.constant(value), trainable=False, aggregation=only_first)
 
-    def _assign(self, variable: tf.Variable | keras.Variable, value: Any) -> None:
+    def _assign(self, variable: tf.Variable | keras.Variable, value: np.ndarray | np.int64) -> None:
         with self._scope():
             variable.assign(value)
 
@@ -292,7 +292,7 @@ def _stretch(secret: bytes) -> bytes:
     return hashlib.pbkdf2_hmac("sha256", secret, b"keras_paragrad.privacy", _ROUNDS)
 
 
-def _digest_of_state(model: Any) -> bytes:
+def _digest_of_state(model: keras.Model) -> bytes:
     """A digest of what the next update depends on: weights, the optimizer's iterations, and the learning rate."""
     digest = hashlib.blake2b(digest_size=16)
     optimizer = model.optimizer
@@ -301,7 +301,7 @@ def _digest_of_state(model: Any) -> bytes:
     return digest.digest()
 
 
-def _describe_compile(model: Any) -> list[Any]:
+def _describe_compile(model: keras.Model) -> list[Any]:
     """The optimizer and the losses as plain values, equal in all processes."""
     return [_describe(each) for each in (model.optimizer, *keras.tree.flatten(model.loss))]
 

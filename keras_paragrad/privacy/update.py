@@ -3,7 +3,7 @@
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -97,12 +97,12 @@ class PhysicalBatches(Slices):
         return tf.minimum(self.size, tf.maximum(1, -(-drawn // (batches * _ROWS))) * _ROWS)
 
 
-def _by_xla(model: Any) -> bool:
+def _by_xla(model: keras.Model) -> bool:
     """Whether XLA compiles the gradient, without the noise."""
     return StepBuilder.of(model).stages.by_xla_alone(model, replica_count())
 
 
-def _allows_any_batch_size(model: Any) -> bool:
+def _allows_any_batch_size(model: keras.Model) -> bool:
     """Whether the size of physical batches may differ between updates."""
     # XLA would compile again for each size.
     if _by_xla(model):
@@ -136,7 +136,7 @@ class GaussianNoise:
         key: Callable[[], tf.Tensor],
         position: tf.Variable,
         updates: keras.Variable,
-        deviation: Callable[[], Any],
+        deviation: Callable[[], tf.Tensor | float],
         variables: Callable[[], list[keras.Variable]],
         *,
         secure: bool = False,
@@ -147,7 +147,7 @@ class GaussianNoise:
 
     def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> list[tf.Tensor]:
         """Adds noise to the gradients."""
-        seed = tf.random.fold_in(self.key(), tf.identity(self.position), alg=_ALGORITHM)
+        seed: Any = tf.random.fold_in(self.key(), tf.identity(self.position), alg=_ALGORITHM)
         deviation = tf.cast(self.deviation(), "float32")
         # An embedding's gradient doesn't know its shape.
         shapes = [variable.shape for variable in variables]
@@ -170,7 +170,7 @@ class GaussianNoise:
         return noisy
 
 
-def _keyed_normals(seed: Any, place: int, shape: Any, deviation: Any) -> tf.Tensor:
+def _keyed_normals(seed: tf.Tensor, place: int, shape: Sequence[int], deviation: tf.Tensor | float) -> tf.Tensor:
     """Independent normal draws with mean 0 and a standard deviation, float32.
 
     The Box-Muller transform of 32-bit integers. `tf.random.stateless_normal` draws sequentially, and takes nearly twice
@@ -178,8 +178,8 @@ def _keyed_normals(seed: Any, place: int, shape: Any, deviation: Any) -> tf.Tens
     """
     key: Any = tf.random.fold_in(seed, place, alg=_ALGORITHM)
     count = math.prod(shape)
-    full_range: Any = {"minval": None, "maxval": None, "dtype": tf.uint32}
-    bits: Any = tf.random.stateless_uniform([2, (count + 1) // 2], key, alg=_ALGORITHM, **full_range)
+    full_range = {"minval": None, "maxval": None, "dtype": tf.uint32}
+    bits = tf.random.stateless_uniform([2, (count + 1) // 2], key, alg=_ALGORITHM, **full_range)
     radius, angle = tf.unstack(tf.cast(bits, "float32"))
     # Half a step above 0, where the logarithm is infinite.
     length = deviation * tf.sqrt(-2.0 * tf.math.log((radius + 0.5) * 2.0**-32))
@@ -195,8 +195,8 @@ def _reduce_draws(draws: list[tf.Tensor]) -> list[tf.Tensor]:
     return sum_over_replicas([draw / replica_count() ** 0.5 for draw in draws])
 
 
-def _system_draw(shape: Any) -> tf.Tensor:
-    draw: Any = tf.numpy_function(lambda: system_normals(tuple(shape)), [], tf.float32, stateful=True)
+def _system_draw(shape: Sequence[int]) -> tf.Tensor:
+    draw = tf.numpy_function(lambda: system_normals(tuple(shape)), [], tf.float32, stateful=True)
     draw.set_shape(shape)
     return draw
 

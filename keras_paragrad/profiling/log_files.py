@@ -20,6 +20,7 @@ _log = logging.getLogger("keras_paragrad")
 _numbers = itertools.count()
 # Placeholder for the step and the epoch in a report's lines; never part of a label.
 _WHEN = "\0"
+Ints = Sequence[int] | np.ndarray
 
 
 class Table:
@@ -41,7 +42,7 @@ class Table:
         columns = ["step", "epoch", *labels, "value"]
         self._file = _Parquet(path, columns, resume) if path.suffix == ".parquet" else _Csv(path, columns, resume)
 
-    def append(self, steps: Any, epochs: Any, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
+    def append(self, steps: Ints, epochs: Ints, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
         """Writes rows: `steps` and `epochs` have the shape `(reports,)`, `values` `(reports, len(labels))`."""
         self._file.append(steps, epochs, labels, values)
 
@@ -56,7 +57,7 @@ class _Csv:
         self._labels: Sequence[tuple[str, ...]] = ()
         self._report = ""
 
-    def append(self, steps: Any, epochs: Any, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
+    def append(self, steps: Ints, epochs: Ints, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
         if labels is not self._labels:
             # Nine digits distinguish any two 32-bit floats; all seventeen take three times as long.
             lines = [_quoted(label).replace("%", "%%") for label in labels]
@@ -90,7 +91,7 @@ class _Parquet:
         if resume and previous is not None:
             self._writer.write_table(previous)
 
-    def append(self, steps: Any, epochs: Any, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
+    def append(self, steps: Ints, epochs: Ints, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
         count = len(labels)
         columns = [np.repeat(steps, count), np.repeat(epochs, count)]
         columns += [list(column) * len(values) for column in zip(*labels, strict=True)]

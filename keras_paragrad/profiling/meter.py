@@ -30,7 +30,7 @@ class Meter:
 
     def __init__(
         self,
-        model: Any,
+        model: keras.Model,
         every: int,
         on_update: Callable[[np.ndarray], None],
         on_weights: Callable[[list[Weight]], None],
@@ -50,7 +50,7 @@ class Meter:
         self._updates = 0
         self._batches: int | None = None
 
-    def is_of(self, model: Any) -> bool:
+    def is_of(self, model: keras.Model) -> bool:
         """Whether the model still trains the measured weights."""
         return self.model is model and [*map(id, model.trainable_variables)] == [*map(id, self._trainable)]
 
@@ -58,7 +58,7 @@ class Meter:
         """Reads the optimizer's number of updates."""
         self._updates = int(self.model.optimizer.iterations.numpy())
 
-    def watch(self, updated: Sequence[Any], known: Sequence[Any]) -> Sequence[Any]:
+    def watch(self, updated: Sequence[keras.Variable], known: Sequence[keras.Variable]) -> Sequence[keras.Variable]:
         """The measured weights: those that the model trains and the optimizer updates."""
         if not self._weights:
             self._trainable = self.model.trainable_variables
@@ -113,9 +113,9 @@ class Meter:
 
     def read(self, latest: Any = None) -> bool:
         """Reports the measurement if it is new, and returns whether it was."""
-        if latest is None and self._vector is None:
-            return False
         if latest is None:
+            if self._vector is None:
+                return False
             # The first of this worker's replicas holds it.
             latest = getattr(self._vector, "values", (self._vector,))[0]
         vector = latest.numpy()
@@ -137,7 +137,7 @@ class Meter:
             self._vector = replica_variable([size], tf.float64)
 
 
-def weights_of(model: keras.Model, variables: Sequence[Any]) -> list[Weight]:
+def weights_of(model: keras.Model, variables: Sequence[keras.Variable]) -> list[Weight]:
     """Layers and names of a model's weights, without duplicates."""
     counts: dict[tuple[str, str], int] = {}
     weights = []
@@ -150,7 +150,7 @@ def weights_of(model: keras.Model, variables: Sequence[Any]) -> list[Weight]:
     return weights
 
 
-def _measure(update: Update, square: Callable[[Any], tf.Tensor]) -> tf.Tensor:
+def _measure(update: Update, square: Callable[[tf.Tensor | None], tf.Tensor]) -> tf.Tensor:
     gradients = [square(gradient) for gradient in update.gradients]
     # Without clipping, both are the same tensors.
     clipped = [
@@ -170,20 +170,20 @@ def _measure(update: Update, square: Callable[[Any], tf.Tensor]) -> tf.Tensor:
     return tf.concat([tf.cast(update.number, "float64")[tf.newaxis], tf.cast(figures, "float64")], 0)
 
 
-def _float(tensor: Any) -> tf.Tensor:
+def _float(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, "float32")
 
 
-def _half_square(tensor: Any) -> tf.Tensor:
+def _half_square(tensor: tf.Tensor | None) -> tf.Tensor:
     # A single operation.
     return tf.constant(0.0) if tensor is None else tf.nn.l2_loss(_float(tensor))
 
 
-def _half_square_by_xla(tensor: Any) -> tf.Tensor:
+def _half_square_by_xla(tensor: tf.Tensor | None) -> tf.Tensor:
     return tf.constant(0.0) if tensor is None else row_sums(tf.square(tf.reshape(_float(tensor), [1, -1])) / 2, True)[0]
 
 
-def _nonfinite(tensor: Any) -> tf.Tensor:
+def _nonfinite(tensor: tf.Tensor | None) -> tf.Tensor:
     if tensor is None:
         return tf.constant(0.0)
     return tf.reduce_sum(tf.cast(tf.logical_not(tf.math.is_finite(tensor)), "float32"))

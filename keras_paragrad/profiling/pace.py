@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sized
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -132,7 +133,7 @@ class Pace:
         update: Number of the optimizer's updates when it last started counting.
     """
 
-    def __init__(self, model: Any, batch_size: int | None):
+    def __init__(self, model: keras.Model, batch_size: int | None):
         self.model, self.batch_size = model, batch_size
         self._workers = place_of(model.distribute_strategy).workers
         self._rates: dict[str, float | None] = {}

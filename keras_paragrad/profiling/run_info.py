@@ -7,7 +7,6 @@ import platform
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -26,18 +25,7 @@ _REQUIRED_KEYS = {"model", "optimizer", "strategy", "replicas", "started"}
 
 
 def run_info(model: keras.Model) -> RunInfo:
-    """Describes a built and compiled model, and its training setup.
-
-    Example:
-
-    >>> import keras
-    >>> from keras_paragrad.profiling.run_info import run_info
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    >>> model.compile("adam", loss="mse")
-    >>> info = run_info(model)
-    >>> info.optimizer, info.parameters, info.replicas, info.strategy
-    ('Adam', 10, 1, '')
-    """
+    """Describes a built and compiled model, and its training setup."""
     strategy = model.distribute_strategy
     kind = type(strategy).__name__
     devices = _devices_of(model, strategy)
@@ -88,7 +76,7 @@ def _is_ours(path: Path) -> bool:
 
 def _devices_of(model: keras.Model, strategy: tf.distribute.Strategy) -> list[str]:
     """The devices that hold the trainable variables, in short form: `GPU:0`."""
-    variables: Any = [variable.value for variable in model.trainable_variables]
+    variables = [variable.value for variable in model.trainable_variables]
     names = [part.device for each in variables for part in strategy.experimental_local_results(each)]
     return sorted({device.rpartition("/device:")[2] for device in names if device})
 
@@ -100,7 +88,7 @@ def _least_capability(devices: Collection[str]) -> tuple[int, int] | None:
     return min(known) if known and len(known) == len(gpus) else None
 
 
-def _optimizer_name(optimizer: Any) -> str:
+def _optimizer_name(optimizer: keras.optimizers.Optimizer) -> str:
     name = type(optimizer).__name__
     inner = getattr(optimizer, "inner_optimizer", None)
     return f"{name}({_optimizer_name(inner)})" if inner is not None else name

@@ -43,13 +43,7 @@ class RunInfo:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "RunInfo":
-        """Restores a `RunInfo` from JSON data, also of an earlier version.
-
-        Example:
-
-        >>> RunInfo.from_dict({"model": "digits", "devices": [], "compute_capability": [8, 0]}).compute_capability
-        (8, 0)
-        """
+        """Restores a `RunInfo` from JSON data, also of an earlier version."""
         capability = data.get("compute_capability")
         return cls(
             **{
@@ -93,14 +87,7 @@ PARTS = ("input", "host", "compile", "compute", "collective", "idle")
 
 
 def shares_of(steps: Sequence[StepTime]) -> dict[str, float]:
-    """Each part's fraction of the total time, for terminal, report and advice.
-
-    Example:
-
-    >>> from keras_paragrad.profiling.summary import StepTime, shares_of
-    >>> shares_of([StepTime(0, 0, 0.0, 4.0, input=3.0, compute=1.0)])["input"]
-    0.75
-    """
+    """Each part's fraction of the total time, for terminal, report and advice."""
     total = sum(step.duration for step in steps) or 1.0
     return {part: sum(getattr(step, part) for step in steps) / total for part in PARTS}
 

@@ -95,7 +95,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         self.layers: tuple[str, ...] = ()
         self._recent: deque[tuple[np.ndarray, int]] = deque(maxlen=_MOST_PENDING)
         self._meter: Meter | None = None
-        self._measured_optimizer: Any = None
+        self._measured_optimizer: keras.optimizers.Optimizer | None = None
         self._files: TelemetryFiles | None = None
         self._logs: dict[str, float] = {}
         self._epoch = 0
@@ -109,7 +109,7 @@ class GradientTelemetry(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Starts measuring updates; a second `fit` of the same model continues the same files."""
-        model: Any = self.model
+        model = self.model
         builder = StepBuilder.of(model)
         if builder.stages.telemetry is not None:
             raise ValueError("There are two GradientTelemetry callbacks. Remove one: each reports all layers.")
@@ -161,8 +161,7 @@ class GradientTelemetry(keras.callbacks.Callback):
 
     def _start(self) -> bool:
         """Creates the meter for the model; returns whether it already existed."""
-        model: Any = self.model
-        optimizer = model.optimizer
+        model, optimizer = self.model, self.model.optimizer
         known = self._meter is not None and self._meter.is_of(model) and self._measured_optimizer is optimizer
         if not known:
             self._recent.clear()
@@ -180,11 +179,10 @@ class GradientTelemetry(keras.callbacks.Callback):
             self._files.set_weights(self._reader.weights, self.layers)
 
     def _updates(self) -> int:
-        model: Any = self.model
-        return int(model.optimizer.iterations.numpy())
+        return int(self.model.optimizer.iterations.numpy())
 
     def _why_no_update(self) -> str:
-        model: Any = self.model
+        model = self.model
         before, now = self._updates_at_begin, self._updates()
         if not model.trainable_variables:
             return "the model has no trainable weights."
@@ -204,15 +202,17 @@ class GradientTelemetry(keras.callbacks.Callback):
         self._vectors.append(vector)
         self._epochs.append(self._epoch)
         sums = vector[len(HEADER) :].reshape(len(QUANTITIES), -1).sum(1).tolist()
-        self._logs = {
+        logs = {
             "gradient_norm": sums[0] ** 0.5,
             "update_ratio": (sums[3] / sums[2]) ** 0.5 if sums[2] else float("nan"),
             "nonfinite_gradients": sums[4],
         }
         if self._clips:
-            self._logs["clipped_gradient_norm"] = sums[1] ** 0.5
+            logs["clipped_gradient_norm"] = sums[1] ** 0.5
         if self._scales:
-            self._logs["loss_scale"] = float(vector[2])
+            logs["loss_scale"] = float(vector[2])
+        # At once, as another thread may read it.
+        self._logs = logs
         if len(self._vectors) >= _MOST_PENDING or time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._flush()
 

@@ -80,18 +80,7 @@ class Reports(NamedTuple):
 
 
 class ReportReader:
-    """Parses the vectors that the compiled step writes.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_paragrad.profiling.telemetry_reports import ReportReader, Weight
-    >>> reader = ReportReader([Weight("dense", "kernel"), Weight("dense", "bias")])
-    >>> squares = [[9.0, 16.0], [9.0, 16.0], [4.0, 0.0], [0.04, 0.01], [0.0, 0.0]]
-    >>> reports = reader.read(np.array([[7, 0.1, 1.0, *np.ravel(squares)]]), [0])
-    >>> reports.steps, reports.weights.gradient_norm, reports.layers.gradient_norm
-    (array([7]), array([[3., 4.]]), array([[5.]]))
-    """
+    """Parses the vectors that the compiled step writes."""
 
     def __init__(self, weights: Sequence[Weight]):
         self.weights = tuple(weights)
@@ -120,15 +109,6 @@ class Alarms:
     - Dead: it is zero, while that of another layer is not.
 
     Vanishing and dead require `patience` consecutive reports.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_paragrad.profiling.telemetry_reports import Alarms
-    >>> alarms = Alarms(["first", "second"], patience=2)
-    >>> norms, counts = np.array([[0.0, 1.0]]), np.zeros((1, 2))
-    >>> list(alarms.check(np.array([10]), norms, counts)), len(list(alarms.check(np.array([20]), norms, counts)))
-    ([], 1)
     """
 
     def __init__(

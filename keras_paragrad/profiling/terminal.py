@@ -26,16 +26,7 @@ _BAR = 24
 
 
 class WindowFigures(Printable):
-    """A window's summary with at most `most` operations, for `print` and for a rich console.
-
-    Example:
-
-    >>> from keras_paragrad.profiling.summary import ProfileSummary, StepTime
-    >>> from keras_paragrad.profiling.terminal import WindowFigures
-    >>> steps = tuple(StepTime(step, step, 2.0 * step, 2.0, input=0.5, compute=1.5) for step in range(4))
-    >>> print(str(WindowFigures(ProfileSummary(steps=steps), "logs")).splitlines()[0])
-    Profile of batches 0 to 3: 2.00 ms a batch (median), 2.00 ms (p95)
-    """
+    """A window's summary with at most `most` operations, for `print` and for a rich console."""
 
     width = WIDTH
 

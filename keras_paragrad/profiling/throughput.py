@@ -104,7 +104,7 @@ class Throughput(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Starts timing."""
         self._start = time.perf_counter()
-        model: Any = self.model
+        model = self.model
         resumes = self._known_model is model or int(model.optimizer.iterations.numpy()) > 0
         self._known_model, self._first, self._constants = model, True, {}
         self._times, self._retraces, self._pace = StepTimes(), Retraces(), Pace(model, self.batch_size)

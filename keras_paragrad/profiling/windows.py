@@ -5,8 +5,8 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.local import place_of
@@ -38,8 +38,8 @@ class StepMarkers:
         self._per_call = per_call
         self._pulls = pulls
         self._nested = updates.each > 1 and per_call == 1
-        self._update: Any = None
-        self._call: Any = None
+        self._update: tf.profiler.experimental.Trace | None = None
+        self._call: tf.profiler.experimental.Trace | None = None
         self._batch = 0
 
     def open(self, batch: int) -> None:
@@ -85,7 +85,7 @@ class WindowTracer:
         traced: How many windows have been written.
     """
 
-    def __init__(self, model: Any, log_dir: Path, run: RunInfo, keep: int):
+    def __init__(self, model: keras.Model, log_dir: Path, run: RunInfo, keep: int):
         self.window: TraceWindow | None = None
         self.traced = 0
         self._model = model

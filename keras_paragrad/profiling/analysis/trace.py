@@ -1,9 +1,9 @@
 """Reads a trace file, and sorts its events by their role in a training step."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from keras_paragrad.extras import require
 from keras_paragrad.profiling.analysis.events import (
@@ -41,6 +41,25 @@ _FROM_PYTHON, _LOCK_RELEASED = "TFE_Py_", "EagerExecute"
 # The input pipeline's own functions and threads, which run concurrently with the step.
 _PYTHON_INPUT = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 _INPUT_LINES = ("tf_data_iterator_resource",)
+
+
+class _Event(Protocol):
+    """An event as xprof reads it."""
+
+    name: str
+    start_ns: float
+    duration_ns: float
+    stats: Iterable[tuple[str, Any]]
+
+
+class _Line(Protocol):
+    name: str
+    events: Iterable[_Event]
+
+
+class _Plane(Protocol):
+    name: str
+    lines: Iterable[_Line]
 
 
 def trace_files(folder: Path) -> list[Path]:
@@ -89,7 +108,7 @@ def _add_compiled_stages(trace: Trace, file: Path) -> None:
             )
 
 
-def _read_device(trace: Trace, plane: Any) -> None:
+def _read_device(trace: Trace, plane: _Plane) -> None:
     for line in plane.lines:
         if not _DEVICE_LINES.search(line.name):
             continue
@@ -98,7 +117,7 @@ def _read_device(trace: Trace, plane: Any) -> None:
             spans.append(_span(event))
 
 
-def _read_host(trace: Trace, plane: Any) -> None:
+def _read_host(trace: Trace, plane: _Plane) -> None:
     reader = _HostReader(trace)
     for number, line in enumerate(plane.lines):
         if not line.name.startswith(_INPUT_LINES):
@@ -118,88 +137,88 @@ class _HostReader:
         # By thread, a run of a program whose id isn't known yet.
         self._running: dict[int, Span] = {}
 
-    def read(self, line: Any, number: int) -> None:
+    def read(self, line: _Line, number: int) -> None:
         for kinds, event in _classified_events(line):
             span = _span(event)
             for kind in kinds:
                 kind(self, event, span, number)
 
-    def marker(self, event: Any, span: Span, line: int) -> None:
+    def marker(self, event: _Event, span: Span, line: int) -> None:
         self.trace.markers.append(Marker(*span, dict(event.stats), line))
 
-    def call(self, event: Any, span: Span, line: int) -> None:
+    def call(self, event: _Event, span: Span, line: int) -> None:
         self.trace.calls.append(TracedCall(span[0], line, _flow(event, _PRODUCER)))
 
-    def work(self, event: Any, span: Span, line: int) -> None:
+    def work(self, event: _Event, span: Span, line: int) -> None:
         self.trace.work.append(Work(*span, line, _flow(event, _CONSUMER)))
 
-    def collective_call(self, event: Any, span: Span, line: int) -> None:
+    def collective_call(self, event: _Event, span: Span, line: int) -> None:
         self.collective_calls[_flow(event, _PRODUCER)] = span[0]
 
-    def collective_end(self, event: Any, span: Span, line: int) -> None:
+    def collective_end(self, event: _Event, span: Span, line: int) -> None:
         self.collective_ends[_flow(event, _CONSUMER)] = span[1]
 
-    def input(self, event: Any, span: Span, line: int) -> None:
+    def input(self, event: _Event, span: Span, line: int) -> None:
         self.trace.input.append(span)
         if "::DoCompute" in event.name:
             self.trace.pulls.append(Pull(span[0], "element_size" in dict(event.stats)))
 
-    def compiled(self, event: Any, span: Span, line: int) -> None:
+    def compiled(self, event: _Event, span: Span, line: int) -> None:
         self.trace.operations.append(span)
         self.trace.compiled.append(Compiled(event.name, *span, line))
         if (run := self._running.pop(line, None)) and span[0] < run[1]:
             self.trace.programs.append((str(dict(event.stats).get(_PROGRAM)), run))
 
-    def run(self, event: Any, span: Span, line: int) -> None:
+    def run(self, event: _Event, span: Span, line: int) -> None:
         self._running[line] = span
 
-    def function(self, event: Any, span: Span, line: int) -> None:
+    def function(self, event: _Event, span: Span, line: int) -> None:
         traced = dict(event.stats).get("tracing_count")
         # A call that failed, as at the end of data, lacks the statistic.
         if traced is not None:
             self.trace.functions.append(FunctionCall(*span, line, int(traced)))
 
-    def graph(self, event: Any, span: Span, line: int) -> None:
+    def graph(self, event: _Event, span: Span, line: int) -> None:
         self.trace.graphs.append((span[0], line))
 
-    def python_call(self, event: Any, span: Span, line: int) -> None:
+    def python_call(self, event: _Event, span: Span, line: int) -> None:
         self.trace.python_calls[line].append(span)
 
-    def lock_released(self, event: Any, span: Span, line: int) -> None:
+    def lock_released(self, event: _Event, span: Span, line: int) -> None:
         self.trace.lock_released[line].append(span)
 
-    def python_input(self, event: Any, span: Span, line: int) -> None:
+    def python_input(self, event: _Event, span: Span, line: int) -> None:
         self.trace.python_input.append(span)
 
-    def stage(self, event: Any, span: Span, line: int) -> None:
+    def stage(self, event: _Event, span: Span, line: int) -> None:
         match = _STAGE.search(event.name)
         assert match is not None
         stage, column, micro_batch = map(int, match.groups())
         self.trace.stages.append(StageOperation(stage, column, micro_batch, event.name.startswith(_BACKWARD), *span))
 
-    def operation(self, event: Any, span: Span, line: int) -> None:
+    def operation(self, event: _Event, span: Span, line: int) -> None:
         self.trace.operations.append(span)
 
-    def collective(self, event: Any, span: Span, line: int) -> None:
+    def collective(self, event: _Event, span: Span, line: int) -> None:
         self.trace.collective.append(span)
 
-    def host(self, event: Any, span: Span, line: int) -> None:
+    def host(self, event: _Event, span: Span, line: int) -> None:
         self.trace.host[line].append(span)
 
 
-Kind = Callable[[_HostReader, Any, Span, int], None]
+Kind = Callable[[_HostReader, _Event, Span, int], None]
 
 
-def _flow(event: Any, names: tuple[str, str]) -> str:
+def _flow(event: _Event, names: tuple[str, str]) -> str:
     stats = dict(event.stats)
     return ":".join(str(stats.get(name, "")) for name in names)
 
 
-def _span(event: Any) -> Span:
+def _span(event: _Event) -> Span:
     return event.start_ns, event.start_ns + event.duration_ns
 
 
-def _classified_events(line: Any) -> Iterator[tuple[tuple[Kind, ...], Any]]:
+def _classified_events(line: _Line) -> Iterator[tuple[tuple[Kind, ...], _Event]]:
     """A line's events with their kinds, determined once per name, as reading an event's statistics is slow."""
     kinds_by_name: dict[str, tuple[Kind, ...]] = {}
     for event in line.events:
@@ -210,7 +229,7 @@ def _classified_events(line: Any) -> Iterator[tuple[tuple[Kind, ...], Any]]:
             yield kinds, event
 
 
-def _kinds(event: Any) -> tuple[Kind, ...]:
+def _kinds(event: _Event) -> tuple[Kind, ...]:
     if event.name == _LOCK_RELEASED:
         return (_HostReader.lock_released,)
     if event.name.startswith(_ENCLOSING):
