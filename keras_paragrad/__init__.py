@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from keras_paragrad.distribution.fit import DistributedFit
     from keras_paragrad.distribution.pipeline.pipeline import Pipeline
     from keras_paragrad.inputs.attribution import integrated_gradients
-    from keras_paragrad.inputs.gradients import input_gradients
+    from keras_paragrad.inputs.gradients import hessian_vector_product, input_gradients
     from keras_paragrad.inputs.jacobian import input_jacobian
-    from keras_paragrad.inputs.second_order import hessian_vector_product
     from keras_paragrad.memory.estimate import estimate_memory
     from keras_paragrad.memory.recomputation import recompute
     from keras_paragrad.per_example.example_gradients import ExampleGradients

@@ -1,7 +1,5 @@
 """No check, probe, trial or estimate leaves a trace in a model that counts whatever is done with it."""
 
-from typing import Any, cast
-
 import counting
 import keras
 import numpy as np
@@ -19,11 +17,11 @@ from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 from keras_paragrad.engine.probes.states import layers_storing_examples
 from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.telemetry.train_functions import gradient_graph
+from keras_paragrad.inputs.chunks import bytes_of_gradient
 from keras_paragrad.inputs.execution import Execution
-from keras_paragrad.inputs.options import DerivativeOptions
 from keras_paragrad.inputs.selection import Selection
 from keras_paragrad.memory import estimate_memory
-from keras_paragrad.per_example.probing import units_for
+from keras_paragrad.per_example.capture import units_for
 
 ROWS, SIZE = 8, 4
 X, Y = (np.random.default_rng(seed).normal(size=(ROWS, SIZE)).astype("float32") for seed in (0, 1))
@@ -50,8 +48,7 @@ def by_examples(arguments):
 
 
 def bytes_per_row(model):
-    options, method = DerivativeOptions(0, None, None, False, None, False, 0), cast("Any", None)
-    Execution(model, Selection.of(model, 0, [X], None), options).bytes_per_row([X], method)
+    Execution(model, Selection.of(model, 0, [X], None), 0, False).bytes_per_row([X], bytes_of_gradient)
 
 
 def recompute_where_it_pays(model):

@@ -6,9 +6,8 @@ from keras_paragrad.exports import lazily
 
 if TYPE_CHECKING:
     from keras_paragrad.inputs.attribution import integrated_gradients
-    from keras_paragrad.inputs.gradients import input_gradients
+    from keras_paragrad.inputs.gradients import hessian_vector_product, input_gradients
     from keras_paragrad.inputs.jacobian import input_jacobian
-    from keras_paragrad.inputs.second_order import hessian_vector_product
 
 __all__ = [
     "hessian_vector_product",
@@ -19,7 +18,7 @@ __all__ = [
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "hessian_vector_product": "second_order",
+        "hessian_vector_product": "gradients",
         "input_gradients": "gradients",
         "input_jacobian": "jacobian",
         "integrated_gradients": "attribution",

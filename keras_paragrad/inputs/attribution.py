@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer, refusal
 from keras_paragrad.inputs.function import Derivative, RowFunction
-from keras_paragrad.inputs.options import DerivativeOptions
-from keras_paragrad.inputs.run import differentiate
+from keras_paragrad.inputs.run import DerivativeOptions, differentiate
 
 
 def integrated_gradients(
@@ -70,33 +69,24 @@ def integrated_gradients(
     # The quadrature points are eigenvalues of a matrix with `steps` rows.
     steps = check_integer("steps", steps, most=10_000, example=50)
     options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
-    rows = [_checked_row(row) for row in keras.tree.flatten(0.0 if baseline is None else baseline)]
+    rows = [_check_baseline(row) for row in keras.tree.flatten(0.0 if baseline is None else baseline)]
     return differentiate(model, x, [_Path(rows, steps)], options)
 
 
-def _checked_row(row: Any) -> np.ndarray:
+def _check_baseline(row: Any) -> np.ndarray:
     try:
-        found = np.asarray(row)
-    except Exception:  # whatever a tensor or a user's object raises
-        found = np.empty(0, object)
-    if found.dtype.kind not in "fiuV" or not _is_finite(found):
-        raise refusal("baseline", row, "an array of the shape of one row for each input, or one finite number", "0.0")
-    return found
-
-
-def _is_finite(row: np.ndarray) -> bool:
-    """Whether all entries are finite in float32; others would make every attribution NaN."""
+        array = np.asarray(row)
+    except Exception:  # whatever a tensor raises
+        array = np.empty(0, object)
+    # Entries that are not finite in float32 would make every attribution NaN.
     with np.errstate(over="ignore"):
-        return bool(np.isfinite(row.astype("float32")).all())
+        if array.dtype.kind in "fiuV" and np.isfinite(array.astype("float32")).all():
+            return array
+    raise refusal("baseline", row, "an array of the shape of one row for each input, or one finite number", "0.0")
 
 
 class _Path(NamedTuple):
-    """The integral of the gradient along the line from the baseline to each row, times its length.
-
-    Attributes:
-        baseline: A row for each free input, or one number for all of them.
-        steps: Number of quadrature points.
-    """
+    """The integral of the gradient along the line from the baseline to each row, times its length."""
 
     baseline: list[np.ndarray]
     steps: int
@@ -105,23 +95,24 @@ class _Path(NamedTuple):
         starts = [
             tf.broadcast_to(tf.cast(row, x.dtype), x.shape) for row, x in zip(self._rows(free), free, strict=True)
         ]
-        ways = [x - start for x, start in zip(free, starts, strict=True)]
+        differences = [x - start for x, start in zip(free, starts, strict=True)]
         points, weights = np.polynomial.legendre.leggauss(self.steps)
         # From the interval (-1, 1) to the line's (0, 1).
-        places, shares = tf.constant((points + 1) / 2), tf.constant(weights / 2)
+        positions, weights = tf.constant((points + 1) / 2), tf.constant(weights / 2)
 
-        def add(step, total):
-            here = [start + tf.cast(places[step], way.dtype) * way for start, way in zip(starts, ways, strict=True)]
+        def add(step, sums):
+            pairs = zip(starts, differences, strict=True)
+            inputs = [start + tf.cast(positions[step], start.dtype) * difference for start, difference in pairs]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(here)
-                values = function.values(here)
-            gradients = function.connected(tape.gradient(values, here))
-            parts = [tf.cast(shares[step], gradient.dtype) * gradient for gradient in gradients]
-            return step + 1, [added + part for added, part in zip(total, parts, strict=True)]
+                tape.watch(inputs)
+                scalars = function.scalars(inputs)
+            gradients = function.check_connected(tape.gradient(scalars, inputs))
+            pairs = zip(sums, gradients, strict=True)
+            return step + 1, [total + tf.cast(weights[step], total.dtype) * gradient for total, gradient in pairs]
 
-        zeros = [tf.zeros_like(way) for way in ways]
+        zeros = [tf.zeros_like(difference) for difference in differences]
         _, means = tf.while_loop(lambda step, _: step < self.steps, add, (0, zeros), parallel_iterations=1)
-        return Derivative([mean * way for mean, way in zip(means, ways, strict=True)])
+        return Derivative([mean * difference for mean, difference in zip(means, differences, strict=True)])
 
     def _rows(self, free: list[tf.Tensor]) -> list[np.ndarray]:
         rows = self.baseline

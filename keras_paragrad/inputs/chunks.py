@@ -1,12 +1,13 @@
 """Chunk sizes: as many rows as fit into a memory budget, estimated from a row's forward pass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad.inputs.modes import Jacobian
-from keras_paragrad.inputs.seeds import PARALLEL_PASSES
+# From the bytes of a row's forward pass, the bytes of its differentiated inputs and the number of its output entries,
+# estimates the bytes needed to differentiate it.
+EstimateBytes = Callable[[float, float, int], float]
 
 # Larger chunks are no faster for small rows: a few thousand already amortize the overhead.
 MOST_ROWS = 8192
@@ -21,22 +22,10 @@ def rows_within_budget(bytes_per_row: float) -> int:
     return int(min(max(BUDGET // max(bytes_per_row, 1), 1), MOST_ROWS))
 
 
-def bytes_of_derivative(method: Any, held: float, free: float, outputs: int, second: bool) -> float:
-    """An estimate of the bytes needed to differentiate a row.
-
-    Args:
-        method: How it is differentiated.
-        held: Bytes of its forward pass.
-        free: Bytes of its differentiated inputs.
-        outputs: Number of output entries.
-        second: Whether it is differentiated twice.
-    """
-    if not isinstance(method, Jacobian):
-        # Much of the forward pass is freed early, making room for the backward pass. The rest is copies of the result.
-        return (4 if second else 1) * held + 4 * free
-    # The concurrent backward passes besides the forward pass; and the result stacked, transposed and as an array.
-    passes = outputs if method.mode == "vectorized" else PARALLEL_PASSES
-    return (1 + passes / 2) * held + 3 * outputs * free
+def bytes_of_gradient(forward: float, inputs: float, outputs: int) -> float:
+    """The `EstimateBytes` of a gradient."""
+    # Much of the forward pass is freed early, making room for the backward pass. The rest is copies of the result.
+    return forward + 4 * inputs
 
 
 def bytes_in_graph(graph: tf.Graph, inputs: Sequence[tf.Tensor]) -> int:
@@ -54,43 +43,42 @@ def _bytes_of(nodes: Any, reached: set[str], functions: Mapping[str, Any]) -> in
     total = 0
     by_name = {node.name: node for node in nodes}
     for node in nodes:
-        if node.name not in reached and not any(_source(name) in reached for name in node.input):
+        if node.name not in reached and not any(_producer(name) in reached for name in node.input):
             continue
         reached.add(node.name)
         if node.op != "Placeholder" and node.op not in _ALIASES:
             total += sum(_elements(shape) for shape in node.attr["_output_shapes"].list.shape) * _item_size(node)
         times = _steps(node, by_name) if node.op in ("While", "StatelessWhile") else 1
-        total += times * sum(_bytes_in_function(name, functions) for name in _called(node))
+        total += times * sum(_bytes_in_function(functions[name], functions) for name in _called_functions(node))
     return total
 
 
-def _bytes_in_function(name: str, functions: Mapping[str, Any]) -> int:
-    function = functions[name]
+def _bytes_in_function(function: Any, functions: Mapping[str, Any]) -> int:
     arguments = {argument.name for argument in function.signature.input_arg if argument.type != tf.resource}
     return _bytes_of(function.node_def, arguments, functions)
 
 
-def _called(node: Any) -> list[str]:
-    called = [attribute.func.name for attribute in node.attr.values() if attribute.HasField("func")]
-    return called + [function.name for attribute in node.attr.values() for function in attribute.list.func]
+def _called_functions(node: Any) -> list[str]:
+    names = [attribute.func.name for attribute in node.attr.values() if attribute.HasField("func")]
+    return names + [function.name for attribute in node.attr.values() for function in attribute.list.func]
 
 
 def _steps(loop: Any, by_name: Mapping[str, Any]) -> int:
     """The length of the longest tensor list that enters a loop: the number of steps of a recurrent layer."""
     lengths = [1]
     for name in loop.input:
-        made = by_name.get(_source(name))
-        if made is not None and made.op == "TensorListFromTensor":
-            read = by_name[_source(made.input[0])].attr["_output_shapes"].list.shape
-            lengths += [shape.dim[0].size for shape in read[:1] if shape.dim]
-        if made is not None and made.op == "TensorListReserve":
-            length = by_name[_source(made.input[1])]
+        producer = by_name.get(_producer(name))
+        if producer is not None and producer.op == "TensorListFromTensor":
+            shapes = by_name[_producer(producer.input[0])].attr["_output_shapes"].list.shape
+            lengths += [shape.dim[0].size for shape in shapes[:1] if shape.dim]
+        if producer is not None and producer.op == "TensorListReserve":
+            length = by_name[_producer(producer.input[1])]
             if length.op == "Const":
                 lengths.append(int(tf.make_ndarray(length.attr["value"].tensor)))
     return max(lengths)
 
 
-def _source(name: str) -> str:
+def _producer(name: str) -> str:
     """The node that produces a node's input."""
     return name.removeprefix("^").split(":")[0]
 

@@ -7,16 +7,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.compat.model import all_layers
+from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.gradient_functions import releasing
-from keras_paragrad.inputs.chunks import MOST_ROWS, bytes_in_graph, bytes_of_derivative
-from keras_paragrad.inputs.function import Derivative, RowFunction
-from keras_paragrad.inputs.options import DerivativeOptions
-from keras_paragrad.inputs.refusal import check_assigns_nothing, check_rows, check_stateless
+from keras_paragrad.engine.step.operations import assigned_resources
+from keras_paragrad.inputs.chunks import MOST_ROWS, EstimateBytes, bytes_in_graph
+from keras_paragrad.inputs.function import Differentiate, Output, RowFunction
 from keras_paragrad.inputs.rows import Chunk
 from keras_paragrad.inputs.selection import Selection
 
-Differentiate = Callable[..., Derivative]
+_KEEPS_STATE = (
+    "so a row's derivatives would depend on the rows before it, and later predictions would differ from earlier ones."
+)
 
 
 class Execution:
@@ -25,81 +28,44 @@ class Execution:
     Args:
         model: The model.
         selection: The inputs that are differentiated.
-        options: The arguments of the public function.
+        output: The output that is differentiated.
+        jit_compile: Whether to compile with XLA; `"auto"` follows the model.
     """
 
-    def __init__(self, model: keras.Model, selection: Selection, options: DerivativeOptions):
-        self.model = model
-        self.selection = selection
-        self.options = options
+    def __init__(self, model: keras.Model, selection: Selection, output: Output, jit_compile: bool | str):
+        self.model, self.selection, self.output = model, selection, output
+        self.jit_compile = model.jit_compile if jit_compile == "auto" else jit_compile
         self.strategy = model.distribute_strategy
         self._function: Any = None
 
-    def begin(self, chunk: Chunk, methods: Sequence[Differentiate]) -> list[np.ndarray]:
-        """The results of the first chunk, by the first of `methods` whose results are sound."""
-        leaves = self._distributed(chunk)
-        *others, last = methods
-        for method in others:
-            try:
-                return self._begin(method, leaves)
-            except Exception:
-                # If the error is not specific to this method, the last one raises it again.
-                continue
-        return self._begin(last, leaves)
-
-    def run(self, chunk: Chunk) -> list[np.ndarray]:
-        """The results of another chunk."""
-        values, _ = self._function(self._distributed(chunk), tf.constant(False))
-        return [self._gathered(value) for value in values]
-
-    def _begin(self, method: Differentiate, leaves: Any) -> list[np.ndarray]:
-        self._function = self._compiled(method, leaves)
-        values, sound = self._function(leaves, tf.constant(True))
-        if not self._gathered(sound).all():
-            raise ValueError(
-                "Forward mode and reverse mode disagree: TensorFlow can't differentiate some gradient in this model, "
-                "such as that of bilinear resizing or, under XLA, of max-pooling. Write mode='reverse'."
-            )
-        return [self._gathered(value) for value in values]
-
-    def _compiled(self, method: Differentiate, leaves: Any) -> Callable:
-        def derivative(leaves, check):
-            function, free, extra = self._row_function(leaves)
-            values, sound = method(function, free, extra, check)
-            pairs = zip(values, self.selection.dtypes, strict=True)
-            return [tf.cast(value, dtype) for value, dtype in pairs], tf.reshape(sound, [1])
-
-        jit = self.model.jit_compile if self.options.jit_compile == "auto" else self.options.jit_compile
-
-        def replica(*arguments):
-            # XLA compiles per replica: a single function would use one replica's variables for all.
-            return (
-                tf.function(derivative, jit_compile=True, autograph=False)(*arguments)
-                if jit
-                else derivative(*arguments)
-            )
-
-        function = tf.function(releasing(lambda *parts: self.strategy.run(replica, args=parts)), autograph=False)
-        # Concrete, so that another shape raises instead of retracing.
-        concrete = function.get_concrete_function(leaves, tf.constant(True))
-        check_assigns_nothing(self.model, concrete.graph)
-        return concrete
-
     def build(self, first: list[np.ndarray]) -> None:
-        """Builds the model on the first row, if it is not built, and leaves its state as it is.
-
-        Raises:
-            ValueError: An output for a row would depend on other rows, or on earlier calls.
-        """
+        """Builds the model on the first row, if it is not built; refuses a model whose rows are not independent."""
         inputs = self._cast(first, slice(0, 1))[: len(self.selection.names)]
         if not self.model.built:
             with self.strategy.scope(), keras.StatelessScope():
                 self.model(keras.tree.pack_sequence_as(self.selection.structure, inputs))
-        check_stateless(self.model)
+        _check_stateless(self.model)
         specs = [tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype) for leaf in inputs]
-        check_rows(self.model, keras.tree.pack_sequence_as(self.selection.structure, specs))
+        _check_independent_rows(self.model, keras.tree.pack_sequence_as(self.selection.structure, specs))
 
-    def bytes_per_row(self, first: list[np.ndarray], method: Differentiate) -> float:
+    def run_first(self, chunk: Chunk, methods: Sequence[Differentiate]) -> list[np.ndarray]:
+        """The results of the first chunk, by the first of `methods` whose results are valid."""
+        leaves = self._distribute(chunk)
+        *others, last = methods
+        for method in others:
+            try:
+                return self._run_first_by(method, leaves)
+            except Exception:
+                # If the error is not specific to this method, the last one raises it again.
+                continue
+        return self._run_first_by(last, leaves)
+
+    def run(self, chunk: Chunk) -> list[np.ndarray]:
+        """The results of another chunk."""
+        values, _ = self._function(self._distribute(chunk), tf.constant(False))
+        return [self._gather(value) for value in values]
+
+    def bytes_per_row(self, first: list[np.ndarray], estimate: EstimateBytes) -> float:
         """An estimated upper bound of the bytes to differentiate a row, from a trace of the forward pass."""
         rows = min(len(first[0]), MOST_ROWS)
         specs = [tf.TensorSpec((rows, *leaf.shape[1:]), leaf.dtype) for leaf in self._cast(first, slice(0, 1))]
@@ -109,44 +75,67 @@ class Execution:
             with untouched(self.model, never_run()):
                 return function(free)
 
-        labels = isinstance(self.options.output, np.ndarray)
-        second = len(first) > len(self.selection.names) + labels
-
         traced = tf.function(releasing(forward), autograph=False).get_concrete_function(specs)
-        inputs = traced.inputs[: len(specs)]
-        output = traced.outputs[0].shape[1:].num_elements()
-        held = bytes_in_graph(traced.graph, inputs) / rows
-        free = sum(first[number][0].size * 4 for number in self.selection.chosen)
-        return bytes_of_derivative(method, held, free, output, second)
+        forward_bytes = bytes_in_graph(traced.graph, traced.inputs[: len(specs)]) / rows
+        input_bytes = sum(first[number][0].size * 4 for number in self.selection.numbers)
+        return estimate(forward_bytes, input_bytes, traced.outputs[0].shape[1:].num_elements())
+
+    def _run_first_by(self, method: Differentiate, leaves: Any) -> list[np.ndarray]:
+        self._function = self._compile(method, leaves)
+        values, is_valid = self._function(leaves, tf.constant(True))
+        if not self._gather(is_valid).all():
+            raise ValueError(
+                "Forward mode and reverse mode disagree: TensorFlow can't differentiate some gradient in this model, "
+                "such as that of bilinear resizing or, under XLA, of max-pooling. Write mode='reverse'."
+            )
+        return [self._gather(value) for value in values]
+
+    def _compile(self, method: Differentiate, leaves: Any) -> Callable[..., Any]:
+        def derivative(leaves, check):
+            values, is_valid = method(*self._row_function(leaves), check)
+            pairs = zip(values, self.selection.dtypes, strict=True)
+            return [tf.cast(value, dtype) for value, dtype in pairs], tf.reshape(is_valid, [1])
+
+        def replica(*arguments):
+            if not self.jit_compile:
+                return derivative(*arguments)
+            # XLA compiles per replica: a single function would use one replica's variables for all.
+            return tf.function(derivative, jit_compile=True, autograph=False)(*arguments)
+
+        function = tf.function(releasing(lambda *parts: self.strategy.run(replica, args=parts)), autograph=False)
+        # Concrete, so that another shape raises instead of retracing.
+        concrete = function.get_concrete_function(leaves, tf.constant(True))
+        _check_no_assignments(self.model, concrete.graph)
+        return concrete
 
     def _row_function(self, leaves: Sequence[tf.Tensor]) -> tuple[RowFunction, list[tf.Tensor], list[tf.Tensor]]:
         """The row function of a chunk, its free inputs, and the additional arrays that the derivative uses."""
         count = len(self.selection.names)
         inputs, extra, labels = list(leaves[:count]), list(leaves[count:]), None
-        if isinstance(self.options.output, np.ndarray):
+        if isinstance(self.output, np.ndarray):
             *extra, labels = extra
-        function = RowFunction(self.model, self.selection, self.options.output, inputs, labels)
-        return function, [inputs[number] for number in self.selection.chosen], extra
+        function = RowFunction(self.model, self.selection, self.output, inputs, labels)
+        return function, [inputs[number] for number in self.selection.numbers], extra
 
     def _cast(self, leaves: list[np.ndarray], rows: slice) -> list[np.ndarray]:
         """Casts leaves to the dtypes in which they are differentiated."""
         leaves = [leaf[rows] for leaf in leaves]
-        for number, dtype in zip(self.selection.chosen, self.selection.dtypes, strict=True):
+        for number, dtype in zip(self.selection.numbers, self.selection.dtypes, strict=True):
             leaves[number] = leaves[number].astype(dtype, copy=False)
         return leaves
 
-    def _distributed(self, chunk: Chunk) -> Any:
+    def _distribute(self, chunk: Chunk) -> Any:
         """A chunk's inputs, cast, and split equally over the replicas."""
         leaves = self._cast(chunk.leaves, slice(None))
-        each = len(leaves[0]) // self.strategy.num_replicas_in_sync
+        size = len(leaves[0]) // self.strategy.num_replicas_in_sync
 
-        def part(context):
-            start = context.replica_id_in_sync_group * each
-            return [tf.constant(leaf[start : start + each]) for leaf in leaves]
+        def replica_part(context):
+            start = context.replica_id_in_sync_group * size
+            return [tf.constant(leaf[start : start + size]) for leaf in leaves]
 
-        return self.strategy.experimental_distribute_values_from_function(part)
+        return self.strategy.experimental_distribute_values_from_function(replica_part)
 
-    def _gathered(self, value: Any) -> np.ndarray:
+    def _gather(self, value: Any) -> np.ndarray:
         parts = [part.numpy() for part in self.strategy.experimental_local_results(value)]
         if len(parts) < self.strategy.num_replicas_in_sync:
             raise ValueError(
@@ -154,3 +143,36 @@ class Execution:
                 "model without the strategy, and give each process its own rows."
             )
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _check_stateless(model: keras.Model) -> None:
+    """Refuses a model with a layer of `stateful=True`."""
+    names = [layer.name for layer in all_layers(model) if getattr(layer, "stateful", False)]
+    if names:
+        raise ValueError(
+            f"{', '.join(map(repr, dict.fromkeys(names)))}: a stateful layer keeps its state from one call to the "
+            f"next, {_KEEPS_STATE} Build the same model with stateful=False, and copy the weights: for old, new in "
+            "zip(model.trainable_variables, stateless.trainable_variables): new.assign(old)."
+        )
+
+
+def _check_independent_rows(model: keras.Model, specs: Any) -> None:
+    """Refuses a model that mixes rows."""
+    layer = find_mixing_layer(model, specs, training=False)
+    if layer:
+        raise ValueError(
+            f"The output of {layer!r} for one row depends on the other rows, so a row has no derivative of its own. "
+            "Don't reduce over the batch axis 0, or differentiate with a tf.GradientTape."
+        )
+
+
+def _check_no_assignments(model: keras.Model, graph: Any) -> None:
+    """Refuses a model that assigns to a variable in inference mode; random seeds may advance."""
+    names = {id(variable.handle): variable.name.split(":")[0] for variable in graph.variables}
+    paths = {names.get(id(resource), "a table") for resource in assigned_resources(graph)}
+    assigned = sorted(path for path in paths if not path.endswith("seed_generator_state"))
+    if assigned:
+        raise ValueError(
+            f"{model.name!r} assigns to {', '.join(assigned)} when it is called with training=False, {_KEEPS_STATE} "
+            "In the layer's call(), assign only `if training:`."
+        )

@@ -1,45 +1,47 @@
-"""The function that is differentiated, from some of a model's inputs to one of its outputs, and its derivative."""
+"""The function that is differentiated: from some of a model's inputs to one of its outputs, row by row."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.inputs.outputs import Output, select
-from keras_paragrad.inputs.refusal import embedding_hint
-from keras_paragrad.inputs.selection import Selection
+from keras_paragrad.arguments import LARGEST, check_integer, refusal, shown
+from keras_paragrad.inputs.selection import Selection, embedding_hint
+
+Output = str | int | Callable[[Any], Any] | np.ndarray | None
+_WRITE_A_FUNCTION = "Write a function of the outputs, such as output=lambda outputs: outputs[0]."
 
 
 class RowFunction(NamedTuple):
-    """Calls the model for inference, with the chosen inputs free and the others fixed.
+    """Calls the model for inference, with the selected inputs free and the others fixed.
 
     Attributes:
         model: The model.
         selection: The inputs that are free.
         output: Selects or computes the output to differentiate.
-        fixed: All inputs, in order; the free ones are ignored.
-        labels: The label of each row, if the output is selected by labels.
+        inputs: All inputs, in order; the free ones are replaced.
+        labels: The label of each row, if labels select the output.
     """
 
     model: keras.Model
     selection: Selection
     output: Output
-    fixed: Sequence[tf.Tensor]
+    inputs: Sequence[tf.Tensor]
     labels: tf.Tensor | None = None
 
     def __call__(self, free: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The output: a tensor of shape `(rows, ...)`."""
-        leaves = list(self.fixed)
-        for number, tensor in zip(self.selection.chosen, free, strict=True):
+        """The output, `(rows, ...)`."""
+        leaves = list(self.inputs)
+        for number, tensor in zip(self.selection.numbers, free, strict=True):
             leaves[number] = tensor
-        inputs = keras.tree.pack_sequence_as(self.selection.structure, leaves)
-        outputs = self.model(inputs, training=False)
-        value = select(self.model, outputs, self.output, self.labels)
-        return _checked(value, leaves[0].shape[0])
+        outputs = self.model(keras.tree.pack_sequence_as(self.selection.structure, leaves), training=False)
+        return _check_value(_select(self.model, outputs, self.output, self.labels), leaves[0].shape[0])
 
-    def values(self, free: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The output if it is a scalar per row: a tensor of shape `(rows,)`."""
+    def scalars(self, free: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The output if it is a scalar per row, `(rows,)`."""
         value = self(free)
         if value.shape.num_elements() != value.shape[0]:
             raise ValueError(
@@ -49,16 +51,12 @@ class RowFunction(NamedTuple):
             )
         return tf.reshape(value, [-1])
 
-    def connected(self, gradients: Sequence) -> list[tf.Tensor]:
-        """The gradients, if the output depends on all the inputs.
-
-        Raises:
-            ValueError: It doesn't depend on one, or not differentiably.
-        """
-        for number, gradient in zip(self.selection.chosen, gradients, strict=True):
+    def check_connected(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> list[tf.Tensor]:
+        """Returns the gradients as tensors; refuses an output that does not depend on one of the free inputs."""
+        names, tensors = self.selection.names, []
+        for number, gradient in zip(self.selection.numbers, gradients, strict=True):
             if gradient is None:
-                names = self.selection.names
-                others = [names[place] for place in self.selection.chosen if place != number]
+                others = [names[other] for other in self.selection.numbers if other != number]
                 hint = embedding_hint(self.model)
                 raise ValueError(
                     f"The output does not depend on input {names[number]!r}, or only through operations without a "
@@ -66,22 +64,122 @@ class RowFunction(NamedTuple):
                     + (f" {hint}" if hint else "")
                     + (f" To exclude it, write wrt={others}." if others else "")
                 )
-        return [tf.convert_to_tensor(gradient) for gradient in gradients]
+            tensors.append(tf.convert_to_tensor(gradient))
+        return tensors
 
 
 class Derivative(NamedTuple):
     """The derivative of a chunk of rows.
 
     Attributes:
-        values: A tensor of shape `(rows, ...)` for each free input.
-        sound: Whether they passed the checks.
+        values: A tensor `(rows, ...)` for each free input.
+        is_valid: Whether they passed the checks.
     """
 
     values: Sequence[tf.Tensor]
-    sound: tf.Tensor | bool = True
+    is_valid: tf.Tensor | bool = True
 
 
-def _checked(value, rows: int | None) -> tf.Tensor:
+# Takes the function, its free inputs, the other arrays that were cut into chunks, and whether to check the result.
+Differentiate = Callable[[RowFunction, list[tf.Tensor], Sequence[tf.Tensor], tf.Tensor], Derivative]
+
+
+@contextlib.contextmanager
+def refuse_missing_derivatives(message: str) -> Iterator[None]:
+    """Context that reports gradients without a derivative of their own; `message` has `{}` for TensorFlow's."""
+    try:
+        yield
+    except LookupError as error:
+        raise ValueError(message.format(str(error).split(". ")[0])) from error
+
+
+def check_output(output: Any) -> Output:
+    """Validates the `output` argument; labels are returned as an int32 array `(rows,)`."""
+    if output is None or isinstance(output, str) or (callable(output) and not isinstance(output, type)):
+        return output
+    try:
+        return check_integer("output", output, least=-LARGEST)
+    except ValueError:
+        if (labels := _to_array(output)) is not None and labels.ndim:
+            return _check_labels(labels)
+        expected = (
+            "the name of an output, the index of an entry on its last axis such as a class, integer labels of shape "
+            "(rows,) or (rows, 1), a function, or None"
+        )
+        raise refusal("output", output, expected, "lambda outputs: outputs[:, 0] - outputs[:, 1]") from None
+
+
+def _to_array(value: Any) -> np.ndarray | None:
+    try:
+        if isinstance(value, type) or not (isinstance(value, (list, tuple)) or hasattr(value, "__array__")):
+            return None
+        return np.asarray(value)
+    except Exception:  # rows of unequal length, or a symbolic tensor
+        return None
+
+
+def _check_labels(labels: np.ndarray) -> np.ndarray:
+    if labels.ndim > 1 and labels.shape[1:] != (1,):
+        one_hot = labels.ndim == 2 and labels.shape[1] > 1
+        advice = " Write np.argmax(labels, axis=-1) for one-hot labels." if one_hot else ""
+        raise ValueError(f"`output` has shape {labels.shape}, and labels must have shape (rows,) or (rows, 1).{advice}")
+    if labels.dtype.kind not in "iu":
+        advice = " If they are whole numbers, write labels.astype('int32')." if labels.dtype.kind == "f" else ""
+        raise ValueError(f"`output` has labels of dtype {labels.dtype}, which must be integers.{advice}")
+    if not labels.size:
+        raise ValueError("`output` has no labels. Pass one per row.")
+    if labels.min() < 0 or labels.max() > np.iinfo("int32").max:
+        wrong = labels.min() if labels.min() < 0 else labels.max()
+        raise refusal("output", int(wrong), "labels that count from 0, one for each row; leave out rows without one")
+    return labels.reshape(-1).astype("int32")
+
+
+def _select(model: keras.Model, outputs: Any, output: Output, labels: tf.Tensor | None) -> Any:
+    """The output, or the function of the outputs, that the checked argument `output` stands for."""
+    if callable(output):
+        return output(outputs)
+    names, leaves = _output_names(model, outputs), keras.tree.flatten(outputs)
+    if isinstance(output, str):
+        if output not in names:
+            known = f"are {', '.join(map(repr, names))}" if names else "have no names"
+            raise ValueError(f"`output` is {shown(output)}, and the model's outputs {known}. {_WRITE_A_FUNCTION}")
+        return leaves[names.index(output)]
+    if len(leaves) != 1 and isinstance(output, np.ndarray):
+        raise ValueError(
+            f"`output` has one label per row, and the model has {len(leaves)} outputs. Build a model with only the "
+            "output that the labels are for, such as keras.Model(model.inputs, model.outputs[0]), and pass that."
+        )
+    if len(leaves) != 1:
+        write = f"Set output= to one of {', '.join(map(repr, names))}." if names else _WRITE_A_FUNCTION
+        raise ValueError(f"The model has {len(leaves)} outputs. {write}")
+    (value,) = leaves
+    if output is None:
+        return value
+    size = value.shape[-1] if len(value.shape) > 1 else None
+    if isinstance(output, np.ndarray):
+        if size is None or output.max() >= size:
+            row = int(output.argmax())
+            advice = " It has one score per row: remove `output`." if size in (None, 1) else ""
+            raise ValueError(
+                f"`output` has label {output[row]} for row {row}, which is out of range for the last axis of the "
+                f"model's output, of shape {value.shape}.{advice}"
+            )
+        return tf.gather(value, labels, axis=-1, batch_dims=1)
+    if size is None or not -size <= output < size:
+        raise ValueError(f"`output` is {output}, which is out of range for the model's output, of shape {value.shape}.")
+    return value[..., output]
+
+
+def _output_names(model: keras.Model, outputs: Any) -> list[str]:
+    """The names of the flattened outputs; none if they have no names."""
+    paths = [path for path, _ in keras.tree.flatten_with_path(outputs)]
+    if all(path and isinstance(path[-1], str) for path in paths):
+        return [path[-1] for path in paths]
+    names = list(getattr(model, "output_names", None) or [])
+    return names if len(names) == len(paths) else []
+
+
+def _check_value(value: Any, rows: int | None) -> tf.Tensor:
     if keras.tree.is_nested(value):
         raise ValueError("`output` returns several tensors. Return one, and call input_jacobian() once for each.")
     value = tf.convert_to_tensor(value)

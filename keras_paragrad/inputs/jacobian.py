@@ -1,17 +1,23 @@
 """`input_jacobian`: the derivatives of all outputs of a row with respect to that row's inputs."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice
-from keras_paragrad.inputs.modes import MODES, Jacobian
-from keras_paragrad.inputs.options import DerivativeOptions
-from keras_paragrad.inputs.run import differentiate
+from keras_paragrad.inputs.function import Derivative, RowFunction, refuse_missing_derivatives
+from keras_paragrad.inputs.run import DerivativeOptions, differentiate
+
+MODES = ("auto", "forward", "reverse", "vectorized")
+_NO_DERIVATIVE = "TensorFlow can't differentiate a gradient: {}. Write mode='reverse'."
+# Parallel passes keep the cores busy: one at a time took 1.1 (dense, convolution) to 1.5 (attention under XLA) times as
+# long. More than four at a time were no faster, and take more memory.
+_PARALLEL_PASSES = 4
 
 
 def input_jacobian(
@@ -76,10 +82,139 @@ def input_jacobian(
     options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
     methods = [Jacobian("auto"), Jacobian("reverse")] if mode == "auto" else [Jacobian(mode)]
     try:
-        return differentiate(model, x, methods, options)
+        estimate = functools.partial(_bytes_of_jacobian, vectorized=mode == "vectorized")
+        return differentiate(model, x, methods, options, estimate=estimate)
     except tf.errors.InvalidArgumentError as error:
         if mode != "vectorized":
             raise
         raise ValueError(
             "XLA can't compile this model with mode='vectorized', as with recurrent layers. Write mode='reverse'."
         ) from error
+
+
+def _bytes_of_jacobian(forward: float, inputs: float, outputs: int, *, vectorized: bool) -> float:
+    """The `EstimateBytes` of a Jacobian."""
+    # The concurrent backward passes beside the forward pass; and the result stacked, transposed and as an array.
+    passes = outputs if vectorized else _PARALLEL_PASSES
+    return (1 + passes / 2) * forward + 3 * outputs * inputs
+
+
+class Jacobian(NamedTuple):
+    """The Jacobian of a function of a chunk of rows; the passes for all seeds share one forward pass.
+
+    A backward pass is linear in its seed, so its gradient with respect to the seed is a Jacobian-vector product:
+    forward mode is reverse mode applied twice. Unlike `tf.autodiff.ForwardAccumulator`, this works with recurrent
+    layers.
+
+    Attributes:
+        mode: One of `MODES`.
+    """
+
+    mode: str
+
+    def __call__(self, function: RowFunction, free: list[tf.Tensor], extra: Sequence, check: tf.Tensor) -> Derivative:
+        """Differentiates `function` at `free`; if `check` is true, compares forward mode with reverse mode."""
+        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as outer:
+            with tf.GradientTape(persistent=True, watch_accessed_variables=False) as inner:
+                inner.watch(free)
+                output = function(free)
+                flat = tf.reshape(output, [output.shape[0], -1])
+
+            def pull(seed: tf.Tensor) -> list[tf.Tensor]:
+                return function.check_connected(inner.gradient(flat, free, [seed]))
+
+            mode = self.mode
+            if mode == "auto":
+                # A pass takes about as long in either mode: see the crossover in docs/benchmarks/input_gradients.md.
+                mode = "forward" if sum(map(_row_size, free)) < _row_size(flat) else "reverse"
+            seed = tf.random.stateless_normal(tf.shape(flat), (0, 0), dtype=flat.dtype)
+            if mode == "forward":
+                outer.watch(seed)
+            with refuse_missing_derivatives(_NO_DERIVATIVE):
+                pulled = pull(seed) if mode == "forward" else []
+
+        is_valid = tf.constant(True)
+        if mode == "vectorized":
+            jacobians = [_vectorized(inner, flat, tensor) for tensor in free]
+        elif mode == "reverse":
+            stacks = _map_seeds(lambda index: pull(_one_hot_seed(flat, index)), _row_size(flat), free)
+            jacobians = [tf.transpose(stack, [1, 0, *range(2, stack.shape.rank)]) for stack in stacks]
+        else:
+            jacobians = [_push_forward(outer, seed, *pair) for pair in zip(pulled, free, strict=True)]
+            tolerance = 1e-3 if function.model.compute_dtype in ("float32", "float64") else 0.1
+            is_valid = tf.cond(check, lambda: _error(jacobians, seed, pull(seed)) < tolerance, lambda: is_valid)
+        shapes = [[*output.shape, *tensor.shape[1:]] for tensor in free]
+        return Derivative([tf.reshape(*pair) for pair in zip(jacobians, shapes, strict=True)], is_valid)
+
+
+def _push_forward(tape: tf.GradientTape, seed: tf.Tensor, pulled: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """The Jacobian `(rows, outputs, inputs)`, one input entry per pass."""
+
+    def push(index) -> list[tf.Tensor]:
+        with refuse_missing_derivatives(_NO_DERIVATIVE):
+            (derivative,) = tape.gradient(pulled, [seed], [_one_hot_seed(tensor, index)])
+        if derivative is None:
+            raise ValueError("TensorFlow can't differentiate a gradient in this model. Write mode='reverse'.")
+        return [tf.convert_to_tensor(derivative)]
+
+    (stack,) = _map_seeds(push, _row_size(tensor), [seed])
+    return tf.transpose(stack, [1, 2, 0])
+
+
+def _vectorized(tape: tf.GradientTape, flat: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    try:
+        return tape.batch_jacobian(flat, tensor)
+    except ValueError as error:
+        raise ValueError("TensorFlow can't vectorize an operation of the model. Write mode='reverse'.") from error
+
+
+def _error(jacobians: Sequence[tf.Tensor], seed: tf.Tensor, pulled: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The largest difference between the modes along one seed, relative to the largest entry.
+
+    TensorFlow treats a gradient without a registered derivative, such as that of bilinear resizing, as a constant.
+    """
+    errors = []
+    for jacobian, expected in zip(jacobians, pulled, strict=True):
+        expected = tf.cast(tf.reshape(expected, [seed.shape[0], -1]), "float32")
+        product = tf.einsum("ro,roi->ri", tf.cast(seed, "float32"), tf.cast(jacobian, "float32"))
+        errors.append(tf.math.divide_no_nan(tf.reduce_max(abs(product - expected)), tf.reduce_max(abs(expected))))
+    return tf.reduce_max(errors)
+
+
+def _row_size(tensor: tf.Tensor) -> int:
+    count = tensor.shape[1:].num_elements()
+    assert count is not None, "the number of rows and their shape are known while tracing"
+    return count
+
+
+def _one_hot_seed(like: tf.Tensor, index: Any) -> tf.Tensor:
+    """A tensor like `like` that is one at entry `index` of each row and zero elsewhere."""
+    row = tf.one_hot(index, _row_size(like), dtype=like.dtype)
+    return tf.broadcast_to(tf.reshape(row, [1, *like.shape[1:]]), like.shape)
+
+
+def _map_seeds(run_pass: Callable[[Any], list[tf.Tensor]], count: int, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Stacks the results of one pass per seed, `(count, ...)` each; `like` has their shapes and dtypes."""
+    rounds = -(-count // _PARALLEL_PASSES)
+    # Spread evenly over the rounds. An index past the last seed gives a zero seed, whose result is dropped.
+    per_round = -(-count // rounds)
+
+    def run_round(first: Any) -> list[tf.Tensor]:
+        results = [run_pass(first + offset) for offset in range(per_round)]
+        return [tf.stack(tensors) for tensors in zip(*results, strict=True)]
+
+    if rounds == 1:
+        return run_round(0)
+
+    def write(index, arrays):
+        results = run_round(index * per_round)
+        return index + 1, [array.write(index, result) for array, result in zip(arrays, results, strict=True)]
+
+    arrays = [tf.TensorArray(tensor.dtype, rounds, element_shape=[per_round, *tensor.shape]) for tensor in like]
+    _, arrays = tf.while_loop(
+        lambda index, _: index < rounds, write, (0, arrays), maximum_iterations=rounds, parallel_iterations=1
+    )
+    return [
+        tf.reshape(array.stack(), [rounds * per_round, *tensor.shape])[:count]
+        for array, tensor in zip(arrays, like, strict=True)
+    ]

@@ -1,14 +1,16 @@
-"""Reads rows from arrays, datasets or generators, in chunks of equal size."""
+"""Reads rows from arrays, datasets or generators, in chunks of equal size, and collects results in memory or files."""
 
 import itertools
+import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.arguments import shown
+from keras_paragrad.arguments import check_path, refusal, shown
 
 
 class Chunk(NamedTuple):
@@ -32,50 +34,42 @@ class InputRows:
 
     Attributes:
         structure: The nesting of the inputs, with a number for each.
-        known: The number of rows, or `None` if it is unknown before reading.
+        count: The number of rows, or `None` if it is unknown before reading.
         first: The first nonempty batch; of arrays, all rows.
-
-    Raises:
-        ValueError: There are no rows, unequal numbers of rows, or sparse or ragged inputs.
     """
 
     def __init__(self, x: Any):
-        batches, self.known = _batches(x)
+        batches, self.count = _read_batches(x)
         first = next(batches, None)
         if first is None:
             raise ValueError("`x` has no rows. Pass at least one; a generator can be read only once.")
         self.structure = keras.tree.pack_sequence_as(first, list(range(len(keras.tree.flatten(first)))))
         self._batches = (arrays for arrays in self._arrays(itertools.chain([first], batches)) if len(arrays[0]))
-        filled = next(self._batches, None)
-        if filled is None:
+        nonempty = next(self._batches, None)
+        if nonempty is None:
             raise ValueError("`x` has no rows. Pass at least one.")
-        self.first = filled
+        self.first = nonempty
 
     def chunks(self, batch_size: int, multiple: int = 1) -> Iterator[Chunk]:
-        """All rows, in chunks.
-
-        Args:
-            batch_size: The most rows in a chunk.
-            multiple: What the size of a chunk is a multiple of: the number of replicas.
-        """
+        """All rows, in chunks of at most `batch_size` rows, rounded up to a multiple of the number of replicas."""
         size = None
-        for part in _rebatched(itertools.chain([self.first], self._batches), -(-batch_size // multiple) * multiple):
-            size = size or -(-len(part[0]) // multiple) * multiple
-            yield _padded(part, size)
+        for batch in _rebatch(itertools.chain([self.first], self._batches), -(-batch_size // multiple) * multiple):
+            size = size or -(-len(batch[0]) // multiple) * multiple
+            yield _pad(batch, size)
 
     def _arrays(self, batches: Iterator[Any]) -> Iterator[list[np.ndarray]]:
-        shapes = None
+        expected = None
         for batch in batches:
             keras.tree.assert_same_structure(batch, self.structure)
-            arrays = arrays_of(batch)
-            found = [array.shape[1:] for array in arrays]
-            shapes = shapes or found
-            if found != shapes:
-                raise ValueError(f"A batch has rows of shape {found} after rows of {shapes}. Pad them to one shape.")
+            arrays = to_arrays(batch)
+            shapes = [array.shape[1:] for array in arrays]
+            expected = expected or shapes
+            if shapes != expected:
+                raise ValueError(f"A batch has rows of shape {shapes} after rows of {expected}. Pad them to one shape.")
             yield arrays
 
 
-def arrays_of(nested: Any) -> list[np.ndarray]:
+def to_arrays(nested: Any) -> list[np.ndarray]:
     """The arrays in a nested structure, which must have the same number of rows."""
     leaves = keras.tree.flatten(nested)
     for leaf in leaves:
@@ -100,17 +94,16 @@ def is_batched(x: Any) -> bool:
     return isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__")
 
 
-def _batches(x: Any) -> tuple[Iterator[Any], int | None]:
+def _read_batches(x: Any) -> tuple[Iterator[Any], int | None]:
     """The batches of `x`, and their number of rows if known."""
     if isinstance(x, keras.utils.PyDataset):
-        count = itertools.count() if x.num_batches is None else range(x.num_batches)
-        x = map(x.__getitem__, count)
+        x = map(x.__getitem__, itertools.count() if x.num_batches is None else range(x.num_batches))
     if is_batched(x):
         return (keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in x), None
-    return iter([x]), len(arrays_of(x)[0])
+    return iter([x]), len(to_arrays(x)[0])
 
 
-def _rebatched(batches: Iterator[list[np.ndarray]], size: int) -> Iterator[list[np.ndarray]]:
+def _rebatch(batches: Iterator[list[np.ndarray]], size: int) -> Iterator[list[np.ndarray]]:
     """Rebatches: all batches but the last have `size` rows. Rows of one array are not copied."""
     pieces, missing = [], size
     for batch in batches:
@@ -121,19 +114,126 @@ def _rebatched(batches: Iterator[list[np.ndarray]], size: int) -> Iterator[list[
             start += len(piece[0])
             missing -= len(piece[0])
             if not missing:
-                yield _concatenated(pieces)
+                yield _concatenate(pieces)
                 pieces, missing = [], size
     if pieces:
-        yield _concatenated(pieces)
+        yield _concatenate(pieces)
 
 
-def _concatenated(pieces: list[list[np.ndarray]]) -> list[np.ndarray]:
+def _concatenate(pieces: list[list[np.ndarray]]) -> list[np.ndarray]:
     return pieces[0] if len(pieces) == 1 else [np.concatenate(leaves) for leaves in zip(*pieces, strict=True)]
 
 
-def _padded(part: list[np.ndarray], size: int) -> Chunk:
+def _pad(batch: list[np.ndarray], size: int) -> Chunk:
     """A chunk of `size` rows, padded by repeating its own rows, which are valid inputs."""
-    rows = len(part[0])
+    rows = len(batch[0])
     if rows < size:
-        part = [np.take(leaf, np.arange(size) % rows, axis=0) for leaf in part]
-    return Chunk(part, rows)
+        batch = [np.take(leaf, np.arange(size) % rows, axis=0) for leaf in batch]
+    return Chunk(batch, rows)
+
+
+class GrowingArray:
+    """An array that rows are appended to, without a second full copy at the end.
+
+    Args:
+        rows: How many rows there will be, or `None` if that isn't known.
+    """
+
+    def __init__(self, rows: int | None):
+        self._expected = rows
+        self._rows = 0
+        self._array: np.ndarray | None = None
+
+    def append(self, part: np.ndarray) -> None:
+        if self._array is None:
+            self._array = np.empty((self._expected or len(part), *part.shape[1:]), part.dtype)
+        end = self._rows + len(part)
+        if end > len(self._array):
+            # Grows in small steps to waste little memory: the system remaps a large array without copying it.
+            self._array.resize((end + end // 32, *part.shape[1:]), refcheck=False)
+        self._array[self._rows : end] = part
+        self._rows = end
+
+    def result(self) -> np.ndarray:
+        assert self._array is not None, "a result has at least one row"
+        if len(self._array) > self._rows:
+            self._array.resize((self._rows, *self._array.shape[1:]), refcheck=False)
+        return self._array
+
+
+class NpyFile:
+    """A `.npy` file that rows are appended to. It is readable at any time, and holds the rows written so far.
+
+    Args:
+        path: The file. An existing file is replaced by a new one with the first rows, so that arrays mapped from the
+            old one stay intact.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._rows = 0
+
+    def append(self, part: np.ndarray) -> None:
+        if self._rows:
+            with self._path.open("r+b") as file:
+                self._write(file, part)
+            return
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        with temporary.open("xb") as file:
+            try:
+                self._write(file, part)
+                file.flush()
+                temporary.replace(self._path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+
+    def _write(self, file: BinaryIO, part: np.ndarray) -> None:
+        self._write_header(file, part)
+        file.seek(0, os.SEEK_END)
+        file.write(np.ascontiguousarray(part).data)
+        self._rows += len(part)
+        self._write_header(file, part)
+
+    def _write_header(self, file: BinaryIO, part: np.ndarray) -> None:
+        # NumPy pads the header for any number of rows, so its length never changes.
+        shape = (self._rows, *part.shape[1:])
+        header = {"descr": np.lib.format.dtype_to_descr(part.dtype), "fortran_order": False, "shape": shape}
+        file.seek(0)
+        np.lib.format.write_array_header_1_0(file, header)
+
+    def result(self) -> np.ndarray:
+        """All rows, memory-mapped read-only."""
+        return np.load(self._path, mmap_mode="r")
+
+
+def make_sinks(out: Any, nesting: Any, rows: int | None, x: Any) -> list[GrowingArray] | list[NpyFile]:
+    """A sink for each result: files if `out` names them in the same nesting, otherwise memory.
+
+    Refuses files that `x` is memory-mapped from, and one file for several results.
+    """
+    if out is None:
+        return [GrowingArray(rows) for _ in keras.tree.flatten(nesting)]
+    try:
+        keras.tree.assert_same_structure(out, nesting)
+        paths = [check_path("out", path) for path in keras.tree.flatten(out)]
+    except Exception:  # whatever Keras raises for another nesting
+        example = keras.tree.map_structure(lambda number: f"{number}.npy", nesting)
+        raise refusal("out", out, "a file for each result, nested as they are", repr(example)) from None
+    files = [os.path.realpath(path) for path in paths]
+    if inputs := set(files) & _memory_mapped_files(x):
+        raise ValueError(f"`out` names {inputs.pop()}, which the rows are read from. Name another file.")
+    if duplicates := {file for file in files if files.count(file) > 1}:
+        raise ValueError(f"`out` names {duplicates.pop()} twice. Name a separate file for each result.")
+    return [NpyFile(path) for path in paths]
+
+
+def _memory_mapped_files(x: Any) -> set[str]:
+    files = set()
+    for array in keras.tree.flatten(x):
+        # Slices and plain views of a mapped array have it as their base.
+        while isinstance(array, np.ndarray):
+            if isinstance(array, np.memmap) and array.filename is not None:
+                files.add(os.path.realpath(array.filename))
+            array = array.base
+    return files

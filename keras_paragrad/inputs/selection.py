@@ -7,52 +7,53 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_choice, check_integer, refusal, shown
-from keras_paragrad.inputs.refusal import integer_refusal
+from keras_paragrad.compat.model import all_layers
+from keras_paragrad.engine.step.segments import calls_of, functional_of
 
 
 class Selection(NamedTuple):
-    """The inputs of a model, and those among them to differentiate with respect to.
+    """The inputs of a model, and those that are differentiated.
 
     Attributes:
         structure: The nesting of the inputs, with a number for each.
         names: The name of each.
-        chosen: The numbers of those that are differentiated.
-        dtypes: The dtype that each of those is differentiated in.
-        nesting: The nesting of the result, with an input's number in each place.
+        numbers: The numbers of those that are differentiated.
+        dtypes: The dtype in which each of those is differentiated.
+        nesting: The nesting of the result, with an input's number at each leaf.
     """
 
     structure: Any
     names: list[str]
-    chosen: list[int]
+    numbers: list[int]
     dtypes: list[str]
     nesting: Any
 
     @classmethod
     def of(cls, model: keras.Model, structure: Any, leaves: list[np.ndarray], wrt: Any) -> "Selection":
         """Selects the inputs that `wrt` names: all if it is `None`, otherwise a name, a number or a list of them."""
-        declared = _declared(model, structure)
-        names = _names(structure, declared)
-        nesting = structure if wrt is None else _numbers(wrt, names)
-        chosen = keras.tree.flatten(nesting)
-        if not chosen or len(set(chosen)) < len(chosen):
+        declared = _declared_inputs(model, structure)
+        names = _input_names(structure, declared)
+        nesting = structure if wrt is None else _input_numbers(wrt, names)
+        numbers = keras.tree.flatten(nesting)
+        if not numbers or len(set(numbers)) < len(numbers):
             raise ValueError(f"`wrt` is {shown(wrt)}. Name one or more of the inputs {names}, each once.")
-        found = [_dtypes(*each) for each in zip(declared, leaves[: len(names)], strict=True)]
-        real = [name for name, pair in zip(names, found, strict=True) if all("float" in dtype for dtype in pair)]
-        for number in chosen:
-            for dtype in found[number]:
+        pairs = [_dtypes(*each) for each in zip(declared, leaves[: len(names)], strict=True)]
+        real = [name for name, pair in zip(names, pairs, strict=True) if all("float" in dtype for dtype in pair)]
+        for number in numbers:
+            for dtype in pairs[number]:
                 if "float" not in dtype:
-                    raise ValueError(integer_refusal(model, names[number], dtype, real))
+                    raise _dtype_refusal(model, names[number], dtype, real)
         # Half precision is raised to float32.
-        dtypes = ["float64" if found[number][0] == "float64" else "float32" for number in chosen]
-        return cls(structure, names, chosen, dtypes, nesting)
+        dtypes = ["float64" if pairs[number][0] == "float64" else "float32" for number in numbers]
+        return cls(structure, names, numbers, dtypes, nesting)
 
-    def nested(self, results: list) -> Any:
-        """Results, one for each chosen input, nested as `wrt` or the inputs are."""
+    def nested(self, results: list[Any]) -> Any:
+        """Results, one for each differentiated input, nested as `wrt` or the inputs are."""
         return keras.tree.pack_sequence_as(self.nesting, results)
 
 
-def _declared(model: keras.Model, structure: Any) -> list:
-    """The symbolic input that belongs to each place of the structure, or `None`."""
+def _declared_inputs(model: keras.Model, structure: Any) -> list[keras.KerasTensor | None]:
+    """The symbolic input for each leaf of the structure, or `None`."""
     tensors = list(getattr(model, "inputs", None) or [])
     by_name = {tensor.name: tensor for tensor in tensors}
     paths = [path for path, _ in keras.tree.flatten_with_path(structure)]
@@ -61,7 +62,7 @@ def _declared(model: keras.Model, structure: Any) -> list:
     return tensors if len(tensors) == len(paths) else [None] * len(paths)
 
 
-def _names(structure: Any, declared: list) -> list[str]:
+def _input_names(structure: Any, declared: list[keras.KerasTensor | None]) -> list[str]:
     paths = [path for path, _ in keras.tree.flatten_with_path(structure)]
     return [
         path[-1] if path and isinstance(path[-1], str) else getattr(tensor, "name", f"input {number}")
@@ -69,16 +70,15 @@ def _names(structure: Any, declared: list) -> list[str]:
     ]
 
 
-def _numbers(wrt: Any, names: list[str]) -> Any:
-    """The inputs' numbers, nested as their names are."""
+def _input_numbers(wrt: Any, names: list[str]) -> Any:
+    """The numbers of the inputs that `wrt` names, nested as it is."""
     try:
-        leaves = keras.tree.flatten(wrt)
-        return keras.tree.pack_sequence_as(wrt, [_number(name, names) for name in leaves])
+        return keras.tree.pack_sequence_as(wrt, [_input_number(each, names) for each in keras.tree.flatten(wrt)])
     except TypeError:  # a dict with unsortable keys
         raise refusal("wrt", wrt, f"one of the inputs {names}, or several, each once") from None
 
 
-def _number(name: Any, names: list[str]) -> int:
+def _input_number(name: Any, names: list[str]) -> int:
     with contextlib.suppress(ValueError):
         return names.index(check_choice("wrt", name, names))
     try:
@@ -87,7 +87,74 @@ def _number(name: Any, names: list[str]) -> int:
         raise refusal("wrt", name, f"one of the inputs {names}, or its number") from None
 
 
-def _dtypes(declared: Any, leaf: np.ndarray) -> tuple[str, str]:
-    """The dtype that the model declares for an input, and that of the given values; real ones count as declared."""
+def _dtypes(declared: keras.KerasTensor | None, leaf: np.ndarray) -> tuple[str, str]:
+    """The dtype that the model declares for an input, and that of the values; real values have the declared one."""
     expected = keras.backend.standardize_dtype(declared.dtype) if declared is not None else keras.config.floatx()
     return expected, expected if leaf.dtype.kind in "fV" else str(leaf.dtype)
+
+
+def _dtype_refusal(model: keras.Model, name: str, dtype: str, real: list[str]) -> ValueError:
+    """The error for an input that is not real-valued; `real` names the inputs that are."""
+    hint = embedding_hint(model)
+    if not hint and dtype not in ("bool", "object") and not dtype.startswith(("<U", "|S")):
+        hint = "If its values are numbers and not codes, write x.astype('float32')."
+    leave_out = f" To exclude it, write wrt={real}." if real else ""
+    return ValueError(f"Input {name!r} is {dtype}, and only real-valued inputs have a gradient. {hint}{leave_out}")
+
+
+def embedding_hint(model: keras.Model) -> str:
+    """How to differentiate with respect to the outputs of a model's embeddings; empty without embeddings."""
+    embeddings = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.Embedding)]
+    if not embeddings:
+        return ""
+    functional = functional_of(model)
+    # An embedding that is shared with the output layer also maps vectors to tokens, without adding an axis.
+    calls = [
+        call
+        for call in (calls_of(functional) if functional else [])
+        if _contains_embedding(call.operation)
+        and len(call.outputs) == 1
+        and len(call.outputs[0].shape) == len(call.input_tensors[0].shape) + 1
+    ]
+    vectors = [_expression(model, call.outputs[0]) for call in calls]
+    if not vectors or None in vectors:
+        return (
+            f"Differentiate with respect to the output of the embedding {embeddings[0].name!r}: build a keras.Model "
+            "of the layers after it, and call this function on that."
+        )
+    # The inputs are passed on too, as masks are computed from them.
+    inner = f"[{', '.join(map(str, vectors))}, *model.inputs]"
+    names = ", ".join(dict.fromkeys(repr(call.operation.name) for call in calls))
+    ends = ("inputs", "outputs") if isinstance(model, keras.Sequential) else ("input", "output")
+    wrt = 0 if len(vectors) == 1 else list(range(len(vectors)))
+    return (
+        f"Differentiate with respect to the output of the embedding {names}: build before = "
+        f"keras.Model(model.{ends[0]}, {inner}) and after = keras.Model({inner}, model.{ends[1]}), and call this "
+        "function on `after`, with "
+        f"before.predict(x) as its inputs and wrt={wrt}."
+    )
+
+
+def _contains_embedding(operation: Any) -> bool:
+    """Whether an operation is an embedding, or a layer around one, such as one that adds positions."""
+    return isinstance(operation, keras.layers.Embedding) or (
+        isinstance(operation, keras.layers.Layer)
+        and not isinstance(operation, keras.Model)
+        and any(isinstance(layer, keras.layers.Embedding) for layer in all_layers(operation))
+    )
+
+
+def _expression(model: keras.Model, tensor: Any) -> str | None:
+    """Python code for a tensor of a Functional model, by an operation that returns or takes it; or `None`."""
+    operations = getattr(model, "operations", model.layers)
+    for side in ("output", "input"):
+        for number, operation in enumerate(operations):
+            code = f"get_layer({operation.name!r})" if operation in model.layers else f"operations[{number}]"
+            tensors = getattr(operation, side, None)
+            if tensors is tensor:
+                return f"model.{code}.{side}"
+            if isinstance(tensors, (list, tuple)):
+                for index, each in enumerate(tensors):
+                    if each is tensor:
+                        return f"model.{code}.{side}[{index}]"
+    return None

@@ -60,19 +60,18 @@ class Call:
         size = self.cotangents[0].shape[0]
         flat = keras.tree.flatten((self.arguments, self.keywords))
         batched = self.batched or [tf.is_tensor(value) and value.shape[:1] == [size] for value in flat]
-        arguments = {place: value for place, value in enumerate(flat) if batched[place] and value.dtype.is_floating}
+        arguments = {index: value for index, value in enumerate(flat) if batched[index] and value.dtype.is_floating}
         parts = {"arguments": arguments, "outputs": dict(enumerate(self.outputs))}
         parts |= {"cotangents": dict(enumerate(self.cotangents)), "gradients": dict(enumerate(self.gradients or []))}
-        return {(part, place): value for part, values in parts.items() for place, value in values.items()}
+        return {(field, index): value for field, values in parts.items() for index, value in values.items()}
 
     def with_tensors(self, tensors: dict[tuple[str, int], tf.Tensor]) -> "Call":
         """A copy of the call with some of its `tensors` replaced."""
         flat = keras.tree.flatten((self.arguments, self.keywords))
         parts: dict[str, list] = {"arguments": flat, "outputs": list(self.outputs)}
         parts |= {"cotangents": list(self.cotangents or []), "gradients": list(self.gradients or [])}
-        for (part, place), value in tensors.items():
-            masked = with_mask(value, mask_of(flat[place])) if part == "arguments" else value
-            parts[part][place] = masked
+        for (field, index), value in tensors.items():
+            parts[field][index] = with_mask(value, mask_of(flat[index])) if field == "arguments" else value
         arguments, keywords = keras.tree.pack_sequence_as((self.arguments, self.keywords), parts["arguments"])
         return dataclasses.replace(
             self,
@@ -91,11 +90,10 @@ class Call:
         return widened(self.cotangents[0])
 
 
-def wide(dtype: tf.DType) -> tf.DType:
+def widened_dtype(dtype: tf.DType) -> tf.DType:
     """Float32 for half precision, otherwise the dtype itself: squares of small gradients need the range."""
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
 def widened(tensor: tf.Tensor) -> tf.Tensor:
-    """A tensor in its `wide` dtype."""
-    return tf.cast(tensor, wide(tensor.dtype))
+    return tf.cast(tensor, widened_dtype(tensor.dtype))

@@ -1,4 +1,4 @@
-"""Captures each layer's inputs and output cotangents in one ordinary backward pass."""
+"""Captures the inputs and output cotangents of a model's units in one ordinary backward pass."""
 
 import contextlib
 import functools
@@ -10,9 +10,16 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import attributes, called_for_training, compiled_by_xla, mask_of, with_mask
+from keras_paragrad.engine.probes.untouched import never_run, untouched
+from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.reads import WeightReads
-from keras_paragrad.per_example.units import Unit, check_training
+from keras_paragrad.per_example.units import Unit, check_training, layers_with_variable, units_of
+
+# A batch size that no other axis is likely to have: an output with another first axis is not a batch of examples.
+_PROBE_BATCH = 1009
+
+_UNITS: "weakref.WeakKeyDictionary[keras.layers.Layer, dict]" = weakref.WeakKeyDictionary()
 
 
 class Capture:
@@ -24,24 +31,18 @@ class Capture:
 
     Args:
         layer: A built layer or model.
-        units: Its units; see `keras_paragrad.per_example.probing.units_for`.
+        units: Its units; see `units_for`.
         anchor: A float32 scalar watched by a tape.
         detached: Whether the backward pass skips the gradients of the layer's weights.
     """
 
-    def __init__(
-        self,
-        layer: keras.layers.Layer,
-        units: Sequence[Unit],
-        anchor: tf.Tensor,
-        detached: bool = False,
-    ):
+    def __init__(self, layer: keras.layers.Layer, units: Sequence[Unit], anchor: tf.Tensor, detached: bool = False):
         self.layer, self.units, self.anchor, self.by_xla = layer, units, anchor, compiled_by_xla()
         self.beside_plain = not detached and not tf.executing_eagerly()
         self.graph = tf.compat.v1.get_default_graph()
         self.calls: dict[int, list[Call]] = {id(unit.layer): [] for unit in units}
         self.reads = WeightReads(layer.trainable_variables, detached)
-        self.used_elsewhere: keras.Variable | None = None
+        self._used_in_other_graph: keras.Variable | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Calls the layer and returns its outputs."""
@@ -49,14 +50,14 @@ class Capture:
             check_training(self.layer)
         with contextlib.ExitStack() as stack:
             for unit in self.units:
-                stack.enter_context(attributes(unit.layer, **{_called(unit.layer): self._recording(unit)}))
+                stack.enter_context(attributes(unit.layer, **{_call_method(unit.layer): self._record_calls(unit)}))
             stack.enter_context(self.reads)
             return self.layer(*arguments, **keywords)
 
     @property
-    def obstacle(self) -> keras.Variable | None:
+    def offending_weight(self) -> keras.Variable | None:
         """The weight that made the call fail: read outside its owner's call, or used in another graph; or `None`."""
-        return self.used_elsewhere if self.reads.read_outside is None else self.reads.read_outside
+        return self._used_in_other_graph if self.reads.read_outside is None else self.reads.read_outside
 
     def weight_without_batch(self, size: int) -> keras.Variable | None:
         """A weight of a unit whose outputs are not a batch of `size` examples, or `None`."""
@@ -68,12 +69,9 @@ class Capture:
 
     def batched(self, unit: Unit, size: int) -> list[list[bool]]:
         """For each call of a unit, which of the flattened arguments have `size` rows."""
-
-        def has_rows(value):
-            return bool(tf.is_tensor(value) and value.shape.rank and value.shape[0] == size)
-
         calls = self.calls[id(unit.layer)]
-        return [[has_rows(value) for value in keras.tree.flatten((call.arguments, call.keywords))] for call in calls]
+        flat = [keras.tree.flatten((call.arguments, call.keywords)) for call in calls]
+        return [[_has_axes(value) and value.shape[0] == size for value in values] for values in flat]
 
     @property
     def losses(self) -> list[tf.Tensor]:
@@ -88,65 +86,145 @@ class Capture:
             if calls:
                 yield unit, calls
 
-    def _recording(self, unit: Unit) -> Callable[..., Any]:
+    def _record_calls(self, unit: Unit) -> Callable[..., Any]:
         """The function that replaces a unit's `call`."""
         layer, rule, batched = unit
-        original = getattr(layer, _called(layer))
+        original = getattr(layer, _call_method(layer))
 
         @functools.wraps(original)
-        def call(*arguments, **keywords):
+        def record_call(*arguments, **keywords):
             if self.reads.is_within_a_unit:
                 return original(*arguments, **keywords)
             training = called_for_training()
             calls = self.calls[id(layer)]
             rerun = functools.partial(_rerun, layer, original, training)
-            made = Call(layer, arguments, keywords, training, rerun, by_xla=self.by_xla, beside_plain=self.beside_plain)
-            made.batched = batched[len(calls)] if len(calls) < len(batched) else None
-            calls.append(made)
+            call = Call(layer, arguments, keywords, training, rerun, by_xla=self.by_xla, beside_plain=self.beside_plain)
+            call.batched = batched[len(calls)] if len(calls) < len(batched) else None
+            calls.append(call)
             with self.reads.by(layer):
                 activation = layer.activation if rule.before_activation else None
                 if activation is None:
-                    return self._tap(made, rule.run(made, original, self.reads))
-                with attributes(layer, activation=lambda outputs: activation(self._tap(made, outputs))):
-                    return rule.run(made, original, self.reads)
+                    return self._tap(call, rule.run(call, original, self.reads))
+                with attributes(layer, activation=lambda outputs: activation(self._tap(call, outputs))):
+                    return rule.run(call, original, self.reads)
 
-        return call
+        return record_call
 
-    def _tap(self, made: Call, outputs: Any) -> Any:
+    def _tap(self, call: Call, outputs: Any) -> Any:
         """Passes outputs through the identity that records their cotangents."""
         if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self.graph:
-            self.used_elsewhere = made.layer.trainable_variables[0]
+            self._used_in_other_graph = call.layer.trainable_variables[0]
             raise ValueError(
-                f"{made.layer.name!r} is called inside a loop, a branch or a tf.function, and its per-example "
+                f"{call.layer.name!r} is called inside a loop, a branch or a tf.function, and its per-example "
                 "gradients can't be taken out of it. Wrap the layer that makes the call as a whole, or register a rule "
                 "for that layer with keras_paragrad.per_example.register_rule."
             )
         flat = keras.tree.flatten(outputs)
-        places = [place for place, output in enumerate(flat) if tf.is_tensor(output) and output.dtype.is_floating]
-        made.outputs = [flat[place] for place in places]
+        indices = [index for index, output in enumerate(flat) if tf.is_tensor(output) and output.dtype.is_floating]
+        call.outputs = [flat[index] for index in indices]
         # TensorFlow never frees the gradient functions of graphs; a weak reference keeps them from holding the model.
-        reference = weakref.ref(made)
+        reference = weakref.ref(call)
 
         @tf.custom_gradient
         def identity(anchor, *tensors):
             def backward(*cotangents):
-                made = reference()
-                if made is not None:
-                    made.cotangents = list(cotangents)
+                call = reference()
+                if call is not None:
+                    call.cotangents = list(cotangents)
                 return tf.zeros_like(anchor), *cotangents
 
             return [tf.identity(tensor) for tensor in tensors], backward
 
-        for place, tapped in zip(places, identity(self.anchor, *made.outputs), strict=True):
-            flat[place] = with_mask(tapped, mask_of(flat[place]))
+        for index, tapped in zip(indices, identity(self.anchor, *call.outputs), strict=True):
+            flat[index] = with_mask(tapped, mask_of(flat[index]))
         return keras.tree.pack_sequence_as(outputs, flat)
 
 
-def _called(layer: keras.layers.Layer) -> str:
+def _call_method(layer: keras.layers.Layer) -> str:
     """The method that Keras calls for a layer's outputs."""
     return "call" if getattr(layer, "quantization_mode", None) is None else "quantized_call"
 
 
 def _rerun(layer: keras.layers.Layer, original: Callable, training: bool, arguments: tuple, keywords: dict) -> Any:
-    with attributes(layer, **{_called(layer): original}):
+    with attributes(layer, **{_call_method(layer): original}):
         return layer(*arguments, **{**keywords, "training": training})
+
+
+def units_for(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any]) -> list[Unit]:
+    """The units of a built layer that is to be called with the given arguments, found by calls on placeholders.
+
+    A layer that reads the weights of its sublayers, or calls them in a loop or on something other than a batch of
+    examples, is a single unit.
+    """
+    known = _UNITS.setdefault(layer, {})
+    weights = tuple(id(variable) for variable in layer.trainable_variables)
+    key = (weights, called_for_training(), *map(_signature, keras.tree.flatten((arguments, keywords))))
+    if key not in known:
+        units, succeeded = _probe_units(layer, arguments, keywords)
+        if not succeeded:
+            return units
+        known[key] = units
+    return known[key]
+
+
+def _signature(value: Any) -> Any:
+    return (value.dtype, *value.shape[1:]) if tf.is_tensor(value) else repr(value)
+
+
+def _probe_units(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any]) -> tuple[list[Unit], bool]:
+    """Returns the units, and whether the call on placeholders succeeded."""
+    indivisible: set[int] = set()
+    size = _PROBE_BATCH
+    while True:
+        units = units_of(layer, indivisible)
+        capture, succeeded = _call_on_placeholders(layer, units, arguments, keywords, size)
+        variable = capture.weight_without_batch(size) if succeeded else capture.offending_weight
+        holders = [] if variable is None else layers_with_variable(layer, variable)
+        holders = [holder for holder in holders if not any(holder is unit.layer for unit in units)]
+        if holders:
+            indivisible.add(id(holders[0]))
+        elif succeeded:
+            return [Unit(unit.layer, unit.rule, capture.batched(unit, size)) for unit in units], True
+        elif variable is None and size == _PROBE_BATCH and _batch_size(arguments, keywords):
+            # The model may only accept one batch size.
+            size = _batch_size(arguments, keywords) or _PROBE_BATCH
+        else:
+            # The real call will raise a meaningful error.
+            return units, False
+
+
+def _call_on_placeholders(
+    layer: keras.layers.Layer, units: list[Unit], arguments: tuple, keywords: dict[str, Any], size: int
+) -> tuple[Capture, bool]:
+    """Calls a layer with batches of the given size; also returns whether the call succeeded."""
+    flat = keras.tree.flatten((arguments, keywords))
+    batch_size = _batch_size(arguments, keywords)
+    indices = [index for index, value in enumerate(flat) if _has_axes(value) and value.shape[0] == batch_size]
+    captures: list[Capture] = []
+
+    def call(*placeholders):
+        probe = list(flat)
+        for index, placeholder in zip(indices, placeholders, strict=True):
+            probe[index] = placeholder
+        captures.append(Capture(layer, units, tf.zeros([])))
+        probe_arguments, probe_keywords = keras.tree.pack_sequence_as((arguments, keywords), probe)
+        with untouched(layer, never_run()):
+            captures[0](*probe_arguments, **probe_keywords)
+        return tf.zeros([])
+
+    specs = [tf.TensorSpec([size, *flat[index].shape[1:]], flat[index].dtype) for index in indices]
+    try:
+        tf.function(releasing(call), autograph=False).get_concrete_function(*specs)
+    except Exception:
+        # The real call will raise the same error, unless the batch size caused it.
+        return captures[0], False
+    return captures[0], True
+
+
+def _batch_size(arguments: tuple, keywords: dict[str, Any]) -> int | None:
+    """The first axis of the first tensor."""
+    return next((value.shape[0] for value in keras.tree.flatten((arguments, keywords)) if _has_axes(value)), None)
+
+
+def _has_axes(value: Any) -> bool:
+    return bool(tf.is_tensor(value) and value.shape.rank)

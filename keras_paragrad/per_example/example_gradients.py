@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_each, check_instance, check_integer, check_number, check_path
 from keras_paragrad.extras import require
-from keras_paragrad.per_example.model import find_layer
+from keras_paragrad.per_example.model import find_per_example_layer
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 
 # More than TensorBoard displays; far more bins would exhaust memory.
@@ -86,16 +86,17 @@ class ExampleGradients(keras.callbacks.Callback):
         self.layer = check_instance(
             "layer", layer, PerExampleGradients, "a PerExampleGradients layer", example=example, optional=True
         )
-        share = functools.partial(check_number, least=0, most=1)
-        self.quantiles = check_each("quantiles", quantiles, share, "numbers from 0 to 1", example="(0.5, 0.9)")
+        check_fraction = functools.partial(check_number, least=0, most=1)
+        self.quantiles = check_each("quantiles", quantiles, check_fraction, "numbers from 0 to 1", example="(0.5, 0.9)")
         self.bins = check_integer("bins", bins, most=_MOST_BINS, example=30)
         self.largest = check_integer("largest", largest, example=10)
         self.log_dir = check_path("log_dir", log_dir, directory=True, remote=True, example="logs", optional=True)
         if log_dir is not None:
             require("ExampleGradients(log_dir=...)", "tensorboard")
         self._batches: list[np.ndarray] = []
-        self._writer: Any = None
-        self._found: Any = layer
+        self._writer: tf.summary.SummaryWriter | None = None
+        # The layer of the model that is trained.
+        self._wrapper: Any = layer
         self.norms = np.empty(0, "float32")
 
     @property
@@ -117,7 +118,7 @@ class ExampleGradients(keras.callbacks.Callback):
 
     @property
     def clip_fraction(self) -> float | None:
-        clip_norm = self._found.clip_norm
+        clip_norm = self._wrapper.clip_norm
         return None if clip_norm is None else float(np.sum(self._finite_norms > clip_norm) / len(self.norms))
 
     @property
@@ -127,11 +128,11 @@ class ExampleGradients(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Finds the layer."""
-        model: Any = self.model
-        self._found = self.layer or find_layer(model)
-        if self._found is None:
+        model = self.model
+        self._wrapper = self.layer or find_per_example_layer(model)
+        if self._wrapper is None:
             raise ValueError("The model has no PerExampleGradients layer. Write model = keras_paragrad.wrap(model).")
-        if "norms" not in self._found.kept:
+        if "norms" not in self._wrapper.stored:
             raise ValueError(
                 "The PerExampleGradients layer keeps no norms. Write PerExampleGradients(quantity='norms')."
             )
@@ -149,7 +150,7 @@ class ExampleGradients(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Collects a batch's norms."""
-        self._batches.append(self._found.norms)
+        self._batches.append(self._wrapper.norms)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the statistics to the logs, and writes them for TensorBoard."""
@@ -157,15 +158,15 @@ class ExampleGradients(keras.callbacks.Callback):
         if not len(self.norms):
             return
         pairs = zip(self.quantiles, self.quantiles_of_norms, strict=True)
-        found = {f"example_norm_quantile_{100 * quantile:g}": float(norm) for quantile, norm in pairs}
+        statistics = {f"example_norm_quantile_{100 * quantile:g}": float(norm) for quantile, norm in pairs}
         if self.clip_fraction is not None:
-            found["example_clip_fraction"] = self.clip_fraction
-        found["example_nonfinite_count"] = self.nonfinite_count
+            statistics["example_clip_fraction"] = self.clip_fraction
+        statistics["example_nonfinite_count"] = self.nonfinite_count
         if logs is not None:
-            logs.update(found)
+            logs.update(statistics)
         if self._writer is not None:
             with self._writer.as_default(step=epoch):
-                for name, value in found.items():
+                for name, value in statistics.items():
                     tf.summary.scalar(name, value)
                 tf.summary.histogram("example_norms", self._finite_norms, buckets=self.bins)
 

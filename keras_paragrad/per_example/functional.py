@@ -12,21 +12,19 @@ from keras_paragrad.arguments import check_flag, check_instance, check_integer, 
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.symbolic import build_by_calling
-from keras_paragrad.per_example.capture import Capture
-from keras_paragrad.per_example.losses import check_loss, row_losses
-from keras_paragrad.per_example.mixing import check_layer
-from keras_paragrad.per_example.probing import units_for
+from keras_paragrad.per_example.capture import Capture, units_for
 from keras_paragrad.per_example.quantities import Quantities
+from keras_paragrad.per_example.separability import check_separable_layer, check_separable_loss, example_losses
 
 # Intermediate per-example tensors are as large as the result, so this bounds the memory.
-BATCH_SIZE = 256
-_KEPT = 8
+_BATCH_SIZE = 256
+_MOST_COMPILED = 8
 _COMPILED: "weakref.WeakKeyDictionary[keras.Model, dict]" = weakref.WeakKeyDictionary()
 
 Quantity = Callable[[Quantities], list[tf.Tensor]]
 
 
-def in_batches(
+def _compute_in_batches(
     quantity: Quantity,
     model: keras.Model,
     x: Any,
@@ -37,13 +35,9 @@ def in_batches(
     training: bool,
     jit_compile: bool,
 ) -> list[Any]:
-    """A quantity for all rows; for the arguments see `per_example_gradients`.
+    """A quantity for all rows; see `per_example_gradients`.
 
-    Args:
-        quantity: Computes it for a batch: tensors `(batch, ...)`.
-
-    Returns:
-        Arrays `(N, ...)`, one for each of the tensors. Within a `tf.function`, the tensors, for all rows at once.
+    `quantity` computes tensors `(batch, ...)`. Each becomes an array `(N, ...)`, or within a `tf.function` a tensor.
     """
     check_instance("model", model, keras.Model, "a Keras model")
     batch_size = check_integer("batch_size", batch_size, example=256, optional=True)
@@ -59,21 +53,21 @@ def in_batches(
         )
     for each in keras.tree.flatten(loss) or [loss]:
         _as_loss(each)
-    compiled = _compiled(quantity, model, loss, training, jit_compile)
+    compute = _cached(quantity, model, loss, training, jit_compile)
     if not tf.executing_eagerly():
-        return compiled(x, y, sample_weight)
+        return compute(x, y, sample_weight)
     data = (x, _check_rows("y", y), _check_rows("sample_weight", sample_weight, optional=True))
     counts = {len(rows) for rows in keras.tree.flatten(data) if rows is not None}
     if len(counts) != 1:
         raise ValueError(f"x, y and sample_weight must have the same number of rows, and have {sorted(counts)}.")
     (count,) = counts
-    filled: list[np.ndarray] = []
-    for rows, batch in _batches(data, count, min(batch_size or BATCH_SIZE, count)):
-        parts = [part.numpy() for part in compiled(*batch)]
-        filled = filled or [np.empty((count, *part.shape[1:]), part.dtype) for part in parts]
-        for whole, part in zip(filled, parts, strict=True):
-            whole[rows] = part[: rows.stop - rows.start]
-    return filled
+    results: list[np.ndarray] = []
+    for rows, batch in _batches(data, count, min(batch_size or _BATCH_SIZE, count)):
+        parts = [part.numpy() for part in compute(*batch)]
+        results = results or [np.empty((count, *part.shape[1:]), part.dtype) for part in parts]
+        for result, part in zip(results, parts, strict=True):
+            result[rows] = part[: rows.stop - rows.start]
+    return results
 
 
 def _batches(data: Any, count: int, size: int) -> Iterator[tuple[slice, Any]]:
@@ -84,14 +78,14 @@ def _batches(data: Any, count: int, size: int) -> Iterator[tuple[slice, Any]]:
         yield rows, keras.tree.map_structure(lambda each, i=indices: None if each is None else each[i], data)
 
 
-def _compiled(quantity: Quantity, model: keras.Model, loss: Any, training: bool, jit_compile: bool) -> Any:
+def _cached(quantity: Quantity, model: keras.Model, loss: Any, training: bool, jit_compile: bool) -> Any:
     """The compiled function that computes a quantity for one batch, cached per model and loss."""
     weights = tuple(id(variable) for variable in model.trainable_variables)
     key = (quantity, weights, tuple(keras.tree.flatten(loss)), training, jit_compile)
     cached = _COMPILED.setdefault(model, {})
     if key not in cached:
         # A loss function created anew for every call must not grow the cache without bound.
-        while len(cached) >= _KEPT:
+        while len(cached) >= _MOST_COMPILED:
             del cached[next(iter(cached))]
         cached[key] = _compile(quantity, weakref.ref(model), loss, training, jit_compile)
     return cached[key]
@@ -102,18 +96,18 @@ def _compile(quantity: Quantity, reference: Any, loss: Any, training: bool, jit_
 
     @tf.function(jit_compile=jit_compile, reduce_retracing=True, autograph=False)
     @releasing
-    def compiled(x, y, sample_weight):
+    def compute(x, y, sample_weight):
         model, anchor = reference(), tf.zeros([])
-        check_layer(model, x, training=training)
+        check_separable_layer(model, x, training=training)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(anchor)
             capture = Capture(model, units_for(model, (x,), {"training": training}), anchor, True)
             y_pred = capture(x, training=training)
-            total = tf.add_n([tf.reduce_sum(row_losses(term)) for term in _terms(losses, y, y_pred, sample_weight)])
+            total = tf.add_n([tf.reduce_sum(example_losses(term)) for term in _terms(losses, y, y_pred, sample_weight)])
         tape.gradient(total, anchor)
         return quantity(Quantities(capture.recorded, model.trainable_variables))
 
-    return compiled
+    return compute
 
 
 def _terms(losses: list[keras.losses.Loss], y: Any, y_pred: Any, sample_weight: Any) -> list[LossTerm]:
@@ -127,13 +121,11 @@ def _terms(losses: list[keras.losses.Loss], y: Any, y_pred: Any, sample_weight: 
         )
     terms = [LossTerm(*parts) for parts in zip(losses, targets, predictions, weights, strict=True)]
     for term in terms:
-        check_loss(term)
+        check_separable_loss(term)
     return terms
 
 
-class _Function(keras.losses.Loss):
-    """Wraps a function of targets and predictions as a loss."""
-
+class _FunctionLoss(keras.losses.Loss):
     def __init__(self, function: Callable[[Any, Any], Any]):
         super().__init__(name=getattr(function, "__name__", "loss"))
         self.call = function
@@ -141,27 +133,18 @@ class _Function(keras.losses.Loss):
 
 def _as_loss(loss: Any) -> keras.losses.Loss:
     try:
-        found = keras.losses.get(loss)
+        resolved = keras.losses.get(loss)
     except Exception:  # whatever Keras raises for an invalid loss
-        found = None
-    if isinstance(found, keras.losses.Loss):
-        return found
-    if callable(found):
-        return _Function(found)
+        resolved = None
+    if isinstance(resolved, keras.losses.Loss):
+        return resolved
+    if callable(resolved):
+        return _FunctionLoss(resolved)
     raise refusal("loss", loss, "a Keras loss, its name, or a function of targets and predictions", "'mse'")
 
 
 def _check_rows(name: str, nested: Any, *, optional: bool = False) -> Any:
-    """Converts every leaf to an array of at least one row, and keeps the nesting.
-
-    Args:
-        name: The argument's name.
-        nested: NumPy arrays, tensors or lists of numbers.
-        optional: Whether a leaf may be `None`.
-
-    Raises:
-        ValueError: A leaf is something else, or an array without rows.
-    """
+    """Converts every leaf of an argument to an array of at least one row; an `optional` leaf may be `None`."""
 
     def check(leaf: Any) -> np.ndarray | None:
         if leaf is None and optional:
@@ -218,7 +201,7 @@ def per_example_gradients(
     >>> kernel.shape, bias.shape
     ((100, 8, 1), (100, 1))
     """
-    return in_batches(_gradients, model, x, y, loss, sample_weight, batch_size, training, jit_compile)
+    return _compute_in_batches(_gradients, model, x, y, loss, sample_weight, batch_size, training, jit_compile)
 
 
 def per_example_norms(
@@ -258,7 +241,7 @@ def per_example_norms(
     >>> per_example_norms(model, np.ones((100, 8)), np.ones((100, 1)), "mse").shape
     (100,)
     """
-    return in_batches(_norms, model, x, y, loss, sample_weight, batch_size, training, jit_compile)[0]
+    return _compute_in_batches(_norms, model, x, y, loss, sample_weight, batch_size, training, jit_compile)[0]
 
 
 def _gradients(quantities: Quantities) -> list[tf.Tensor]:

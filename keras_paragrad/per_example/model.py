@@ -1,4 +1,4 @@
-"""`wrap`: a model with the same weights that computes per-example gradients when it trains; and its layer that does."""
+"""`wrap`: a model with the same weights that computes per-example gradients when it trains."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _ON_DATA = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "pr
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
 class PerExampleModel(keras.Model):
-    """What `wrap` returns: a model inside a `PerExampleGradients` layer.
+    """The model that `wrap` returns: a model inside a `PerExampleGradients` layer.
 
     If the inner model overrides `compute_loss`, `compute_metrics`, `test_step` or `predict_step`, these run on the
     inner model, with the loss and metrics that this model was compiled with.
@@ -40,24 +40,24 @@ class PerExampleModel(keras.Model):
         # The inner model casts its inputs, if needed. Its dtype policy decides on the loss scale.
         super().__init__(**{"dtype": per_example.layer.dtype_policy, "autocast": False, **kwargs})
         self.per_example = per_example
-        within = per_example.layer
-        before = f" What {within.name!r} was compiled with has no effect." * getattr(within, "compiled", False)
+        inner = per_example.layer
+        ignored = f" What {inner.name!r} was compiled with has no effect." * getattr(inner, "compiled", False)
         explain_missing_compile(
             self,
-            f"{self.name!r}, the model that wrap returned, has not been compiled.{before} Write wrapped = "
+            f"{self.name!r}, the model that wrap returned, has not been compiled.{ignored} Write wrapped = "
             "wrap(...), then wrapped.compile(...) with the optimizer, loss and metrics, and wrapped.fit(...).",
         )
-        if isinstance(within, keras.Model):
-            _check_methods(within)
-            lend(self, within, lambda: LossReads(within.trainable_variables, type(within).__name__))
+        if isinstance(inner, keras.Model):
+            _check_methods(inner)
+            lend(self, inner, lambda: LossReads(inner.trainable_variables, type(inner).__name__))
 
     def build(self, input_shape: Any = None) -> None:
         self.per_example.build(input_shape)
         self.built = True
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        masked = {} if mask is None else {"mask": mask}
-        return self.per_example(inputs, training=training, **masked)
+        keywords = {} if mask is None else {"mask": mask}
+        return self.per_example(inputs, training=training, **keywords)
 
     @property
     def output_names(self) -> list[str]:
@@ -66,11 +66,11 @@ class PerExampleModel(keras.Model):
 
     @property
     def metrics(self) -> list[keras.Metric]:
-        within: Any = self.per_example.layer
-        if not (isinstance(within, keras.Model) and overrides(within, "metrics")):
+        inner = self.per_example.layer
+        if not (isinstance(inner, keras.Model) and overrides(inner, "metrics")):
             return super().metrics
-        with delegated(within, self):
-            return within.metrics
+        with delegated(inner, self):
+            return inner.metrics
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "per_example": keras.saving.serialize_keras_object(self.per_example)}
@@ -121,17 +121,13 @@ def wrap(model: keras.Model, **options: Any) -> PerExampleModel:
     return wrapped
 
 
-def find_layer(model: keras.Model) -> Any:
+def find_per_example_layer(model: keras.Model) -> PerExampleGradients | None:
     """The model's first `PerExampleGradients` layer, or `None`."""
     return next((layer for layer in all_layers(model) if isinstance(layer, PerExampleGradients)), None)
 
 
 def _check_methods(model: keras.Model) -> None:
-    """Refuses a model with overridden methods that would not run.
-
-    Raises:
-        ValueError: It overrides `train_step` or another training method, or a component is attached to it.
-    """
+    """Refuses a model whose overridden training methods would not run, or to which a component is attached."""
     name = type(model).__name__
     for method in IN_THE_WAY:
         if not overrides(model, method) or (method in _ON_DATA and not preprocesses(model)):

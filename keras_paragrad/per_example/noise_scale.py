@@ -12,11 +12,11 @@ from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.local import local_parts, replica_variable
 from keras_paragrad.engine.losses.terms import is_summed
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.per_example.model import find_layer
+from keras_paragrad.per_example.model import find_per_example_layer
 
 
 class Noise(NamedTuple):
-    """The signal and the noise in gradients.
+    """The signal and the noise of gradients.
 
     Attributes:
         signal: The squared norm of the gradient over all data.
@@ -42,8 +42,8 @@ class NoiseEstimate:
         decay: Decay of the moving average per update.
         is_summed: Returns whether the loss is a sum over the examples rather than a mean; called while the step is
             traced.
-        examples: Uses per-example gradients instead of those of micro-batches: returns the sum of their squared norms
-            in this step on this replica.
+        examples: Returns the sum of the squared norms of this replica's per-example gradients, which are used instead
+            of those of micro-batches.
     """
 
     def __init__(self, decay: float, is_summed: Callable[[], bool], examples: Callable[[], tf.Tensor] | None = None):
@@ -54,7 +54,7 @@ class NoiseEstimate:
         self.average = replica_variable([3])
 
     def gradient(self, gradients: Sequence[Any], rows: tf.Tensor) -> None:
-        """Records the gradient of one replica's micro-batch; see `keras_paragrad.engine.telemetry.watch.Observe`."""
+        """Records the gradient of a micro-batch on one replica; see `engine.telemetry.watch.Observe`."""
         rows = tf.cast(rows, "float32")
         if self.examples is not None:
             small = [self.examples(), rows, rows, rows]
@@ -69,9 +69,9 @@ class NoiseEstimate:
         (window,) = sum_over_replicas([tf.identity(self.window)])
         squares, inverses, count, rows = tf.unstack(window)
         large = _squared_norm(gradients) / (tf.square(rows) if self.is_summed() else 1.0)
-        small, of_small, of_large = squares / count, inverses / count, 1 / rows
-        difference = of_small - of_large
-        signal = (of_small * large - of_large * small) / difference
+        small, inverse_small, inverse_large = squares / count, inverses / count, 1 / rows
+        difference = inverse_small - inverse_large
+        signal = (inverse_small * large - inverse_large * small) / difference
         variance = (small - large) / difference
         averaged = self.decay * self.average + (1 - self.decay) * tf.stack([signal, variance, 1.0])
         # A window of a single micro-batch has nothing to compare.
@@ -109,7 +109,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
     Args:
         source: Where the small batches come from. `"examples"`: single examples, of a model with a
             `PerExampleGradients` layer around all its weights that keeps norms. `"accumulation"`: the micro-batches of
-            an `AccumulatingOptimizer`. `"replicas"`: each replica's shard of the batch. `"auto"`: the first of these
+            an `AccumulatingOptimizer`. `"replicas"`: each replica's part of the batch. `"auto"`: the first of these
             that is available.
         decay: Decay of the moving average per update, at least 0 and below 1.
         update_freq: `"epoch"`, or every how many batches to add the estimates to the batch `logs` as well.
@@ -141,7 +141,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         self.decay = check_number("decay", decay, least=0, below=1, example=0.99)
         self.update_freq = check_integer("update_freq", update_freq, also=("epoch",), example=100)
         self._estimate: NoiseEstimate | None = None
-        self._estimated: keras.Model | None = None
+        self._estimated_model: keras.Model | None = None
 
     @property
     def noise(self) -> Noise:
@@ -149,10 +149,10 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Starts observing gradients; a second `fit` of the same model resumes the average."""
-        if self._estimated is not self.model:
+        if self._estimated_model is not self.model:
             with self.model.distribute_strategy.scope():
-                self._estimate = self._made()
-            self._estimated = self.model
+                self._estimate = self._make_estimate()
+            self._estimated_model = self.model
         StepBuilder.of(self.model).begin_fit(self._fillers)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -174,8 +174,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         """Stops observing."""
         StepBuilder.of(self.model).end_fit(self._fillers)
 
-    def _fillers(self) -> dict[str, Any]:
-        """What fills the stage."""
+    def _fillers(self) -> dict[str, NoiseEstimate | None]:
         return {"observe": self._estimate}
 
     def _logs(self) -> dict[str, float]:
@@ -186,30 +185,30 @@ class GradientNoiseScale(keras.callbacks.Callback):
             "gradient_variance": noise.variance,
         }
 
-    def _made(self) -> NoiseEstimate:
-        model: Any = self.model
-        layer: Any = find_layer(model)
+    def _make_estimate(self) -> NoiseEstimate:
+        model = self.model
+        layer = find_per_example_layer(model)
         replicas = model.distribute_strategy.num_replicas_in_sync
-        there = {
-            "examples": bool(layer) and layer.kept == {"norms"} and not layer.reweighs,
+        available = {
+            "examples": bool(layer) and layer.stored == {"norms"} and not layer.reweights,
             "accumulation": accumulating(model.optimizer) is not None,
             "replicas": replicas > 1,
         }
-        source = next((name for name, found in there.items() if found), None) if self.source == "auto" else self.source
-        if source is None or not there[source]:
+        source = self.source if self.source != "auto" else next((name for name in available if available[name]), None)
+        if source is None or not available[source]:
             raise ValueError(
                 f"GradientNoiseScale(source={self.source!r}) has no gradients of small batches to compare with. Wrap "
                 "the model with keras_paragrad.wrap(model), without clip_norm or transform; or compile it with an "
                 "AccumulatingOptimizer of several steps; or train it on several replicas."
             )
         stages = StepBuilder.of(model).stages
-        weighed = stages.take is not None and stages.take.normalize is not None
-        sums_first = there["accumulation"] or weighed or stages.chain is not None
-        if replicas > 1 and clips(model.optimizer) and not sums_first:
+        weighted = stages.take is not None and stages.take.normalize is not None
+        clips_after_sum = available["accumulation"] or weighted or stages.chain is not None
+        if replicas > 1 and clips(model.optimizer) and not clips_after_sum:
             raise ValueError(
                 "Under a strategy, Keras clips gradients before the all-reduce, so the gradient of the whole batch "
                 "before clipping is not available. Train with DistributedFit(), or write "
                 "model.compile(AccumulatingOptimizer(optimizer, steps=1))."
             )
-        examples = layer.sum_of_squared_norms if source == "examples" else None
+        examples = layer.sum_of_squared_norms if layer and source == "examples" else None
         return NoiseEstimate(self.decay, lambda: is_summed(model), examples)

@@ -1,7 +1,7 @@
-"""Tracks which layer reads which weight, so that no use of a weight escapes its rule."""
+"""Scopes that track which layer reads which weight, so that no use of a weight escapes its rule."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -11,9 +11,9 @@ from keras_paragrad.compat.layers import assign_now
 
 
 class WeightReads(keras.StatelessScope):
-    """A scope in which trainable weights can be read only in the calls of the layers that own them.
+    """Allows trainable weights to be read only in the calls of the layers that own them.
 
-    Other variables are read and assigned as usual, and losses that layers add are collected in `losses`.
+    Other variables are read and assigned as usual. The losses that layers add are collected in `losses`.
 
     Args:
         variables: The weights to guard.
@@ -36,15 +36,15 @@ class WeightReads(keras.StatelessScope):
     @contextlib.contextmanager
     def by(self, layer: keras.layers.Layer) -> Iterator[None]:
         """Allows a layer's weights to be read."""
-        before = self.readable
-        self.readable = before | {id(variable) for variable in layer.trainable_variables}
+        previous = self.readable
+        self.readable = previous | {id(variable) for variable in layer.trainable_variables}
         try:
             yield
         finally:
-            self.readable = before
+            self.readable = previous
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        """What a weight is read as; `None` for its own value."""
+        """The value that a variable is read as; `None` for its stored value."""
         if id(variable) in self.watched and id(variable) not in self.readable:
             self.read_outside = variable
             raise ValueError(
@@ -63,29 +63,23 @@ class WeightReads(keras.StatelessScope):
     @contextlib.contextmanager
     def recording_assignments(self) -> Iterator[list[tuple[keras.Variable, Any]]]:
         """On exit, fills the yielded list with the variables assigned inside and their previous values."""
-        before, self.overwritten = self.overwritten, {}
-        noted: list[tuple[keras.Variable, Any]] = []
+        previous, self.overwritten = self.overwritten, {}
+        assignments: list[tuple[keras.Variable, Any]] = []
         try:
-            yield noted
+            yield assignments
         finally:
-            noted += self.overwritten.values()
-            self.overwritten = before
+            assignments += self.overwritten.values()
+            self.overwritten = previous
 
 
 class LossReads(WeightReads):
-    """A scope for computing a loss, in which trainable weights must not be read.
-
-    Args:
-        variables: The weights to guard.
-        owner: The class that defines `compute_loss`, for the error.
-    """
+    """Refuses reads of trainable weights while the class `owner` computes a loss."""
 
     def __init__(self, variables: Sequence[keras.Variable], owner: str):
         super().__init__(variables, detached=False)
         self.owner = owner
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        """What a weight is read as; `None` for its own value."""
         if id(variable) in self.watched:
             raise ValueError(
                 f"The compute_loss of {self.owner} reads the weight {variable.path!r}, so per-example gradients would "
@@ -95,12 +89,6 @@ class LossReads(WeightReads):
         return super().get_current_value(variable)
 
 
-class Weights(keras.StatelessScope):
-    """A scope in which weights have the given values, nothing is assigned and no loss is added.
-
-    Args:
-        values: Pairs of a weight and its value.
-    """
-
-    def __init__(self, values: Any):
-        super().__init__(values, initialize_variables=False)
+def fixed_weights(values: Iterable[tuple[keras.Variable, Any]]) -> keras.StatelessScope:
+    """A scope in which weights have the given values, nothing is assigned and no loss is added."""
+    return keras.StatelessScope(list(values), initialize_variables=False)

@@ -1,4 +1,4 @@
-"""The registry of rules: which rule computes a layer's per-example gradients."""
+"""Registers the rules that compute the per-example gradients of layers."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,7 +11,7 @@ from keras_paragrad.per_example.rule import Rule
 R = TypeVar("R", bound=type[Rule])
 _RULES: dict[type[keras.layers.Layer], Rule] = {}
 # Attributes that a subclass may override without changing the computation.
-_HARMLESS = {
+_NOT_COMPUTED_FROM = {
     "_keras_api_export_path",
     "build",
     "build_from_config",
@@ -72,9 +72,9 @@ def rule_for(layer: keras.layers.Layer) -> Rule | None:
     for kind in type(layer).__mro__:
         rule = _RULES.get(kind)
         if rule is not None:
-            computes = rule.serves_overrides or not _computes_otherwise(type(layer), kind)
-            suitable = (each for each in (*rule.variants, rule) if computes and each.suits(layer))
-            return next(suitable, None)
+            if not rule.serves_overrides and _overrides_computation(type(layer), kind):
+                return None
+            return next((each for each in (*rule.variants, rule) if each.suits(layer)), None)
     return None
 
 
@@ -84,7 +84,7 @@ def registered() -> dict[type[keras.layers.Layer], Rule]:
 
 
 def registered_by_name() -> dict[str, tuple[type[keras.layers.Layer], Rule]]:
-    """Each registered rule and variant, by what it serves: "Dense", "Dense with LoRA"."""
+    """Each registered rule and variant, by layer and configuration: "Dense", "Dense with LoRA"."""
     return {
         f"{layer.__name__} {each.configuration}".strip(): (layer, each)
         for layer, rule in _RULES.items()
@@ -92,8 +92,8 @@ def registered_by_name() -> dict[str, tuple[type[keras.layers.Layer], Rule]]:
     }
 
 
-def _computes_otherwise(kind: type, registered: type) -> bool:
-    """Whether a class overrides something of the registered class that its `call` may depend on."""
+def _overrides_computation(kind: type, registered: type) -> bool:
+    """Whether a class overrides an attribute of the registered class that its `call` may depend on."""
     between = kind.__mro__[: kind.__mro__.index(registered)]
     overridden = {name for each in between for name in vars(each) if hasattr(registered, name)}
-    return any(not name.startswith("__") and name not in _HARMLESS for name in overridden)
+    return any(not name.startswith("__") and name not in _NOT_COMPUTED_FROM for name in overridden)

@@ -7,9 +7,35 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
-from keras_paragrad.per_example.factored_gradients import Factors
 from keras_paragrad.per_example.reads import WeightReads
 from keras_paragrad.sums import row_sums
+
+
+class Factors(NamedTuple):
+    """Factored per-example gradients of one weight: rows of an embedding table, or the factors of a matrix product.
+
+    Attributes:
+        tensors: The factors, each `(batch, ...)`. The gradients are linear in the last one.
+        layout: Computes the gradients, `(batch, *shape)`, from the factors. Layouts that compare equal are
+            interchangeable.
+    """
+
+    tensors: Sequence[Any]
+    layout: Callable[..., Any]
+
+    def materialized(self) -> Any:
+        """The gradients, `(batch, *shape)`."""
+        return self.layout(*self.tensors)
+
+    @classmethod
+    def of(cls, gradients: Any) -> "Factors":
+        """Returns `Factors` unchanged; wraps plain gradients as their only factor."""
+        return gradients if isinstance(gradients, Factors) else cls([gradients], _identity)
+
+
+def _identity(gradients: Any) -> Any:
+    return gradients
+
 
 # A weight's per-example gradients: a tensor `(batch, *shape)`, or its factors.
 ExampleRows = tf.Tensor | Factors
@@ -19,8 +45,6 @@ T = TypeVar("T")
 
 
 class Pick(Protocol):
-    """Picks one of several values."""
-
     def __call__(self, values: Sequence[T], /) -> T: ...
 
 
@@ -62,8 +86,8 @@ class Rule:
         formula: An example's gradient, in Markdown. This and `norms_without_gradients` are for the documentation's
             table of the rules in this package.
         norms_without_gradients: When norms are computed without materializing the gradients, in Markdown.
-        variants: Rules for the same layers in other configurations, which are asked first whether they suit.
-        configuration: Of a variant, what it is for, such as "with LoRA".
+        variants: Rules for the same layers in other configurations; the first that suits a layer takes precedence.
+        configuration: What a variant is for, such as "with LoRA".
     """
 
     before_activation: bool = False
@@ -148,8 +172,8 @@ class Rule:
 def weighted_sum(weights: tf.Tensor, rows: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
     """The sum over examples of `rows`, `(batch, ...)`, times `weights`, `(batch,)`."""
     if by_xla:
-        # One loop, that of `zeroed` with it. On two cores, XLA's product of a vector and a matrix took 27 ms for 1024
-        # rows of 8192, and this 4.4.
+        # XLA fuses this with `zeroed` into one loop. On two cores, XLA's product of a vector and a matrix took 27 ms
+        # for 1024 rows of 8192, and this 4.4.
         return tf.reduce_sum(rows * tf.reshape(weights, [-1, *[1] * (rows.shape.rank - 1)]), 0)
     size = rows.shape[1:].num_elements()
     if size is None:
@@ -162,25 +186,25 @@ def weighted_sum(weights: tf.Tensor, rows: tf.Tensor, by_xla: bool = False) -> t
 def sums_of_biases(
     biases: Callable[[Sequence[Call]], list[tf.Tensor]], calls: Sequence[Call], weights: tf.Tensor
 ) -> list[tf.Tensor]:
-    """The weighted sums over examples of what `biases` returns for calls, each `(batch, size)`.
+    """The sums over examples of biases' gradients times `weights` `(batch,)`.
 
     Args:
-        biases: Returns the per-example gradients of a layer's biases, which are sums of its cotangent over positions.
+        biases: Returns the per-example gradients of a layer's biases, each `(batch, size)`.
         calls: The calls, with zeros for examples of weight 0.
-        weights: The examples' weights, `(batch,)`.
+        weights: The examples' weights.
     """
     by_xla = calls[0].by_xla
     if calls[0].cotangent.shape.rank == 2:
         return [weighted_sum(weights, bias, by_xla) for bias in biases(calls)]
-    # Sums over several positions were taken for the norms, of the original calls.
+    # The norms have computed the sums over positions of the original calls, which are reused.
     originals = [call.original or call for call in calls]
     return [weighted_sum(weights, zeroed(bias, weights), by_xla) for bias in biases(originals)]
 
 
 def zeroed(rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     """A `(batch, ...)` tensor with zeros in the rows of examples of weight 0, since 0 times NaN is NaN."""
-    kept = tf.reshape(tf.not_equal(weights, 0), [-1, *[1] * (rows.shape.rank - 1)])
-    return tf.where(kept, rows, tf.zeros([], rows.dtype))
+    counts = tf.reshape(tf.not_equal(weights, 0), [-1, *[1] * (rows.shape.rank - 1)])
+    return tf.where(counts, rows, tf.zeros([], rows.dtype))
 
 
 def squared_norm(gradients: tf.Tensor, by_xla: bool = False) -> tf.Tensor:

@@ -1,5 +1,7 @@
-"""One call of the layer in training, from the forward to the backward pass."""
+"""One call of the layer in training: captures its gradients, and scales them to those of each example's own loss."""
 
+import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,11 +9,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.per_example.capture import Capture
-from keras_paragrad.per_example.mixing import check_layer
-from keras_paragrad.per_example.probing import units_for
+from keras_paragrad.compat.collectives import replica_count
+from keras_paragrad.compat.layers import outermost_layer
+from keras_paragrad.compat.model import has_own_compute_loss, has_own_train_step, summed_by_keras
+from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
+from keras_paragrad.engine.step.gradient import replica_weight_of
+from keras_paragrad.per_example.capture import Capture, units_for
 from keras_paragrad.per_example.quantities import Quantities
-from keras_paragrad.per_example.scaling import Divisor
+from keras_paragrad.per_example.separability import (
+    check_separable_layer,
+    check_separable_loss,
+    check_separable_model,
+    example_losses,
+)
 
 
 class Step:
@@ -24,7 +34,7 @@ class Step:
         finish: Takes the step, and returns the gradients that the backward pass uses for the layer's weights; `None`
             keeps the plain gradient.
         detached: Whether `finish` replaces the gradients.
-        divisor: Records the loss.
+        loss: Records the loss.
     """
 
     def __init__(
@@ -32,21 +42,21 @@ class Step:
         layer: keras.layers.Layer,
         finish: Callable[["Step"], Sequence[Any]],
         detached: bool,
-        divisor: Divisor,
+        loss: "LossRecord",
     ):
-        self.layer, self.finish, self.detached, self.divisor = layer, finish, detached, divisor
+        self.layer, self.finish, self.detached, self.loss = layer, finish, detached, loss
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Calls the layer."""
-        check_layer(self.layer, *arguments, training=keywords.get("training") is not False)
+        check_separable_layer(self.layer, *arguments, training=keywords.get("training") is not False)
         units = units_for(self.layer, arguments, keywords)
         self.capture = Capture(self.layer, units, self._anchor(), self.detached)
         return self.capture(*arguments, **keywords)
 
     def quantities(self) -> tuple[Quantities, tf.Tensor]:
         """The per-example quantities, and the factor from an example's share to the gradient of its own loss."""
-        found = Quantities(self.capture.recorded, self.layer.trainable_variables)
-        return found, self.divisor.factor(found.batch)
+        quantities = Quantities(self.capture.recorded, self.layer.trainable_variables)
+        return quantities, self.loss.factor(quantities.batch)
 
     def _anchor(self) -> Any:
         """A scalar whose gradient calls `finish`; any gradient of the weights triggers it, as they are inputs."""
@@ -68,3 +78,159 @@ class Step:
 
         weights = [tf.convert_to_tensor(variable.value) for variable in self.layer.trainable_variables]
         return anchor(tf.zeros([]), *weights)
+
+
+class LossRecord:
+    """Records how the trained model computes its loss, from the call of a layer in it to the backward pass.
+
+    Args:
+        reduction: How the loss reduces over the examples where that can't be observed: `"sum_over_batch_size"` or
+            `"sum"`.
+        masked_mean: Whether a masked mean is taken over the `"batch"`, as in Keras, or over each `"example"`.
+    """
+
+    def __init__(self, reduction: str | None, masked_mean: str) -> None:
+        self.reduction, self.masked_mean = reduction, masked_mean
+        outermost: Any = outermost_layer()
+        self.model = outermost if isinstance(outermost, keras.Model) and outermost.compiled else None
+        self.terms: list[LossTerm] = []
+        self._recording = contextlib.ExitStack()
+        if self.model is not None:
+            recorded = recorded_terms(self.model, by_example=masked_mean == "example")
+            self.terms = self._recording.enter_context(recorded)
+
+    def close(self) -> None:
+        """Stops recording."""
+        self._recording.close()
+
+    def factor(self, batch: tf.Tensor) -> tf.Tensor:
+        """The factor from an example's share of the batch's gradient to the gradient of its own loss, a float32 scalar.
+
+        Args:
+            batch: Number of examples on this replica.
+
+        Raises:
+            ValueError: A loss is not a sum over the examples, or the outputs' losses have different normalizers.
+        """
+        check_separable_model(self.model)
+        for term in self.terms:
+            check_separable_loss(term)
+        self._check_masked_mean()
+        # How an overridden compute_loss reduces can't be observed.
+        summed = not self._is_custom and self._has_summed_losses()
+        divisors = {} if self._is_custom else {_kind(term): _divisor(term, batch) for term in self.terms}
+        if len(divisors) > 1:
+            raise ValueError(
+                "The losses of this model's outputs have different reductions "
+                f"({', '.join(str(term.loss.reduction) for term in self.terms)}), so no single factor turns an "
+                "example's share of the gradient into its own. Use reduction='sum_over_batch_size' for all of them."
+            )
+        if not divisors:
+            divisors = {("sum",): tf.constant(1.0)} if summed else self._declared_divisor(batch)
+        if summed and ("sum",) not in divisors:
+            raise ValueError(
+                "A layer calls add_loss() with one value per example, which Keras sums, while the compiled loss is a "
+                "mean, so no single factor turns an example's share of the gradient into its own. Write "
+                "add_loss(keras.ops.mean(values)), or compile with a loss of reduction='sum'."
+            )
+        ((kind, divisor),) = divisors.items()
+        # Keras divides by the number of replicas, unless the loss is a sum.
+        replicas = 1 if kind == ("sum",) else replica_count()
+        weight = tf.constant(1.0) if self.model is None else replica_weight_of(self.model)
+        # The weight is zero on a replica without examples.
+        return tf.math.divide_no_nan(divisor * replicas, weight * self._loss_scale())
+
+    def warn_of_masks(self) -> None:
+        """Warns where an example's norm depends on the masks of the others."""
+        masked = [term.loss.name for term in self.terms if _kind(term) == ("mean",) and term.mask is not None]
+        if masked and self.masked_mean == "batch":
+            warnings.warn(
+                f"{', '.join(masked)} averages over all unmasked positions of the batch, so the norm by which an "
+                "example is clipped or weighted depends on the masks of the others. Write masked_mean='example' for "
+                "this layer or wrap(), so that each example has its own masked mean, or reduction='sum' for the loss: "
+                "then an example's gradient depends on its own mask only.",
+                stacklevel=2,
+            )
+
+    def may_overflow(self, batch: tf.Tensor) -> tf.Tensor:
+        """Whether a non-finite gradient of each example may be due to the loss scale alone, a boolean `(batch,)`.
+
+        False without a loss scale, and where the example's loss itself is not finite.
+        """
+        if not isinstance(getattr(self.model, "optimizer", None), keras.optimizers.LossScaleOptimizer):
+            return tf.zeros([batch], tf.bool)
+        finite = [tf.math.is_finite(example_losses(term)) for term in self.terms]
+        return tf.reduce_all(tf.stack([tf.ones([batch], tf.bool), *finite]), 0)
+
+    def _check_masked_mean(self) -> None:
+        """Refuses a loss for which a masked mean per example is not possible."""
+        if self.masked_mean == "batch":
+            if any(term.by_example for term in self.terms):
+                raise ValueError(
+                    "Two PerExampleGradients layers of this model differ in masked_mean, and share one loss. Write "
+                    "masked_mean='example' for all of them, or for none."
+                )
+            return
+        if self._is_custom or not self.terms:
+            raise ValueError(
+                "masked_mean='example' changes what a compiled loss averages over, and this loss is not one: it is "
+                "computed in the model's own compute_loss or train_step, or in a custom training loop. Remove "
+                "masked_mean, and there average over each example's own positions first, then over the examples."
+            )
+        weighted = [
+            term.loss.name
+            for term in self.terms
+            if term.loss.reduction == "mean_with_sample_weight" and term.weights is not None
+        ]
+        if weighted:
+            raise ValueError(
+                f"masked_mean='example', but {', '.join(weighted)} is divided by the sample weights of all examples. "
+                "Write reduction='sum_over_batch_size' for it, or remove masked_mean."
+            )
+
+    @property
+    def _is_custom(self) -> bool:
+        """Whether the model overrides how its loss is computed."""
+        return self.model is not None and (has_own_compute_loss(self.model) or has_own_train_step(self.model))
+
+    def _has_summed_losses(self) -> bool:
+        """Whether a layer of the model added a loss of several values, which Keras sums."""
+        summed = self.model is not None and any(summed_by_keras(self.model))
+        if summed and self.reduction == "sum_over_batch_size":
+            raise ValueError(
+                "loss_reduction='sum_over_batch_size' means that losses are averaged over the examples, but a layer "
+                "calls add_loss() with several values, which Keras sums. Write loss_reduction='sum', or "
+                "add_loss(keras.ops.mean(values))."
+            )
+        return summed
+
+    def _declared_divisor(self, batch: tf.Tensor) -> dict[tuple, tf.Tensor]:
+        if self.reduction is None and self._is_custom:
+            raise ValueError(
+                f"{type(self.model).__name__} computes its own loss, and whether that is a mean or a sum over the "
+                "examples is unknown. Write PerExampleGradients(..., loss_reduction='sum_over_batch_size'), or 'sum'."
+            )
+        if self.reduction == "sum":
+            return {("sum",): tf.constant(1.0)}
+        return {("mean",): tf.cast(batch, "float32")}
+
+    def _loss_scale(self) -> tf.Tensor:
+        one = tf.constant(1.0)
+        optimizer = getattr(self.model, "optimizer", None)
+        return one if optimizer is None else tf.cast(optimizer.scale_loss(one), "float32")
+
+
+def _kind(term: LossTerm) -> tuple:
+    if term.is_sum:
+        return ("sum",)
+    if term.loss.reduction == "mean_with_sample_weight" and term.sample_weight is not None:
+        return ("weights", id(term.sample_weight))
+    return ("mean",)
+
+
+def _divisor(term: LossTerm, batch: tf.Tensor) -> tf.Tensor:
+    kind, *_ = _kind(term)
+    if kind == "sum":
+        return tf.constant(1.0)
+    batch = tf.cast(batch, "float32")
+    return batch * tf.reduce_mean(tf.cast(term.weights, "float32")) if kind == "weights" else batch

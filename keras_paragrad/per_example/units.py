@@ -1,4 +1,4 @@
-"""Units: the layers of a model with one rule each; and the layers for which per-example gradients don't exist."""
+"""Splits a model into units, layers with one rule each; refuses layers without per-example gradients."""
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
@@ -10,7 +10,7 @@ from keras_paragrad.compat.layers import children
 from keras_paragrad.per_example.registry import rule_for
 from keras_paragrad.per_example.rule import Rule
 from keras_paragrad.per_example.rules.generic import Generic
-from keras_paragrad.per_example.rules.normalization import needs_its_batch
+from keras_paragrad.per_example.rules.normalization import batch_statistics_refusal
 
 _LOGGER = logging.getLogger("keras_paragrad")
 _GENERIC = Generic()
@@ -31,38 +31,29 @@ class Unit(NamedTuple):
 
 
 def units_of(layer: keras.layers.Layer, whole: Collection[int] = ()) -> list[Unit]:
-    """The units that together hold all of a layer's trainable weights, each once.
-
-    Args:
-        layer: A layer or model.
-        whole: The ids of layers not to be split.
-    """
-    found: dict[int, Unit] = {}
+    """The units that hold a layer's trainable weights, each once; sublayers with ids in `whole` are not split."""
+    units: dict[int, Unit] = {}
     for unit in _walk(layer, whole):
-        found.setdefault(id(unit.layer), unit)
-    return list(found.values())
+        units.setdefault(id(unit.layer), unit)
+    return list(units.values())
 
 
-def layers_holding(layer: keras.layers.Layer, variable: keras.Variable) -> list[keras.layers.Layer]:
-    """The layer and its sublayers that train a weight; those with the fewest weights, and innermost, first."""
-    holders = {
+def layers_with_variable(layer: keras.layers.Layer, variable: keras.Variable) -> list[keras.layers.Layer]:
+    """The layer and its sublayers with a trainable weight; those with the fewest weights, and innermost, first."""
+    layers_by_id = {
         id(inner): inner
         for inner in all_layers(layer)
         if any(variable is weight for weight in inner.trainable_variables)
     }
-    innermost_first = list(holders.values())[::-1]
+    innermost_first = list(layers_by_id.values())[::-1]
     return sorted(innermost_first, key=lambda inner: len(inner.trainable_variables))
 
 
 def check_training(layer: keras.layers.Layer) -> None:
-    """Refuses layers that mix the examples of a batch in training.
-
-    Raises:
-        ValueError: A layer normalizes by batch statistics, or a dropout mask is shared by all examples.
-    """
+    """Refuses layers that normalize by batch statistics, and dropout masks that all examples share."""
     for inner in all_layers(layer):
         if isinstance(inner, keras.layers.BatchNormalization) and inner.trainable and not inner.trainable_variables:
-            raise ValueError(needs_its_batch(inner))
+            raise batch_statistics_refusal(inner)
         shape = getattr(inner, "noise_shape", None)
         if isinstance(inner, keras.layers.Dropout) and inner.rate and shape is not None and shape[0] == 1:
             raise ValueError(
@@ -99,5 +90,5 @@ def _walk(layer: keras.layers.Layer, whole: Collection[int]) -> Iterator[Unit]:
 
 def _owns_weights(layer: keras.layers.Layer) -> bool:
     """Whether a layer trains weights that belong to none of its sublayers."""
-    within = {id(variable) for child in children(layer) for variable in child.trainable_variables}
-    return any(id(variable) not in within for variable in layer.trainable_variables)
+    of_children = {id(variable) for child in children(layer) for variable in child.trainable_variables}
+    return any(id(variable) not in of_children for variable in layer.trainable_variables)

@@ -20,17 +20,16 @@ from keras_paragrad.engine.probes.trial import is_trial
 from keras_paragrad.engine.step.gradient_functions import keep_with_graphs_of
 from keras_paragrad.engine.step.symbolic import build_by_calling, has_build
 from keras_paragrad.per_example.quantities import Quantities
-from keras_paragrad.per_example.results import StepResults, capacity_for, check_capacity
-from keras_paragrad.per_example.scaling import Divisor
-from keras_paragrad.per_example.step import Step
+from keras_paragrad.per_example.results import StepResults, check_capacity, default_capacity
+from keras_paragrad.per_example.step import LossRecord, Step
 
 QUANTITIES = ("norms", "gradients", "second_moment")
 REDUCTIONS = ("sum_over_batch_size", "sum")
 MASKED_MEANS = ("batch", "example")
 _TRANSFORM = "lambda norms: tf.cast(norms < 10.0, 'float32')"
 # Most calls that may be waiting for a backward pass; some never get one.
-_UNFINISHED = 16
-_OF_LAYERS = ("activity_regularizer", "autocast", "dtype", "input_dim", "input_shape", "name", "trainable")
+_MOST_PENDING_STEPS = 16
+_LAYER_ARGUMENTS = ("activity_regularizer", "autocast", "dtype", "input_dim", "input_shape", "name", "trainable")
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
@@ -126,7 +125,7 @@ class PerExampleGradients(keras.layers.Wrapper):
                 f"{layer.name!r} contains a PerExampleGradients layer. Remove one of the two: the outer one has the "
                 "gradients of all weights."
             )
-        _check_options(kwargs)
+        _check_arguments(kwargs)
         # The wrapper itself is float32; casting inputs and weights is left to the wrapped layers.
         super().__init__(layer, **{"dtype": "float32", "autocast": False, **kwargs})
         self.supports_masking = layer.supports_masking
@@ -138,10 +137,9 @@ class PerExampleGradients(keras.layers.Wrapper):
         self.masked_mean = masked_mean
         self.supports_jit = quantity != "gradients" or capacity is not None
         # Bypasses Keras's attribute tracking: a step's results are not model state and are not saved.
-        steps_of_a_replica = functools.partial(collections.deque, maxlen=_UNFINISHED)
-        self.__dict__.update(_results=None, _steps=collections.defaultdict(steps_of_a_replica))
-        self.__dict__["_note_graph"] = keep_with_graphs_of(self)
-        if self.reweighs and isinstance(layer, keras.Model):
+        pending_steps = collections.defaultdict(functools.partial(collections.deque, maxlen=_MOST_PENDING_STEPS))
+        self.__dict__.update(_results=None, _steps=pending_steps, _note_graph=keep_with_graphs_of(self))
+        if self.reweights and isinstance(layer, keras.Model):
             warn_of_fit(
                 layer,
                 f"{layer.name!r} is wrapped with {'transform' if clip_norm is None else 'clip_norm'}=..., and its own "
@@ -165,17 +163,18 @@ class PerExampleGradients(keras.layers.Wrapper):
         is_step = may_be_differentiated() and not is_trial()
         if is_step:
             build_by_calling(self.layer, inputs)
-        self._allocate(self.capacity or capacity_for(self.kept))
+        self._allocate(self.capacity or default_capacity(self.stored))
         if not is_step:
             return self.layer(inputs, *args, **kwargs)
-        check_capacity(self.kept, self.capacity)
+        check_capacity(self.stored, self.capacity)
         if not tf.executing_eagerly():
             self._note_graph()
-        step = Step(self.layer, self._finish, self._sums_examples(), Divisor(self.loss_reduction, self.masked_mean))
+        loss = LossRecord(self.loss_reduction, self.masked_mean)
+        step = Step(self.layer, self._finish, self._replaces_gradients(), loss)
         self._steps[replica_index()].append(step)
         outputs = step(inputs, *args, **kwargs)
-        for loss in step.capture.losses:
-            self.add_loss(loss)
+        for added_loss in step.capture.losses:
+            self.add_loss(added_loss)
         return outputs
 
     @property
@@ -184,7 +183,7 @@ class PerExampleGradients(keras.layers.Wrapper):
 
     @property
     def norms(self) -> np.ndarray:
-        return self._kept("norms").numpy()
+        return self._stored("norms").numpy()
 
     @property
     def nonfinite_count(self) -> int:
@@ -192,11 +191,11 @@ class PerExampleGradients(keras.layers.Wrapper):
 
     @property
     def gradients(self) -> list[np.ndarray]:
-        return [rows.numpy() for rows in self._kept("gradients")]
+        return [rows.numpy() for rows in self._stored("gradients")]
 
     @property
     def second_moment(self) -> list[np.ndarray]:
-        return [total.numpy() for total in self._kept("second_moment")]
+        return [total.numpy() for total in self._stored("second_moment")]
 
     @property
     def metrics(self) -> list[keras.Metric]:
@@ -221,38 +220,38 @@ class PerExampleGradients(keras.layers.Wrapper):
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "PerExampleGradients":
         config = dict(config)
         config["transform"] = keras.saving.deserialize_keras_object(config["transform"], custom_objects)
-        made = super().from_config(config, custom_objects)
+        wrapper = super().from_config(config, custom_objects)
         # The wrapped model is not trained itself: its optimizer would only look for its state in the file.
-        uncompile(made.layer)
-        return made
+        uncompile(wrapper.layer)
+        return wrapper
 
     @property
-    def reweighs(self) -> bool:
+    def reweights(self) -> bool:
         """Whether the layer changes the examples' weights in the update."""
         return self.clip_norm is not None or self.transform is not None
 
     @property
-    def kept(self) -> set[str]:
-        """What is available after each step: the `quantity`, and the norms if the update needs them."""
-        return {self.quantity, "norms"} if self.reweighs else {self.quantity}
+    def stored(self) -> set[str]:
+        """The results stored by each step: the `quantity`, and the norms if the update needs them."""
+        return {self.quantity, "norms"} if self.reweights else {self.quantity}
 
     def sum_of_squared_norms(self) -> tf.Tensor:
         """Within a step: the sum of the squared norms of this replica's examples, a float32 scalar."""
-        return self._kept("norms").sum_of_squares()
+        return self._stored("norms").sum_of_squares()
 
     def _allocate(self, capacity: int | None) -> None:
         """Creates the variables for the results of steps with `capacity` examples, unless they exist."""
-        before: Any = self._results
+        results: Any = self._results
         variables = self.layer.trainable_variables
-        if before and len(before.variables) == len(variables) and (before.capacity or 0) >= (capacity or 0):
+        if results and len(results.variables) == len(variables) and (results.capacity or 0) >= (capacity or 0):
             return
         with tf.init_scope():
-            self.__dict__["_results"] = StepResults(self.kept, variables, capacity)
+            self.__dict__["_results"] = StepResults(self.stored, variables, capacity)
 
-    def _kept(self, name: str) -> Any:
-        if name not in self.kept:
+    def _stored(self, name: str) -> Any:
+        if name not in self.stored:
             raise ValueError(
-                f"This layer keeps {' and '.join(sorted(self.kept))}, not {name}. Write "
+                f"This layer keeps {' and '.join(sorted(self.stored))}, not {name}. Write "
                 f"PerExampleGradients(..., quantity={name!r})."
             )
         if self._results is None:
@@ -263,44 +262,43 @@ class PerExampleGradients(keras.layers.Wrapper):
         """Called after the backward pass through the layer; returns the gradients that replace the plain ones."""
         # Replicas may run a collective between the forward and the backward pass, so each keeps its own calls.
         steps = self._steps[replica_index()]
-        for called in steps:
-            called.divisor.close()
+        for pending in steps:
+            pending.loss.close()
         # Earlier calls are dropped, and raise an error if the backward pass reaches them too.
         steps.clear()
         steps.append(step)
         quantities, factor = step.quantities()
-        norms = self._results.keep(quantities, factor)
+        norms = self._results.assign(quantities, factor)
         if not step.detached:
             return [None] * len(quantities.variables)
-        if not self.reweighs:
+        if not self.reweights:
             return quantities.weighted_sums(tf.ones(tf.reshape(quantities.batch, [1])))
-        return self._reweighed(quantities, norms, factor, step)
+        return self._reweighted_gradients(quantities, norms, factor, step)
 
-    def _reweighed(self, quantities: Quantities, norms: Any, factor: tf.Tensor, step: Step) -> list[Any]:
+    def _reweighted_gradients(self, quantities: Quantities, norms: Any, factor: tf.Tensor, step: Step) -> list[Any]:
         """The update's gradients, from each example's."""
-        step.divisor.warn_of_masks()
-        return quantities.weighted_sums(self._weights_of(norms, step), norms)
+        step.loss.warn_of_masks()
+        return quantities.weighted_sums(self._example_weights(norms, step), norms)
 
-    def _sums_examples(self) -> bool:
+    def _replaces_gradients(self) -> bool:
         """Whether the update is summed from the per-example gradients, rather than left to the plain backward pass.
 
-        Under XLA this saves computing the plain gradient, where per-example gradients are computed anyway. Without XLA,
-        the unweighted update stays bitwise equal to the plain one. So it does in half precision, where the plain
-        gradient is computed with fewer bits and faster.
+        Under XLA this saves computing the plain gradient. Without XLA, and in half precision, where the plain gradient
+        is faster, the unweighted update stays bitwise equal to the plain one.
         """
-        if self.reweighs:
+        if self.reweights:
             return True
         layers = (self.layer, *all_layers(self.layer))
         dtypes = {keras.backend.standardize_dtype(layer.compute_dtype) for layer in layers}
         return compiled_by_xla() and dtypes <= {"float32", "float64"}
 
-    def _weights_of(self, norms: Any, step: Step) -> tf.Tensor:
-        """Each example's weight in the update, given its norm."""
+    def _example_weights(self, norms: Any, step: Step) -> tf.Tensor:
+        """Each example's weight in the update."""
         if self.transform is None:
-            clipped = tf.where(norms > self.clip_norm, self.clip_norm / norms, 1.0)
+            finite = tf.where(norms > self.clip_norm, self.clip_norm / norms, 1.0)
             # If the loss scale may be the cause, NaN makes its optimizer skip the update and lower the scale.
-            otherwise = tf.where(step.divisor.may_overflow(tf.shape(norms)[0]), float("nan"), 0.0)
-            return tf.where(tf.math.is_finite(norms), clipped, otherwise)
+            nonfinite = tf.where(step.loss.may_overflow(tf.shape(norms)[0]), float("nan"), 0.0)
+            return tf.where(tf.math.is_finite(norms), finite, nonfinite)
         weights: Any = tf.convert_to_tensor(self.transform(norms))
         if weights.shape.rank != 1:
             raise ValueError(
@@ -310,21 +308,16 @@ class PerExampleGradients(keras.layers.Wrapper):
         return tf.cast(weights, "float32")
 
 
-def _check_options(options: dict[str, Any]) -> None:
-    """Refuses arguments that neither the wrapper nor a Keras layer has.
-
-    Raises:
-        ValueError: The message names the argument, and the one that was meant.
-    """
-    own = [name for name in inspect.signature(PerExampleGradients).parameters if name not in ("layer", "kwargs")]
-    known = [*own, *_OF_LAYERS]
-    for name in options:
-        if name in known:
+def _check_arguments(arguments: dict[str, Any]) -> None:
+    """Refuses arguments that neither the wrapper nor a Keras layer has."""
+    known = [name for name in inspect.signature(PerExampleGradients).parameters if name not in ("layer", "kwargs")]
+    for name in arguments:
+        if name in (*known, *_LAYER_ARGUMENTS):
             continue
-        close = difflib.get_close_matches(name, own, 1)
+        close = difflib.get_close_matches(name, known, 1)
         meant = f"Did you mean {close[0]}=? " if close else ""
         by_batch = "An optimizer clips the gradient of a batch, and clip_norm= that of each example. "
         raise ValueError(
             f"There is no argument {name}. {meant}{by_batch if 'norm' in name or 'clip' in name else ''}"
-            f"The arguments are {', '.join(own)}."
+            f"The arguments are {', '.join(known)}."
         )

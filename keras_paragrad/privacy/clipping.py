@@ -89,7 +89,7 @@ class PrivateGradients(PerExampleGradients):
         # Each group is clipped by itself.
         return sum(bound**2 for _, bound in self.bounds()) ** 0.5
 
-    def _reweighed(
+    def _reweighted_gradients(
         self, quantities: Quantities, norms: tf.Tensor, factor: tf.Tensor, step: Step
     ) -> list[tf.Tensor | None]:
         _check_losses(step)
@@ -97,7 +97,7 @@ class PrivateGradients(PerExampleGradients):
         counted = tf.cast(tf.math.is_finite(norms), "float32") * self._scale(step)
         state: ClipState | None = self.__dict__["state"]
         if state is not None:
-            state.count(norms, step.divisor.terms[0].sample_weight)
+            state.count(norms, step.loss.terms[0].sample_weight)
         if not (bounds := self.bounds()):
             return quantities.weighted_sums(_within(norms, self.sensitivity, counted), norms)
         sums: list[tf.Tensor | None] = [None] * len(quantities.variables)
@@ -109,7 +109,7 @@ class PrivateGradients(PerExampleGradients):
 
     def _scale(self, step: Step) -> tf.Tensor | float:
         """Turns the step's mean or sum over examples into a sum over the expected batch size."""
-        terms = step.divisor.terms
+        terms = step.loss.terms
         if self.rows is None or not terms:
             raise ValueError(
                 f"{self.name!r} belongs to a private model, whose steps have to be those of its fit: each update draws "
@@ -158,12 +158,12 @@ def _check_pattern(pattern: Any) -> str:
 
 def _check_losses(step: Step) -> None:
     """Refuses losses in which an example's part depends on others."""
-    if step.divisor.model is not None and added_losses(step.divisor.model):
+    if step.loss.model is not None and added_losses(step.loss.model):
         raise ValueError(
             "A layer adds a loss with add_loss() or an activity regularizer. It is not clipped per example. Make it a "
             "part of the loss that is passed to compile, or remove it; regularizers of weights are allowed."
         )
-    masked = [term.loss.name for term in step.divisor.terms if term.mask is not None and not term.is_sum]
+    masked = [term.loss.name for term in step.loss.terms if term.mask is not None and not term.is_sum]
     if masked:
         raise ValueError(
             f"{', '.join(masked)} averages over what the masks of the whole batch keep, so one example's mask changes "
@@ -206,7 +206,7 @@ def _groups(
     by_layer = {id(layer): bound for layer, bound in bounds}
     groups: list[tuple[set[int], list[Any], float]] = []
     for unit, calls in quantities.recorded:
-        keys = {id(variable) for variable in unit.rule.variables(unit.layer)} & set(quantities.places)
+        keys = {id(variable) for variable in unit.rule.variables(unit.layer)} & set(quantities.indices)
         shared = [group for group in groups if group[0] & keys]
         groups = [group for group in groups if not group[0] & keys]
         recorded = [each for group in shared for each in group[1]] + [(unit, calls)]

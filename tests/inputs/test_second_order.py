@@ -8,8 +8,8 @@ import tensorflow as tf
 from hypothesis import given
 
 from keras_paragrad.inputs.attribution import integrated_gradients
+from keras_paragrad.inputs.gradients import hessian_vector_product
 from keras_paragrad.inputs.jacobian import input_jacobian
-from keras_paragrad.inputs.second_order import hessian_vector_product
 
 layers = keras.layers
 

@@ -354,7 +354,7 @@ _PER_EXAMPLE = [
     _fault(
         "a gradient of weight 0 that is not finite stays in the sum of gradients",
         "per_example/rules/linear.py",
-        "lambda: total, of_finite)",
+        "lambda: total, sum_zeroed)",
         "lambda: total, lambda: total)",
         "per_example/test_nonfinite.py::test_inputs_that_are_not_finite",
     ),
@@ -388,7 +388,7 @@ _PER_EXAMPLE = [
     ),
     _fault(
         "a word that an example looks up twice counts as two rows",
-        "per_example/rules/looked_up.py",
+        "per_example/rules/embedding.py",
         "same = tf.cast(indices[:, :, tf.newaxis] == indices[:, tf.newaxis], cotangents.dtype)",
         "same = tf.eye(tf.shape(indices)[1], dtype=cotangents.dtype)",
         "per_example/test_rules.py::test_a_rule_is_the_loop[Embedding]",
@@ -409,7 +409,7 @@ _PER_EXAMPLE = [
     ),
     _fault(
         "an adapted kernel's last axis keeps its place where it is summed over",
-        "per_example/rules/low_rank_einsum.py",
+        "per_example/rules/einsum.py",
         "sides if last in axes.inputs else sides[::-1]",
         "sides[::-1]",
         "per_example/test_low_rank.py::test_kernels_with_any_last_axis",
@@ -423,16 +423,16 @@ _PER_EXAMPLE = [
     ),
     _fault(
         "the norms of examples have the loss scale in them",
-        "per_example/scaling.py",
-        "share * self._loss_scale())",
-        "share)",
+        "per_example/step.py",
+        "weight * self._loss_scale())",
+        "weight)",
         "per_example/test_training.py::test_half_precision",
     ),
     _fault(
         "the noise scale takes the sum of micro-batches' squared norms for their mean",
         "per_example/noise_scale.py",
-        "small, of_small, of_large = squares / count, inverses / count, 1 / rows",
-        "small, of_small, of_large = squares, inverses / count, 1 / rows",
+        "small, inverse_small, inverse_large = squares / count, inverses / count, 1 / rows",
+        "small, inverse_small, inverse_large = squares, inverses / count, 1 / rows",
         "per_example/test_callbacks.py::test_from_accumulation",
     ),
 ]
@@ -440,9 +440,9 @@ _PER_EXAMPLE = [
 _INPUTS = [
     _fault(
         "every row is differentiated with respect to the first row's label",
-        "inputs/outputs.py",
-        "return tf.gather(leaves[0], labels, axis=-1, batch_dims=1)",
-        "return tf.gather(leaves[0], labels[0], axis=-1)",
+        "inputs/function.py",
+        "return tf.gather(value, labels, axis=-1, batch_dims=1)",
+        "return tf.gather(value, labels[0], axis=-1)",
         "inputs/test_labels.py::test_gradients_of_each_rows_own_class",
     ),
     _fault(
@@ -461,9 +461,9 @@ _INPUTS = [
     ),
     _fault(
         "rows of a Jacobian are taken from overlapping rounds",
-        "inputs/seeds.py",
-        "results = passes(index * each)",
-        "results = passes(index * (each - 1))",
+        "inputs/jacobian.py",
+        "results = run_round(index * per_round)",
+        "results = run_round(index * (per_round - 1))",
         "inputs/test_jacobian.py::test_any_sizes",
     ),
 ]

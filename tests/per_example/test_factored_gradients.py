@@ -32,7 +32,7 @@ def error(wrapped, model, x, y):
 def kept_shapes(wrapped):
     """For each weight, the shapes of the parts that the last step left."""
     kept = wrapped.per_example._results.gradients
-    return [[tuple(rows.values.shape) for rows in each.places[int(each.number.numpy())].rows] for each in kept]
+    return [[tuple(rows.values.shape) for rows in each.buffers[int(each.index.numpy())].rows] for each in kept]
 
 
 # XLA compiles a step for each length, below too.
@@ -105,7 +105,7 @@ def test_without_fixed_shapes_all_lengths_share_a_place():
     for length in (1, 2, 12, 13, 14):
         wrapped.train_on_batch(np.ones((ROWS, length, 30)), np.ones((ROWS, 2)))
     # One for the sides of products, and one for kernels.
-    assert [len(each.places) for each in wrapped.per_example._results.gradients] == [2, 1, 2, 1, 1, 1]
+    assert [len(each.buffers) for each in wrapped.per_example._results.gradients] == [2, 1, 2, 1, 1, 1]
 
 
 def test_sides_in_float64():

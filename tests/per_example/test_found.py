@@ -10,8 +10,8 @@ from keras import layers, ops
 from oracles import example_gradients, norms_of
 
 from keras_paragrad import PerExampleGradients, wrap
-from keras_paragrad.per_example.probing import units_for
-from keras_paragrad.per_example.rules.looked_up import FEW_LOOKUPS
+from keras_paragrad.per_example.capture import units_for
+from keras_paragrad.per_example.rules.embedding import FEW_LOOKUPS
 
 
 class Standardized(layers.Conv2D):

@@ -10,9 +10,9 @@ from keras import layers
 
 from keras_paragrad import wrap
 from keras_paragrad.per_example import Generic
-from keras_paragrad.per_example.probing import units_for
+from keras_paragrad.per_example.capture import units_for
+from keras_paragrad.per_example.rules.embedding import LowRankEmbedding
 from keras_paragrad.per_example.rules.low_rank import LowRank
-from keras_paragrad.per_example.rules.low_rank_embedding import LowRankEmbedding
 from keras_paragrad.per_example.units import all_layers, units_of
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad.per_example.rules.windows import FEW_CHANNELS, Geometry, first_axis_first, windows
+from keras_paragrad.per_example.rules.windows import FEW_CHANNELS, Geometry, extract_windows, first_axis_first
 
 GEOMETRIES = {
     "one axis": ((11,), Geometry((3,), (2,), (1,), "valid")),
@@ -57,7 +57,7 @@ def test_windows_are_the_slices(name, way):
     channels, by_xla = WAYS[way]["channels"], WAYS[way].get("by_xla", False)
     images = np.random.default_rng(0).normal(size=(2, *sizes, channels)).astype("float32")
     expected, outputs = one_by_one(images, geometry, first_axis_first(channels, by_xla))
-    np.testing.assert_array_equal(windows(tf.constant(images), geometry, outputs, by_xla), expected)
+    np.testing.assert_array_equal(extract_windows(tf.constant(images), geometry, outputs, by_xla), expected)
 
 
 @pytest.mark.parametrize("channels", [2, FEW_CHANNELS + 1])
@@ -67,5 +67,7 @@ def test_windows_on_images_of_any_size(name, channels):
     images = np.random.default_rng(0).normal(size=(2, *sizes, channels)).astype("float32")
     expected, outputs = one_by_one(images, geometry, first_axis_first(channels, False))
     of_any_size = tf.TensorSpec([None] * (1 + len(sizes)) + [channels])
-    laid_out = tf.function(lambda x: windows(x, geometry, tuple(map(tf.constant, outputs)), False), autograph=False)
+    laid_out = tf.function(
+        lambda x: extract_windows(x, geometry, tuple(map(tf.constant, outputs)), False), autograph=False
+    )
     np.testing.assert_array_equal(laid_out.get_concrete_function(of_any_size)(tf.constant(images)), expected)

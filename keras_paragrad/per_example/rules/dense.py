@@ -1,7 +1,6 @@
-"""Dense layers."""
+"""Dense layers, with and without LoRA."""
 
 import functools
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -9,8 +8,32 @@ import tensorflow as tf
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.registry import register_rule
 from keras_paragrad.per_example.rule import Pick, RuleCase
-from keras_paragrad.per_example.rules.linear import Linear, Product, flattened
-from keras_paragrad.per_example.rules.low_rank_dense import LowRankDense
+from keras_paragrad.per_example.rules.linear import Linear, Product, merge_axes
+from keras_paragrad.per_example.rules.low_rank import (
+    FactorGradient,
+    LowRank,
+    drop_group_axis,
+    lora_factors,
+    make_with_lora,
+)
+
+
+class LowRankDense(LowRank):
+    """y = a (W + s A B) + b at every position."""
+
+    formula = r"$s \sum_t a_t (B \delta_t)^\top$ and $s \sum_t (A^\top a_t) \delta_t^\top$"
+
+    def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
+        make = _draw_layer(layer, pick)
+        make = make_with_lora(make, pick([2, 1, 5]), pick([3.0, 2.0]))
+        return RuleCase(make, pick([(4, 3), (5,), (2, 3, 4), (40, 2)]))
+
+    def factor_gradients(self, call: Call) -> tuple[FactorGradient, FactorGradient]:
+        a, b, scale = lora_factors(call.layer, call.input.dtype)
+        inputs, cotangent = _merge_positions(call.input), _merge_positions(call.cotangent)
+        of_a = _product(inputs, scale * tf.einsum("btq,rq->btr", cotangent, b))
+        of_b = _product(scale * tf.einsum("btp,pr->btr", inputs, a), cotangent)
+        return FactorGradient(of_a, drop_group_axis), FactorGradient(of_b, drop_group_axis)
 
 
 @register_rule(keras.layers.Dense)
@@ -22,16 +45,27 @@ class DenseRule(Linear):
     norms_without_gradients = "one position: always; several: where that is cheaper"
 
     def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
-        activation, use_bias = pick(["tanh", None, "silu"]), pick([True, False])
-        make = functools.partial(layer, units=pick([3, 1, 50]), activation=activation, use_bias=use_bias)
-        return RuleCase(make, pick([(5,), (4, 3), (2, 3, 4), (40, 2), (2, 9)]))
+        return RuleCase(_draw_layer(layer, pick), pick([(5,), (4, 3), (2, 3, 4), (40, 2), (2, 9)]))
 
     def product(self, call: Call) -> Product:
-        left, right = (flattened(side, 1, side.shape.rank - 1) for side in (call.input, call.cotangent))
-        return Product(tf.expand_dims(left, 1), tf.expand_dims(right, 1))
+        return _product(_merge_positions(call.input), _merge_positions(call.cotangent))
 
     def columns(self, call: Call) -> list[int]:
         return [call.cotangent.shape.rank - 1]
 
-    def kernel(self, layer: Any, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
-        return tf.squeeze(product, -3)
+    def kernel(self, layer: keras.layers.Layer, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
+        return drop_group_axis(product)
+
+
+def _draw_layer(layer: type[keras.layers.Layer], pick: Pick) -> functools.partial[keras.layers.Layer]:
+    activation, use_bias = pick(["tanh", None, "silu"]), pick([True, False])
+    return functools.partial(layer, units=pick([3, 1, 50]), activation=activation, use_bias=use_bias)
+
+
+def _merge_positions(tensor: tf.Tensor) -> tf.Tensor:
+    """`(batch, *positions, size)` as `(batch, positions, size)`."""
+    return merge_axes(tensor, 1, tensor.shape.rank - 1)
+
+
+def _product(left: tf.Tensor, right: tf.Tensor) -> Product:
+    return Product(tf.expand_dims(left, 1), tf.expand_dims(right, 1))

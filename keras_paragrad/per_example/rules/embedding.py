@@ -1,17 +1,131 @@
-"""Embeddings: rows looked up by index."""
+"""Embeddings, with and without LoRA: an example's gradient is nonzero only in the rows that it looked up."""
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.registry import register_rule
-from keras_paragrad.per_example.rule import Pick, Rule, RuleCase
-from keras_paragrad.per_example.rules.looked_up import LookedUp, lookups
-from keras_paragrad.per_example.rules.low_rank_embedding import LowRankEmbedding
+from keras_paragrad.per_example.rule import Factors, Pick, Rule, RuleCase
+from keras_paragrad.per_example.rules.linear import Product
+from keras_paragrad.per_example.rules.low_rank import drop_group_axis, make_with_lora
+
+# Up to this many lookups, comparing all pairs is faster than sorting.
+FEW_LOOKUPS = 128
+
+
+class TableGradients(NamedTuple):
+    """Each example's gradient of a table, nonzero only in the rows that it looked up.
+
+    Attributes:
+        indices: The rows, `(batch, lookups)`; one that is looked up twice gets the sum.
+        cotangents: Their gradients, `(batch, lookups, width)`.
+        size: Rows of the table.
+    """
+
+    indices: tf.Tensor
+    cotangents: tf.Tensor
+    size: int
+
+    def factors(self) -> Factors:
+        """The gradients as the rows looked up."""
+        return Factors((self.indices, self.cotangents), _TableLayout(self.size))
+
+    def gradients_to_keep(self) -> Any:
+        """The gradients, as `Factors` where these take less memory."""
+        return self.factors().materialized() if (self.indices.shape[1] or 0) > self.size else self.factors()
+
+    def squared_norms(self) -> tf.Tensor:
+        """The squared norm of each example's gradient, `(batch,)`."""
+        indices, cotangents = self.indices, self.cotangents
+        if (indices.shape[1] or FEW_LOOKUPS + 1) <= FEW_LOOKUPS:
+            same = tf.cast(indices[:, :, tf.newaxis] == indices[:, tf.newaxis], cotangents.dtype)
+            return tf.reduce_sum(same * tf.matmul(cotangents, cotangents, transpose_b=True), [1, 2])
+        _, values = self._sum_duplicates()
+        return tf.reduce_sum(tf.reshape(tf.reduce_sum(tf.square(values), 1), tf.shape(indices)), 1)
+
+    def second_moment(self) -> tf.Tensor:
+        """The sum over examples of squared gradients, `(size, width)`."""
+        indices, values = self._sum_duplicates()
+        return tf.math.unsorted_segment_sum(tf.square(values), indices, self.size)
+
+    def weighted_sum(self, weights: tf.Tensor) -> tf.IndexedSlices:
+        """The sum over examples of gradients times `weights` `(batch,)`, of shape `(size, width)`."""
+        width: Any = self.cotangents.shape[-1]
+        values = tf.reshape(self.cotangents * weights[:, tf.newaxis, tf.newaxis], [-1, width])
+        return tf.IndexedSlices(values, tf.reshape(self.indices, [-1]), tf.constant([self.size, width]))
+
+    def _sum_duplicates(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """The indices `(count,)` and values `(count, width)` summed for each example and index, padded with zeros."""
+        order = tf.argsort(self.indices, axis=1, stable=True)
+        indices, cotangents = (tf.gather(each, order, batch_dims=1) for each in (self.indices, self.cotangents))
+        shape = tf.shape(indices)
+        batch, lookups = shape[0], shape[1]
+        changes = tf.pad(tf.cast(indices[:, 1:] != indices[:, :-1], tf.int32), [[0, 0], [1, 0]])
+        segments = tf.reshape(tf.cumsum(changes, axis=1) + tf.range(batch)[:, tf.newaxis] * lookups, [-1])
+        count = batch * lookups
+        values = tf.math.unsorted_segment_sum(tf.reshape(cotangents, [-1, cotangents.shape[-1]]), segments, count)
+        # An unused segment has the lowest integer as its index; clipped to 0, it adds zeros there.
+        return tf.maximum(tf.math.unsorted_segment_max(tf.reshape(indices, [-1]), segments, count), 0), values
+
+
+class _TableLayout(NamedTuple):
+    """The layout of table gradients stored as the rows looked up, which may repeat."""
+
+    size: int
+
+    def __call__(self, indices: Any, values: Any) -> tf.Tensor:
+        batch, width = tf.shape(indices)[0], values.shape[-1]
+        segments = tf.reshape(indices + tf.range(batch)[:, tf.newaxis] * self.size, [-1])
+        rows = tf.math.unsorted_segment_sum(tf.reshape(values, [-1, width]), segments, batch * self.size)
+        return tf.reshape(rows, [-1, self.size, width])
+
+
+class LowRankEmbedding(Rule):
+    """The table is E + s A B. The gradient of A is nonzero in the rows looked up, as narrow as the rank; that of B is
+    sum_t (s A[i_t]) d_t', a dense layer's."""
+
+    formula = r"the rows looked up of $s \delta B^\top$, and $s \sum_t A_{i_t} \delta_t^\top$"
+    norms_without_gradients = "of $A$ always; of $B$ where that is cheaper"
+    configuration = "with LoRA"
+
+    def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
+        make = functools.partial(layer, input_dim=9, output_dim=pick([3, 1, 4]))
+        shape, vocabulary = pick([(7,), (), (1,), (2, 5)]), pick([2, 9])
+        return RuleCase(make_with_lora(make, pick([2, 1, 5]), pick([3.0, 2.0])), shape, vocabulary)
+
+    def suits(self, layer: keras.layers.Layer) -> bool:
+        return layer.lora_enabled and super().suits(layer)
+
+    def variables(self, layer: keras.layers.Layer) -> list[keras.Variable]:
+        return [layer.lora_embeddings_a, layer.lora_embeddings_b]
+
+    def gradients(self, call: Call) -> list[tf.Tensor]:
+        return self.gradients_of_all([call])
+
+    def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        table, product = _factor_gradients(calls)
+        return [table.factors().materialized(), drop_group_axis(product.gradients())]
+
+    def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
+        table, product = _factor_gradients(calls)
+        return [table.gradients_to_keep(), drop_group_axis(product.gradients())]
+
+    def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        table, product = _factor_gradients(calls)
+        return [table.squared_norms(), product.squared_norms(calls[0].by_xla)]
+
+    def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        table, product = _factor_gradients(calls)
+        return [table.second_moment(), drop_group_axis(product.second_moment())]
+
+    def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
+        table, product = _factor_gradients(calls)
+        # Dense, as the plain gradient of A, which is multiplied by B before rows are looked up.
+        return [tf.convert_to_tensor(table.weighted_sum(weights)), drop_group_axis(product.weighted_sum(weights))]
 
 
 @register_rule(keras.layers.Embedding)
@@ -30,28 +144,56 @@ class EmbeddingRule(Rule):
         make = functools.partial(layer, input_dim=9, output_dim=pick([2, 1, 3, 4]))
         return RuleCase(make, pick([(), (1,), (7,), (2, 5)]), vocabulary=pick([2, 9]))
 
-    def variables(self, layer: Any) -> list[keras.Variable]:
+    def variables(self, layer: keras.layers.Layer) -> list[keras.Variable]:
         return [layer.embeddings]
 
     def gradients(self, call: Call) -> list[tf.Tensor]:
         return self.gradients_of_all([call])
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        return [_looked_up(calls).factors().materialized()]
+        return [_table_gradients(calls).factors().materialized()]
 
     def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
-        return [_looked_up(calls).gradients_to_keep()]
+        return [_table_gradients(calls).gradients_to_keep()]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        return [_looked_up(calls).squared_norms()]
+        return [_table_gradients(calls).squared_norms()]
 
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        return [_looked_up(calls).second_moment()]
+        return [_table_gradients(calls).second_moment()]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
-        return [_looked_up(calls).weighted_sum(weights)]
+        return [_table_gradients(calls).weighted_sum(weights)]
 
 
-def _looked_up(calls: Sequence[Call]) -> LookedUp:
-    layer: Any = calls[0].layer
-    return LookedUp(*lookups(calls), layer.input_dim)
+def concatenate_lookups(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Each example's indices over all calls, `(batch, lookups)`, and their cotangents, `(batch, lookups, width)`."""
+    indices = tf.concat([_merge_lookups(tf.cast(call.input, tf.int32), 0) for call in calls], 1)
+    # As in Keras, negative indices count from the end.
+    indices = tf.where(indices < 0, indices + calls[0].layer.input_dim, indices)
+    return indices, tf.concat([_merge_lookups(call.cotangent, 1) for call in calls], 1)
+
+
+def _merge_lookups(tensor: tf.Tensor, trailing: int) -> tf.Tensor:
+    """Merges the axes between the batch and the `trailing` last ones into one, of size 1 if there are none."""
+    shape = tf.shape(tensor)
+    width = tensor.shape[-1] if trailing else 1
+    size = -1 if None in tensor.shape[1:] else int(tensor.shape[1:].num_elements() // width)
+    return tf.reshape(tensor, tf.concat([shape[:1], [size], shape[tensor.shape.rank - trailing :]], 0))
+
+
+def _table_gradients(calls: Sequence[Call]) -> TableGradients:
+    return TableGradients(*concatenate_lookups(calls), calls[0].layer.input_dim)
+
+
+def _factor_gradients(calls: Sequence[Call]) -> tuple[TableGradients, Product]:
+    """The gradients of A and of B."""
+    layer = calls[0].layer
+    indices, cotangents = concatenate_lookups(calls)
+    a, b = (
+        tf.cast(tf.convert_to_tensor(each.value), cotangents.dtype)
+        for each in (layer.lora_embeddings_a, layer.lora_embeddings_b)
+    )
+    scale = layer.lora_alpha / layer.lora_rank
+    table = TableGradients(indices, scale * tf.einsum("btq,rq->btr", cotangents, b), layer.input_dim)
+    return table, Product(tf.expand_dims(scale * tf.gather(a, indices), 1), tf.expand_dims(cotangents, 1))

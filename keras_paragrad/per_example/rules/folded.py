@@ -13,10 +13,10 @@ from typing import Any
 import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
-from keras_paragrad.per_example.rules.windows import Geometry, with_padding
+from keras_paragrad.per_example.rules.windows import Geometry, pad_images
 
-# Input entries of the examples folded together. With oneDNN on two cores, norms of 64 examples of
-# 32x32x16 and 3x3 taps took 2.6 ms in chunks of this size, 3.5 in those of a fourth and 3.0 at once; of 32x32x32 with
+# Input entries of the examples that are folded together. With oneDNN on two cores, norms of 64 examples of 32x32x16 and
+# 3x3 taps took 2.6 ms in chunks of this size, 3.5 in chunks a fourth as large and 3.0 at once; of 32x32x32 with
 # stride 2 they took 3.8, 5.5 and 3.9.
 CHUNK = 2**19
 # Examples per chunk if the images' size is unknown.
@@ -27,7 +27,7 @@ EXAMPLES = 32
 FEW_TAPS = 9
 
 
-def grouped(inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]) -> tf.Tensor:
+def grouped_gradients(inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]) -> tf.Tensor:
     """The per-example kernel gradients of a convolution; each example becomes its own set of groups.
 
     Args:
@@ -41,53 +41,57 @@ def grouped(inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape:
     """
     *taps, channels, filters = shape
 
-    def of_few(count: Any, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
-        found = _grouped_gradient(count, inputs, cotangents, geometry, shape)
-        apart = tf.reshape(found, [*taps, channels, count, filters])
+    def compute_chunk(count: Any, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
+        gradients = _chunk_gradients(count, inputs, cotangents, geometry, shape)
+        split = tf.reshape(gradients, [*taps, channels, count, filters])
         rank = len(shape)
-        return tf.transpose(apart, [rank - 1, *range(rank - 1), rank])
+        return tf.transpose(split, [rank - 1, *range(rank - 1), rank])
 
-    return _few_by_few(of_few, inputs, cotangents, shape)
+    return _map_chunks(compute_chunk, inputs, cotangents, shape)
 
 
 def grouped_squared_norms(
     inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]
 ) -> tf.Tensor:
-    """The squared norms of the gradients of `grouped`, `(batch,)`, with only a chunk of them in memory at once."""
+    """The squared norms of `grouped_gradients`, `(batch,)`, with only a chunk of gradients in memory at once."""
     *_, filters = shape
 
-    def of_few(count: Any, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
-        found = _grouped_gradient(count, inputs, cotangents, geometry, shape)
-        sums = tf.reduce_sum(tf.square(found), [0, 1, 2])
+    def compute_chunk(count: Any, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
+        gradients = _chunk_gradients(count, inputs, cotangents, geometry, shape)
+        sums = tf.reduce_sum(tf.square(gradients), [0, 1, 2])
         return tf.reduce_sum(tf.reshape(sums, [count, filters]), 1)
 
-    return _few_by_few(of_few, inputs, cotangents, [])
+    return _map_chunks(compute_chunk, inputs, cotangents, [])
 
 
-def depthwise(inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]) -> tf.Tensor:
-    """The per-example kernel gradients of a depthwise convolution; arguments as for `grouped`."""
+def depthwise_gradients(
+    inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]
+) -> tf.Tensor:
+    """The per-example kernel gradients of a depthwise convolution; arguments as for `grouped_gradients`."""
     *taps, channels, multiplier = shape
-    dilated = geometry.dilation[0] > 1
-    of_image = _as_convolution if dilated or math.prod(taps) > FEW_TAPS else _as_gradient
+    by_convolution = geometry.dilation[0] > 1 or math.prod(taps) > FEW_TAPS
+    compute_image = _depthwise_gradient_by_convolution if by_convolution else _depthwise_gradient
 
-    def of_few(count: Any, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
-        found = of_image(_side_by_side(inputs), _side_by_side(cotangents), geometry, multiplier)
-        apart = tf.reshape(found, [*taps, count, channels, multiplier])
+    def compute_chunk(count: Any, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
+        gradients = compute_image(_stack_channels(inputs), _stack_channels(cotangents), geometry, multiplier)
+        split = tf.reshape(gradients, [*taps, count, channels, multiplier])
         rank = len(shape)
-        return tf.transpose(apart, [rank - 2, *range(rank - 2), rank - 1, rank])
+        return tf.transpose(split, [rank - 2, *range(rank - 2), rank - 1, rank])
 
-    return _few_by_few(of_few, inputs, cotangents, shape)
+    return _map_chunks(compute_chunk, inputs, cotangents, shape)
 
 
 def suits(call: Call) -> bool:
     """Whether a convolution's call can be folded: on CPUs without XLA only; GPUs are untested."""
-    layer: Any = call.layer
-    plain = layer.data_format == "channels_last" and layer.padding != "causal" and call.input.shape.rank in (3, 4)
+    layer = call.layer
+    supported_layout = (
+        layer.data_format == "channels_last" and layer.padding != "causal" and call.input.shape.rank in (3, 4)
+    )
     # The strides and dilations that TensorFlow supports for depthwise convolutions.
     (stride, *strides), (dilation, *dilations) = layer.strides, layer.dilation_rate
-    even = set(strides) <= {stride} and set(dilations) <= {dilation} and 1 in (stride, dilation)
+    supported_steps = set(strides) <= {stride} and set(dilations) <= {dilation} and 1 in (stride, dilation)
     on_cpu = not call.by_xla and not tf.config.list_logical_devices("GPU")
-    return plain and even and on_cpu and call.input.dtype == tf.float32
+    return supported_layout and supported_steps and on_cpu and call.input.dtype == tf.float32
 
 
 @functools.cache
@@ -95,7 +99,7 @@ def has_grouped_gradients() -> bool:
     """Whether TensorFlow has the gradient of grouped convolutions on CPUs, which requires oneDNN."""
 
     @tf.function(autograph=False)
-    def of_two_groups() -> tf.Tensor:
+    def gradient_of_two_groups() -> tf.Tensor:
         image = tf.reshape(tf.range(1.0, 19.0), [1, 3, 3, 2])
         return tf.raw_ops.Conv2DBackpropFilter(
             input=image, filter_sizes=[1, 1, 1, 2], out_backprop=image, strides=[1, 1, 1, 1], padding="VALID"
@@ -104,85 +108,87 @@ def has_grouped_gradients() -> bool:
     with tf.init_scope(), tf.device("CPU:0"):
         try:
             squares = tf.reduce_sum(tf.square(tf.reshape(tf.range(1.0, 19.0), [9, 2])), 0)
-            return bool(tf.reduce_all(tf.reshape(of_two_groups(), [2]) == squares))
+            return bool(tf.reduce_all(tf.reshape(gradient_of_two_groups(), [2]) == squares))
         except tf.errors.InvalidArgumentError:
             return False
 
 
-def _grouped_gradient(
+def _chunk_gradients(
     count: Any, inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]
 ) -> tf.Tensor:
     """`(*taps, channels, count x filters)` with two axes of taps."""
     *taps, channels, filters = shape
     return tf.raw_ops.Conv2DBackpropFilter(
-        input=_side_by_side(inputs),
-        filter_sizes=[*_plane(taps), channels, count * filters],
-        out_backprop=_side_by_side(cotangents),
-        strides=[1, *_plane(geometry.strides), 1],
+        input=_stack_channels(inputs),
+        filter_sizes=[*_two_axes(taps), channels, count * filters],
+        out_backprop=_stack_channels(cotangents),
+        strides=[1, *_two_axes(geometry.strides), 1],
         padding=geometry.padding.upper(),
     )
 
 
-def _as_gradient(image: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry, multiplier: int) -> tf.Tensor:
+def _depthwise_gradient(image: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry, multiplier: int) -> tf.Tensor:
     return tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
         input=image,
-        filter_sizes=[*_plane(geometry.kernel_size), tf.shape(image)[3], multiplier],
+        filter_sizes=[*_two_axes(geometry.kernel_size), tf.shape(image)[3], multiplier],
         out_backprop=cotangent,
         strides=[1, geometry.strides[0], geometry.strides[0], 1],
         padding=geometry.padding.upper(),
     )
 
 
-def _as_convolution(image: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry, multiplier: int) -> tf.Tensor:
-    """The same as a convolution with the cotangent as its kernel: each tap's gradient sums pixels times cotangents."""
+def _depthwise_gradient_by_convolution(
+    image: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry, multiplier: int
+) -> tf.Tensor:
+    """As `_depthwise_gradient`, by a convolution with the cotangent: a tap's gradient sums pixels times cotangents."""
     dynamic = tf.shape(cotangent)
     sizes: Any = [dynamic[axis] if cotangent.shape[axis] is None else cotangent.shape[axis] for axis in (1, 2)]
-    kernel_size, strides, dilations = map(_plane, geometry[:3])
+    kernel_size, strides, dilations = map(_two_axes, geometry[:3])
     plane = Geometry(kernel_size, strides, dilations, geometry.padding)
     height, width = (
         (size - 1) * stride + (taps - 1) * dilation + 1
         for size, taps, stride, dilation in zip(sizes, kernel_size, strides, dilations, strict=True)
     )
-    image = with_padding(image, plane, sizes)[:, :height, :width]
+    image = pad_images(image, plane, sizes)[:, :height, :width]
     kernel = tf.reshape(cotangent, [*sizes, -1, multiplier])
     dilation, stride = dilations[1], strides[1]
     return tf.nn.depthwise_conv2d(image, kernel, [1, dilation, dilation, 1], "VALID", dilations=[stride, stride])
 
 
-def _few_by_few(
-    of_few: Callable[[Any, tf.Tensor, tf.Tensor], tf.Tensor],
+def _map_chunks(
+    compute_chunk: Callable[[Any, tf.Tensor, tf.Tensor], tf.Tensor],
     inputs: tf.Tensor,
     cotangents: tf.Tensor,
     shape: Sequence[int],
 ) -> tf.Tensor:
-    """Maps a function over chunks of the first axis `(few, *shape)`, for all examples `(batch, *shape)`."""
+    """Maps a function over chunks of examples; it returns `(count, *shape)`, and all chunks are `(batch, *shape)`."""
     batch: Any = tf.shape(inputs)[0] if inputs.shape[0] is None else inputs.shape[0]
-    numbers = inputs.shape[1:].num_elements()
-    few = max(1, CHUNK // numbers) if numbers else EXAMPLES
+    entries = inputs.shape[1:].num_elements()
+    chunk_size = max(1, CHUNK // entries) if entries else EXAMPLES
     # An even number of equal chunks, so that two threads finish together; for an empty batch, one example of zeros.
-    pairs = tf.maximum(-(-batch // (2 * few)), 1)
+    pairs = tf.maximum(-(-batch // (2 * chunk_size)), 1)
     count = tf.maximum(-(-batch // (2 * pairs)), 1)
 
-    def of_chunk(start: tf.Tensor) -> tf.Tensor:
+    def run_chunk(start: tf.Tensor) -> tf.Tensor:
         chunk = [side[start : start + count] for side in (inputs, cotangents)]
         missing: Any = count - tf.shape(chunk[0])[0]
         chunk = [tf.pad(side, [[0, missing], *[[0, 0]] * (side.shape.rank - 1)]) for side in chunk]
-        return of_few(count, *chunk)
+        return compute_chunk(count, *chunk)
 
     starts = tf.range(0, tf.maximum(batch, 1), count)
-    found = tf.map_fn(of_chunk, starts, fn_output_signature=tf.TensorSpec([None, *shape], inputs.dtype))
-    return tf.reshape(found, [-1, *shape])[:batch]
+    gradients = tf.map_fn(run_chunk, starts, fn_output_signature=tf.TensorSpec([None, *shape], inputs.dtype))
+    return tf.reshape(gradients, [-1, *shape])[:batch]
 
 
-def _side_by_side(sides: tf.Tensor) -> tf.Tensor:
-    """`(few, *spatial, channels)` as one image `(1, height, width, few x channels)`."""
-    if sides.shape.rank == 3:
-        sides = sides[:, tf.newaxis]
-    dynamic = tf.shape(sides)
-    image = tf.reshape(tf.transpose(sides, [1, 2, 0, 3]), [1, dynamic[1], dynamic[2], -1])
-    return tf.ensure_shape(image, [1, *sides.shape[1:3], None])
+def _stack_channels(images: tf.Tensor) -> tf.Tensor:
+    """`(count, *spatial, channels)` as one image `(1, height, width, count x channels)`."""
+    if images.shape.rank == 3:
+        images = images[:, tf.newaxis]
+    dynamic = tf.shape(images)
+    image = tf.reshape(tf.transpose(images, [1, 2, 0, 3]), [1, dynamic[1], dynamic[2], -1])
+    return tf.ensure_shape(image, [1, *images.shape[1:3], None])
 
 
-def _plane(sizes: Sequence[int]) -> list[int]:
+def _two_axes(sizes: Sequence[int]) -> list[int]:
     """Sizes along two axes, for one or two."""
     return [1, *sizes][-2:]

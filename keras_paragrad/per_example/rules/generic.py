@@ -1,7 +1,7 @@
 """The generic rule: any layer's gradients, example by example."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import full_precision, mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.per_example.calls import Call, wide, widened
-from keras_paragrad.per_example.reads import Weights
+from keras_paragrad.per_example.calls import Call, widened, widened_dtype
+from keras_paragrad.per_example.reads import fixed_weights
 from keras_paragrad.per_example.registry import register_rule
 from keras_paragrad.per_example.rule import Pick, Rule, RuleCase
-from keras_paragrad.per_example.rules.normalization import needs_its_batch
+from keras_paragrad.per_example.rules.normalization import batch_statistics_refusal
 
 
 @register_rule(
@@ -32,9 +32,9 @@ class Generic(Rule):
     A call that draws random numbers, as dropout does, can't be repeated on a single example. It is repeated on the
     batch with the same numbers, and its gradient is taken once per example, with the others' cotangents zeroed.
     Non-finite examples are excluded from this, as zero times NaN is NaN.
-    """
 
-    # A loop rather than `tf.vectorized_map`, which corrupts memory on gradients of einsums outside XLA.
+    A loop, as `tf.vectorized_map` corrupts memory on gradients of einsums outside XLA.
+    """
 
     serves_overrides = True
     formula = "a loop over the examples"
@@ -60,18 +60,18 @@ class Generic(Rule):
             )
         for layer in all_layers(call.layer) if call.training else []:
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
-                raise ValueError(needs_its_batch(layer))
-        with reads.recording_assignments() as before:
+                raise batch_statistics_refusal(layer)
+        with reads.recording_assignments() as previous_values:
             outputs = super().run(call, function, reads)
-        call.recorded = before
+        call.recorded = previous_values
         return outputs
 
     def gradients(self, call: Call) -> list[tf.Tensor]:
         # Neither TensorFlow nor XLA deduplicates equal loops.
         if call.gradients is None:
             assert call.cotangents is not None
-            found = (_of_whole_batch if call.recorded else _one_by_one)(call, call.cotangents)
-            call.gradients = found
+            compute = _by_repeated_batches if call.recorded else _by_single_examples
+            call.gradients = compute(call, call.cotangents)
         return call.gradients
 
 
@@ -79,8 +79,8 @@ class _Batch(NamedTuple):
     """The arguments of a call.
 
     Attributes:
-        flat: Its flattened arguments and keywords.
-        rows: Those with a row for each example, by index.
+        flat: The flattened arguments and keywords.
+        rows: By index, the arguments with a row for each example.
         masks: Their masks.
     """
 
@@ -91,56 +91,69 @@ class _Batch(NamedTuple):
     @classmethod
     def of(cls, call: Call) -> "_Batch":
         flat = keras.tree.flatten((call.arguments, call.keywords))
-        known = call.batched or [_has_rows(value) for value in flat]
-        rows = {place: value for place, (value, has_rows) in enumerate(zip(flat, known, strict=True)) if has_rows}
-        return cls(flat, rows, {place: mask_of(value) for place, value in rows.items() if mask_of(value) is not None})
+        # Without probing, arguments with several rows count as batches.
+        batched = call.batched or [tf.is_tensor(v) and v.shape.rank != 0 and v.shape[0] != 1 for v in flat]
+        rows = {index: value for index, (value, has_rows) in enumerate(zip(flat, batched, strict=True)) if has_rows}
+        return cls(flat, rows, {index: mask_of(value) for index, value in rows.items() if mask_of(value) is not None})
 
-    def called(
-        self, call: Call, rows: dict[int, tf.Tensor], masks: dict[int, tf.Tensor], state: Any
+    def rerun(
+        self,
+        call: Call,
+        rows: dict[int, tf.Tensor],
+        masks: dict[int, tf.Tensor],
+        values: Iterable[tuple[keras.Variable, Any]],
     ) -> list[tf.Tensor]:
-        """The outputs of the call on other rows, with the given values of variables."""
+        """The floating-point outputs of the call on other rows, with the given values of variables."""
         flat = list(self.flat)
-        for place, value in rows.items():
-            flat[place] = with_mask(value, masks.get(place))
+        for index, value in rows.items():
+            flat[index] = with_mask(value, masks.get(index))
         arguments, keywords = keras.tree.pack_sequence_as((call.arguments, call.keywords), flat)
-        with Weights(state):
-            return _floating(call.rerun(arguments, keywords))
+        with fixed_weights(values):
+            outputs = keras.tree.flatten(call.rerun(arguments, keywords))
+        return [output for output in outputs if tf.is_tensor(output) and output.dtype.is_floating]
 
 
-def _one_by_one(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
+def _by_single_examples(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
     variables = call.layer.trainable_variables
     weights = [tf.convert_to_tensor(variable.value) for variable in variables]
     batch = _Batch.of(call)
 
-    def of_one(rows):
-        alone, masks, cotangents = keras.tree.map_structure(lambda row: row[tf.newaxis], rows)
+    def gradients_of_example(example):
+        rows, masks, cotangents = keras.tree.map_structure(lambda row: row[tf.newaxis], example)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(weights)
-            outputs = batch.called(call, alone, masks, zip(variables, weights, strict=True))
+            outputs = batch.rerun(call, rows, masks, zip(variables, weights, strict=True))
         return _gradients(tape, outputs, weights, cotangents)
 
-    return tf.map_fn(of_one, (batch.rows, batch.masks, cotangents), fn_output_signature=_signature(weights))
+    return tf.map_fn(
+        gradients_of_example, (batch.rows, batch.masks, cotangents), fn_output_signature=_signature(weights)
+    )
 
 
-def _of_whole_batch(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
+def _by_repeated_batches(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
     variables = call.layer.trainable_variables
     with full_precision():
         weights = [tf.identity(variable.value) for variable in variables]
     batch = _Batch.of(call)
     floating = [value for value in batch.rows.values() if value.dtype.is_floating]
     finite = _are_finite([*floating, *call.outputs])
-    rows = {place: _with_finite_rows(value, finite) for place, value in batch.rows.items()}
+    # Non-finite examples are replaced by the first finite one.
+    first = tf.argmax(tf.cast(finite, tf.int32))
+    rows = {
+        index: tf.where(_broadcast(finite, value), value, value[first][tf.newaxis])
+        for index, value in batch.rows.items()
+    }
     with tf.GradientTape(watch_accessed_variables=False, persistent=True) as tape:
         tape.watch(weights)
-        outputs = batch.called(call, rows, batch.masks, [*zip(variables, weights, strict=True), *call.recorded])
+        outputs = batch.rerun(call, rows, batch.masks, [*zip(variables, weights, strict=True), *call.recorded])
 
-    def of_one(index):
-        chosen = tf.range(tf.shape(finite)[0]) == index
-        alone = [tf.where(_beside(chosen, each), each, tf.zeros_like(each)) for each in cotangents]
-        found = _gradients(tape, outputs, weights, alone)
-        return [tf.where(finite[index], gradient, float("nan")) for gradient in found]
+    def gradients_of_example(index):
+        is_example = tf.range(tf.shape(finite)[0]) == index
+        masked = [tf.where(_broadcast(is_example, each), each, tf.zeros_like(each)) for each in cotangents]
+        gradients = _gradients(tape, outputs, weights, masked)
+        return [tf.where(finite[index], gradient, float("nan")) for gradient in gradients]
 
-    return tf.map_fn(of_one, tf.range(tf.shape(finite)[0]), fn_output_signature=_signature(weights))
+    return tf.map_fn(gradients_of_example, tf.range(tf.shape(finite)[0]), fn_output_signature=_signature(weights))
 
 
 def _are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -149,13 +162,9 @@ def _are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.reduce_all(tf.stack(rows), 0)
 
 
-def _with_finite_rows(rows: tf.Tensor, finite: tf.Tensor) -> tf.Tensor:
-    """A batch in which non-finite examples are replaced by the first finite one."""
-    return tf.where(_beside(finite, rows), rows, rows[tf.argmax(tf.cast(finite, tf.int32))][tf.newaxis])
-
-
-def _beside(chosen: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(chosen, [-1] + [1] * (tensor.shape.rank - 1))
+def _broadcast(flags: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Flags `(batch,)`, with the rank of a `(batch, ...)` tensor."""
+    return tf.reshape(flags, [-1] + [1] * (tensor.shape.rank - 1))
 
 
 def _gradients(tape: tf.GradientTape, outputs: Any, weights: Any, cotangents: Any) -> list[tf.Tensor]:
@@ -166,13 +175,4 @@ def _gradients(tape: tf.GradientTape, outputs: Any, weights: Any, cotangents: An
 
 
 def _signature(weights: list[tf.Tensor]) -> list[tf.TensorSpec]:
-    return [tf.TensorSpec(weight.shape, wide(weight.dtype)) for weight in weights]
-
-
-def _floating(outputs: Any) -> list[tf.Tensor]:
-    return [output for output in keras.tree.flatten(outputs) if tf.is_tensor(output) and output.dtype.is_floating]
-
-
-def _has_rows(value: Any) -> bool:
-    """Whether an argument looks like a batch, if probing didn't tell."""
-    return tf.is_tensor(value) and value.shape.rank != 0 and value.shape[0] != 1
+    return [tf.TensorSpec(weight.shape, widened_dtype(weight.dtype)) for weight in weights]

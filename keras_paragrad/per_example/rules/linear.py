@@ -1,4 +1,4 @@
-"""Linear maps: the sums over positions shared by dense, einsum and convolution layers."""
+"""Linear maps: sums over positions of outer products, for dense, einsum and convolution layers."""
 
 import abc
 from collections.abc import Sequence
@@ -8,8 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
-from keras_paragrad.per_example.factored_gradients import Factors
-from keras_paragrad.per_example.rule import Rule, squared_norm, sums_of_biases, weighted_sum, zeroed
+from keras_paragrad.per_example.rule import Factors, Rule, squared_norm, sums_of_biases, weighted_sum, zeroed
 from keras_paragrad.sums import row_sums
 
 # Without XLA, ghost norms are taken where this many times their multiplications are fewer than those of the gradients:
@@ -26,7 +25,7 @@ class Product(NamedTuple):
     Attributes:
         left: `(batch, groups, positions, rows)`.
         right: `(batch, groups, positions, columns)`.
-        is_computed: Whether the plain gradient sums these very products, so that they are computed anyway.
+        is_computed: Whether the plain gradient computes the same products.
     """
 
     left: tf.Tensor
@@ -38,7 +37,7 @@ class Product(NamedTuple):
         left: Any = self.left.shape
         _, _, positions, rows = left
         columns: Any = self.right.shape[3]
-        # Gradients that are computed anyway only need to be squared.
+        # Products that the plain gradient computes only need to be squared.
         direct = rows * columns * (1 if self.is_computed else positions or 0)
         penalty = 1.0 if by_xla or self.is_computed else GHOST_PENALTY
         return positions == 1 or (positions is not None and penalty * positions**2 * (rows + columns) <= direct)
@@ -60,26 +59,26 @@ class Product(NamedTuple):
         if self.is_ghost(by_xla):
             left, right = self.inner_products(by_xla)
             return row_sums(left * right, by_xla)
-        return squared_norm(self._gradients_either_way(by_xla)[0], by_xla)
+        return squared_norm(self._maybe_transposed_gradients(by_xla)[0], by_xla)
 
     def sum_of_gradients(self, weights: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
         """The sum over examples of gradients times `weights` `(batch,)`, reusing the gradients computed for norms.
 
         Gradients of weight 0 may be non-finite.
         """
-        gradients, transposed = self._gradients_either_way(by_xla)
+        gradients, transposed = self._maybe_transposed_gradients(by_xla)
 
-        def of_finite() -> tf.Tensor:
+        def sum_zeroed() -> tf.Tensor:
             return weighted_sum(weights, zeroed(gradients, weights), by_xla)
 
         if by_xla:
-            return of_finite()
+            return sum_zeroed()
         total = weighted_sum(weights, gradients)
         # Usually all are finite, and then nothing is copied.
-        total = tf.cond(tf.reduce_all(tf.math.is_finite(total)), lambda: total, of_finite)
+        total = tf.cond(tf.reduce_all(tf.math.is_finite(total)), lambda: total, sum_zeroed)
         return tf.transpose(total, [0, 2, 1]) if transposed else total
 
-    def _gradients_either_way(self, by_xla: bool) -> tuple[tf.Tensor, bool]:
+    def _maybe_transposed_gradients(self, by_xla: bool) -> tuple[tf.Tensor, bool]:
         """The per-example gradients, and whether they are transposed, which doesn't matter for norms."""
         # Without XLA, products with the wider factor last are faster.
         transposed = not by_xla and not self.is_computed and (self.left.shape[3] or 0) > (self.right.shape[3] or 0)
@@ -136,14 +135,14 @@ class Linear(Rule, abc.ABC):
         """The kernel gradient of a call, in factored form."""
 
     @abc.abstractmethod
-    def kernel(self, layer: Any, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
+    def kernel(self, layer: keras.layers.Layer, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
         """Reshapes `(..., groups, rows, columns)` to the kernel's layout `(..., *kernel.shape)`."""
 
     def columns(self, call: Call) -> Sequence[int]:
         """The output axes that are the product's groups and columns; none if they don't match."""
         return ()
 
-    def broadcast_bias(self, layer: Any, rank: int) -> Sequence[int]:
+    def broadcast_bias(self, layer: keras.layers.Layer, rank: int) -> Sequence[int]:
         """The shape in which the layer adds its bias to outputs of rank `rank`."""
         return layer.bias.shape
 
@@ -160,7 +159,7 @@ class Linear(Rule, abc.ABC):
         folded = self.folded(calls)
         return None if folded is None else squared_norm(folded)
 
-    def variables(self, layer: Any) -> list[keras.Variable]:
+    def variables(self, layer: keras.layers.Layer) -> list[keras.Variable]:
         return [layer.kernel] if layer.bias is None else [layer.kernel, layer.bias]
 
     def gradients(self, call: Call) -> list[tf.Tensor]:
@@ -174,22 +173,22 @@ class Linear(Rule, abc.ABC):
         folded = self.folded(calls)
         if folded is not None:
             return [folded, *self._biases(calls)]
-        product = self._product(calls)
-        kernel = Factors([product.left, product.right], _Kernel(self, calls[0].layer, calls[0].by_xla))
+        product = self._concatenate(calls)
+        kernel = Factors([product.left, product.right], _KernelLayout(self, calls[0].layer, calls[0].by_xla))
         return [kernel if product.is_smaller_than_gradients else kernel.materialized(), *self._biases(calls)]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         by_xla = calls[0].by_xla
         folded = self.folded_squared_norms(calls)
-        norms = self._product(calls).squared_norms(by_xla) if folded is None else folded
+        norms = self._concatenate(calls).squared_norms(by_xla) if folded is None else folded
         return [norms, *(squared_norm(bias, by_xla) for bias in self._biases(calls))]
 
     def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         folded = self.folded_squared_norms(calls)
         if folded is not None:
             return [folded, *map(tf.square, self._biases(calls))]
-        product = self._product(calls)
-        if product.is_ghost(calls[0].by_xla) and all(map(self._adds_to_columns, calls)):
+        product = self._concatenate(calls)
+        if product.is_ghost(calls[0].by_xla) and all(map(self._bias_sums_right_factor, calls)):
             # The bias is a kernel row for a constant input of 1.
             left, right = product.inner_products(calls[0].by_xla)
             return [(left + 1.0) * right]
@@ -198,7 +197,7 @@ class Linear(Rule, abc.ABC):
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         folded = self.folded(calls)
         if folded is None:
-            moment = self.kernel(calls[0].layer, self._product(calls).second_moment(), calls[0].by_xla)
+            moment = self.kernel(calls[0].layer, self._concatenate(calls).second_moment(), calls[0].by_xla)
         else:
             moment = tf.reduce_sum(tf.square(folded), 0)
         return [moment, *(tf.reduce_sum(tf.square(bias), 0) for bias in self._biases(calls))]
@@ -209,22 +208,17 @@ class Linear(Rule, abc.ABC):
         folded = self.folded(calls)
         if folded is not None:
             return [weighted_sum(weights, folded), *biases]
-        product = self._product(originals)
+        product = self._concatenate(originals)
         if not product.is_ghost(by_xla):
-            # Norms were computed from these gradients, which take little more memory than the factors. So they may be
-            # kept until the weights are known.
+            # The norms are computed from these gradients too. They take little more memory than the factors, and may
+            # be stored until the weights are known.
             return [self.kernel(calls[0].layer, product.sum_of_gradients(weights, by_xla), by_xla), *biases]
         return [tf.add_n([self.kernel_sum(call, weights) for call in calls]), *biases]
 
-    def _product(self, calls: Sequence[Call]) -> Product:
-        """The calls' products, concatenated along the positions."""
-        products = [self.product(call) for call in calls]
-        if len(products) == 1:
-            return products[0]
-        left, right = (tf.concat(sides, 2) for sides in zip(*((p.left, p.right) for p in products), strict=True))
-        return Product(left, right)
+    def _concatenate(self, calls: Sequence[Call]) -> Product:
+        return concatenate_products([self.product(call) for call in calls])
 
-    def _adds_to_columns(self, call: Call) -> bool:
+    def _bias_sums_right_factor(self, call: Call) -> bool:
         """Whether there is a bias whose gradient is the sum of the product's right factor."""
         layer, sizes = call.layer, call.cotangent.shape
         columns = {axis for axis in self.columns(call) if sizes[axis] != 1}
@@ -233,15 +227,15 @@ class Linear(Rule, abc.ABC):
         return columns == set(bias_axes(call.cotangent, self.broadcast_bias(layer, sizes.rank)))
 
     def _biases(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        layer: Any = calls[0].layer
+        layer = calls[0].layer
         if layer.bias is None:
             return []
         shape = self.broadcast_bias(layer, calls[0].cotangent.shape.rank)
         return [tf.add_n([bias_gradients(call.cotangent, shape, layer.bias) for call in calls])]
 
 
-class _Kernel(NamedTuple):
-    """The layout of gradients stored as the factors of a product."""
+class _KernelLayout(NamedTuple):
+    """The layout of kernel gradients stored as the factors of a product."""
 
     rule: Linear
     layer: keras.layers.Layer
@@ -252,10 +246,17 @@ class _Kernel(NamedTuple):
         return self.rule.kernel(self.layer, product.gradients(), self.by_xla)
 
 
+def concatenate_products(products: Sequence[Product]) -> Product:
+    """The products of several calls, concatenated along the positions."""
+    if len(products) == 1:
+        return products[0]
+    return Product(tf.concat([each.left for each in products], 2), tf.concat([each.right for each in products], 2))
+
+
 def bias_gradients(cotangent: tf.Tensor, shape: Sequence[int], bias: keras.Variable) -> tf.Tensor:
     """The per-example gradients of a bias that was added in the given shape, `(batch, *bias.shape)`."""
-    kept = bias_axes(cotangent, shape)
-    sums = tf.reduce_sum(cotangent, [axis for axis in range(1, cotangent.shape.rank) if axis not in kept])
+    axes = bias_axes(cotangent, shape)
+    sums = tf.reduce_sum(cotangent, [axis for axis in range(1, cotangent.shape.rank) if axis not in axes])
     return tf.reshape(sums, [-1, *bias.shape])
 
 
@@ -267,22 +268,21 @@ def bias_axes(cotangent: tf.Tensor, shape: Sequence[int]) -> list[int]:
     went.
     """
     rank = cotangent.shape.rank
-    kept = [axis for axis, size in enumerate(shape, start=rank - len(shape)) if size > 1]
-    size = shape[kept[0] - rank] if len(kept) == 1 else None
+    axes = [axis for axis, size in enumerate(shape, start=rank - len(shape)) if size > 1]
+    size = shape[axes[0] - rank] if len(axes) == 1 else None
     if size is not None and size in (cotangent.shape[1], cotangent.shape[-1]):
         return [rank - 1 if size == cotangent.shape[-1] else 1]
-    return kept
+    return axes
 
 
-def flattened(tensor: tf.Tensor, first: int, last: int) -> tf.Tensor:
+def merge_axes(tensor: tf.Tensor, first: int, last: int) -> tf.Tensor:
     """Merges the axes from `first` up to `last` into one, of size 1 if there are none."""
     before, merged, after = tensor.shape[:first], tensor.shape[first:last].num_elements(), tensor.shape[last:]
     sizes: list[Any] = [*before, merged, *after]
     if sizes.count(None) > 1 or 0 in sizes:
         dynamic = tf.shape(tensor)
-        places = [*range(first), None, *range(last, tensor.shape.rank)]
-        known = zip(sizes, places, strict=True)
-        sizes = [dynamic[place] if size is None and place is not None else size for size, place in known]
+        axes = zip(sizes, [*range(first), None, *range(last, tensor.shape.rank)], strict=True)
+        sizes = [dynamic[axis] if size is None and axis is not None else size for size, axis in axes]
     return tf.reshape(tensor, [-1 if size is None else size for size in sizes])
 
 

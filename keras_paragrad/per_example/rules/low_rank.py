@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): a frozen weight W plus s A B, of which A and B are trained."""
+"""Low-rank adapters (LoRA): a frozen weight W plus s A B, where A and B are trained."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -9,14 +9,14 @@ import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.rule import Rule, squared_norm, sums_of_biases
-from keras_paragrad.per_example.rules.linear import Product, bias_gradients
+from keras_paragrad.per_example.rules.linear import Product, bias_gradients, concatenate_products
 
 
 class FactorGradient(NamedTuple):
-    """The gradient of one of the two factors.
+    """The gradient of A or B.
 
     Attributes:
-        product: It, as a sum over positions of outer products.
+        product: The gradient, as a sum over positions of outer products.
         layout: Reshapes `(..., groups, rows, columns)` to `(..., *shape)`.
     """
 
@@ -28,8 +28,8 @@ class LowRank(Rule, abc.ABC):
     """The base class of rules for layers with Keras's `enable_lora` that multiply by a kernel.
 
     If W has an example's gradient G, A has s G B' and B has s A' G. With G = sum_t a_t d_t' these are sum_t a_t (s B
-    d_t)' and sum_t (s A' a_t) d_t': products as narrow as the rank, and G is never computed. That of W, which is
-    frozen, may be quantized. Hu et al., https://arxiv.org/abs/2106.09685.
+    d_t)' and sum_t (s A' a_t) d_t': products as narrow as the rank, and G is never computed. The frozen W may be
+    quantized. Hu et al., https://arxiv.org/abs/2106.09685.
     """
 
     before_activation = True
@@ -37,13 +37,13 @@ class LowRank(Rule, abc.ABC):
     configuration = "with LoRA"
 
     @abc.abstractmethod
-    def parts(self, call: Call) -> tuple[FactorGradient, FactorGradient]:
+    def factor_gradients(self, call: Call) -> tuple[FactorGradient, FactorGradient]:
         """The gradients of A and B."""
 
-    def suits(self, layer: Any) -> bool:
+    def suits(self, layer: keras.layers.Layer) -> bool:
         return layer.lora_enabled and super().suits(layer)
 
-    def variables(self, layer: Any) -> list[keras.Variable]:
+    def variables(self, layer: keras.layers.Layer) -> list[keras.Variable]:
         biases = [] if layer.bias is None else [layer.bias]
         return [layer.lora_kernel_a, layer.lora_kernel_b, *biases]
 
@@ -51,54 +51,51 @@ class LowRank(Rule, abc.ABC):
         return self.gradients_of_all([call])
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        return [*(part.layout(part.product.gradients()) for part in self._parts(calls)), *_biases(calls)]
+        return [*(each.layout(each.product.gradients()) for each in self._concatenate(calls)), *_biases(calls)]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         by_xla = calls[0].by_xla
-        norms = [part.product.squared_norms(by_xla) for part in self._parts(calls)]
+        norms = [each.product.squared_norms(by_xla) for each in self._concatenate(calls)]
         return [*norms, *(squared_norm(bias, by_xla) for bias in _biases(calls))]
 
     def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        norms = [part.product.squared_norms(calls[0].by_xla) for part in self._parts(calls)]
+        norms = [each.product.squared_norms(calls[0].by_xla) for each in self._concatenate(calls)]
         return [*norms, *map(tf.square, _biases(calls))]
 
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        moments = [part.layout(part.product.second_moment()) for part in self._parts(calls)]
+        moments = [each.layout(each.product.second_moment()) for each in self._concatenate(calls)]
         return [*moments, *(tf.reduce_sum(tf.square(bias), 0) for bias in _biases(calls))]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
-        sums = [part.layout(part.product.weighted_sum(weights)) for part in self._parts(calls)]
+        sums = [each.layout(each.product.weighted_sum(weights)) for each in self._concatenate(calls)]
         return [*sums, *sums_of_biases(_biases, calls, weights)]
 
-    def _parts(self, calls: Sequence[Call]) -> list[FactorGradient]:
-        """The parts of all calls, concatenated along the positions."""
-        if len(calls) == 1:
-            return list(self.parts(calls[0]))
-        found = []
-        for parts in zip(*map(self.parts, calls), strict=True):
-            left, right = (tf.concat(side, 2) for side in zip(*(part.product[:2] for part in parts), strict=True))
-            found.append(FactorGradient(Product(left, right), parts[0].layout))
-        return found
+    def _concatenate(self, calls: Sequence[Call]) -> list[FactorGradient]:
+        """The gradients of A and B over all calls, concatenated along the positions."""
+        return [
+            FactorGradient(concatenate_products([each.product for each in of_calls]), of_calls[0].layout)
+            for of_calls in zip(*map(self.factor_gradients, calls), strict=True)
+        ]
 
 
-def factors(layer: Any, dtype: tf.DType) -> tuple[tf.Tensor, tf.Tensor, float]:
+def lora_factors(layer: keras.layers.Layer, dtype: tf.DType) -> tuple[tf.Tensor, tf.Tensor, float]:
     """A and B in a dtype, and the scale s."""
     values = [tf.cast(tf.convert_to_tensor(each.value), dtype) for each in (layer.lora_kernel_a, layer.lora_kernel_b)]
     return values[0], values[1], layer.lora_alpha / layer.lora_rank
 
 
-def of_matrix(product: tf.Tensor) -> tf.Tensor:
-    """The layout of a matrix: without the axis of groups."""
+def drop_group_axis(product: tf.Tensor) -> tf.Tensor:
+    """`(..., 1, rows, columns)` as `(..., rows, columns)`."""
     return tf.squeeze(product, -3)
 
 
-def with_lora(make: Callable[..., Any], rank: int, alpha: float) -> Callable[[], keras.layers.Layer]:
+def make_with_lora(make: Callable[..., Any], rank: int, alpha: float) -> Callable[[], keras.layers.Layer]:
     """Creates a layer that has LoRA once it is built, for the tests' cases."""
     return lambda: make(lora_rank=rank, lora_alpha=alpha)
 
 
 def _biases(calls: Sequence[Call]) -> list[tf.Tensor]:
-    layer: Any = calls[0].layer
+    layer = calls[0].layer
     if layer.bias is None:
         return []
     return [tf.add_n([bias_gradients(call.cotangent, layer.bias.shape, layer.bias) for call in calls])]

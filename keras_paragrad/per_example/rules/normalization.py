@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import attributes
 from keras_paragrad.per_example.calls import Call, widened
-from keras_paragrad.per_example.reads import Weights
+from keras_paragrad.per_example.reads import fixed_weights
 from keras_paragrad.per_example.registry import register_rule
 from keras_paragrad.per_example.rule import Pick, Rule, RuleCase
 
@@ -17,28 +17,23 @@ from keras_paragrad.per_example.rule import Pick, Rule, RuleCase
 class Normalization(Rule):
     """y = scale * z + offset: an example's gradients are the sums of d * z and d over the axes that share a weight.
 
-    The normalized input z is recomputed by calling the layer without scale and offset.
-
-    Attributes:
-        without: The layer attributes that switch both off.
+    The normalized input z is recomputed by calling the layer without scale and offset: with the attributes `disabled`.
     """
 
-    without: Mapping[str, Any] = {"scale": False, "center": False, "gamma": None, "beta": None}
+    disabled: Mapping[str, Any] = {"scale": False, "center": False, "gamma": None, "beta": None}
 
-    def scale(self, layer: Any) -> keras.Variable | None:
-        """The scale, or `None`."""
+    def scale(self, layer: keras.layers.Layer) -> keras.Variable | None:
         return layer.gamma
 
-    def offset(self, layer: Any) -> keras.Variable | None:
-        """The offset, or `None`."""
+    def offset(self, layer: keras.layers.Layer) -> keras.Variable | None:
         return layer.beta
 
-    def axes(self, layer: Any, rank: int) -> set[int]:
+    def axes(self, layer: keras.layers.Layer, rank: int) -> set[int]:
         """The input axes along which the weights vary."""
         axes: Iterable[int] = [layer.axis] if isinstance(layer.axis, int) else layer.axis
         return {axis % rank for axis in axes}
 
-    def variables(self, layer: Any) -> list[keras.Variable]:
+    def variables(self, layer: keras.layers.Layer) -> list[keras.Variable]:
         return [weight for weight in (self.scale(layer), self.offset(layer)) if weight is not None]
 
     def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
@@ -46,12 +41,12 @@ class Normalization(Rule):
 
     def gradients(self, call: Call) -> list[tf.Tensor]:
         cotangent = call.cotangent
-        kept = self.axes(call.layer, cotangent.shape.rank)
-        summed = [axis for axis in range(1, cotangent.shape.rank) if axis not in kept]
+        axes = self.axes(call.layer, cotangent.shape.rank)
+        summed = [axis for axis in range(1, cotangent.shape.rank) if axis not in axes]
         gradients = []
         if self.scale(call.layer) is not None:
             # The scope keeps the layer from adding its losses a second time.
-            with Weights(()), attributes(call.layer, **self.without):
+            with fixed_weights(()), attributes(call.layer, **self.disabled):
                 normalized = widened(call.rerun(call.arguments, call.keywords))
             gradients.append(tf.reduce_sum(cotangent * normalized, summed))
         if self.offset(call.layer) is not None:
@@ -78,7 +73,7 @@ class ScaleAndOffsetRule(Normalization):
 
     def run(self, call: Call, function: Any, reads: Any) -> Any:
         if call.training and isinstance(call.layer, keras.layers.BatchNormalization):
-            raise ValueError(needs_its_batch(call.layer))
+            raise batch_statistics_refusal(call.layer)
         return super().run(call, function, reads)
 
 
@@ -92,18 +87,18 @@ class RMSNormalizationRule(Normalization):
     def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
         return RuleCase(functools.partial(layer, axis=pick([-1, [1, 2]])), (4, 6))
 
-    without: Mapping[str, Any] = {"scale": None}
+    disabled: Mapping[str, Any] = {"scale": None}
 
-    def scale(self, layer: Any) -> keras.Variable:
+    def scale(self, layer: keras.layers.Layer) -> keras.Variable:
         return layer.scale
 
-    def offset(self, layer: Any) -> None:
+    def offset(self, layer: keras.layers.Layer) -> None:
         return None
 
 
-def needs_its_batch(layer: keras.layers.BatchNormalization) -> str:
-    """The error message for batch normalization in training."""
-    return (
+def batch_statistics_refusal(layer: keras.layers.BatchNormalization) -> ValueError:
+    """The error for batch normalization in training."""
+    return ValueError(
         f"{layer.name!r} normalizes each example by the statistics of its batch, so an example has no gradient of its "
         "own. Use keras.layers.GroupNormalization in its place, or freeze it: layer.trainable = False."
     )

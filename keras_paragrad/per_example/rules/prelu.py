@@ -1,7 +1,6 @@
 """PReLU: a slope for negative inputs."""
 
 import functools
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -21,6 +20,5 @@ class PReLURule(Rule):
         return RuleCase(functools.partial(layer, shared_axes=pick([None, [1], [1, 2]])), (4, 3, 2))
 
     def gradients(self, call: Call) -> list[tf.Tensor]:
-        layer: Any = call.layer
-        gradient = call.cotangent * tf.minimum(call.input, 0)
-        return [tf.reduce_sum(gradient, layer.shared_axes, keepdims=True) if layer.shared_axes else gradient]
+        gradient, axes = call.cotangent * tf.minimum(call.input, 0), call.layer.shared_axes
+        return [tf.reduce_sum(gradient, axes, keepdims=True) if axes else gradient]

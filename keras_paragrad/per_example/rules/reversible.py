@@ -1,7 +1,7 @@
-"""Reversible embeddings: a table used for lookups and, transposed, for scores."""
+"""Reversible embeddings: a table used for lookups and, transposed, for scores of all words."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -10,8 +10,7 @@ import tensorflow as tf
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.registry import register_rule
 from keras_paragrad.per_example.rule import Pick, Rule, RuleCase
-from keras_paragrad.per_example.rules.embedding import EmbeddingRule
-from keras_paragrad.per_example.rules.looked_up import lookups
+from keras_paragrad.per_example.rules.embedding import EmbeddingRule, concatenate_lookups
 
 
 @register_rule(keras.layers.ReversibleEmbedding)
@@ -30,76 +29,74 @@ class ReversibleEmbeddingRule(Rule):
         make = functools.partial(layer, input_dim=9, output_dim=pick([2, 1, 3]), tie_weights=pick([True, False]))
         return RuleCase(make, pick([(7,), (1,), (2, 5)]), vocabulary=pick([2, 9]))
 
-    def variables(self, layer: Any) -> list[keras.Variable]:
+    def variables(self, layer: keras.layers.Layer) -> list[keras.Variable]:
         return [layer.embeddings] if layer.tie_weights else [layer.embeddings, layer.reverse_embeddings]
 
     def gradients(self, call: Call) -> list[tf.Tensor]:
         return self.gradients_of_all([call])
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        looked_up, scored = _apart(calls)
-        table = self._embedding.gradients_of_all(looked_up) if looked_up else []
-        scores = [tf.einsum("bsv,bsw->bvw", *_scores(scored))] if scored else []
+        lookups, scorings = _split_calls(calls)
+        table = self._embedding.gradients_of_all(lookups) if lookups else []
+        scores = [tf.einsum("bsv,bsw->bvw", *_concatenate_scores(scorings))] if scorings else []
         return self._by_weight(calls, table, scores, lambda gradient: tf.transpose(gradient, [0, 2, 1]))
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        looked_up, scored = _apart(calls)
-        table = self._embedding.squared_norms(looked_up) if looked_up else []
-        if not scored:
+        lookups, scorings = _split_calls(calls)
+        table = self._embedding.squared_norms(lookups) if lookups else []
+        if not scorings:
             return self._by_weight(calls, table, [], lambda norms: norms)
-        cotangents, hidden = _scores(scored)
-        alike = tf.matmul(cotangents, cotangents, transpose_b=True) * tf.matmul(hidden, hidden, transpose_b=True)
-        scores = [tf.reduce_sum(alike, [1, 2])]
-        if looked_up and self._is_tied(calls):
-            indices, rows = lookups(looked_up)
-            of_looked_up = tf.gather(cotangents, indices, axis=2, batch_dims=1)
-            table.append(2 * tf.reduce_sum(of_looked_up * tf.matmul(hidden, rows, transpose_b=True), [1, 2]))
+        cotangents, hidden = _concatenate_scores(scorings)
+        products = tf.matmul(cotangents, cotangents, transpose_b=True) * tf.matmul(hidden, hidden, transpose_b=True)
+        scores = [tf.reduce_sum(products, [1, 2])]
+        if lookups and calls[0].layer.tie_weights:
+            indices, rows = concatenate_lookups(lookups)
+            cross = tf.gather(cotangents, indices, axis=2, batch_dims=1) * tf.matmul(hidden, rows, transpose_b=True)
+            table.append(2 * tf.reduce_sum(cross, [1, 2]))
         return self._by_weight(calls, table, scores, lambda norms: norms)
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
-        looked_up, scored = _apart(calls)
-        table = self._embedding.weighted_sums(looked_up, weights) if looked_up else []
+        lookups, scorings = _split_calls(calls)
+        table = self._embedding.weighted_sums(lookups, weights) if lookups else []
         scores = []
-        if scored:
-            cotangents, hidden = _scores(scored)
+        if scorings:
+            cotangents, hidden = _concatenate_scores(scorings)
             scores = [tf.einsum("bsv,bsw->vw", cotangents * weights[:, tf.newaxis, tf.newaxis], hidden)]
         return self._by_weight(calls, table, scores, tf.transpose)
 
-    def _is_tied(self, calls: Sequence[Call]) -> bool:
-        layer: Any = calls[0].layer
-        return layer.tie_weights
-
-    def _by_weight(self, calls: Sequence[Call], table: list[Any], scores: list[Any], turned: Any) -> list[Any]:
+    def _by_weight(
+        self, calls: Sequence[Call], table: list[Any], scores: list[Any], transpose: Callable[[tf.Tensor], tf.Tensor]
+    ) -> list[tf.Tensor]:
         """The parts summed for the tied table, or one for each of the two untied tables."""
-        of_weights = [table + scores] if self._is_tied(calls) else [table, list(map(turned, scores))]
-        found = [[tf.convert_to_tensor(part) for part in parts] for parts in of_weights]
-        if not all(found):
-            empty = tf.zeros_like(next(parts[0] for parts in found if parts))
-            found = [parts or [turned(empty)] for parts in found]
-        return [tf.add_n(parts) for parts in found]
+        by_weight = [table + scores] if calls[0].layer.tie_weights else [table, list(map(transpose, scores))]
+        parts = [[tf.convert_to_tensor(part) for part in parts] for parts in by_weight]
+        if not all(parts):
+            zeros = tf.zeros_like(next(each[0] for each in parts if each))
+            parts = [each or [transpose(zeros)] for each in parts]
+        return [tf.add_n(each) for each in parts]
 
 
-def _apart(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
+def _split_calls(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
     """Splits the calls into lookups and scorings."""
-    reverse = [bool(call.keywords.get("reverse", (*call.arguments[1:], False)[0])) for call in calls]
-    pairs = list(zip(calls, reverse, strict=True))
-    return [call for call, scores in pairs if not scores], [call for call, scores in pairs if scores]
+    parts: tuple[list[Call], list[Call]] = [], []
+    for call in calls:
+        parts[bool(call.keywords.get("reverse", (*call.arguments[1:], False)[0]))].append(call)
+    return parts
 
 
-def _scores(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:
+def _concatenate_scores(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:
     """The cotangents of the scores, `(batch, scores, words)`, and the inputs scored, `(batch, scores, width)`."""
-    cotangents = [_positions(_before_cap(call)) for call in calls]
-    return tf.concat(cotangents, 1), tf.concat([_positions(call.input) for call in calls], 1)
+    cotangents = [_merge_positions(_cotangent_before_cap(call)) for call in calls]
+    return tf.concat(cotangents, 1), tf.concat([_merge_positions(call.input) for call in calls], 1)
 
 
-def _before_cap(call: Call) -> tf.Tensor:
-    layer: Any = call.layer
-    if layer.logit_soft_cap is None:
+def _cotangent_before_cap(call: Call) -> tf.Tensor:
+    if call.layer.logit_soft_cap is None:
         return call.cotangent
-    capped = tf.cast(call.outputs[0], call.cotangent.dtype) / layer.logit_soft_cap
+    capped = tf.cast(call.outputs[0], call.cotangent.dtype) / call.layer.logit_soft_cap
     return call.cotangent * (1 - tf.square(capped))
 
 
-def _positions(tensor: tf.Tensor) -> tf.Tensor:
+def _merge_positions(tensor: tf.Tensor) -> tf.Tensor:
     shape = tf.shape(tensor)
     return tf.reshape(tensor, tf.stack([shape[0], -1, tensor.shape[-1]]))

@@ -35,7 +35,7 @@ class Geometry(NamedTuple):
         return cls(layer.kernel_size, layer.strides, layer.dilation_rate, layer.padding)
 
 
-def windows(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any], by_xla: bool) -> tf.Tensor:
+def extract_windows(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any], by_xla: bool) -> tf.Tensor:
     """Extracts the values of every window.
 
     Args:
@@ -51,33 +51,32 @@ def windows(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any], by_xl
     taps = math.prod(geometry.kernel_size)
     channels: Any = images.shape[-1]
     in_order = first_axis_first(channels, by_xla)
-    padded = with_padding(images, geometry, outputs)
+    padded = pad_images(images, geometry, outputs)
     if by_xla:
         # With positions last, products over them read both factors in memory order. On two cores, 64 products of
-        # 288x256
-        # and 256x64 took 6 ms instead of 16. XLA folds the transpose into the product.
+        # 288x256 and 256x64 took 6 ms instead of 16. XLA folds the transpose into the product.
         channels_first = tf.transpose(padded, [0, padded.shape.rank - 1, *range(1, padded.shape.rank - 1)])
-        found = _sliced(channels_first, geometry, outputs, first=2, into=1, in_order=True)
+        patches = _slice_windows(channels_first, geometry, outputs, first=2, into=1, in_order=True)
         positions = math.prod(outputs) if all(isinstance(size, int) for size in outputs) else -1
         batch = -1 if positions != -1 else tf.shape(images)[0]
-        return tf.transpose(tf.reshape(found, [batch, taps, channels, positions]), [0, 3, 1, 2])
+        return tf.transpose(tf.reshape(patches, [batch, taps, channels, positions]), [0, 3, 1, 2])
     if None in padded.shape[1:]:
-        found = _sliced(padded, geometry, outputs, first=1, into=1 + len(outputs), in_order=in_order)
+        patches = _slice_windows(padded, geometry, outputs, first=1, into=1 + len(outputs), in_order=in_order)
     elif not in_order:
-        found = _gathered_by_axis(padded, geometry, outputs)
+        patches = _gather_by_axis(padded, geometry, outputs)
     else:
-        found = _gathered(padded, geometry, outputs)
+        patches = _gather_windows(padded, geometry, outputs)
     if all(isinstance(size, int) for size in outputs):
-        return tf.reshape(found, [-1, math.prod(outputs), taps, channels])
-    return tf.reshape(found, [tf.shape(images)[0], -1, taps, channels])
+        return tf.reshape(patches, [-1, math.prod(outputs), taps, channels])
+    return tf.reshape(patches, [tf.shape(images)[0], -1, taps, channels])
 
 
 def first_axis_first(channels: int, by_xla: bool) -> bool:
-    """Whether `windows` has taps in the kernel's order; where pixels are gathered by axis, that would cost a copy."""
+    """Whether `extract_windows` has taps in the kernel's order, which would cost a copy in `_gather_by_axis`."""
     return by_xla or channels > FEW_CHANNELS
 
 
-def spatial(tensor: tf.Tensor) -> list[Any]:
+def spatial_sizes(tensor: tf.Tensor) -> list[Any]:
     """The sizes of the axes between batch and channels, static where known."""
     dynamic = tf.shape(tensor)
     return [
@@ -85,14 +84,14 @@ def spatial(tensor: tf.Tensor) -> list[Any]:
     ]
 
 
-def channels_last(tensor: tf.Tensor, layer: Any) -> tf.Tensor:
+def to_channels_last(tensor: tf.Tensor, layer: Any) -> tf.Tensor:
     """A layer's input or output with channels last, as TensorFlow convolves on CPUs."""
     if layer.data_format == "channels_last":
         return tensor
     return tf.transpose(tensor, [0, *range(2, tensor.shape.rank), 1])
 
 
-def _sliced(
+def _slice_windows(
     padded: tf.Tensor, geometry: Geometry, outputs: Sequence[Any], first: int, into: int, in_order: bool
 ) -> tf.Tensor:
     """Extracts windows by slicing along one axis after the other.
@@ -105,22 +104,22 @@ def _sliced(
         into: The axis before which the taps are put.
         in_order: Whether the taps come in the kernel's order, or the last axis first.
     """
-    found = padded
+    patches = padded
     for axis in range(len(outputs)):
         taps, stride, dilation, count = (each[axis] for each in (*geometry[:3], outputs))
         # Taps of earlier axes may have been inserted before this one.
-        at = first + axis + (axis if into < first else 0)
-        if stride > 1 and found.shape[at] is not None:
-            slices = _phases(found, at, [tap * dilation for tap in range(taps)], stride, count)
+        current = first + axis + (axis if into < first else 0)
+        if stride > 1 and patches.shape[current] is not None:
+            slices = _strided_slices(patches, current, [tap * dilation for tap in range(taps)], stride, count)
         else:
             starts = [tap * dilation for tap in range(taps)]
             ranges = [slice(start, start + (count - 1) * stride + 1, stride) for start in starts]
-            slices = [found[(slice(None),) * at + (each,)] for each in ranges]
-        found = tf.stack(slices, axis=into + (axis if in_order else 0))
-    return found
+            slices = [patches[(slice(None),) * current + (each,)] for each in ranges]
+        patches = tf.stack(slices, axis=into + (axis if in_order else 0))
+    return patches
 
 
-def _phases(tensor: tf.Tensor, axis: int, starts: Sequence[int], stride: int, count: int) -> list[tf.Tensor]:
+def _strided_slices(tensor: tf.Tensor, axis: int, starts: Sequence[int], stride: int, count: int) -> list[tf.Tensor]:
     """Strided slices of an axis, taken after splitting it by the stride, so that each slice is contiguous."""
     size: Any = tensor.shape[axis]
     strides = max(-(-size // stride), max(starts) // stride + count)
@@ -128,61 +127,56 @@ def _phases(tensor: tf.Tensor, axis: int, starts: Sequence[int], stride: int, co
     paddings[axis][1] = strides * stride - size
     dynamic = tf.shape(tensor)
     shape = tf.concat([dynamic[:axis], [strides, stride], dynamic[axis + 1 :]], 0)
-    cut = tf.reshape(tf.pad(tensor, paddings), shape)
-    before = (slice(None),) * axis
-    return [cut[(*before, slice(start // stride, start // stride + count), start % stride)] for start in starts]
+    split = tf.reshape(tf.pad(tensor, paddings), shape)
+    leading = (slice(None),) * axis
+    return [split[(*leading, slice(start // stride, start // stride + count), start % stride)] for start in starts]
 
 
-def _gathered(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int]) -> tf.Tensor:
+def _gather_windows(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int]) -> tf.Tensor:
     """The windows `(batch, positions, taps, channels)`, gathered by pixel index."""
     shape: Any = padded.shape
-    numbers = np.arange(math.prod(shape[1:-1])).reshape(shape[1:-1])
+    pixel_numbers = np.arange(math.prod(shape[1:-1])).reshape(shape[1:-1])
     taps = itertools.product(*map(range, geometry.kernel_size))
-    places = [numbers[_range(tap, geometry, outputs)].ravel() for tap in taps]
-    pixels = tf.reshape(padded, [-1, numbers.size, shape[-1]])
-    return tf.gather(pixels, np.stack(places, -1).astype("int32"), axis=1)
+    indices = [pixel_numbers[_tap_slices(tap, geometry, outputs)].ravel() for tap in taps]
+    pixels = tf.reshape(padded, [-1, pixel_numbers.size, shape[-1]])
+    return tf.gather(pixels, np.stack(indices, -1).astype("int32"), axis=1)
 
 
-def _gathered_by_axis(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int]) -> tf.Tensor:
+def _gather_by_axis(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int]) -> tf.Tensor:
     """The windows `(batch x positions, taps x channels)`, gathered along one axis after the other."""
     shape: Any = padded.shape
-    found, width = padded, shape[-1]
+    patches, width = padded, shape[-1]
     for axis, (taps, stride, dilation, count) in enumerate(zip(*geometry[:3], outputs, strict=True)):
         size, others = shape[1 + axis], math.prod(shape[2 + axis : -1])
-        # Windows may begin and end between the same pieces of several places.
-        together = math.gcd(stride, taps) if dilation == 1 else 1
-        piece = together if size % together == 0 else 1
+        # Pixels that are in the same windows are gathered as one piece.
+        piece = math.gcd(stride, taps) if dilation == 1 else 1
+        piece = piece if size % piece == 0 else 1
         starts = np.add.outer(np.arange(count) * stride, np.arange(0, taps, piece) * dilation) // piece
-        pieces = tf.reshape(found, [-1, size // piece, piece * others * width])
-        found = tf.gather(pieces, starts.astype("int32"), axis=1)
-        # The taps of this axis to those of the others before, at every place of the axes to come.
-        found = tf.transpose(tf.reshape(found, [-1, taps, others, width]), [0, 2, 1, 3])
+        pieces = tf.reshape(patches, [-1, size // piece, piece * others * width])
+        patches = tf.gather(pieces, starts.astype("int32"), axis=1)
+        # Moves this axis's taps behind the axes that are still to be gathered.
+        patches = tf.transpose(tf.reshape(patches, [-1, taps, others, width]), [0, 2, 1, 3])
         width *= taps
-    return found
+    return patches
 
 
-def _range(tap: Sequence[int], geometry: Geometry, outputs: Sequence[int]) -> tuple[slice, ...]:
+def _tap_slices(tap: Sequence[int], geometry: Geometry, outputs: Sequence[int]) -> tuple[slice, ...]:
     """The slices that hold one kernel tap of all windows."""
-    starts = [place * step for place, step in zip(tap, geometry.dilation, strict=True)]
-    steps = zip(starts, outputs, geometry.strides, strict=True)
-    return tuple(slice(start, start + (size - 1) * stride + 1, stride) for start, size, stride in steps)
+    starts = [index * step for index, step in zip(tap, geometry.dilation, strict=True)]
+    axes = zip(starts, outputs, geometry.strides, strict=True)
+    return tuple(slice(start, start + (size - 1) * stride + 1, stride) for start, size, stride in axes)
 
 
-def _at_least_zero(size: Any) -> Any:
-    return max(size, 0) if isinstance(size, int) else tf.maximum(size, 0)
-
-
-def with_padding(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any]) -> tf.Tensor:
+def pad_images(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any]) -> tf.Tensor:
     """Pads images with the zeros that the windows reach, and crops them to where the windows end."""
     paddings = []
     for size, out, taps, stride, dilation in zip(
-        spatial(images), outputs, geometry.kernel_size, geometry.strides, geometry.dilation, strict=True
+        spatial_sizes(images), outputs, geometry.kernel_size, geometry.strides, geometry.dilation, strict=True
     ):
-        missing = (out - 1) * stride + (taps - 1) * dilation + 1 - size
-        missing = _at_least_zero(missing)
+        missing = _clip_at_zero((out - 1) * stride + (taps - 1) * dilation + 1 - size)
         # Causal padding goes before the input, even where the last window ends before the input does.
         before = (taps - 1) * dilation if geometry.padding == "causal" else missing // 2
-        paddings.append([before, _at_least_zero(missing - before)])
+        paddings.append([before, _clip_at_zero(missing - before)])
     if all(isinstance(size, int) and size == 0 for pair in paddings for size in pair):
         return images
     shape: Any = images.shape
@@ -191,6 +185,10 @@ def with_padding(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any]) 
     # TensorFlow copies longer pieces faster.
     _, *others, width, channels = shape
     *axes, (before, after) = paddings
-    together = tf.reshape(images, [-1, *others, width * channels])
-    padded = tf.pad(together, [[0, 0], *axes, [before * channels, after * channels]])
+    rows = tf.reshape(images, [-1, *others, width * channels])
+    padded = tf.pad(rows, [[0, 0], *axes, [before * channels, after * channels]])
     return tf.reshape(padded, [-1, *padded.shape[1:-1], before + width + after, channels])
+
+
+def _clip_at_zero(size: Any) -> Any:
+    return max(size, 0) if isinstance(size, int) else tf.maximum(size, 0)
