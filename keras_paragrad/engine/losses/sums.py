@@ -56,13 +56,6 @@ class LossSums(NamedTuple):
         return self._replace(vector=tf.concat([first * share, others, divisors * share, total * share], 0))
 
 
-class TotalLosses(NamedTuple):
-    """The losses of a whole batch: the total and each output's, and the number of examples."""
-
-    values: tf.Tensor
-    rows: tf.Tensor
-
-
 def zero_sums(model: keras.Model) -> tf.Tensor:
     """The `LossSums.vector` to start from, for a model whose losses are built."""
     return tf.zeros([2 * (1 + outputs_of(model)) + 1], model._loss_tracker.dtype)
@@ -74,13 +67,13 @@ def outputs_of(model: keras.Model) -> int:
     return len(compiled._flat_losses or ()) if compiled is not None else 0
 
 
-def total_losses(vector: tf.Tensor, form: LossForm) -> TotalLosses:
-    """The losses of a batch, from the sums over all its parts."""
+def total_losses(vector: tf.Tensor, form: LossForm) -> tuple[tf.Tensor, tf.Tensor]:
+    """The total and each output's loss, and the number of examples, from the sums over all parts of a batch."""
     entries = 1 + len(form.factors)
     numerators, divisors, rows = tf.split(vector, [entries, entries, 1])
     values = tf.where(divisors == 0, numerators, tf.math.divide_no_nan(numerators, divisors))
     total = values[0] + tf.reduce_sum(values[1:] * tf.constant(form.factors, values.dtype, (entries - 1,)))
-    return TotalLosses(tf.concat([[total], values[1:]], 0), rows[0])
+    return tf.concat([[total], values[1:]], 0), rows[0]
 
 
 def loss_sums(
@@ -105,7 +98,8 @@ def loss_sums(
     dtype = model._loss_tracker.dtype
     rows = tf.cast(rows, dtype)
     stated = weight if weight is not None and weight.stated is not None else None
-    outputs = _Outputs(model, terms, rows if stated is None else tf.cast(stated.value, dtype), divided, dtype)
+    divisor = rows if stated is None else tf.cast(stated.value, dtype)
+    outputs = _Outputs(model, terms, divisor, divided, dtype)
     value = _mean(loss, dtype)
     summed = stated is not None and stated.summed
     composed = outputs.known and (stated is None or summed) and not has_own_compute_loss(model)
@@ -115,7 +109,6 @@ def loss_sums(
         value = value if model.losses else tf.constant(0, dtype)
     if divided:
         value *= replica_count()
-    divisor = rows if stated is None else tf.cast(stated.value, dtype)
     form = LossForm(
         tuple(outputs.factors if composed else [0.0] * len(outputs.factors)),
         tuple(outputs.called),
