@@ -53,7 +53,7 @@ def _optimizer_refusal(value: Any) -> ValueError:
     return refusal("inner_optimizer", value, expected, "keras.optimizers.Adam(1e-3)")
 
 
-def missing_accumulation_message(model: Any) -> str:
+def missing_accumulation_message(model: keras.Model) -> str:
     """The error for a model compiled without an accumulating optimizer. It ends with code, which calls it `model`."""
     problem = (
         "ExactAccumulation() needs a model that is compiled with an AccumulatingOptimizer; this one has "
@@ -71,7 +71,7 @@ def missing_accumulation_message(model: Any) -> str:
     return f"{problem} Write this before fit(), with the other arguments of your compile():\n{_lines_for_one(model)}"
 
 
-def recommend_callback(name: str, model: Any) -> None:
+def recommend_callback(name: str, model: keras.Model) -> None:
     """Warns that an accumulating optimizer is inexact without `ExactAccumulation`.
 
     Args:
@@ -89,11 +89,11 @@ def recommend_callback(name: str, model: Any) -> None:
         warn_of_batch_statistics(model)
 
 
-def _optimizer_name(optimizer: Any) -> str:
+def _optimizer_name(optimizer: keras.optimizers.Optimizer | None) -> str:
     return "no optimizer" if optimizer is None else type(optimizer).__name__
 
 
-def _custom_optimizers(model: Any) -> list[str]:
+def _custom_optimizers(model: keras.Model) -> list[str]:
     """The attributes that hold the optimizers of a custom `train_step`."""
     if not has_own_train_step(model):
         return []
@@ -101,7 +101,7 @@ def _custom_optimizers(model: Any) -> list[str]:
     return [name for name in names if name not in ("optimizer", "_optimizer")]
 
 
-def _lines_for_several(model: Any, names: list[str]) -> str:
+def _lines_for_several(model: keras.Model, names: list[str]) -> str:
     lines = []
     for name in names:
         optimizer = getattr(model, name)
@@ -119,7 +119,7 @@ def _lines_for_several(model: Any, names: list[str]) -> str:
     )
 
 
-def _lines_for_one(model: Any) -> str:
+def _lines_for_one(model: keras.Model) -> str:
     scales = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     # A LossScaleOptimizer belongs outside the wrapper; compile() adds it again if the dtype policy requires it.
     name = "model.optimizer.inner_optimizer" if scales else "model.optimizer"
@@ -132,6 +132,6 @@ def _lines_for_one(model: Any) -> str:
     )
 
 
-def _turn_off_own(optimizer: Any, name: str) -> list[str]:
+def _turn_off_own(optimizer: keras.optimizers.Optimizer, name: str) -> list[str]:
     """Lines that turn off Keras's own accumulation in an optimizer."""
     return [f"{name}.gradient_accumulation_steps = None"] if accumulation_steps(optimizer) > 1 else []

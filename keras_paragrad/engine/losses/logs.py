@@ -88,7 +88,7 @@ def all_reduced_results(model: keras.Model, losses: TrackedLosses | None = None)
     return results.results(sum_over_replicas(results.parts))
 
 
-def run_custom_test_step(model: Any, data: Any, normalize: LossNormalization | None) -> dict[str, Any]:
+def run_custom_test_step(model: keras.Model, data: Any, normalize: LossNormalization | None) -> dict[str, Any]:
     """Runs a custom `test_step` on every replica, and returns its logs over the whole batch.
 
     The states of metrics are summed over the replicas. Scalars of a replica batch, such as a returned loss or the
@@ -112,7 +112,7 @@ def run_custom_test_step(model: Any, data: Any, normalize: LossNormalization | N
     return logs
 
 
-def run_custom_train_step(model: Any, data: Any) -> dict[str, Any]:
+def run_custom_train_step(model: keras.Model, data: Any) -> dict[str, Any]:
     """Runs a custom `train_step` on every replica, and returns its logs over the whole batch, weighted by examples."""
     replica_batch = ReplicaBatch.of(data)
     reducer = _LogReducer(model, data, replica_batch, None, ())
@@ -124,7 +124,12 @@ class _LogReducer:
     """Reduces the metrics and logs of a custom step over the replicas; one for each replica."""
 
     def __init__(
-        self, model: Any, data: Any, batch: ReplicaBatch, normalize: LossNormalization | None, terms: Sequence[LossTerm]
+        self,
+        model: keras.Model,
+        data: Any,
+        batch: ReplicaBatch,
+        normalize: LossNormalization | None,
+        terms: Sequence[LossTerm],
     ) -> None:
         self.model, self.data, self.batch, self.normalize, self.terms = model, data, batch, normalize, terms
         # An overridden `metrics` property may leave some out.
@@ -164,7 +169,7 @@ class _LogReducer:
         nonempty = self.batch.nonempty
         return value if nonempty is None else tf.where(nonempty, value, self._before[id(variable)])
 
-    def result(self, metric: Any, compute: Callable[[], Any]) -> Any:
+    def result(self, metric: keras.metrics.Metric, compute: Callable[[], Any]) -> Any:
         """A metric's result over the examples of all replicas."""
         variables = metric.variables
         if any(variable.aggregation != "sum" for variable in variables):
@@ -215,11 +220,16 @@ class _ReducingMetrics(MethodPatch):
                 update = functools.partial(self._update_mean, metric, metric.update_state, scale)
                 self.replace(metric, "update_state", update)
 
-    def _result(self, metric: Any, compute: Callable[[], Any]) -> Any:
+    def _result(self, metric: keras.metrics.Metric, compute: Callable[[], Any]) -> Any:
         return compute() if is_trial() else self.reducers[replica_index()].result(metric, compute)
 
     def _update_mean(
-        self, metric: Any, update: Callable[..., None], scale: float, values: Any, sample_weight: Any = None
+        self,
+        metric: keras.metrics.Metric,
+        update: Callable[..., None],
+        scale: float,
+        values: Any,
+        sample_weight: Any = None,
     ) -> None:
         values = _as_scalar(values)
         values = values if scale == 1 else values * scale

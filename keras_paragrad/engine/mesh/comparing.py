@@ -21,7 +21,7 @@ _TINY = 1e-30
 _ZERO = tf.UnconnectedGradients.ZERO
 
 
-def gradient_error(model: Any, data: Any, model_on_mesh: "ModelOnMesh") -> tuple[float, str]:
+def gradient_error(model: keras.Model, data: Any, model_on_mesh: "ModelOnMesh") -> tuple[float, str]:
     """The error of a model's gradient for a batch on a mesh, relative to that on one device, without dropout.
 
     Returns:
@@ -55,7 +55,7 @@ def _to_numpy(gradient: tf.Tensor) -> np.ndarray:
     return np.asarray(gather(gradient)).astype("float64")
 
 
-def _gradients_on_one_device(model: Any, data: Any, trainable: list[keras.Variable]) -> list[tf.Tensor]:
+def _gradients_on_one_device(model: keras.Model, data: Any, trainable: list[keras.Variable]) -> list[tf.Tensor]:
     # In the host's memory, where the model was made.
     with tf.device("CPU:0"):
         variables = all_variables(model)
@@ -77,7 +77,7 @@ def _gradients_on_one_device(model: Any, data: Any, trainable: list[keras.Variab
 
 
 def _gradients_on_mesh(
-    model: Any, data: Any, trainable: list[keras.Variable], model_on_mesh: "ModelOnMesh"
+    model: keras.Model, data: Any, trainable: list[keras.Variable], model_on_mesh: "ModelOnMesh"
 ) -> list[tf.Tensor]:
     with model_on_mesh.tracing():
         with tf.GradientTape() as tape, untouched(model, discard_assignments()):
@@ -86,7 +86,7 @@ def _gradients_on_mesh(
         return _dense(tape.gradient(loss, sources, unconnected_gradients=_ZERO))
 
 
-def _loss(model: Any, data: Any) -> Any:
+def _loss(model: keras.Model, data: Any) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
     return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)

@@ -39,7 +39,7 @@ ROWS = TracedRows()
 
 
 @contextlib.contextmanager
-def pinning_between_layers(model: Any) -> Iterator[None]:
+def pinning_between_layers(model: keras.Model) -> Iterator[None]:
     """Context in which the inputs and outputs of layers are divided by rows, and by nothing else.
 
     Where DTensor chooses layouts, it computes some operations wrong, such as a concatenation along a divided dimension

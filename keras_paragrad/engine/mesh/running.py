@@ -25,7 +25,7 @@ from keras_paragrad.storage.model_variables import accumulated_variables, rename
 Placement = tuple[Axes, bool]
 
 
-def put_on_mesh(model: Any, mesh: Any, place: Callable[[keras.Variable], Placement]) -> None:
+def put_on_mesh(model: keras.Model, mesh: Any, place: Callable[[keras.Variable], Placement]) -> None:
     """Moves all variables of a step to a mesh, except those that are there.
 
     `place` maps one of the model's variables to its placement. An optimizer's slot of the same shape is divided like
@@ -55,7 +55,7 @@ def put_on_mesh(model: Any, mesh: Any, place: Callable[[keras.Variable], Placeme
     rename_keys(model.optimizer, {before: _key(model.optimizer, variable) for before, variable in keys})
 
 
-def take_off_mesh(model: Any) -> None:
+def take_off_mesh(model: keras.Model) -> None:
     """Moves all variables of a model back to the host."""
     keys = []
     window = StepBuilder.of(model).loss_window
@@ -83,11 +83,11 @@ def _owner_of(slot: keras.Variable, by_name: dict[str, keras.Variable]) -> keras
     return owner if owner is not None and tuple(owner.shape) == tuple(slot.shape) else None
 
 
-def _key(optimizer: Any, variable: keras.Variable) -> Any:
+def _key(optimizer: keras.optimizers.Optimizer | None, variable: keras.Variable) -> Any:
     return optimizer._var_key(variable) if optimizer is not None else id(variable)
 
 
-def variables_on_mesh(model: Any) -> Iterator[tuple[keras.Variable, MeshVariable]]:
+def variables_on_mesh(model: keras.Model) -> Iterator[tuple[keras.Variable, MeshVariable]]:
     """The variables of a model and its optimizer that are on a mesh, and their storages."""
     sections = training_variables(model)
     for variable in (*sections["model"], *sections["optimizer"]):

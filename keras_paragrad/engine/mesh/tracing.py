@@ -45,7 +45,7 @@ def layout_keys(distribution: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def tracing_for_mesh(model: Any, outputs: OutputLayouts) -> Iterator[None]:
+def tracing_for_mesh(model: keras.Model, outputs: OutputLayouts) -> Iterator[None]:
     """Context in which to trace a step that runs on a mesh.
 
     Raises:
@@ -94,7 +94,7 @@ def _distribute_tensor(tensors: Any, layout: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _with_constants(model: Any) -> Iterator[None]:
+def _with_constants(model: keras.Model) -> Iterator[None]:
     """Context in which tensors that layers hold, such as means and variances, are constants of the graph.
 
     A step on a mesh can't capture tensors.
@@ -112,7 +112,7 @@ def _is_array(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _unrolled(model: Any) -> Iterator[None]:
+def _unrolled(model: keras.Model) -> Iterator[None]:
     """Context in which recurrent layers unroll their loops, which DTensor can't run."""
     layers: list[Any] = [each for each in all_layers(model) if isinstance(each, keras.layers.RNN) and not each.unroll]
     for layer in layers:
@@ -132,7 +132,7 @@ _UNSUPPORTED = re.compile(
 _OPERATION = re.compile(r"\btf\.([A-Z]\w+)")
 
 
-def check_mesh_operations(model: Any, operations: Iterable[Any]) -> None:
+def check_mesh_operations(model: keras.Model, operations: Iterable[Any]) -> None:
     """Raises an error that names the layer if a traced step has operations that a mesh can't run."""
     for operation in operations:
         if _UNSUPPORTED.fullmatch(operation.type):
@@ -140,7 +140,7 @@ def check_mesh_operations(model: Any, operations: Iterable[Any]) -> None:
 
 
 @contextlib.contextmanager
-def explaining_errors(model: Any) -> Iterator[None]:
+def explaining_errors(model: keras.Model) -> Iterator[None]:
     """Context in which errors of DTensor name the layer and what to write.
 
     Raises:
@@ -170,7 +170,7 @@ def explaining_errors(model: Any) -> Iterator[None]:
         ) from error
 
 
-def _refusal(model: Any, operation: str, layer: str | None) -> str:
+def _refusal(model: keras.Model, operation: str, layer: str | None) -> str:
     where = f"The layer {layer!r}" if layer else f"The model {model.name!r}, outside of its layers,"
     return (
         f"{where} needs the operation {operation}, for which TensorFlow has no rule on a mesh, or none for how its "
@@ -179,7 +179,7 @@ def _refusal(model: Any, operation: str, layer: str | None) -> str:
     )
 
 
-def _layer_of(model: Any, text: str) -> str | None:
+def _layer_of(model: keras.Model, text: str) -> str | None:
     """The innermost layer whose name scope is in a text."""
     words = set(re.split(r"[^\w.-]+", text))
     # TensorFlow numbers scopes of the same name.

@@ -20,7 +20,7 @@ _CALLS |= {"StatefulCase", "While"}
 
 
 @contextlib.contextmanager
-def placing_by_inputs(model: Any) -> Iterator[None]:
+def placing_by_inputs(model: keras.Model) -> Iterator[None]:
     """Context in which operations of a graph run on the device of their largest input, unless they are placed.
 
     So the loss runs on the last stage's device, and a gradient is summed, clipped and applied on its variable's.
@@ -63,7 +63,7 @@ def _device_function() -> Callable[[Any], str]:
             return device_of_tensor(operation.inputs[0])
         return operation.device
 
-    def device_of(operation: Any) -> str:
+    def device_of(operation: tf.Operation) -> str:
         if operation.type in _CALLS:
             return operation.device
         inputs = [(tensor, device) for tensor in operation.inputs if (device := device_of_tensor(tensor))]
@@ -83,13 +83,13 @@ def _size(tensor: tf.Tensor) -> int:
     return math.prod(size or 1 for size in sizes) * max(tensor.dtype.size or 0, 1)
 
 
-def device_of_variable(variable: Any) -> str:
+def device_of_variable(variable: keras.Variable) -> str:
     """The device that stores a variable, such as `"CPU:0"`."""
     spec: Any = tf.DeviceSpec.from_string(variable.value.device)
     return f"{spec.device_type}:{spec.device_index}"
 
 
-def slot_bytes_by_device(optimizer: Any) -> dict[str, int]:
+def slot_bytes_by_device(optimizer: keras.optimizers.Optimizer | None) -> dict[str, int]:
     """The bytes of an optimizer's variables, with those of the optimizers that it wraps, on each device."""
     by_device: dict[str, int] = {}
     for variable in {id(each): each for part in nested_optimizers(optimizer) for each in variables_of(part)}.values():
@@ -98,14 +98,14 @@ def slot_bytes_by_device(optimizer: Any) -> dict[str, int]:
     return by_device
 
 
-def move_variable(variable: Any, device: str) -> None:
+def move_variable(variable: keras.Variable, device: str) -> None:
     """Moves a variable's value to a device. An optimizer's keys have to be renamed afterwards."""
     if device_of_variable(variable) != device:
         with tf.device(device):
             replace_value(variable, tf.convert_to_tensor(variable.value))
 
 
-def move_with_slots(variables: dict[str, list[keras.Variable]], optimizer: Any) -> None:
+def move_with_slots(variables: dict[str, list[keras.Variable]], optimizer: keras.optimizers.Optimizer | None) -> None:
     """Moves the variables for each device there, with an optimizer's slots for them; it may be `None` or not built."""
     pairs = [(device, variable) for device, group in variables.items() for variable in group]
     devices = {variable.path.replace("/", "_"): device for device, variable in pairs}

@@ -81,7 +81,7 @@ def check_metrics(model: keras.Model, y: Any, y_pred: Any, sample_weight: Any) -
     _warn(problems.inexact)
 
 
-def _cached(key: tuple, model: Any, arguments: dict[str, Any], find: Callable[[], _Problems]) -> _Problems:
+def _cached(key: tuple, model: keras.Model, arguments: dict[str, Any], find: Callable[[], _Problems]) -> _Problems:
     """The result of `find`, computed once for each `compile` and each signature of the arguments."""
     key = (*key, replica_count() > 1, *map(_signature, keras.tree.flatten(arguments)))
     configuration = model._compile_config
@@ -104,7 +104,7 @@ def _warn(problems: list[str]) -> None:
 
 
 def _find_problems(
-    model: Any,
+    model: keras.Model,
     arguments: dict[str, Any],
     terms: list[LossTerm],
     asked_by: str,
@@ -138,7 +138,7 @@ def _find_problems(
 
 
 def _mixing_problems(
-    model: Any, arguments: dict[str, Any], terms: list[LossTerm], parts: str, training: bool
+    model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm], parts: str, training: bool
 ) -> Iterator[str]:
     layer = find_mixing_layer(model, arguments["x"], training=training)
     if layer:
@@ -154,7 +154,7 @@ def _mixing_problems(
         )
 
 
-def _metric_problems(model: Any, arguments: dict[str, Any]) -> _Problems:
+def _metric_problems(model: keras.Model, arguments: dict[str, Any]) -> _Problems:
     on_replicas = replica_count() > 1
     even, uneven = split_dependent_metrics(model, **arguments, on_replicas=on_replicas)
     wrong, inexact = [], []

@@ -61,7 +61,7 @@ def loss_mixes_rows(term: LossTerm, *, one_value_each: bool = False) -> bool:
 
 
 def gradients_of_parts_add_up(
-    model: Any, arguments: dict[str, Any], normalize: Callable[[dict[str, Any]], Normalizer]
+    model: keras.Model, arguments: dict[str, Any], normalize: Callable[[dict[str, Any]], Normalizer]
 ) -> bool:
     """Whether a batch's gradient, times the loss's divisor, is the sum of those of its two parts.
 

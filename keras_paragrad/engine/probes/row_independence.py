@@ -35,7 +35,7 @@ _DRAWS = ((0, 0.9), (1, 3.0))
 _INNER, _OUTER = np.array([[0, 1, 1, 0], [1, 0, 0, 1]], "float32")
 
 
-def find_mixing_layer(model: Any, *arguments: Any, training: bool = True) -> str | None:
+def find_mixing_layer(model: keras.layers.Layer, *arguments: Any, training: bool = True) -> str | None:
     """Finds the first layer or operation through which an example's output depends on others in its batch, or `None`.
 
     Calls the model on four synthetic rows, on these with two of them changed, and on three of them; batch normalization
@@ -78,7 +78,7 @@ class _Pair(NamedTuple):
         return np.allclose(one, other, rtol=0, atol=self.atol * scale, equal_nan=True)
 
 
-def _find_mixing(model: Any, first: Any, second: Any, may_train: bool) -> str | None:
+def _find_mixing(model: keras.layers.Layer, first: Any, second: Any, may_train: bool) -> str | None:
     half_precision = uses_half_precision(model)
     changed = _Pair(first, second, _COMPARED, _COMPARED, 0.05 if half_precision else 1e-5)
     # Batches of different sizes are multiplied with different rounding.
@@ -115,7 +115,7 @@ def _has_custom_gradient(node: Any) -> bool:
     return stops or any(attribute.endswith("gradient_op_type") for attribute in node.attr)
 
 
-def _mixes_gradients(model: Any, first: Any, second: Any, half_precision: bool) -> bool:
+def _mixes_gradients(model: keras.layers.Layer, first: Any, second: Any, half_precision: bool) -> bool:
     """Whether the gradient of some rows' outputs depends on other rows, or on the gradients of their outputs."""
 
     def gradient(data):
@@ -142,7 +142,7 @@ def _weighted_sum(outputs: list[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
     return total
 
 
-def _first_mixing(model: Any, pair: _Pair, training: bool) -> str:
+def _first_mixing(model: keras.layers.Layer, pair: _Pair, training: bool) -> str:
     """The name of the first layer or operation whose outputs differ."""
     names: list[str] = []
     recorded: list[tuple[str, list[tf.Tensor]]] = []
@@ -201,7 +201,7 @@ _MODELS = ("keras.src.models.functional", "keras.src.models.sequential")
 _MIXING_LOSSES = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
 
 
-def computes_rows_independently(model: Any) -> bool:
+def computes_rows_independently(model: keras.layers.Layer) -> bool:
     """Whether a model is Sequential or Functional and has only layers of Keras known to compute row by row."""
     layers = [model, *all_layers(model)]
     operations = [operation for each in layers for operation in getattr(each, "operations", ())]
@@ -224,7 +224,7 @@ def has_value_per_example(loss_or_metric: Any) -> bool:
     )
 
 
-def _is_row_wise(operation: Any) -> bool:
+def _is_row_wise(operation: keras.Operation) -> bool:
     module = type(operation).__module__
     if module in _MODELS:
         return True

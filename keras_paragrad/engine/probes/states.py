@@ -27,7 +27,7 @@ _EVEN, _UNEVEN = 4, 6
 
 
 def split_dependent_metrics(
-    model: Any, y: Any, y_pred: Any, sample_weight: Any, *, on_replicas: bool
+    model: keras.Model, y: Any, y_pred: Any, sample_weight: Any, *, on_replicas: bool
 ) -> tuple[list[str], list[str]]:
     """Finds the compiled metrics whose results change when a batch is split into two parts.
 
@@ -64,7 +64,7 @@ def split_dependent_metrics(
     return run_trial(find, *SIZES, otherwise=([], []), question=question)
 
 
-def split_dependent_layers(model: Any, x: Any, *, on_replicas: bool) -> list[str]:
+def split_dependent_layers(model: keras.Model, x: Any, *, on_replicas: bool) -> list[str]:
     """Finds the layers whose state ends elsewhere when a batch is split into two parts, on replicas or sequential.
 
     Ignores batch normalization, seeds, and states that depend on random numbers.
@@ -92,7 +92,7 @@ def split_dependent_layers(model: Any, x: Any, *, on_replicas: bool) -> list[str
     return run_trial(find, *SIZES, otherwise=[], question="whether states of layers depend on how a batch is split")
 
 
-def layers_storing_examples(model: Any, *arguments: Any) -> list[str]:
+def layers_storing_examples(model: keras.layers.Layer, *arguments: Any) -> list[str]:
     """Finds the layers whose training changes a state, not a trainable weight, in a way that depends on the examples.
 
     Ignores batch normalization, and states that change by themselves, such as seeds and counters.
@@ -120,7 +120,7 @@ def layers_storing_examples(model: Any, *arguments: Any) -> list[str]:
 
 
 def split_dependent_call_metrics(
-    model: Any, arguments: dict[str, Any], *, on_replicas: bool, training: bool
+    model: keras.Model, arguments: dict[str, Any], *, on_replicas: bool, training: bool
 ) -> list[str]:
     """Finds the metrics updated in `call` or `compute_loss` whose results change when a batch is split."""
     # The logs of a custom step combine these metrics over the parts.
@@ -151,17 +151,17 @@ def split_dependent_call_metrics(
     return run_trial(find, *SIZES, otherwise=[], question=question)
 
 
-def _state_owners(model: Any) -> dict[int, str]:
+def _state_owners(model: keras.layers.Layer) -> dict[int, str]:
     """The layer's name for each of its non-trainable variables, by id."""
     layers = [each for each in (model, *all_layers(model)) if not isinstance(each, keras.layers.BatchNormalization)]
     return {id(variable): layer.name for layer in layers for variable in layer._non_trainable_variables}
 
 
-def _train(model: Any, inputs: tuple) -> None:
+def _train(model: keras.layers.Layer, inputs: tuple) -> None:
     call_model(model, inputs, training=True)
 
 
-def _reset_state(model: Any) -> State:
+def _reset_state(model: keras.Model) -> State:
     """The state of a model whose metrics are reset."""
     return PureFunction(model, lambda _: model.reset_metrics())(None)[1]
 

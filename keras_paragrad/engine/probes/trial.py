@@ -148,7 +148,7 @@ class PureFunction:
         start: Their current values.
     """
 
-    def __init__(self, model: Any, compute: Callable[[Any], Any]):
+    def __init__(self, model: keras.layers.Layer, compute: Callable[[Any], Any]):
         if not model.built:
             raise Inconclusive("the model is not built")
         self.model, self.compute = model, compute
@@ -212,12 +212,12 @@ class _KnownVariablesScope(keras.StatelessScope):
         return value
 
 
-def call_model(model: Any, arguments: tuple, training: bool) -> Any:
+def call_model(model: keras.layers.Layer, arguments: tuple, training: bool) -> Any:
     """Calls a model or layer as `fit` does."""
     return model(*arguments, training=training) if model._call_has_training_arg else model(*arguments)
 
 
-def uses_half_precision(model: Any) -> bool:
+def uses_half_precision(model: keras.layers.Layer) -> bool:
     """Whether a model computes in half precision."""
     return any(layer.compute_dtype not in ("float32", "float64") for layer in (model, *all_layers(model)))
 
@@ -253,7 +253,7 @@ def _draw_weight(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def watch_weights(model: Any) -> Iterator[Callable[[tf.Tensor], list[tf.Tensor]]]:
+def watch_weights(model: keras.layers.Layer) -> Iterator[Callable[[tf.Tensor], list[tf.Tensor]]]:
     """Watches the trainable weights in a stateless scope; yields a function that maps a scalar to its gradients.
 
     Left out are very large weights, and those that the scalar doesn't depend on.

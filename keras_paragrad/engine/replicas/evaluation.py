@@ -99,7 +99,7 @@ def _compiled_alone(function: Callable[[Any, Any], Any], take: Take) -> Callable
     if not take.by_xla or replica_count() == 1:
         return function
 
-    def compiled(model: Any, data: Any) -> Any:
+    def compiled(model: keras.Model, data: Any) -> Any:
         if compiles_each_layer(model):
             with compiled_by_layer():
                 return function(model, data)
@@ -109,10 +109,10 @@ def _compiled_alone(function: Callable[[Any, Any], Any], take: Take) -> Callable
     return compiled
 
 
-def _evaluate(model: Any, data: Any, take: Take) -> tuple[Any, LossSums]:
+def _evaluate(model: keras.Model, data: Any, take: Take) -> tuple[Any, LossSums]:
     forms = []
 
-    def evaluate(model: Any, data: Any) -> tuple[Any, tf.Tensor]:
+    def evaluate(model: keras.Model, data: Any) -> tuple[Any, tf.Tensor]:
         y_pred, sums = _compute_losses(model, data, take)
         forms.append(sums.form)
         return y_pred, sums.vector
@@ -121,7 +121,7 @@ def _evaluate(model: Any, data: Any, take: Take) -> tuple[Any, LossSums]:
     return y_pred, LossSums(vector, forms[-1])
 
 
-def _compute_losses(model: Any, data: Any, take: Take, *, divided: bool = False) -> tuple[Any, LossSums]:
+def _compute_losses(model: keras.Model, data: Any, take: Take, *, divided: bool = False) -> tuple[Any, LossSums]:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred = _infer(model, x)
     arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
@@ -131,9 +131,9 @@ def _compute_losses(model: Any, data: Any, take: Take, *, divided: bool = False)
     return y_pred, loss_sums(model, loss, terms, rows_of(x), weight, divided=divided)
 
 
-def _predict(model: Any, data: Any) -> Any:
+def _predict(model: keras.Model, data: Any) -> Any:
     return _infer(model, keras.utils.unpack_x_y_sample_weight(data)[0])
 
 
-def _infer(model: Any, x: Any) -> Any:
+def _infer(model: keras.Model, x: Any) -> Any:
     return model(x, training=False) if model._call_has_training_arg else model(x)

@@ -116,7 +116,7 @@ def uninstall_from_replicas(model: keras.Model) -> None:
 
 
 @contextlib.contextmanager
-def distributing_datasets_with(model: Any, distribute: Callable[[Any], Any]) -> Iterator[None]:
+def distributing_datasets_with(model: keras.Model, distribute: Callable[[Any], Any]) -> Iterator[None]:
     """Context in which the model's methods distribute datasets by `distribute`, which maps them to adapters."""
     before = model.__dict__["_distribute_strategy"]
     model.__dict__["_distribute_strategy"] = _StrategyWithDatasets(model.distribute_strategy, distribute)
@@ -158,7 +158,7 @@ def make_on_demand(model: keras.Model, attribute: str, make: Callable[[], Any]) 
     return make_function
 
 
-def drop_functions(model: Any) -> None:
+def drop_functions(model: keras.Model) -> None:
     """Makes the model build its test and predict functions again."""
     model.test_function = model.predict_function = None
 

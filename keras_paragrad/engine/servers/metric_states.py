@@ -89,7 +89,7 @@ class MetricStates:
             return type(self._model).get_metrics_result(self._model)
 
 
-def _check_logs(model: Any, logs: Any) -> None:
+def _check_logs(model: keras.Model, logs: Any) -> None:
     names = list(type(model).get_metrics_result(model))
     if not isinstance(logs, dict) or set(logs) != set(names):
         returned = list(logs) if isinstance(logs, dict) else type(logs).__name__
@@ -114,7 +114,7 @@ def _holding_tensors(variables: list[Any]) -> Iterator[None]:
             variable._value = value
 
 
-def _rebind(variable: Any, value: Any) -> None:
+def _rebind(variable: keras.Variable, value: Any) -> None:
     variable._value = tf.cast(value, variable.dtype)
 
 

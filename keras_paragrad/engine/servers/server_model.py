@@ -18,7 +18,7 @@ from keras_paragrad.engine.step.symbolic import build_from_data
 
 
 def compile_step_on_worker(
-    model: Any, metric_states: MetricStates, run_step: Callable[[Any], Any]
+    model: keras.Model, metric_states: MetricStates, run_step: Callable[[Any], Any]
 ) -> Callable[[Any], tf.Tensor]:
     """Compiles `train_step` or `test_step` so that it returns its contribution to the metrics."""
 
@@ -29,12 +29,12 @@ def compile_step_on_worker(
     return _compiled(model, step)
 
 
-def compile_prediction_step(model: Any) -> Callable[[Any], Any]:
+def compile_prediction_step(model: keras.Model) -> Callable[[Any], Any]:
     """Compiles a model's `predict_step`."""
     return _compiled(model, model.predict_step)
 
 
-def _compiled(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _compiled(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     strategy = model.distribute_strategy
     run = releasing(lambda data: strategy.run(step, args=(_open_batch_size(data),)))
     return tf.function(run, reduce_retracing=True, autograph=False)

@@ -117,7 +117,10 @@ def apply_gradient(
 
 
 def _weighting(
-    optimizer: Any, accumulator: Accumulating, variables: Sequence[keras.Variable], contribution: Contribution
+    optimizer: keras.optimizers.Optimizer,
+    accumulator: Accumulating,
+    variables: Sequence[keras.Variable],
+    contribution: Contribution,
 ) -> tuple[tf.Tensor, keras.Variable]:
     """The pair that carries a `Contribution` to an accumulating optimizer, through the optimizers around it."""
     if not optimizer.built:
@@ -126,7 +129,7 @@ def _weighting(
     return tf.stack(contribution), accumulator.gradient_weight
 
 
-def _skips_nonfinite(optimizer: Any, variables: Sequence[keras.Variable]) -> bool:
+def _skips_nonfinite(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> bool:
     """Whether an overflow on one replica has to be known on all."""
     skips = unscaled(optimizer) is not optimizer
     # Replicas hold different shards of the same gradients.
@@ -208,7 +211,7 @@ def _overwrite_with_average(per_replica, optimizer: keras.optimizers.Optimizer) 
 Apply = Callable[[Callable[..., None], Sequence[Any], Sequence[Any] | None], None]
 
 
-def intercept_apply(optimizer: Any, apply: Apply | None) -> None:
+def intercept_apply(optimizer: keras.optimizers.Optimizer, apply: Apply | None) -> None:
     """Replaces an optimizer's `apply`, or restores it, if `None`. Nothing else replaces it."""
     state = state_of(optimizer)
     if state.intercepted is not None:
@@ -224,7 +227,9 @@ def intercept_apply(optimizer: Any, apply: Apply | None) -> None:
         )
 
 
-def install_transform(optimizer: Any, transform: Transform | None, *, shown: bool = False) -> None:
+def install_transform(
+    optimizer: keras.optimizers.Optimizer, transform: Transform | None, *, shown: bool = False
+) -> None:
     """Makes the innermost optimizer's `apply` run the *transform* stage, and observe and watch updates if `shown`.
 
     It decides on updates: at the end of a window, and unless a loss scale skips one.
@@ -243,12 +248,14 @@ def install_transform(optimizer: Any, transform: Transform | None, *, shown: boo
     intercept_apply(optimizer, functools.partial(_update, optimizer) if shown or transform is not None else None)
 
 
-def installed_transform(optimizer: Any) -> Transform | None:
+def installed_transform(optimizer: keras.optimizers.Optimizer) -> Transform | None:
     """The installed transform. Functions that were traced with another one are outdated."""
     return state_of(optimizer).transform
 
 
-def _update(optimizer: Any, apply: Callable, grads: Sequence[Any], variables: Sequence[Any] | None) -> None:
+def _update(
+    optimizer: keras.optimizers.Optimizer, apply: Callable, grads: Sequence[Any], variables: Sequence[Any] | None
+) -> None:
     """Observes, transforms, applies and watches an update."""
     gradients, variables = list(grads), None if variables is None else list(variables)
     observation, watch = patch_of(optimizer, Observation), patch_of(optimizer, UpdateWatch)
@@ -264,7 +271,9 @@ def _update(optimizer: Any, apply: Callable, grads: Sequence[Any], variables: Se
         watch.end()
 
 
-def _transform(optimizer: Any, transform: Transform, grads: list[Any], variables: Sequence[Any] | None) -> list[Any]:
+def _transform(
+    optimizer: keras.optimizers.Optimizer, transform: Transform, grads: list[Any], variables: Sequence[Any] | None
+) -> list[Any]:
     updated: Sequence[Any] = optimizer._trainable_variables if variables is None else variables
     # Float8 scales are passed as gradients.
     places = [

@@ -250,7 +250,7 @@ def divide_batch(strategy: tf.distribute.Strategy, batch: Any) -> Any:
     return keras.tree.map_structure(divide, batch)
 
 
-def predict_on_batch(model: Any, x: Any) -> Any:
+def predict_on_batch(model: keras.Model, x: Any) -> Any:
     """Predicts the rows of a batch on replicas: each row once, in order."""
     model.make_predict_function()
     outputs = model.predict_function([divide_batch(model.distribute_strategy, (x,))])

@@ -46,7 +46,7 @@ class DeferredRefusal:
         except IndivisibleError as refusal:
             self.say(model, refusal)
 
-    def look(self, model: Any, arguments: dict[str, Any], terms: list[LossTerm]) -> None:
+    def look(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> None:
         """Warns of what shows in a step, with the arguments of a `LossNormalization`; once for each `compile`."""
         state = state_of(model)
         if self.where in state.logged or state.deferred_refusal.get(self.where) is model._compile_config:

@@ -71,7 +71,7 @@ class Numbered(NamedTuple):
     places: list[int]
 
 
-def block_of(graph: Any, rows: int) -> Numbered:
+def block_of(graph: tf.Graph, rows: int) -> Numbered:
     """The operations of a `FuncGraph`; `rows` is the size of a tensor's first axis if it is unknown."""
     inputs = {tensor.ref() for tensor in graph.inputs}
     numbers: dict[Any, int] = {}
@@ -99,7 +99,7 @@ def block_of(graph: Any, rows: int) -> Numbered:
     return Numbered(block, numbers, places)
 
 
-def _in_order(graph: Any, inputs: set[Any]) -> tuple[list[Any], list[int]]:
+def _in_order(graph: tf.Graph, inputs: set[Any]) -> tuple[list[Any], list[int]]:
     """Operations in the order of their creation, but after their inputs: a gradient adds inputs to an earlier loop."""
     ordered: dict[Any, None] = {}
     places = []
@@ -140,7 +140,7 @@ def _size(tensor: tf.Tensor, rows: int) -> int:
     return math.prod(known) * tensor.dtype.size
 
 
-def _value(operation: Any) -> Any:
+def _value(operation: tf.Operation) -> Any:
     if len(operation.outputs) != 1:
         return None
     (output,) = operation.outputs
@@ -150,7 +150,7 @@ def _value(operation: Any) -> Any:
     return None if value is None else np.asarray(value).reshape(-1)[0].item()
 
 
-def _called_graphs(operation: Any) -> list[Any]:
+def _called_graphs(operation: tf.Operation) -> list[Any]:
     """The graphs of the functions that an operation calls."""
     graphs = []
     for name in _FUNCTIONS:
@@ -209,13 +209,13 @@ def _stateful(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
             yield from _stateful(body.get_operations())
 
 
-def assigned_resources(graph: Any) -> list[tf.Tensor]:
+def assigned_resources(graph: tf.Graph) -> list[tf.Tensor]:
     """The outer resources, such as variables, that a function's graph assigns to, apart from random generators."""
     resources = _assigned(graph, {inner.name: outer for outer, inner in graph.captures})
     return list({id(resource): resource for resource in resources}.values())
 
 
-def _assigned(graph: Any, outside: dict[str, tf.Tensor]) -> Iterator[tf.Tensor]:
+def _assigned(graph: tf.Graph, outside: dict[str, tf.Tensor]) -> Iterator[tf.Tensor]:
     for operation in graph.get_operations():
         if not operation.op_def.is_stateful:
             continue

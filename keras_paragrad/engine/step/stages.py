@@ -53,7 +53,7 @@ class Chain(NamedTuple):
         return gradients
 
 
-def save_states(optimizer: Any, transforms: Sequence[Any]) -> None:
+def save_states(optimizer: keras.optimizers.Optimizer, transforms: Sequence[Any]) -> None:
     """Makes the outermost optimizer save the states of these transforms with its own, and no others."""
     states = {f"{_STATE}{index}": each.state for index, each in enumerate(transforms) if each.state is not None}
     for name in [name for name in vars(optimizer) if name.startswith(_STATE)]:
@@ -198,7 +198,7 @@ class Stages(NamedTuple):
         split = self.split.normalize if self.split and of_slices else None
         return self.combine or split or (self.take.normalize if self.take else None)
 
-    def by_xla_alone(self, model: Any, replicas: int) -> bool:
+    def by_xla_alone(self, model: keras.Model, replicas: int) -> bool:
         """Whether XLA compiles the forward and backward passes alone, and not the whole step."""
         if replicas > 1:
             return bool(self.take and self.take.by_xla)

@@ -40,7 +40,7 @@ def has_build(layer: keras.layers.Layer) -> bool:
     return not is_default(layer.build)
 
 
-def build_from_data(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
+def build_from_data(model: keras.Model, iterator: Any = None, data_batch: Any = None) -> None:
     """Builds what Keras's `_maybe_symbolic_build` builds, from the batch of one replica.
 
     Keras averages the replica batches to read their shape, which fails if their sizes differ.
@@ -66,7 +66,7 @@ def build_from_data(model: Any, iterator: Any = None, data_batch: Any = None) ->
                 raise
 
 
-def build_layers_from_inputs(model: Any, data_batch: Any) -> None:
+def build_layers_from_inputs(model: keras.Model, data_batch: Any) -> None:
     """Builds the layers of a model that predicts before it is trained, from a batch of `predict_step`."""
     if all(layer.built for layer in model._flatten_layers()):
         return
@@ -77,12 +77,12 @@ def build_layers_from_inputs(model: Any, data_batch: Any) -> None:
         build_by_calling(model, local)
 
 
-def losses_built(model: Any) -> bool:
+def losses_built(model: keras.Model) -> bool:
     """Whether a model has no compiled losses left to build."""
     return model._compile_loss is None or model._compile_loss.built
 
 
-def build_losses(model: Any, data: Any, *, metrics: bool = False) -> None:
+def build_losses(model: keras.Model, data: Any, *, metrics: bool = False) -> None:
     """Builds the compiled losses, and metrics if asked, from a batch or a slice, unless they are built.
 
     Called within a step or before it. Under a strategy, Keras builds them.
@@ -110,7 +110,7 @@ def build_losses(model: Any, data: Any, *, metrics: bool = False) -> None:
             compiled.build(y, y_pred)
 
 
-def build_losses_of(model: Any, spec: Any) -> bool:
+def build_losses_of(model: keras.Model, spec: Any) -> bool:
     """Builds the compiled losses and metrics from nested `tf.TensorSpec`; returns `False` for other specs."""
     specs = keras.tree.flatten(spec)
     if not all(type(each) is tf.TensorSpec for each in specs):
@@ -121,7 +121,7 @@ def build_losses_of(model: Any, spec: Any) -> bool:
     return True
 
 
-def is_fully_built(model: Any) -> bool:
+def is_fully_built(model: keras.Model) -> bool:
     """Whether a model's compiled metrics, losses and optimizer are built."""
     parts = (model._compile_metrics, model._compile_loss, model.optimizer)
     return all(part is None or part.built for part in parts)
@@ -139,7 +139,7 @@ def _first_batch(iterator: Any) -> Any:
     raise ValueError("The data has no batches. Pass fit() data with at least one.")
 
 
-def check_compiled_in_scope(model: Any) -> None:
+def check_compiled_in_scope(model: keras.Model) -> None:
     """Refuses a model built in a strategy's scope whose optimizer or metrics were created outside of it.
 
     Raises:

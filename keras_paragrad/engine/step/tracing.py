@@ -59,7 +59,11 @@ class _Call(NamedTuple):
 
 
 def traced_step(
-    model: Any, rows: int, length: int | None = None, optimizer: Any = None, batch: Any = None
+    model: keras.Model,
+    rows: int,
+    length: int | None = None,
+    optimizer: keras.optimizers.Optimizer | None = None,
+    batch: Any = None,
 ) -> TracedStep:
     """Traces a model's `train_step` on one device, with the slices of `microbatch` and without compiled metrics.
 
@@ -80,7 +84,9 @@ def traced_step(
         return thread.submit(_traced, model, rows, length, optimizer, batch).result()
 
 
-def _traced(model: Any, rows: int, length: int | None, optimizer: Any, data: Any) -> TracedStep:
+def _traced(
+    model: keras.Model, rows: int, length: int | None, optimizer: keras.optimizers.Optimizer | None, data: Any
+) -> TracedStep:
     with untouched(model, _without_values(model)):
         problems: list[Exception] = []
         for batch in candidate_batches(model, rows, length) if data is None else [with_batch_size(data, rows, length)]:
@@ -96,7 +102,9 @@ def _traced(model: Any, rows: int, length: int | None, optimizer: Any, data: Any
         ) from problems[0]
 
 
-def _graph_of(model: Any, batch: Any, optimizer: Any) -> tuple[Any, list[Any], list[_Call]]:
+def _graph_of(
+    model: keras.Model, batch: Any, optimizer: keras.optimizers.Optimizer | None
+) -> tuple[Any, list[Any], list[_Call]]:
     """The graph of a step, the optimizers, and the calls of their `apply`."""
     with untouched(model, without_memory()):
         model.__dict__["_compile_metrics"] = None
@@ -109,7 +117,7 @@ def _graph_of(model: Any, batch: Any, optimizer: Any) -> tuple[Any, list[Any], l
     return graph, optimizers, [call for call in calls if call.graph is graph]
 
 
-def _of_graph(graph: Any, rows: int, optimizers: list[Any], calls: list[_Call]) -> TracedStep:
+def _of_graph(graph: tf.Graph, rows: int, optimizers: list[Any], calls: list[_Call]) -> TracedStep:
     block, numbers, places = block_of(graph, rows)
     sizes = dict(zip(block.inputs, block.input_sizes, strict=True))
     sizes.update(pair for each in block.operations for pair in zip(each.outputs, each.sizes, strict=True))
@@ -125,12 +133,12 @@ def _of_graph(graph: Any, rows: int, optimizers: list[Any], calls: list[_Call]) 
     return TracedStep(block, gradients, places[last], optimizers)
 
 
-def _step_of(model: Any) -> Callable[[Any], Any]:
+def _step_of(model: keras.Model) -> Callable[[Any], Any]:
     builder = state_of(model).step_builder
     return builder.one_step if isinstance(builder, StepBuilder) and builder.stages.split else model.train_step
 
 
-def _replaced_optimizers(model: Any, optimizer: Any) -> list[Any]:
+def _replaced_optimizers(model: keras.Model, optimizer: keras.optimizers.Optimizer | None) -> list[Any]:
     """Replaces the optimizers among a model's attributes by copies, and returns these."""
     model.__dict__["optimizer"] = built_copy(optimizer or model.optimizer, model.trainable_variables)
     copies = [model.__dict__["optimizer"]]
@@ -146,7 +154,7 @@ def _replaced_optimizers(model: Any, optimizer: Any) -> list[Any]:
     return copies
 
 
-def _record(optimizer: Any, calls: list[_Call]) -> None:
+def _record(optimizer: keras.optimizers.Optimizer, calls: list[_Call]) -> None:
     """Records the gradients that an optimizer gets, and the number of operations before them."""
 
     def record(apply: Callable, grads: Sequence, trainable_variables: Sequence | None) -> None:
@@ -160,7 +168,7 @@ def _record(optimizer: Any, calls: list[_Call]) -> None:
 
 
 @contextlib.contextmanager
-def _without_values(model: Any) -> Iterator[None]:
+def _without_values(model: keras.Model) -> Iterator[None]:
     """Context in which stand-ins replace the values of a model's variables, so that no device is used."""
     before = [(variable, variable._value) for variable in all_variables(model)]
     try:
@@ -172,7 +180,7 @@ def _without_values(model: Any) -> Iterator[None]:
             variable._value = value
 
 
-def candidate_batches(model: Any, rows: int, length: int | None) -> Iterator[Any]:
+def candidate_batches(model: keras.Model, rows: int, length: int | None) -> Iterator[Any]:
     """Batches of `tf.TensorSpec` that a built model may be trained on, the likeliest first; `length` is for open axes.
 
     Raises:
@@ -208,7 +216,7 @@ def with_batch_size(spec: Any, rows: int, length: int | None) -> Any:
     return tf.nest.map_structure(resize, spec)
 
 
-def _inputs(model: Any, rows: int, length: int | None) -> Any:
+def _inputs(model: keras.Model, rows: int, length: int | None) -> Any:
     structure = _structure(model)
     if structure is None:
         raise ValueError(
@@ -228,7 +236,7 @@ def _inputs(model: Any, rows: int, length: int | None) -> Any:
     return keras.tree.map_structure(resize, structure)
 
 
-def _structure(model: Any) -> Any:
+def _structure(model: keras.Model) -> Any:
     """A model's inputs as nested `KerasTensor`s."""
     functional = model if isinstance(model, keras.Model) and hasattr(model, "_inputs_struct") else None
     functional = getattr(model, "_functional", None) or functional

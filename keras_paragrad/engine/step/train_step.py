@@ -165,7 +165,7 @@ class TrainStep(NamedTuple):
         )
 
 
-def build_optimizers_outside_of_graphs(model: Any) -> contextlib.AbstractContextManager[Any]:
+def build_optimizers_outside_of_graphs(model: keras.Model) -> contextlib.AbstractContextManager[Any]:
     """Context of a custom `train_step` in which the model's optimizers create their variables eagerly.
 
     In a graph they would create them in a branch, which TensorFlow can't do on several devices.
@@ -176,7 +176,7 @@ def build_optimizers_outside_of_graphs(model: Any) -> contextlib.AbstractContext
 
 
 class _EagerBuild(MethodPatch):
-    def __init__(self, model: Any):
+    def __init__(self, model: keras.Model):
         super().__init__()
         values = keras.tree.flatten([value for name, value in vars(model).items() if not name.startswith("_")])
         self.optimizers = [each for each in values if isinstance(each, keras.optimizers.Optimizer) and not each.built]
@@ -194,7 +194,7 @@ def _build_eagerly(build: Callable[..., None]) -> Callable[..., None]:
     return build_in_init_scope
 
 
-def _check_rows(model: Any, data: Any, gradients: list[Any]) -> None:
+def _check_rows(model: keras.Model, data: Any, gradients: list[Any]) -> None:
     """Refuses sparse gradients in eager mode: only a graph shows whether a replica has summed the rows."""
     sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in keras.tree.flatten(data))
     sparse = sparse or any(getattr(layer, "sparse", False) for layer in all_layers(model))
@@ -224,7 +224,7 @@ class Trainable(NamedTuple):
         )
 
     @classmethod
-    def by_optimizer(cls, model: Any) -> "Trainable":
+    def by_optimizer(cls, model: keras.Model) -> "Trainable":
         """The flags from when the optimizer was built, with which Keras's step was traced."""
         now, built_for = cls.of(model), {id(weight) for weight in updating(model.optimizer)._trainable_variables}
         if built_for == {id(weight) for weight in model.trainable_weights}:

@@ -94,7 +94,7 @@ def choose_train_function(
 _DEPTH = 8
 
 
-def examples_seen(model: Any) -> float | None:
+def examples_seen(model: keras.Model) -> float | None:
     """The number of this worker's examples in the model's mean loss of this epoch; `None` without a loss tracker."""
     check_objects()
     tracker = getattr(model, "_loss_tracker", None)
@@ -178,7 +178,7 @@ def batch_spec(iterator: Any) -> Any:
     return tf.nest.map_structure(lambda each: getattr(each, "_value_specs", (each,))[0], spec)
 
 
-def gradient_graph(model: Any, spec: Any, examples: int) -> tf.Graph:
+def gradient_graph(model: keras.Model, spec: Any, examples: int) -> tf.Graph:
     """The graph of the forward and backward pass on a batch of nested `tf.TensorSpec`, with `examples` rows."""
 
     def gradients(*parts):

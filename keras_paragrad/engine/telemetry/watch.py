@@ -43,7 +43,7 @@ def observing_gradients(model: keras.Model, observe: Observe | None, rows: tf.Te
         yield
 
 
-def observe_gradient(optimizer: Any, gradients: Sequence[Any]) -> None:
+def observe_gradient(optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]) -> None:
     """Passes the gradients of a replica's micro-batch, without loss scale, to the step's observer, if any."""
     observation = patch_of(updating(optimizer), Observation)
     if observation is not None:
@@ -120,7 +120,7 @@ class WeightDeltas:
         return [_delta(weight, changing[graph.capture(weight.value.handle).name]) for weight in self._weights]
 
 
-def _delta(weight: Any, changing: list[Any]) -> tf.Tensor | None:
+def _delta(weight: keras.Variable, changing: list[Any]) -> tf.Tensor | None:
     if len(changing) != 1 or changing[0].type not in _ADDITIONS or weight.dtype not in _PRECISE_DTYPES:
         return None
     return changing[0].inputs[1]
@@ -162,7 +162,7 @@ class Watcher(Protocol):
 
 
 @contextlib.contextmanager
-def watching_updates(model: Any, watcher: Watcher | None) -> Iterator[None]:
+def watching_updates(model: keras.Model, watcher: Watcher | None) -> Iterator[None]:
     """Context in which a step is traced that passes its updates to a watcher; entered on every replica."""
     if watcher is None:
         yield
@@ -200,7 +200,7 @@ class _UpdateRecord:
         ]
 
 
-def _dense(gradient: Any, variable: Any) -> tf.Tensor:
+def _dense(gradient: Any, variable: keras.Variable) -> tf.Tensor:
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.convert_to_tensor(gradient)
     return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
@@ -209,7 +209,7 @@ def _dense(gradient: Any, variable: Any) -> tf.Tensor:
 class UpdateWatch(MethodPatch):
     """The watcher of the step that is being traced, attached to the innermost optimizer."""
 
-    def __init__(self, model: Any, optimizer: Any, watcher: Watcher):
+    def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, watcher: Watcher):
         super().__init__()
         self.model, self.optimizer, self.watcher = model, optimizer, watcher
         self.records: dict[int, _UpdateRecord] = {}
@@ -237,7 +237,7 @@ class UpdateWatch(MethodPatch):
 
         return clip
 
-    def _recording_step(self, optimizer: Any, original: Callable) -> Callable:
+    def _recording_step(self, optimizer: keras.optimizers.Optimizer, original: Callable) -> Callable:
         def step(gradients, variables, learning_rate):
             record = self.records[replica_index()]
             record.learning_rate = learning_rate
