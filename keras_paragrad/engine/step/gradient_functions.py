@@ -88,7 +88,7 @@ def _contents(function: Any) -> Iterator[Any]:
             continue
 
 
-def _enclosing_graphs(graph: tf.Graph | None) -> Iterator[tf.Graph]:
+def _enclosing_graphs(graph: Any) -> Iterator[tf.Graph]:
     """A function's graph, and those of the functions around it; no graphs that are never deleted."""
     while hasattr(graph, "outer_graph"):
         yield graph
