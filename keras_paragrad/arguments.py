@@ -26,8 +26,8 @@ _short.maxstring = _short.maxother = _short.maxlong = 120
 _short.maxlevel = 3
 
 
-def shown(value: Any) -> str:
-    """A value as an error message shows it: on one line, of at most 200 characters."""
+def quote(value: Any) -> str:
+    """Quotes a value in an error message: on one line, of at most 200 characters."""
     try:
         text = " ".join(_short.repr(value).split())
     except ValueError:  # an integer has more digits than Python prints
@@ -45,7 +45,7 @@ def refusal(name: str, value: Any, expected: str, example: str | None = None) ->
     `steps` is 0, and must be an integer of at least 1. Write steps=4.
     """
     advice = f" Write {name}={example}." if example else ""
-    return ValueError(f"`{name}` is {shown(value)}, and must be {expected}.{advice}")
+    return ValueError(f"`{name}` is {quote(value)}, and must be {expected}.{advice}")
 
 
 def check_integer(

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.arguments import check_integer, refusal, shown
+from keras_paragrad.arguments import check_integer, quote, refusal
 from keras_paragrad.compat.optimizer import WrappingOptimizer
 from keras_paragrad.compat.saved import SavedVariables
 from keras_paragrad.engine.step.apply import Contribution
@@ -92,7 +92,7 @@ class StepsSchedule:
         steps = keras.ops.convert_to_numpy(self.function(tf.constant(update, tf.int64)))
         if steps.shape != () or steps.dtype.kind not in "iu" or steps < 1:
             raise ValueError(
-                f"`steps` returned {shown(steps)} for update {update}. It must return an integer of at least 1."
+                f"`steps` returned {quote(steps)} for update {update}. It must return an integer of at least 1."
             )
         return int(steps)
 
@@ -108,7 +108,7 @@ def _check_pairs(steps: Any) -> list[tuple[int, int]]:
     firsts = [first for first, _ in pairs]
     if firsts[0] != 0 or firsts != sorted(set(firsts)):
         raise ValueError(
-            f"`steps` changes at updates {shown(firsts)}, which must start at 0 and increase. "
+            f"`steps` changes at updates {quote(firsts)}, which must start at 0 and increase. "
             f"Write steps={sorted({0: pairs[0][1], **dict(pairs)}.items())}."
         )
     return pairs

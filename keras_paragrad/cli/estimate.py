@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from keras_paragrad.arguments import LARGEST, shown
+from keras_paragrad.arguments import LARGEST, quote
 from keras_paragrad.cli.parser import complete_paths, did_you_mean, integer
 from keras_paragrad.distribution.choices import MOST_DESCRIBED
 
@@ -54,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _function(word: str) -> tuple[Path, str]:
     path, _, name = word.rpartition(":")
     if not (path.endswith(".py") and name.isidentifier()):
-        raise argparse.ArgumentTypeError(f"{shown(word)} is not a file and a function, such as train.py:build_model")
+        raise argparse.ArgumentTypeError(f"{quote(word)} is not a file and a function, such as train.py:build_model")
     if not Path(path).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {shown(path)}")
+        raise argparse.ArgumentTypeError(f"there is no file {quote(path)}")
     return Path(path), name
 
 

@@ -7,7 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from keras_paragrad.arguments import LARGEST, shown
+from keras_paragrad.arguments import LARGEST, quote
 from keras_paragrad.cli.parser import integer, number
 from keras_paragrad.distribution.choices import (
     BATCHES,
@@ -102,5 +102,5 @@ def _options(arguments: argparse.Namespace) -> "Options":
 def _capability(text: str) -> tuple[int, int]:
     major, _, minor = text.partition(".")
     if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,2})?", text):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a compute capability; expected one such as 9.0")
+        raise argparse.ArgumentTypeError(f"{quote(text)} is not a compute capability; expected one such as 9.0")
     return int(major), int(minor or 0)

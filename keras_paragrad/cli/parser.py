@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from keras_paragrad.arguments import check_integer, check_number, shown
+from keras_paragrad.arguments import check_integer, check_number, quote
 
 _CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
 # No sensible number has more digits, and Python is slow to parse one that has.
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         if words:
             options = [option for action in self._actions for option in action.option_strings]
             unknown = words[0].partition("=")[0]
-            self.error(f"unrecognized arguments: {shown(' '.join(words))[1:-1]}{did_you_mean(unknown, options)}")
+            self.error(f"unrecognized arguments: {quote(' '.join(words))[1:-1]}{did_you_mean(unknown, options)}")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -81,4 +81,4 @@ def _checked(word: str, check: Callable[[], Any]) -> Any:
         return check()
     except ValueError as error:
         expected = str(error).partition("must be ")[2].rstrip(".")
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {shown(word)}") from None
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {quote(word)}") from None

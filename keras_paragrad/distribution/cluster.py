@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from keras_paragrad.arguments import shown
+from keras_paragrad.arguments import quote
 from keras_paragrad.distribution.clusters.kind import cluster_kinds
 
 JOBS = ("chief", "worker", "ps", "evaluator")
@@ -44,16 +44,16 @@ class Cluster:
         unknown = [job for job in self.jobs if job not in JOBS]
         if unknown:
             hint = " A `master` is called `chief` in TensorFlow 2." if "master" in unknown else ""
-            self._refuse(f"the unknown jobs {shown(unknown)}. Jobs are {', '.join(JOBS)}.{hint}")
+            self._refuse(f"the unknown jobs {quote(unknown)}. Jobs are {', '.join(JOBS)}.{hint}")
         if len(self.jobs.get("chief", ())) > 1:
             self._refuse(f"{len(self.jobs['chief'])} chiefs. Keep one, and make the others workers.")
         self._check_addresses()
         tasks = len(self.jobs.get(self.job, ()))
         if not tasks:
-            self._refuse(f"no task for this process: it is a {shown(self.job)}, and the jobs are {list(self.jobs)}.")
+            self._refuse(f"no task for this process: it is a {quote(self.job)}, and the jobs are {list(self.jobs)}.")
         if not 0 <= self.index < tasks:
             self._refuse(
-                f"no {self.job} {shown(self.index)}: there are {tasks}, counted from 0. Correct this task's index."
+                f"no {self.job} {quote(self.index)}: there are {tasks}, counted from 0. Correct this task's index."
             )
 
     def _check_addresses(self) -> None:
@@ -62,11 +62,11 @@ class Cluster:
             match = _ADDRESS.fullmatch(address)
             if match is None or not 0 < int(match[2]) < 65536:
                 self._refuse(
-                    f"the malformed address {shown(address)}. Expected a host and a port from 1 to 65535: 'host0:2222'."
+                    f"the malformed address {quote(address)}. Expected a host and a port from 1 to 65535: 'host0:2222'."
                 )
         twice = [address for address, count in Counter(addresses).items() if count > 1]
         if twice:
-            self._refuse(f"{shown(twice)} more than once. Give every task its own address.")
+            self._refuse(f"{quote(twice)} more than once. Give every task its own address.")
 
     def _refuse(self, found: str) -> None:
         raise ValueError(f"The cluster from {self.source} has {found}")

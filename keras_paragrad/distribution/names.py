@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad.arguments import check_each, refusal, shown
+from keras_paragrad.arguments import check_each, quote, refusal
 
 _DEVICE = re.compile(r"(?:/?device:|/)?(CPU|GPU|TPU):([0-9]{1,9})", re.IGNORECASE)
 _CLASSES = {
@@ -26,10 +26,10 @@ def canonical_devices(devices: Sequence[str]) -> tuple[str, ...]:
         raise ValueError("`devices` is empty. Name one or more, such as ['GPU:0'], or leave it out.")
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
-        raise ValueError(f"`devices` names {shown(repeated)} more than once. A device takes one replica.")
+        raise ValueError(f"`devices` names {quote(repeated)} more than once. A device takes one replica.")
     if len({kind_of_device(name) for name in names}) > 1:
         raise ValueError(
-            f"`devices` is {shown(names)}, of several kinds. Name devices of one kind: replicas take equal parts of a "
+            f"`devices` is {quote(names)}, of several kinds. Name devices of one kind: replicas take equal parts of a "
             "batch, and all wait for the slowest."
         )
     return names

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.arguments import LARGEST, check_integer, refusal, shown
+from keras_paragrad.arguments import LARGEST, check_integer, quote, refusal
 from keras_paragrad.inputs.selection import Selection, embedding_hint
 
 Output = str | int | Callable[[Any], Any] | np.ndarray | None
@@ -142,7 +142,7 @@ def _select(model: keras.Model, outputs: Any, output: Output, labels: tf.Tensor 
     if isinstance(output, str):
         if output not in names:
             known = f"are {', '.join(map(repr, names))}" if names else "have no names"
-            raise ValueError(f"`output` is {shown(output)}, and the model's outputs {known}. {_WRITE_A_FUNCTION}")
+            raise ValueError(f"`output` is {quote(output)}, and the model's outputs {known}. {_WRITE_A_FUNCTION}")
         return leaves[names.index(output)]
     if len(leaves) != 1 and isinstance(output, np.ndarray):
         raise ValueError(

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.arguments import check_path, refusal, shown
+from keras_paragrad.arguments import check_path, quote, refusal
 
 
 class Chunk(NamedTuple):
@@ -81,7 +81,7 @@ def to_arrays(nested: Any) -> list[np.ndarray]:
         arrays = []
     if not arrays or any(array.ndim == 0 or array.dtype == object for array in arrays):
         raise ValueError(
-            f"`x` is {shown(nested)}, which has no rows. Pass arrays of shape (rows, ...), nested as the model's "
+            f"`x` is {quote(nested)}, which has no rows. Pass arrays of shape (rows, ...), nested as the model's "
             "inputs are, a tf.data.Dataset, or a generator of batches."
         )
     if len({len(array) for array in arrays}) > 1:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_paragrad.arguments import check_choice, check_integer, refusal, shown
+from keras_paragrad.arguments import check_choice, check_integer, quote, refusal
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.engine.step.segments import calls_of, functional_of
 
@@ -36,7 +36,7 @@ class Selection(NamedTuple):
         nesting = structure if wrt is None else _input_numbers(wrt, names)
         numbers = keras.tree.flatten(nesting)
         if not numbers or len(set(numbers)) < len(numbers):
-            raise ValueError(f"`wrt` is {shown(wrt)}. Name one or more of the inputs {names}, each once.")
+            raise ValueError(f"`wrt` is {quote(wrt)}. Name one or more of the inputs {names}, each once.")
         pairs = [_dtypes(*each) for each in zip(declared, leaves[: len(names)], strict=True)]
         real = [name for name, pair in zip(names, pairs, strict=True) if all("float" in dtype for dtype in pair)]
         for number in numbers:

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad.arguments import check_each, refusal, shown
+from keras_paragrad.arguments import check_each, quote, refusal
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.engine.step.recompute import is_recomputed
 from keras_paragrad.engine.step.segments import functional_of, recomputes_parts
@@ -104,4 +104,4 @@ def _named(model: keras.Model, name: str) -> keras.layers.Layer:
         )
     names = [layer.name for layer in each if not isinstance(layer, keras.layers.InputLayer)]
     close = difflib.get_close_matches(name, names, n=3) or names[:10]
-    raise ValueError(f"`layers` has {shown(name)}, and no layer of {model.name!r} has that name. Layers: {close}.")
+    raise ValueError(f"`layers` has {quote(name)}, and no layer of {model.name!r} has that name. Layers: {close}.")

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import keras
 
-from keras_paragrad.arguments import shown
+from keras_paragrad.arguments import quote
 from keras_paragrad.per_example.rule import Rule
 
 R = TypeVar("R", bound=type[Rule])
@@ -56,11 +56,11 @@ def register_rule(*layers: type[keras.layers.Layer]) -> Callable[[R], R]:
     """
     for layer in layers:
         if not (isinstance(layer, type) and issubclass(layer, keras.layers.Layer)):
-            raise TypeError(f"`layers` must be layer classes, as in register_rule(MyLayer), and one is {shown(layer)}.")
+            raise TypeError(f"`layers` must be layer classes, as in register_rule(MyLayer), and one is {quote(layer)}.")
 
     def register(rule: R) -> R:
         if not (isinstance(rule, type) and issubclass(rule, Rule)):
-            raise TypeError(f"register_rule must decorate a subclass of Rule, and decorates {shown(rule)}.")
+            raise TypeError(f"register_rule must decorate a subclass of Rule, and decorates {quote(rule)}.")
         _RULES.update(dict.fromkeys(layers, rule()))
         return rule
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from keras_paragrad.arguments import shown
+from keras_paragrad.arguments import quote
 from keras_paragrad.distribution import clusters
 from keras_paragrad.exports import modules_of
 
@@ -82,7 +82,7 @@ def whole_number(environment: Mapping[str, str], name: str, least: int = 0, most
     """
     text = environment.get(name, "").strip()
     if not re.fullmatch(r"[0-9]{1,19}", text) or not least <= int(text) <= most:
-        said = f"is {shown(text)}" if name in environment else "is not set"
+        said = f"is {quote(text)}" if name in environment else "is not set"
         bounds = f"from {least} to {most}" if most < 10**18 else f"of at least {least}"
         raise ValueError(f"{name} {said}. Expected an integer {bounds}.")
     return int(text)

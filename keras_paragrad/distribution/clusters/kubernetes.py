@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from keras_paragrad.arguments import shown
+from keras_paragrad.arguments import quote
 from keras_paragrad.distribution.clusters.kind import (
     DEFAULT_PORT,
     MOST_TASKS,
@@ -52,7 +52,7 @@ def _name_and_ordinal(environment: Mapping[str, str]) -> tuple[str, int]:
     match = _HOSTNAME.fullmatch(host)
     if match is None:
         raise ValueError(
-            f"KERAS_PARAGRAD_WORKERS is set, but HOSTNAME is {shown(host)}, which does not end in a pod's index, as "
+            f"KERAS_PARAGRAD_WORKERS is set, but HOSTNAME is {quote(host)}, which does not end in a pod's index, as "
             "'train-0' does. Run the pods in a Job with `completionMode: Indexed` or in a StatefulSet; elsewhere, "
             "describe the cluster in TF_CONFIG."
         )

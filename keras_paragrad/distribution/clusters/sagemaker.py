@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from keras_paragrad.arguments import shown
+from keras_paragrad.arguments import quote
 from keras_paragrad.distribution.clusters.kind import DEFAULT_PORT, ClusterKind, Found, port_of
 from keras_paragrad.plain_text import read_json
 
@@ -24,10 +24,10 @@ class SageMaker(ClusterKind):
         except ValueError:
             hosts = None
         if not isinstance(hosts, list) or not all(isinstance(host, str) and host for host in hosts):
-            raise ValueError(f'SM_HOSTS is {shown(text)}. Expected a JSON list of names, such as ["algo-1", "algo-2"].')
+            raise ValueError(f'SM_HOSTS is {quote(text)}. Expected a JSON list of names, such as ["algo-1", "algo-2"].')
         if current not in hosts:
             raise ValueError(
-                f"SM_CURRENT_HOST is {shown(current)}, which is not in SM_HOSTS={text:.200}. Set it to one of those."
+                f"SM_CURRENT_HOST is {quote(current)}, which is not in SM_HOSTS={text:.200}. Set it to one of those."
             )
         port = port_of(environment, DEFAULT_PORT)
         return Found({"worker": tuple(f"{host}:{port}" for host in hosts)}, "worker", hosts.index(current))

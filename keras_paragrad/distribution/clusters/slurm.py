@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from keras_paragrad.arguments import shown
+from keras_paragrad.arguments import quote
 from keras_paragrad.distribution.clusters.kind import MOST_TASKS, ClusterKind, Found, port_of, whole_number
 
 # Ports are numbers, too.
@@ -37,7 +37,7 @@ def expand_nodes(text: str) -> list[str]:
     """
     parts = _PART.findall(text)
     if not parts or ",".join(parts) != text:
-        raise ValueError(f"{shown(text)} is not a list of nodes. Expected a form such as 'node[01-03,07],gpu-a[1-2]'.")
+        raise ValueError(f"{quote(text)} is not a list of nodes. Expected a form such as 'node[01-03,07],gpu-a[1-2]'.")
     nodes: list[str] = []
     for part in parts:
         nodes += _expand_part(part, text)
@@ -61,7 +61,7 @@ def expand_tasks(text: str) -> list[int]:
     for part in text.split(","):
         match = _TASKS.fullmatch(part.strip())
         if match is None:
-            raise ValueError(f"{shown(text)} is not a list of task counts per node. Expected a form such as '2(x3),1'.")
+            raise ValueError(f"{quote(text)} is not a list of task counts per node. Expected a form such as '2(x3),1'.")
         _check_count(len(counts) + int(match[2] or 1), text)
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
@@ -83,7 +83,7 @@ def expand_numbers(text: str) -> list[str]:
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f"{shown(text)} is not a list of numbers. Expected a form such as '01-03,07'.")
+            raise ValueError(f"{quote(text)} is not a list of numbers. Expected a form such as '01-03,07'.")
         first, last = match[1], match[2] or match[1]
         _check_count(len(numbers) + int(last) - int(first) + 1, text, MOST_NUMBERS)
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
@@ -100,7 +100,7 @@ def _expand_part(part: str, text: str) -> list[str]:
 
 def _check_count(count: int, text: str, most: int = MOST_TASKS) -> None:
     if count > most:
-        raise ValueError(f"{shown(text)} stands for {count} or more; at most {most} are allowed. Correct it.")
+        raise ValueError(f"{quote(text)} stands for {count} or more; at most {most} are allowed. Correct it.")
 
 
 FIRST_PORT, PORTS_A_JOB, JOBS = 15000, 16, 900
@@ -154,7 +154,7 @@ def _index(environment: Mapping[str, str], tasks: list[int]) -> int:
     node, place = whole_number(environment, "SLURM_NODEID"), whole_number(environment, "SLURM_LOCALID")
     if node >= len(tasks) or place >= tasks[node]:
         raise ValueError(
-            f"SLURM_NODEID={node} and SLURM_LOCALID={place} name no task of a step with {shown(tasks)} tasks on its "
+            f"SLURM_NODEID={node} and SLURM_LOCALID={place} name no task of a step with {quote(tasks)} tasks on its "
             "nodes. Start the step with srun, and don't change its variables."
         )
     return sum(tasks[:node]) + place

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from keras_paragrad.arguments import shown
+from keras_paragrad.arguments import quote
 from keras_paragrad.distribution.clusters.kind import ClusterKind, Found
 from keras_paragrad.plain_text import read_json
 
@@ -26,7 +26,7 @@ class TfConfig(ClusterKind):
         try:
             config = read_json(text)
         except ValueError as error:
-            raise ValueError(f"TF_CONFIG is not JSON: {error}. It is {shown(text)}. Expected {EXAMPLE}.") from None
+            raise ValueError(f"TF_CONFIG is not JSON: {error}. It is {quote(text)}. Expected {EXAMPLE}.") from None
         _expect(config, dict, "TF_CONFIG")
         cluster = _expect(config.get("cluster", {}), dict, "`cluster`")
         if not cluster:
@@ -38,7 +38,7 @@ class TfConfig(ClusterKind):
 
 def _expect(found: Any, kind: type, part: str) -> Any:
     if not isinstance(found, kind):
-        raise ValueError(f"In TF_CONFIG, {part} is {shown(found)}. Expected {EXAMPLE}.")
+        raise ValueError(f"In TF_CONFIG, {part} is {quote(found)}. Expected {EXAMPLE}.")
     return found
 
 

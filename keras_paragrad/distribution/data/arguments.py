@@ -13,8 +13,8 @@ from keras_paragrad.arguments import (
     check_integer,
     check_number,
     check_path,
+    quote,
     refusal,
-    shown,
 )
 from keras_paragrad.distribution.data.policies import check_policy
 from keras_paragrad.distribution.data.sources import is_batched, is_endless
@@ -87,7 +87,7 @@ def checked_class_weight(found: Any) -> dict[int, float] | None:
         raise refusal("class_weight", found, "a dict from classes to weights, or None", "{0: 1.0, 1: 2.5}")
     return {
         check_integer("class_weight", label, least=0, example="{0: 1.0, 1: 2.5}"): check_number(
-            f"class_weight[{shown(label)}]", weight
+            f"class_weight[{quote(label)}]", weight
         )
         for label, weight in found.items()
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad.arguments import shown
+from keras_paragrad.arguments import quote
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.distribution.mesh.mesh import Mesh
 from keras_paragrad.engine.mesh.tracing import layout_keys
@@ -43,7 +43,7 @@ def _axes_of(variable: keras.Variable, mesh: Mesh) -> Axes:
     if unknown:
         raise ValueError(
             f"The layout {axes} of {variable.path!r} names the axis {unknown[0]!r}, and the mesh has "
-            f"{shown(mesh.shape)}. Name one of these, or None."
+            f"{quote(mesh.shape)}. Name one of these, or None."
         )
     named = [axis for axis in axes if axis is not None]
     if len(set(named)) < len(named):
@@ -99,7 +99,7 @@ def check_layout_map(model: keras.Model, mesh: Mesh, outputs: Iterable[str] | No
     if not unmatched:
         return
     expected = (
-        f"The variables of {model.name!r} are {shown(paths[:8])}{' and others' * (len(paths) > 8)}, and a key has to "
+        f"The variables of {model.name!r} are {quote(paths[:8])}{' and others' * (len(paths) > 8)}, and a key has to "
         f"match a whole path{_suggestion(unmatched, known)}."
     )
     named = ", ".join(map(repr, unmatched))

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad.arguments import refusal, shown
+from keras_paragrad.arguments import quote, refusal
 from keras_paragrad.distribution.decisions.devices import splitting_cpu
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.names import canonical_devices, kind_of_device
@@ -46,7 +46,7 @@ class Mesh:
         shape = dict(zip(mesh.axis_names, map(int, mesh.shape), strict=True))
         if distribution.batch_dim_name not in shape:
             raise ValueError(
-                f"batch_dim_name={distribution.batch_dim_name!r} is not an axis of the mesh, which has {shown(shape)}. "
+                f"batch_dim_name={distribution.batch_dim_name!r} is not an axis of the mesh, which has {quote(shape)}. "
                 f"Write batch_dim_name={next(iter(shape))!r}, say."
             )
         return cls(shape, devices, distribution.batch_dim_name, distribution)
@@ -128,7 +128,7 @@ def _check_available(mesh: Mesh, hardware: Hardware) -> None:
     if cluster is not None and hardware.worker_count > 1:
         if set(cluster.jobs) != {"worker"}:
             raise ValueError(
-                f"A mesh of several processes consists of workers, and the cluster has the jobs {shown(cluster.jobs)}. "
+                f"A mesh of several processes consists of workers, and the cluster has the jobs {quote(cluster.jobs)}. "
                 f"Start it with `keras-paragrad launch --workers {hardware.worker_count}`, or write {instead}."
             )
         if not all(name.startswith("CPU") for name in mesh.devices):

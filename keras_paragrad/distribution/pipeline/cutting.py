@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.arguments import shown
+from keras_paragrad.arguments import quote
 from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.leaves import dense_parts, has_gradient
 from keras_paragrad.compat.model import all_layers
@@ -145,7 +145,7 @@ def _refuse_unknown(calls: Calls, name: str) -> NoReturn:
             )
     names = list(dict.fromkeys(node.operation.name for node in calls.nodes))
     close = difflib.get_close_matches(name, names, n=3) or names[:10]
-    raise ValueError(f"`cuts` has {shown(name)}, and no layer of {calls.model.name!r} has that name. Layers: {close}.")
+    raise ValueError(f"`cuts` has {quote(name)}, and no layer of {calls.model.name!r} has that name. Layers: {close}.")
 
 
 def _balanced_cuts(calls: Calls, stages: int, sizes: Sequence[int]) -> list[int]:
