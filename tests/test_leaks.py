@@ -89,8 +89,8 @@ def left():
     return graphs, len(gradient_registry.list())
 
 
-# In `make test`, the step of ours, that of Keras with something to watch, and one on replicas.
-LONG = set(CASES) - {"wrap, clipped", "telemetry", "DistributedFit"}
+# In `make test`, the step of Keras with something to watch, and one on replicas.
+LONG = set(CASES) - {"telemetry", "DistributedFit"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.long] * (each in LONG)) for each in CASES])

@@ -76,13 +76,14 @@ def test_without_loss_scale(by):
     check(fitted(model, shifted, batch_size=MICRO_BATCH, callbacks=callbacks), shifted)
 
 
+# In `make test`, transform_gradients fills the same stage in accumulated steps on replicas.
+@pytest.mark.long
 @pytest.mark.own_process(seconds=240)
 def test_on_replicas():
     dist = DistributedFit(devices=["CPU:0", "CPU:1"], jit=False)
     check(transforms.sliced(shifted, dist, scaled(inner), run_eagerly=True), shifted)
 
 
-# In `make test`, transform_gradients fills the same stage in accumulated steps on replicas.
 @pytest.mark.long
 @pytest.mark.own_process(seconds=240)
 def test_accumulated_on_replicas():

@@ -89,11 +89,16 @@ def users(hook: Hook) -> list[str]:
     """The modules that spell a name; a private one, among those that may use such names."""
     package = Path(__file__).parents[1]
     name = hook.path.rpartition(".")[2] or hook.module.rpartition(".")[2]
-    paths = [path.relative_to(package) for path in sorted(package.rglob("*.py")) if path.name != "names.py"]
-    searched = [path for path in paths if path.parts[0] in _SEAM or not name.startswith("_")]
-    spelled = re.compile(rf"\b{name}\b")
-    found = [path.with_suffix("") for path in searched if spelled.search((package / path).read_text("utf-8"))]
-    return [".".join((package.name, *path.parts)) for path in found]
+    private, spelled = name.startswith("_"), re.compile(rf"\b{name}\b")
+    sources = {path: source for path, source in _sources(package).items() if path.parts[0] in _SEAM or not private}
+    paths = [path.with_suffix("") for path, source in sources.items() if spelled.search(source)]
+    return [".".join((package.name, *path.parts)) for path in paths]
+
+
+@functools.cache
+def _sources(package: Path) -> dict[Path, str]:
+    paths = [path for path in sorted(package.rglob("*.py")) if path.name != "names.py"]
+    return {path.relative_to(package): path.read_text("utf-8") for path in paths}
 
 
 def _users(hook: Hook) -> str:

@@ -15,7 +15,7 @@ def lines_of(error):
     return str(error.value).split(":\n", 1)[1]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "make",
     [

@@ -97,6 +97,8 @@ def test_a_loss_scale_is_divided_out():
     np.testing.assert_allclose([noise.signal, noise.variance], expected(48, 1, 0.8), rtol=1e-4)
 
 
+# In `make test`, test_replicas.py has the gradients that it comes from.
+@pytest.mark.long
 @pytest.mark.own_process(seconds=200)
 def test_from_replicas(mirrored):
     for wrapped in (False, True):

@@ -213,6 +213,8 @@ def test_a_compiled_model_saved_and_loaded(make, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
+# In `make test`, test_replicas.py trains one that clips.
+@pytest.mark.long
 @pytest.mark.own_process
 def test_a_compiled_model_on_replicas(mirrored):
     theirs = fitted_by_keras()

@@ -188,6 +188,7 @@ def test_updates_of_several_kinds_add_up():
 
 
 @pytest.mark.not_fast
+@pytest.mark.covering
 @pytest.mark.parametrize("target", [0.1, 1.0, 3.0, 50.0])
 @pytest.mark.parametrize(("rate", "updates"), [(0.001, 10_000), (0.05, 1), (1.0, 100)])
 def test_noise_meets_its_target(target, rate, updates):

@@ -23,7 +23,8 @@ def trained(folder, per_call):
     return [[step.step for step in summary.steps] for summary in summaries], first.printed
 
 
-@pytest.mark.slow(10)
+# In `make test`, test_shown_by_workers.py has two workers of which the first writes.
+@pytest.mark.long
 def test_the_first_worker_is_traced(tmp_path):
     found, printed = trained(tmp_path, 1)
     # The last two of three windows.

@@ -90,7 +90,10 @@ def accumulating():
 
 @pytest.mark.parametrize(
     ("optimizer", "callbacks"),
-    [(adam, ()), pytest.param(accumulating, (), marks=pytest.mark.long), (accumulating, (ExactAccumulation,))],
+    [
+        *(pytest.param(each, (), marks=pytest.mark.long) for each in (adam, accumulating)),
+        (accumulating, (ExactAccumulation,)),
+    ],
 )
 def test_trains_as_any_other(tmp_path, optimizer, callbacks):
     def ending(doubled, epochs=2, directory=None):
