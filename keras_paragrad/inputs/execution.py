@@ -1,6 +1,6 @@
 """Runs a derivative on chunks of rows: in one compiled function, on every replica."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -11,12 +11,21 @@ from keras_paragrad.compat.model import all_layers
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.gradient_functions import releasing
-from keras_paragrad.engine.step.operations import assigned_resources
-from keras_paragrad.inputs.chunks import MOST_ROWS, EstimateBytes, bytes_in_graph
+from keras_paragrad.engine.step.operations import assigned_resources, called_graphs, tensor_bytes
 from keras_paragrad.inputs.function import Differentiate, Output, RowFunction
 from keras_paragrad.inputs.rows import Chunk
 from keras_paragrad.inputs.selection import Selection
 
+# From the bytes of a row's forward pass, the bytes of its differentiated inputs and the number of its output entries,
+# estimates the bytes needed to differentiate it.
+EstimateBytes = Callable[[float, float, int], float]
+
+# Larger chunks are no faster for small rows: a few thousand already amortize the overhead.
+MOST_ROWS = 8192
+BUDGET = 256 * 2**20
+
+# Operations whose output shares the memory of their input.
+_ALIASES = {"Reshape", "Identity", "IdentityN", "Squeeze", "ExpandDims", "StopGradient", "EnsureShape"}
 _KEEPS_STATE = (
     "so a row's derivatives would depend on the rows before it, and later predictions would differ from earlier ones."
 )
@@ -143,6 +152,49 @@ class Execution:
                 "model without the strategy, and give each process its own rows."
             )
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def bytes_of_gradient(forward: float, inputs: float, outputs: int) -> float:
+    """The `EstimateBytes` of a gradient."""
+    # Much of the forward pass is freed early, making room for the backward pass. The rest is copies of the result.
+    return forward + 4 * inputs
+
+
+def rows_within_budget(bytes_per_row: float) -> int:
+    """The rows that fit into `BUDGET`: at least one, and at most `MOST_ROWS`."""
+    return int(min(max(BUDGET // max(bytes_per_row, 1), 1), MOST_ROWS))
+
+
+def bytes_in_graph(graph: Any, inputs: Iterable[tf.Tensor]) -> int:
+    """The bytes of everything that a graph computes from some of its inputs, including its functions and loops.
+
+    Tensors that don't depend on these inputs, such as cast weights, are left out. A loop body counts once for each
+    entry of the longest tensor list that the loop reads or writes.
+    """
+    dependent = {tensor.ref() for tensor in inputs}
+    total = 0
+    for operation in graph.get_operations():
+        if dependent.isdisjoint(tensor.ref() for tensor in operation.inputs):
+            continue
+        dependent.update(tensor.ref() for tensor in operation.outputs)
+        if operation.type not in _ALIASES:
+            total += sum(tensor_bytes(tensor, 1) for tensor in operation.outputs)
+        times = _loop_steps(operation) if operation.type in ("While", "StatelessWhile") else 1
+        for function in called_graphs(operation):
+            values = [tensor for tensor in function.inputs if tensor.dtype != tf.resource]
+            total += times * bytes_in_graph(function, values)
+    return total
+
+
+def _loop_steps(loop: tf.Operation) -> int:
+    """The length of the longest tensor list that enters a loop: the number of steps of a recurrent layer."""
+    lengths = [1]
+    for producer in (tensor.op for tensor in loop.inputs):
+        if producer.type == "TensorListFromTensor" and producer.inputs[0].shape.rank:
+            lengths.append(producer.inputs[0].shape[0] or 1)
+        if producer.type == "TensorListReserve" and (length := tf.get_static_value(producer.inputs[1])) is not None:
+            lengths.append(int(length))
+    return max(lengths)
 
 
 def _check_stateless(model: keras.Model) -> None:

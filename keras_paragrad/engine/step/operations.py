@@ -82,7 +82,7 @@ def block_of(graph: tf.Graph, rows: int) -> Numbered:
     def all_of(tensors):
         return tuple(numbers[tensor.ref()] for tensor in tensors)
 
-    size = functools.partial(_size, rows=rows)
+    size = functools.partial(tensor_bytes, rows=rows)
     operations, places = _in_order(graph, inputs)
     traced = [
         TracedOperation(
@@ -91,7 +91,7 @@ def block_of(graph: tf.Graph, rows: int) -> Numbered:
             all_of(each.outputs),
             tuple(map(size, each.outputs)),
             _value(each),
-            tuple(block_of(function, rows).block for function in _called_graphs(each)),
+            tuple(block_of(function, rows).block for function in called_graphs(each)),
         )
         for each in operations
     ]
@@ -133,7 +133,8 @@ def _needed(operations: Iterable[Any], outputs: Iterable[tf.Tensor]) -> set[Any]
     return needed
 
 
-def _size(tensor: tf.Tensor, rows: int) -> int:
+def tensor_bytes(tensor: tf.Tensor, rows: int) -> int:
+    """The bytes of a tensor with `rows` rows if its first axis is unknown; 0 for resources and lists of tensors."""
     if tensor.dtype in _WITHOUT_MEMORY or tensor.shape.rank is None:
         return 0
     known = [(rows if axis == 0 else 1) if size is None else size for axis, size in enumerate(tensor.shape)]
@@ -150,7 +151,7 @@ def _value(operation: tf.Operation) -> Any:
     return None if value is None else np.asarray(value).reshape(-1)[0].item()
 
 
-def _called_graphs(operation: tf.Operation) -> list[Any]:
+def called_graphs(operation: tf.Operation) -> list[Any]:
     """The graphs of the functions that an operation calls."""
     graphs = []
     for name in _FUNCTIONS:
@@ -205,7 +206,7 @@ def _stateful(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
         if operation.type not in _CALLING:
             yield operation
             continue
-        for body in _called_graphs(operation):
+        for body in called_graphs(operation):
             yield from _stateful(body.get_operations())
 
 
@@ -223,7 +224,7 @@ def _assigned(graph: tf.Graph, outside: dict[str, tf.Tensor]) -> Iterator[tf.Ten
             yield from (outside[each.name] for each in operation.inputs[:1] if each.name in outside)
         # The first input of a condition selects the branch.
         arguments = operation.inputs[1:] if operation.type in ("Case", "If") else operation.inputs
-        for body in _called_graphs(operation):
+        for body in called_graphs(operation):
             pairs = zip(body.inputs, arguments, strict=False)
             inner = {parameter.name: outside[each.name] for parameter, each in pairs if each.name in outside}
             yield from _assigned(body, inner)
