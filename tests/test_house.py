@@ -54,7 +54,8 @@ def test_imports_run_downward(component):
     assert others <= allowed
 
 
-@pytest.mark.parametrize("component", ["distribution", "privacy", "profiling"])
+# In accumulation, the optimizer makes a schedule that names its type.
+@pytest.mark.parametrize("component", sorted(BELOW.keys() - {"accumulation"}))
 def test_imports_within_a_component_run_one_way(component):
     graph = {}
     for name, tree in TREES.items():

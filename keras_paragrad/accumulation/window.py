@@ -34,13 +34,6 @@ class StepsSchedule:
 
     Attributes:
         steps: The steps as plain integers, for a config, or the callable.
-
-    Example:
-
-    >>> from keras_paragrad.accumulation.window import StepsSchedule
-    >>> schedule = StepsSchedule([(0, 2), (100, 8)])
-    >>> [schedule.at(update) for update in (0, 99, 100)]
-    [2, 2, 8]
     """
 
     def __init__(self, steps: Steps):

@@ -1,5 +1,6 @@
 """Loss normalization: the divisor of a micro-batch's loss, and so the weight of its gradient."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,25 +37,19 @@ class IndivisibleError(ValueError):
     """The gradients of parts of a batch can't be combined into that of the whole, as their weights are unknown."""
 
 
+@dataclasses.dataclass(frozen=True)
 class LossNormalization:
     """Computes the normalizer of a loss, for the `weighting` of `AccumulatingOptimizer`.
 
     Instances with the same weighting are equal, so they share compiled steps.
 
-    Args:
+    Attributes:
         weighting: `"auto"`, `"examples"`, `"sample_weight"`, `"mask"` or `"sum"`.
         asked_by: The component that splits batches, for errors to name.
     """
 
-    def __init__(self, weighting: str = "auto", asked_by: str = "AccumulatingOptimizer"):
-        self.weighting = weighting
-        self.asked_by = asked_by
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LossNormalization) and other.weighting == self.weighting
-
-    def __hash__(self) -> int:
-        return hash(self.weighting)
+    weighting: str = "auto"
+    asked_by: str = dataclasses.field(default="AccumulatingOptimizer", compare=False)
 
     def check(self, model: keras.Model) -> None:
         """Refuses a model whose loss has an unknown normalizer.

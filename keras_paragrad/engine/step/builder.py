@@ -36,14 +36,8 @@ from keras_paragrad.engine.step.symbolic import (
     losses_built,
 )
 from keras_paragrad.engine.step.train_step import Trainable, TrainStep, traced_as
-from keras_paragrad.engine.telemetry.train_functions import (
-    LATEST,
-    PlanAhead,
-    Telemetry,
-    choose_train_function,
-    compiled_functions,
-)
-from keras_paragrad.engine.telemetry.watch import observing_gradients, updates_each_batch, watching_updates
+from keras_paragrad.engine.telemetry.train_functions import LATEST, PlanAhead, choose_train_function, compiled_functions
+from keras_paragrad.engine.telemetry.watch import Telemetry, observing_gradients, updates_each_batch, watching_updates
 from keras_paragrad.storage.storage import any_divided
 from keras_paragrad.storage.updating import install_storages
 

@@ -1,5 +1,6 @@
 """Batches that fit in one slice: trained whole where larger ones would be refused."""
 
+import dataclasses
 import functools
 import logging
 import warnings
@@ -20,29 +21,24 @@ _log = logging.getLogger("keras_paragrad")
 _TOO_LARGE = "keras_paragrad: a batch is larger than a slice"
 
 
+@dataclasses.dataclass(frozen=True)
 class DeferredRefusal:
     """Warns, once for each model, of what a `LossNormalization` would refuse if batches were divided.
 
-    Instances with the same measure are equal, so they share compiled steps.
+    Equal instances share compiled steps.
 
-    Args:
-        measure: The normalization that a divided batch would need.
+    Attributes:
+        normalize: The normalization that a divided batch would need.
         where: The warning's words between the model's name and "would be refused".
     """
 
-    def __init__(self, measure: LossNormalization, where: str):
-        self.measure, self.where = measure, where
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DeferredRefusal) and (other.measure, other.where) == (self.measure, self.where)
-
-    def __hash__(self) -> int:
-        return hash((self.measure, self.where))
+    normalize: LossNormalization
+    where: str
 
     def check(self, model: keras.Model) -> None:
         """Warns of what shows without a batch."""
         try:
-            self.measure.check(model)
+            self.normalize.check(model)
         except IndivisibleError as refusal:
             self.say(model, refusal)
 
@@ -56,8 +52,8 @@ class DeferredRefusal:
         with FuncGraph("deferred_refusal").as_default(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                self.measure.check(model)
-                self.measure(model, arguments, terms)
+                self.normalize.check(model)
+                self.normalize(model, arguments, terms)
             except IndivisibleError as refusal:
                 self.say(model, refusal)
             except Exception:

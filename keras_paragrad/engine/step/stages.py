@@ -11,8 +11,7 @@ from keras_paragrad.compat.model import has_own_train_step
 from keras_paragrad.engine.losses.normalization import LossNormalization
 from keras_paragrad.engine.step.gradient import Gradient, Normalize, Present, StepContext, is_slower_in_xla_loop
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
-from keras_paragrad.engine.telemetry.train_functions import Telemetry
-from keras_paragrad.engine.telemetry.watch import Observe
+from keras_paragrad.engine.telemetry.watch import Observe, Telemetry
 
 # Files save the states of transforms as attributes of the optimizer, numbered in their order.
 _STATE = "gradient_transform_"

@@ -1,7 +1,7 @@
 """Train functions: picks those with telemetry, and finds their examples and traces."""
 
 from collections.abc import Callable, Iterator, Sized
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -10,35 +10,17 @@ from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.local import local_parts
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.gradient_functions import releasing
-from keras_paragrad.engine.telemetry.watch import Watcher
-
-if TYPE_CHECKING:
-    from keras_paragrad.engine.step.stages import Apply
+from keras_paragrad.engine.step.stages import Apply
+from keras_paragrad.engine.telemetry.watch import Telemetry
 
 # The key of the telemetry's latest values in a step's logs: an output is free, and reading a variable an operation.
 LATEST = "_keras_paragrad_latest"
 
 
-class Telemetry(Watcher, Protocol):
-    """Watches some of the updates."""
-
-    def wants(self, updates: int | None) -> bool:
-        """Whether to watch the next call, with at most `updates` updates; `None` if only the optimizer knows."""
-        ...
-
-    def latest(self) -> tf.Tensor:
-        """The latest recorded values, while a step is traced; returned to the host on one replica, for `ran`."""
-        ...
-
-    def ran(self, watched: bool, batches: int, latest: tf.Tensor | None) -> None:
-        """Called after the call has run, with the latest recorded values, if known."""
-        ...
-
-
 class PlanAhead:
     """An *apply* stage whose next plan can be looked at before it runs."""
 
-    def __init__(self, apply: "Apply"):
+    def __init__(self, apply: Apply):
         self.apply = apply
         self._planned: list[bool] | None = None
 

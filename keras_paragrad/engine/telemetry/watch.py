@@ -161,6 +161,22 @@ class Watcher(Protocol):
         ...
 
 
+class Telemetry(Watcher, Protocol):
+    """Watches some of the updates."""
+
+    def wants(self, updates: int | None) -> bool:
+        """Whether to watch the next call, with at most `updates` updates; `None` if only the optimizer knows."""
+        ...
+
+    def latest(self) -> tf.Tensor:
+        """The latest recorded values, while a step is traced; returned to the host on one replica, for `ran`."""
+        ...
+
+    def ran(self, watched: bool, batches: int, latest: tf.Tensor | None) -> None:
+        """Called after the call has run, with the latest recorded values, if known."""
+        ...
+
+
 @contextlib.contextmanager
 def watching_updates(model: keras.Model, watcher: Watcher | None) -> Iterator[None]:
     """Context in which a step is traced that passes its updates to a watcher; entered on every replica."""
