@@ -9,8 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.plain_text import Printable
-from keras_paragrad.plain_text import show as show_plainly
+from keras_paragrad.plain_text import Printable, show
 from keras_paragrad.profiling.summary import ProfileSummary, StepTime, shares_of
 
 WIDTH = 100
@@ -55,11 +54,11 @@ class WindowFigures(Printable):
         yield Text(f"To look at it: {self.command}", overflow="fold")
 
 
-def show(figures: WindowFigures) -> None:
+def print_figures(figures: WindowFigures) -> None:
     """Prints figures in the terminal's width and colours, or as plain text to a file."""
     # Ends the line of Keras's progress bar.
     print()
-    show_plainly(figures)
+    show(figures)
 
 
 def tensorboard_command(log_dir: str | Path) -> str:

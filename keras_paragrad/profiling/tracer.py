@@ -22,7 +22,7 @@ from keras_paragrad.profiling.run_info import run_info, write_run_info
 from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, RequestSignal
 from keras_paragrad.profiling.session import ProfilerPauses, Session, warn_of_missing
 from keras_paragrad.profiling.summary import ProfileSummary
-from keras_paragrad.profiling.terminal import WindowFigures, show
+from keras_paragrad.profiling.terminal import WindowFigures, print_figures
 from keras_paragrad.profiling.updates import BatchesOfEpoch
 from keras_paragrad.profiling.windows import WindowScheduler, WindowTracer
 
@@ -206,7 +206,7 @@ class Profiler(keras.callbacks.Callback):
         if self.summary:
             figures = WindowFigures(closed, self.log_dir, self.operations)
             with ProfilerPauses.timed():
-                self._safely(lambda: show(figures), "A window's summary was not printed")
+                self._safely(lambda: print_figures(figures), "A window's summary was not printed")
 
     def _warn_of_no_window(self) -> None:
         first = self.schedule.window(0) if self.schedule else None

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from keras_paragrad.profiling.summary import Advice, OperationTime, ProfileSummary, StepTime
-from keras_paragrad.profiling.terminal import WIDTH, WindowFigures, show
+from keras_paragrad.profiling.terminal import WIDTH, WindowFigures, print_figures
 
 pytestmark = pytest.mark.fast
 
@@ -62,6 +62,6 @@ def test_rich_prints_it_in_any_width(width):
 
 
 def test_a_file_gets_plain_text(capsys):
-    show(WindowFigures(SUMMARY, "logs"))
+    print_figures(WindowFigures(SUMMARY, "logs"))
     printed = capsys.readouterr().out
     assert "Profile of batches" in printed and "\x1b" not in printed

@@ -144,7 +144,7 @@ def test_a_report_that_fails_is_no_window_that_was_not_traced(tmp_path, caplog, 
 
 
 def test_figures_that_cannot_be_printed_are_no_window_that_was_not_traced(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("keras_paragrad.profiling.tracer.show", lambda figures: Path("none").read_text())
+    monkeypatch.setattr("keras_paragrad.profiling.tracer.print_figures", lambda figures: Path("none").read_text())
     callback = profiler(tmp_path, summary=True)
     trained(callback)
     assert_one_line(caplog, "A window's summary was not printed: ")
