@@ -14,6 +14,7 @@ from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.reads import WeightReads
+from keras_paragrad.per_example.separability import call_signature
 from keras_paragrad.per_example.units import Unit, check_training, layers_with_variable, units_of
 
 # A batch size that no other axis is likely to have: an output with another first axis is not a batch of examples.
@@ -158,17 +159,13 @@ def units_for(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, A
     """
     known = _UNITS.setdefault(layer, {})
     weights = tuple(id(variable) for variable in layer.trainable_variables)
-    key = (weights, called_for_training(), *map(_signature, keras.tree.flatten((arguments, keywords))))
+    key = (weights, called_for_training(), *call_signature((arguments, keywords)))
     if key not in known:
         units, succeeded = _probe_units(layer, arguments, keywords)
         if not succeeded:
             return units
         known[key] = units
     return known[key]
-
-
-def _signature(value: Any) -> Any:
-    return (value.dtype, *value.shape[1:]) if tf.is_tensor(value) else repr(value)
 
 
 def _probe_units(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any]) -> tuple[list[Unit], bool]:

@@ -78,11 +78,6 @@ def rule_for(layer: keras.layers.Layer) -> Rule | None:
     return None
 
 
-def registered() -> dict[type[keras.layers.Layer], Rule]:
-    """The rule of each layer class that has one, in the order of registration."""
-    return dict(_RULES)
-
-
 def registered_by_name() -> dict[str, tuple[type[keras.layers.Layer], Rule]]:
     """Each registered rule and variant, by layer and configuration: "Dense", "Dense with LoRA"."""
     return {

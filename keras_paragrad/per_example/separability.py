@@ -17,7 +17,7 @@ _SEPARABLE_LOSSES: "weakref.WeakSet[keras.losses.Loss]" = weakref.WeakSet()
 def check_separable_layer(layer: keras.layers.Layer, *arguments: Any, training: bool = True) -> None:
     """Refuses a built layer that mixes examples; the probe runs once for arguments of the same shapes and dtypes."""
     known = _MIXING_LAYERS.setdefault(layer, {})
-    key = (training, *map(_signature, keras.tree.flatten(arguments)))
+    key = (training, *call_signature(arguments))
     if key not in known:
         known[key] = find_mixing_layer(layer, *arguments, training=training)
     if known[key]:
@@ -72,5 +72,9 @@ def example_losses(term: LossTerm) -> tf.Tensor:
     return total if term.is_sum else total * tf.math.reciprocal_no_nan(tf.reduce_sum(mask, inner))
 
 
-def _signature(value: Any) -> Any:
-    return (value.dtype, *value.shape[1:]) if isinstance(value, (tf.Tensor, tf.TensorSpec)) else repr(value)
+def call_signature(arguments: Any) -> list[Any]:
+    """The dtypes and shapes of nested arguments, without the batch axis: calls that agree in them are alike."""
+    return [
+        (value.dtype, *value.shape[1:]) if tf.is_tensor(value) or isinstance(value, tf.TensorSpec) else repr(value)
+        for value in keras.tree.flatten(arguments)
+    ]

@@ -179,14 +179,14 @@ def test_a_file_is_all_that_a_rule_takes(tmp_path, monkeypatch):
     (tmp_path / "scale.py").write_text(NEW_RULE)
     before = set(modules_of(rules))
     monkeypatch.setattr(rules, "__path__", [*rules.__path__, str(tmp_path)])
-    monkeypatch.setattr(registry, "_RULES", registry.registered())
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
     try:
         (added,) = set(modules_of(rules)) - before
         layer = added.Scale
     finally:
         sys.modules.pop(f"{rules.__name__}.scale", None)
     assert "Scale" in drawn_layers.drawn()
-    rule = registry.registered()[layer]
+    rule = registry._RULES[layer]
     case = LayerCase(*rule.case(layer, lambda values: values[0]))
     check(case.model(), case.inputs())
     assert type(rule).calls

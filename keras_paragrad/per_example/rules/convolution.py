@@ -43,6 +43,9 @@ class Convolutional(Linear):
     def broadcast_bias(self, layer: keras.layers.Layer, rank: int) -> Sequence[int]:
         return broadcast_convolution_bias(layer, rank)
 
+    def kernel(self, layer: keras.layers.Layer, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
+        return grouped_kernel(layer.kernel.shape, product, by_xla)
+
 
 @register_rule(keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 class ConvolutionRule(Convolutional):
@@ -73,9 +76,6 @@ class ConvolutionRule(Convolutional):
     def groups(self, layer: keras.layers.Layer, inputs: tf.Tensor) -> int:
         """The number of channel groups."""
         return layer.groups
-
-    def kernel(self, layer: keras.layers.Layer, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
-        return grouped_kernel(layer.kernel.shape, product, by_xla)
 
     def kernel_sum(self, call: Call, weights: tf.Tensor) -> tf.Tensor:
         if call.layer.padding == "causal":
@@ -152,9 +152,6 @@ class ConvolutionTransposeRule(Convolutional):
         inputs, cotangent = to_channels_last(call.input, layer), to_channels_last(call.cotangent, layer)
         patches = extract_windows(cotangent, Geometry.of(layer), spatial_sizes(inputs), call.by_xla)
         return Product(merge_axes(patches, 2, 4)[:, tf.newaxis], merge_positions(inputs)[:, tf.newaxis])
-
-    def kernel(self, layer: keras.layers.Layer, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
-        return grouped_kernel(layer.kernel.shape, product, by_xla)
 
 
 def convolution_case(layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
