@@ -11,7 +11,7 @@ if TYPE_CHECKING or not is_command():
     # Keras can deserialize these classes only once they are imported. Commands don't need them, and importing
     # TensorFlow takes seconds.
     from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
-    from keras_paragrad.per_example.model import wrap
+    from keras_paragrad.per_example.wrapped_model import wrap
     from keras_paragrad.per_example.wrapper import PerExampleGradients
 
 if TYPE_CHECKING:

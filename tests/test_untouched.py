@@ -17,7 +17,7 @@ from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 from keras_paragrad.engine.probes.states import layers_storing_examples
 from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.telemetry.train_functions import gradient_graph
-from keras_paragrad.inputs.execution import Execution, bytes_of_gradient
+from keras_paragrad.inputs.chunks import Execution, bytes_of_gradient
 from keras_paragrad.inputs.selection import Selection
 from keras_paragrad.memory import estimate_memory
 from keras_paragrad.per_example.capture import units_for

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_choice, check_flag, check_instance, check_integer
-from keras_paragrad.inputs.execution import EstimateBytes, Execution, bytes_of_gradient, rows_within_budget
+from keras_paragrad.inputs.chunks import EstimateBytes, Execution, bytes_of_gradient, rows_within_budget
 from keras_paragrad.inputs.function import Differentiate, check_output
 from keras_paragrad.inputs.rows import Chunk, InputRows, is_batched, make_sinks, to_arrays
 from keras_paragrad.inputs.selection import Selection

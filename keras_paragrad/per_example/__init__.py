@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from keras_paragrad.per_example.calls import Call
     from keras_paragrad.per_example.example_gradients import ExampleGradients
     from keras_paragrad.per_example.functional import per_example_gradients, per_example_norms
-    from keras_paragrad.per_example.model import wrap
     from keras_paragrad.per_example.noise_scale import GradientNoiseScale
     from keras_paragrad.per_example.registry import register_rule
     from keras_paragrad.per_example.rule import Rule
     from keras_paragrad.per_example.rules.generic import Generic
+    from keras_paragrad.per_example.wrapped_model import wrap
     from keras_paragrad.per_example.wrapper import PerExampleGradients
 
 __all__ = [
@@ -39,6 +39,6 @@ __getattr__, __dir__ = lazily(
         "per_example_gradients": "functional",
         "per_example_norms": "functional",
         "register_rule": "registry",
-        "wrap": "model",
+        "wrap": "wrapped_model",
     },
 )

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_each, check_instance, check_integer, check_number, check_path
 from keras_paragrad.extras import require
-from keras_paragrad.per_example.model import find_per_example_layer
+from keras_paragrad.per_example.wrapped_model import find_per_example_layer
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 
 # More than TensorBoard displays; far more bins would exhaust memory.

@@ -12,7 +12,7 @@ from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.local import local_parts, replica_variable
 from keras_paragrad.engine.losses.terms import is_summed
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.per_example.model import find_per_example_layer
+from keras_paragrad.per_example.wrapped_model import find_per_example_layer
 
 
 class Noise(NamedTuple):

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
-from keras_paragrad.per_example.reads import WeightReads
+from keras_paragrad.per_example.weight_reads import WeightReads
 from keras_paragrad.sums import row_sums
 
 

@@ -42,7 +42,7 @@ def layers_with_variable(layer: keras.layers.Layer, variable: keras.Variable) ->
     """The layer and its sublayers with a trainable weight; those with the fewest weights, and innermost, first."""
     layers_by_id = {
         id(inner): inner
-        for inner in all_layers(layer)
+        for inner in layer_and_sublayers(layer)
         if any(variable is weight for weight in inner.trainable_variables)
     }
     innermost_first = list(layers_by_id.values())[::-1]
@@ -51,7 +51,7 @@ def layers_with_variable(layer: keras.layers.Layer, variable: keras.Variable) ->
 
 def check_training(layer: keras.layers.Layer) -> None:
     """Refuses layers that normalize by batch statistics, and dropout masks that all examples share."""
-    for inner in all_layers(layer):
+    for inner in layer_and_sublayers(layer):
         if isinstance(inner, keras.layers.BatchNormalization) and inner.trainable and not inner.trainable_variables:
             raise batch_statistics_refusal(inner)
         shape = getattr(inner, "noise_shape", None)
@@ -63,11 +63,11 @@ def check_training(layer: keras.layers.Layer) -> None:
             )
 
 
-def all_layers(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
+def layer_and_sublayers(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
     """A layer and its sublayers, at every depth."""
     yield layer
     for child in children(layer):
-        yield from all_layers(child)
+        yield from layer_and_sublayers(child)
 
 
 def _walk(layer: keras.layers.Layer, whole: Collection[int]) -> Iterator[Unit]:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from keras_paragrad.arguments import check_instance
-from keras_paragrad.per_example.units import all_layers
+from keras_paragrad.per_example.units import layer_and_sublayers
 
 _MOST_GROUPS = 32
 
@@ -45,7 +45,7 @@ def fix_batch_norm(model: keras.Model) -> keras.Model:
     24
     """
     check_instance("model", model, keras.Model, "a Keras model", example="keras.Sequential([keras.layers.Dense(10)])")
-    if not any(map(_is_replaced, all_layers(model))):
+    if not any(map(_is_replaced, layer_and_sublayers(model))):
         return model
     copier = _Copier()
     copy = copier.copy_layer(model, "")
@@ -102,7 +102,7 @@ class _Copier:
         if isinstance(layer, keras.layers.Layer):
             if _is_replaced(layer):
                 return _group_normalization(layer, path)
-            if any(map(_is_replaced, all_layers(layer))):
+            if any(map(_is_replaced, layer_and_sublayers(layer))):
                 raise ValueError(
                     f"{path!r}, of class {type(layer).__name__}, has BatchNormalization inside, and only its own code "
                     "says how it is called. Replace it there: write keras.layers.GroupNormalization(groups) for "

@@ -12,7 +12,7 @@ from keras_paragrad.arguments import check_choice, check_flag, check_instance, c
 from keras_paragrad.engine.losses.normalization import LossNormalization
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.extras import require
-from keras_paragrad.per_example.model import PerExampleModel
+from keras_paragrad.per_example.wrapped_model import PerExampleModel
 from keras_paragrad.privacy.accounting import ACCOUNTANTS
 from keras_paragrad.privacy.adaptive import AdaptiveClip, ClipState
 from keras_paragrad.privacy.budget import Privacy, Settings

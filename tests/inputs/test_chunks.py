@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from keras_paragrad import hessian_vector_product, input_gradients, input_jacobian
-from keras_paragrad.inputs import execution
-from keras_paragrad.inputs.execution import MOST_ROWS, bytes_in_graph, rows_within_budget
+from keras_paragrad.inputs import chunks
+from keras_paragrad.inputs.chunks import MOST_ROWS, bytes_in_graph, rows_within_budget
 
 layers = keras.layers
 
@@ -42,7 +42,7 @@ def test_a_chunk_has_at_least_one_row_and_at_most_8192():
 
 @pytest.mark.parametrize("derivative", [input_gradients, input_jacobian, hessian_vector_product])
 def test_large_rows_come_in_small_chunks(derivative, monkeypatch):
-    monkeypatch.setattr(execution, "BUDGET", 1500)
+    monkeypatch.setattr(chunks, "BUDGET", 1500)
     model, x = dense(), np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
     rest = {"vector": x} if derivative is hessian_vector_product else {}
     if derivative is not input_jacobian:

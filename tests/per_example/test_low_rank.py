@@ -13,11 +13,11 @@ from keras_paragrad.per_example import Generic
 from keras_paragrad.per_example.capture import units_for
 from keras_paragrad.per_example.rules.embedding import LowRankEmbedding
 from keras_paragrad.per_example.rules.low_rank import LowRank
-from keras_paragrad.per_example.units import all_layers, units_of
+from keras_paragrad.per_example.units import layer_and_sublayers, units_of
 
 
 def with_kernels(model):
-    return [layer for layer in all_layers(model) if hasattr(layer, "enable_lora")]
+    return [layer for layer in layer_and_sublayers(model) if hasattr(layer, "enable_lora")]
 
 
 def adapted(model, rank=2, alpha=3.0):

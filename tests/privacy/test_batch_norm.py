@@ -7,19 +7,20 @@ from drawn_layers import randomize
 from keras import layers, ops
 
 from keras_paragrad import per_example_norms
-from keras_paragrad.per_example.units import all_layers
+from keras_paragrad.per_example.units import layer_and_sublayers
 from keras_paragrad.privacy import fix_batch_norm
 
 
 def kinds(model, kind):
-    return [layer for layer in all_layers(model) if type(layer) is kind]
+    return [layer for layer in layer_and_sublayers(model) if type(layer) is kind]
 
 
 def check_fixed(model, fixed):
     """Layers, names and weights are those of the model, but for BatchNormalization."""
     # Copies of unnamed inputs have names of their own.
     before, after = (
-        [each for each in all_layers(whole) if not isinstance(each, layers.InputLayer)] for whole in (model, fixed)
+        [each for each in layer_and_sublayers(whole) if not isinstance(each, layers.InputLayer)]
+        for whole in (model, fixed)
     )
     assert [layer.name for layer in after] == [layer.name for layer in before]
     assert not any(layer.trainable for layer in kinds(fixed, layers.BatchNormalization))
@@ -63,7 +64,7 @@ def test_applications(make, size):
     check_fixed(model, fixed)
     # Each example's output is its own, in training too.
     x = np.random.default_rng(0).uniform(0, 1, (3, size, size, 3)).astype("float32")
-    for layer in all_layers(fixed):
+    for layer in layer_and_sublayers(fixed):
         if isinstance(layer, layers.Dropout):
             layer.rate = 0.0
     alone = np.concatenate([fixed(x[place : place + 1], training=True) for place in range(3)])
