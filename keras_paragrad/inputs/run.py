@@ -61,7 +61,7 @@ def differentiate(
         estimate: Estimates the memory of a row.
 
     Returns:
-        The results of all rows, nested as the inputs are, or an iterator of those of each chunk.
+        The results of all rows, nested as the inputs are, or an iterator over the results of each chunk.
     """
     check_instance("model", model, keras.Model, "a Keras model")
     options = options.checked()

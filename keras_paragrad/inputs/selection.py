@@ -88,7 +88,7 @@ def _input_number(name: Any, names: list[str]) -> int:
 
 
 def _dtypes(declared: keras.KerasTensor | None, leaf: np.ndarray) -> tuple[str, str]:
-    """The dtype that the model declares for an input, and that of the values; real values have the declared one."""
+    """The declared dtype of an input, and the dtype of its values; real values are cast to the declared dtype."""
     expected = keras.backend.standardize_dtype(declared.dtype) if declared is not None else keras.config.floatx()
     return expected, expected if leaf.dtype.kind in "fV" else str(leaf.dtype)
 

@@ -42,8 +42,8 @@ class NoiseEstimate:
         decay: Decay of the moving average per update.
         is_summed: Returns whether the loss is a sum over the examples rather than a mean; called while the step is
             traced.
-        examples: Returns the sum of the squared norms of this replica's per-example gradients, which are used instead
-            of those of micro-batches.
+        examples: Returns the sum of the squared norms of this replica's per-example gradients, for small batches of one
+            example; by default, micro-batches are the small batches.
     """
 
     def __init__(self, decay: float, is_summed: Callable[[], bool], examples: Callable[[], tf.Tensor] | None = None):

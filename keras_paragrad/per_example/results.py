@@ -44,7 +44,7 @@ class StepResults:
 
         Args:
             quantities: The quantities of the step's backward pass.
-            factor: Scales its gradients to those of each example's own loss.
+            factor: Scales its gradients to gradients of each example's own loss.
         """
         self.count.assign(quantities.batch)
         if self.gradients:

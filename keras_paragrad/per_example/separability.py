@@ -1,4 +1,4 @@
-"""Refuses layers and losses that mix examples: a per-example gradient needs an output and a loss of its own."""
+"""Refuses layers and losses that mix examples, since then an example has no gradient of its own."""
 
 import weakref
 from typing import Any
@@ -60,7 +60,7 @@ def check_separable_loss(term: LossTerm) -> None:
 
 
 def example_losses(term: LossTerm) -> tf.Tensor:
-    """Each example's own loss, `(batch,)`: that of the example alone, masked, times its sample weight."""
+    """Each example's masked loss times its sample weight, `(batch,)`, as in a batch of that example alone."""
     values = tf.cast(term.values, "float32")
     mask = tf.ones_like(values) if term.mask is None else tf.cast(term.mask, "float32")
     weight = tf.constant(1.0) if term.sample_weight is None else tf.cast(term.sample_weight, "float32")

@@ -1,4 +1,4 @@
-"""One call of the layer in training: captures its gradients, and scales them to those of each example's own loss."""
+"""One training step of the layer: captures per-example gradients, and scales them to each example's own loss."""
 
 import contextlib
 import warnings
@@ -54,7 +54,7 @@ class Step:
         return self.capture(*arguments, **keywords)
 
     def quantities(self) -> tuple[Quantities, tf.Tensor]:
-        """The per-example quantities, and the factor from an example's share to the gradient of its own loss."""
+        """The per-example quantities, and the `factor` of the loss."""
         quantities = Quantities(self.capture.recorded, self.layer.trainable_variables)
         return quantities, self.loss.factor(quantities.batch)
 

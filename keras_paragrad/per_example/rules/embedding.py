@@ -85,8 +85,8 @@ class _TableLayout(NamedTuple):
 
 
 class LowRankEmbedding(Rule):
-    """The table is E + s A B. The gradient of A is nonzero in the rows looked up, as narrow as the rank; that of B is
-    sum_t (s A[i_t]) d_t', a dense layer's."""
+    """The table is E + s A B. The gradient of A, as narrow as the rank, is nonzero in the rows looked up. The gradient
+    of B is a dense layer's, sum_t (s A[i_t]) d_t'."""
 
     formula = r"the rows looked up of $s \delta B^\top$, and $s \sum_t A_{i_t} \delta_t^\top$"
     norms_without_gradients = "of $A$ always; of $B$ where that is cheaper"
