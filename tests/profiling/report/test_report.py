@@ -7,7 +7,6 @@ import html.parser
 import json
 import re
 import sys
-import time
 
 import pytest
 from made_runs import (
@@ -136,14 +135,6 @@ def test_its_size_is_bounded_and_its_extremes_are_kept(tmp_path):
     assert "3,000 values, drawn as at most 400 points" in words
     assert "5 of 120 layers are drawn" in words
     assert "1 values are NaN or infinite" in words
-
-
-@pytest.mark.not_fast
-def test_it_is_made_in_time(tmp_path):
-    make_run(tmp_path, steps=1000, layers=20)
-    begin = time.perf_counter()
-    write_report(tmp_path)
-    assert time.perf_counter() - begin < 3
 
 
 def test_the_newest_window_comes_first(tmp_path):
