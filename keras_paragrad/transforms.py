@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_instance, refusal
-from keras_paragrad.compat.saved import SavedVariables
+from keras_paragrad.compat.variables import SavedVariables
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.storage.storage import any_divided, mesh_of

@@ -18,9 +18,9 @@ from backed_up import limited_files
 from keras_paragrad import AccumulatingOptimizer, DistributedFit
 from keras_paragrad.distribution import Backup
 from keras_paragrad.distribution.checkpoint import shards
-from keras_paragrad.distribution.checkpoint.agreement import common_backup
 from keras_paragrad.distribution.checkpoint.content import Content, CutVariable
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
+from keras_paragrad.distribution.checkpoint.resuming import common_backup
 
 ROWS, BATCH = 80, 4
 STEPS = ROWS // BATCH

@@ -298,7 +298,7 @@ def test_the_first_use_of_a_component_looks(monkeypatch, component):
     make, use = FIRST_USES[component]
     made = make()
     look_at_objects.cache_clear()
-    monkeypatch.setattr("keras_paragrad.compat.samples.CompileLoss", break_down)
+    monkeypatch.setattr("keras.src.trainers.compile_utils.CompileLoss", break_down)
     with pytest.raises(ImportError, match="a small model can't be made .AttributeError: gone upstream"):
         use(made)
 

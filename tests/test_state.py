@@ -7,8 +7,7 @@ import pytest
 import tensorflow as tf
 
 from keras_paragrad import microbatch
-from keras_paragrad.compat.method_patch import MethodPatch, patch_of, patched
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import MethodPatch, patch_of, patched, state_of
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 
 X, Y = keras.ops.zeros((4, 2)), keras.ops.zeros((4, 1))

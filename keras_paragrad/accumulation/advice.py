@@ -6,8 +6,8 @@ from typing import Any
 import keras
 
 from keras_paragrad.arguments import refusal
-from keras_paragrad.compat.capabilities import accumulating, accumulation_steps, unscaled
 from keras_paragrad.compat.model import has_own_train_step
+from keras_paragrad.compat.optimizer import accumulating, accumulation_steps, unscaled
 from keras_paragrad.engine.losses.normalization import warn_of_batch_statistics
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")

@@ -21,8 +21,8 @@ from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.window import GradientWindow, Steps, StepsSchedule
 from keras_paragrad.arguments import check_choice, check_flag, check_text
 from keras_paragrad.compat.collectives import cross_replica, first_replica, replica_count, run_if
+from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import WrappingOptimizer
-from keras_paragrad.compat.running import fit_frame
 from keras_paragrad.engine.step.apply import apply_everywhere, installed_transform
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.telemetry.watch import observe_gradient

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.capabilities import unscaled
+from keras_paragrad.compat.optimizer import unscaled
 from keras_paragrad.engine.losses.sums import zero_sums
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, gradient_of

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer, quote, refusal
 from keras_paragrad.compat.optimizer import WrappingOptimizer
-from keras_paragrad.compat.saved import SavedVariables
+from keras_paragrad.compat.variables import SavedVariables
 from keras_paragrad.engine.step.apply import Contribution
 from keras_paragrad.storage.gradients import reduce_replicated_gradients
 from keras_paragrad.storage.storage import storage_of

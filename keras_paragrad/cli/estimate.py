@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         functions = [each for each, value in found.items() if callable(value) and not each.startswith("_")]
         return _refuse(f"{path} has no function {name!r}{did_you_mean(name, functions)}")
     import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
-    from keras_paragrad.compat.stand_ins import without_memory
+    from keras_paragrad.compat.variables import without_memory
     from keras_paragrad.memory.estimate import estimate_memory
     from keras_paragrad.plain_text import show
 

@@ -90,7 +90,7 @@ def _given_cluster(arguments: argparse.Namespace, cluster: "Cluster | None") -> 
         if value:
             raise ValueError(f"{option} is for a cluster on this machine. Add --workers N, or leave {option} out.")
     if cluster is None:
-        from keras_paragrad.distribution.clusters.kind import sources_in_words
+        from keras_paragrad.distribution.cluster import sources_in_words
 
         raise ValueError(
             f"The environment describes no cluster: it has no {sources_in_words()} variables. Write --workers N for N "

@@ -1,16 +1,19 @@
-"""Looking for the private names that the package stands on, and the releases that are known to have them."""
+"""Checks that the installed Keras and TensorFlow have the private names that the package uses."""
 
 import dis
 import functools
 import importlib
 import inspect
 import re
+import threading
 import types
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.names import ASSIGNED, HOOKS, OF_OBJECTS, Hook
@@ -18,6 +21,8 @@ from keras_paragrad.compat.names import ASSIGNED, HOOKS, OF_OBJECTS, Hook
 KNOWN_TO_WORK = "keras 3.15 with tensorflow 2.21"
 # The folders that may use private names.
 _SEAM = ("compat", "engine", "storage")
+_SAMPLE = "keras_paragrad_sample"
+_THREAD = threading.local()
 
 
 def check_hooks(hooks: Iterable[Hook] = HOOKS, assigned: Iterable[Hook] = ASSIGNED) -> None:
@@ -44,24 +49,58 @@ def check_objects() -> None:
     Raises:
         ImportError: An attribute is missing, or a small model can't be made.
     """
-    # Not at import: it takes some 20 ms, and nobody needs it who only loads a model.
-    from keras_paragrad.compat.samples import samples_being_made
-
-    # The small model is compiled as any other, and what does that may have been patched to ask for this again.
-    if not samples_being_made():
-        look_at_objects()
+    # Not at import: it takes some 20 ms, and loading a model doesn't need it.
+    # Compiling the sample model may call a patched method that checks again.
+    if not getattr(_THREAD, "is_sampling", False):
+        check_samples()
 
 
 @functools.cache
-def look_at_objects() -> None:
-    from keras_paragrad.compat.samples import samples
-
+def check_samples() -> None:
+    """Checks the attributes of sample objects; `check_objects` without its guard against recursion."""
     try:
-        found = samples()
+        # In another thread: Keras keeps its name counters, seeds, dtype policy and scopes by thread.
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            samples = executor.submit(_make_samples).result()
     except Exception as error:
         _raise([f"a small model can't be made ({type(error).__name__}: {error})"], error)
     else:
-        _raise([_problem_of_object(hook, found) for hook in OF_OBJECTS])
+        _raise([_problem_of_object(hook, samples) for hook in OF_OBJECTS])
+
+
+def _make_samples() -> list[Any]:
+    """One instance of each class in `OF_OBJECTS`."""
+    # At import, a missing name would raise before `check_hooks` can explain it.
+    from keras.src.trainers.compile_utils import CompileLoss
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+    from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+
+    _THREAD.is_sampling = True
+    # In a graph nothing runs, so that devices can still be configured.
+    with tf.Graph().as_default():
+        # Random initializers would take a seed from Python's generator.
+        layer = keras.layers.Dense(1, kernel_initializer="zeros", name=f"{_SAMPLE}_layer")
+        model: Any = keras.Sequential([keras.Input((1,), name=f"{_SAMPLE}_input"), layer], name=_SAMPLE)
+        optimizer = keras.optimizers.SGD(name=f"{_SAMPLE}_optimizer")
+        # With "auto", Keras would look for devices.
+        model.compile(optimizer, loss="mse", jit_compile=False)
+        optimizer.build(model.trainable_variables)
+        output = keras.KerasTensor((1, 1), name=f"{_SAMPLE}_output")
+        compile_loss = CompileLoss("mse")
+        compile_loss.build(output, output)
+        rows = np.zeros((1, 1), "float32")
+        return [
+            layer,
+            layer.kernel,
+            model,
+            optimizer,
+            compile_loss,
+            keras.losses.MeanSquaredError(name=f"{_SAMPLE}_loss"),
+            keras.metrics.MeanSquaredError(name=f"{_SAMPLE}_metric"),
+            ArrayDataAdapter(rows, rows, batch_size=1),
+            GeneratorDataAdapter(iter([(rows, rows)])),
+            tf.function(lambda value: value),
+        ]
 
 
 def _raise(problems: Iterable[str | None], cause: Exception | None = None) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import copy_mask, mask_of
-from keras_paragrad.compat.leaves import dense_parts, rebuilt
+from keras_paragrad.compat.layers import copy_mask, dense_parts, mask_of, rebuilt
 from keras_paragrad.compat.model import all_layers
 
 # A layer with this attribute looks at the pass as a whole, which is compiled as one then.

@@ -9,8 +9,7 @@ import keras
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_paragrad.compat.layers import attributes
-from keras_paragrad.compat.method_patch import MethodPatch, patched
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import MethodPatch, patched, state_of
 
 # Methods that also work on another model that trains this one, given what that one was compiled with.
 LENDABLE = ("compute_loss", "compute_metrics", "get_metrics_result", "reset_metrics", "test_step", "predict_step")

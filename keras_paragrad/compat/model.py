@@ -1,7 +1,8 @@
-"""Queries about a model: its layers and metrics, and what it overrides."""
+"""Queries about a model: its layers and metrics, what it overrides, and whether its `fit` is running."""
 
 import weakref
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import keras
@@ -117,3 +118,14 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """The arguments of `compile`, by name."""
     check_objects()
     return dict(model._compile_config.config)
+
+
+def fit_frame(frame: FrameType | None, model: Any = None) -> FrameType | None:
+    """The innermost call of a model's `fit` from a frame outward, of the given model or of any."""
+    while frame is not None:
+        if frame.f_code.co_name == "fit":
+            found = frame.f_locals.get("self")
+            if found is model if model is not None else isinstance(found, keras.Model):
+                return frame
+        frame = frame.f_back
+    return None

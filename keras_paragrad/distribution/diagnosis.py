@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import keras_paragrad
 import keras_paragrad.compat
-from keras_paragrad.distribution.clusters.kind import sources_in_words
+from keras_paragrad.distribution.cluster import sources_in_words
 from keras_paragrad.distribution.explain import Explanation
 from keras_paragrad.distribution.hardware import Device, Hardware, detect
 from keras_paragrad.distribution.options import Options

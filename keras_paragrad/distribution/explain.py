@@ -6,7 +6,7 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResul
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.distribution.clusters.kind import ClusterKind, cluster_kinds
+from keras_paragrad.distribution.cluster import ClusterKind, cluster_kinds
 from keras_paragrad.distribution.decisions.strategy import hardware_in_words
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.plan import Plan

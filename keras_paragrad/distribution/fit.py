@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.data import split_for_validation
-from keras_paragrad.compat.local import place_of
 from keras_paragrad.compat.model import has_own_fit
+from keras_paragrad.compat.workers import place_of
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.consistency import check_same_training, check_same_weights, describe_training
 from keras_paragrad.distribution.data import (
@@ -32,7 +32,7 @@ from keras_paragrad.distribution.training import check_fit_arguments, check_over
 from keras_paragrad.distribution.workers import all_or_none
 from keras_paragrad.engine.replicas.prepared import warn_if_unprepared
 from keras_paragrad.exports import passing_options_to, with_arguments_of
-from keras_paragrad.memory.estimated import Estimate
+from keras_paragrad.memory.estimate import Estimate
 from keras_paragrad.plain_text import InNotebooks
 from keras_paragrad.storage.creation import create_in_shards, create_whole
 

@@ -16,8 +16,7 @@ from keras_paragrad.distribution.options import Decisions, Options, Planner, pla
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.engine.step.symbolic import check_compiled_in_scope
-from keras_paragrad.memory.estimate import estimate_memory
-from keras_paragrad.memory.estimated import Estimate
+from keras_paragrad.memory.estimate import Estimate, estimate_memory
 
 # The names that a user's parallelism needs.
 __all__ = ["Decision", "Decisions", "Parallelism", "PlannedRun", "Preparation", "Strategies", "parallelism_of"]

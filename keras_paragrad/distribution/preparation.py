@@ -6,8 +6,7 @@ from typing import Any, ClassVar, Self
 
 import keras
 
-from keras_paragrad.compat.method_patch import replace_methods, restore_methods
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import replace_methods, restore_methods, state_of
 
 
 class Preparation(abc.ABC):

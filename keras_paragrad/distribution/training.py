@@ -7,8 +7,8 @@ import keras
 
 from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation
 from keras_paragrad.arguments import check_each, check_flag, check_instance, check_integer, check_number
-from keras_paragrad.compat.capabilities import accumulating
-from keras_paragrad.compat.local import place_of
+from keras_paragrad.compat.optimizer import accumulating
+from keras_paragrad.compat.workers import place_of
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.failures import explained_failures
 from keras_paragrad.distribution.checkpoint.writers import check_callbacks, with_one_writer

@@ -6,8 +6,7 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.local import Place, place_of
-from keras_paragrad.compat.workers import barrier
+from keras_paragrad.compat.workers import Place, barrier, place_of
 
 Result = TypeVar("Result")
 

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 from keras_paragrad.exports import lazily
 
 if TYPE_CHECKING:
-    from keras_paragrad.memory.estimate import estimate_memory
-    from keras_paragrad.memory.estimated import Estimate
+    from keras_paragrad.memory.estimate import Estimate, estimate_memory
     from keras_paragrad.memory.recomputation import recompute
 
 __all__ = ["Estimate", "estimate_memory", "recompute"]
 __getattr__, __dir__ = lazily(
-    __name__, {"Estimate": "estimated", "estimate_memory": "estimate", "recompute": "recomputation"}
+    __name__, {"Estimate": "estimate", "estimate_memory": "estimate", "recompute": "recomputation"}
 )

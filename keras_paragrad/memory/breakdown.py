@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import children
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.compat.stand_ins import bytes_of, state_of
+from keras_paragrad.compat.variables import bytes_of, state_of
 from keras_paragrad.engine.step.tracing import TracedStep
 from keras_paragrad.memory.liveness import Peaks, step_peaks
 from keras_paragrad.storage.partition import MIN_SHARD_BYTES

@@ -7,9 +7,9 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice, check_integer, check_number
-from keras_paragrad.compat.capabilities import accumulating, clips
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
-from keras_paragrad.compat.local import local_parts, replica_variable
+from keras_paragrad.compat.optimizer import accumulating, clips
+from keras_paragrad.compat.workers import local_parts, replica_variable
 from keras_paragrad.engine.losses.terms import is_summed
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.per_example.wrapped_model import find_per_example_layer

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import compiled_by_xla
-from keras_paragrad.compat.local import local_parts, replica_variable
+from keras_paragrad.compat.workers import local_parts, replica_variable
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.rule import Factors
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import keras
 
-from keras_paragrad.compat.capabilities import accumulating, nested
 from keras_paragrad.compat.delegation import overrides
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.optimizer import accumulating, nested
 from keras_paragrad.engine.step.builder import StepBuilder
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_index
-from keras_paragrad.compat.local import place_of, replica_variable
+from keras_paragrad.compat.workers import place_of, replica_variable
 from keras_paragrad.engine.telemetry.watch import Update
 from keras_paragrad.profiling.telemetry_reports import HEADER, QUANTITIES, Weight
 from keras_paragrad.sums import row_sums

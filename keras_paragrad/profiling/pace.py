@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.local import place_of
+from keras_paragrad.compat.workers import place_of
 from keras_paragrad.engine.telemetry.train_functions import (
     TracedGraph,
     compiled_functions,

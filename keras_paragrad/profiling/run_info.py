@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.local import place_of, together_of
+from keras_paragrad.compat.workers import place_of, together_of
 from keras_paragrad.distribution.hardware import logical_devices
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.plain_text import read_json

@@ -12,8 +12,8 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_choice, check_integer, check_number, check_path
-from keras_paragrad.compat.capabilities import clips
-from keras_paragrad.compat.local import place_of, together_of
+from keras_paragrad.compat.optimizer import clips
+from keras_paragrad.compat.workers import place_of, together_of
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.extras import require
 from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
-from keras_paragrad.compat.local import place_of, together_of
+from keras_paragrad.compat.workers import place_of, together_of
 from keras_paragrad.engine.telemetry.train_functions import TracedGraph, batch_spec, gradient_graph
 from keras_paragrad.flops import flops_of
 from keras_paragrad.plain_text import read_json

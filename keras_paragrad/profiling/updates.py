@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
-from keras_paragrad.compat.capabilities import accumulating, updating
+from keras_paragrad.compat.optimizer import accumulating, updating
 
 
 class UpdateCount:

@@ -9,8 +9,8 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.local import place_of
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.workers import place_of
 from keras_paragrad.extras import MissingExtraError
 from keras_paragrad.profiling.memory import PeakMemory
 from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, TraceWindow

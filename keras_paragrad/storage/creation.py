@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import of_first_replica, replica_index
-from keras_paragrad.compat.local import place_of
+from keras_paragrad.compat.workers import place_of
 from keras_paragrad.storage.model_variables import rename_keys, replace_value, training_variables
 from keras_paragrad.storage.partition import Partition
 from keras_paragrad.storage.sharded import ShardedVariable, check_being_updated, sharded_value

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
-from keras_paragrad.compat.local import Place
+from keras_paragrad.compat.workers import Place
 from keras_paragrad.storage.dtensor import (
     CONTEXT,
     Axes,

@@ -7,8 +7,8 @@ import keras
 import numpy as np
 
 from keras_paragrad.compat.check import check_objects
-from keras_paragrad.compat.saved import SavedVariables
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.variables import SavedVariables
 
 Sections = dict[str, list[keras.Variable]]
 

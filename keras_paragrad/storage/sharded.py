@@ -13,8 +13,7 @@ from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
 
 from keras_paragrad.compat.collectives import replica_index
-from keras_paragrad.compat.local import Place, place_of
-from keras_paragrad.compat.workers import barrier
+from keras_paragrad.compat.workers import Place, barrier, place_of
 from keras_paragrad.storage.exchange import all_gather, reduce_scatter
 from keras_paragrad.storage.partition import Partition
 from keras_paragrad.storage.reading import READING, AssignmentRecorder, assigning_whole

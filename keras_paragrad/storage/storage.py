@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import run_if
 from keras_paragrad.compat.layers import compiled_by_xla
-from keras_paragrad.compat.local import Place
+from keras_paragrad.compat.workers import Place
 from keras_paragrad.storage.row_gradients import sum_gradients
 
 

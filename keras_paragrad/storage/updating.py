@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.capabilities import nested, parts
 from keras_paragrad.compat.collectives import replica_index, sum_over_replicas
+from keras_paragrad.compat.optimizer import nested, parts
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.storage.storage import storage_of
 

@@ -12,14 +12,13 @@ from covering import examples
 from hypothesis import given
 
 from keras_paragrad.distribution import clusters
-from keras_paragrad.distribution.cluster import Cluster, find_cluster
-from keras_paragrad.distribution.clusters.kind import cluster_kinds, sources_in_words
+from keras_paragrad.distribution.cluster import Cluster, cluster_kinds, find_cluster, sources_in_words
 from keras_paragrad.distribution.clusters.slurm import expand_nodes, expand_numbers, expand_tasks
 from keras_paragrad.distribution.explain import Explanation
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
-from keras_paragrad.distribution.signing import MessageSigner
+from keras_paragrad.distribution.rendezvous_server import MessageSigner
 
 pytestmark = pytest.mark.fast
 
@@ -333,7 +332,7 @@ def test_a_cluster_of_one_is_found():
 
 def test_a_kind_is_one_file(tmp_path, monkeypatch):
     (tmp_path / "pbs.py").write_text("""
-from keras_paragrad.distribution.clusters.kind import ClusterKind, Found
+from keras_paragrad.distribution.cluster import ClusterKind, Found
 
 
 class Pbs(ClusterKind):

@@ -4,8 +4,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from keras_paragrad.distribution.launch import output as module
-from keras_paragrad.distribution.launch.output import Lines
+from keras_paragrad.distribution.launch import member as module
+from keras_paragrad.distribution.launch.member import Lines
 
 pytestmark = pytest.mark.fast
 

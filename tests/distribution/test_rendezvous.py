@@ -10,7 +10,7 @@ import pytest
 
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.rendezvous import _description, rendezvous
-from keras_paragrad.distribution.signing import LONGEST, MessageSigner
+from keras_paragrad.distribution.rendezvous_server import LONGEST, MessageSigner
 
 pytestmark = pytest.mark.fast
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, microbatch
 from keras_paragrad.cli.main import main
-from keras_paragrad.compat.stand_ins import without_memory
+from keras_paragrad.compat.variables import without_memory
 from keras_paragrad.memory import estimate_memory
 from keras_paragrad.memory.breakdown import MIN_SHARD_BYTES
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_paragrad import AccumulatingOptimizer
-from keras_paragrad.compat.stand_ins import built_copy, bytes_of, state_of, without_memory
+from keras_paragrad.compat.variables import built_copy, bytes_of, state_of, without_memory
 
 KERAS = keras.optimizers
 OPTIMIZERS = {

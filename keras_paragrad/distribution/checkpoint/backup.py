@@ -9,15 +9,19 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_flag, check_integer
-from keras_paragrad.compat.local import place_of, together_of
-from keras_paragrad.distribution.checkpoint.agreement import common_backup
-from keras_paragrad.distribution.checkpoint.callback_state import HISTORY, check_storable, state_of, with_epoch
+from keras_paragrad.compat.workers import place_of, together_of
 from keras_paragrad.distribution.checkpoint.content import Content, CutVariable, UnstorableError
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, Stored
-from keras_paragrad.distribution.checkpoint.resuming import Resumption
+from keras_paragrad.distribution.checkpoint.resuming import Resumption, common_backup
 from keras_paragrad.distribution.checkpoint.shards import NO_SHARDS, Written, keep_shards, values_of, write_together
 from keras_paragrad.distribution.checkpoint.stopping import StopChecks, StopRequest, TrainingInterrupted
-from keras_paragrad.distribution.checkpoint.writers import check_callbacks
+from keras_paragrad.distribution.checkpoint.writers import (
+    HISTORY,
+    check_callbacks,
+    check_storable,
+    state_of,
+    with_epoch,
+)
 from keras_paragrad.distribution.workers import agree, gather
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.storage import model_variables as seam

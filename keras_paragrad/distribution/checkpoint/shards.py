@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.local import Place, place_of
+from keras_paragrad.compat.workers import Place, place_of
 from keras_paragrad.distribution.checkpoint.content import CutVariable, Values
 from keras_paragrad.distribution.checkpoint.files import BackupFiles
 from keras_paragrad.distribution.checkpoint.manifest import Position, words_of

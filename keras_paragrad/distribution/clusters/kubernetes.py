@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.distribution.clusters.kind import (
+from keras_paragrad.distribution.cluster import (
     DEFAULT_PORT,
     MOST_TASKS,
     ClusterKind,

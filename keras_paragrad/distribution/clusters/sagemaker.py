@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.distribution.clusters.kind import DEFAULT_PORT, ClusterKind, Found, port_of
+from keras_paragrad.distribution.cluster import DEFAULT_PORT, ClusterKind, Found, port_of
 from keras_paragrad.plain_text import read_json
 
 

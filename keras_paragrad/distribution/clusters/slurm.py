@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.distribution.clusters.kind import MOST_TASKS, ClusterKind, Found, port_of, whole_number
+from keras_paragrad.distribution.cluster import MOST_TASKS, ClusterKind, Found, port_of, whole_number
 
 # Ports are numbers, too.
 MOST_NUMBERS = 65536

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.distribution.clusters.kind import ClusterKind, Found
+from keras_paragrad.distribution.cluster import ClusterKind, Found
 from keras_paragrad.plain_text import read_json
 
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.local import place_of
+from keras_paragrad.compat.workers import place_of
 from keras_paragrad.distribution.workers import from_chief, gather
 
 SAME_SCRIPT = (

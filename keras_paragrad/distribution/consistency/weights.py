@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import local_values
-from keras_paragrad.compat.local import place_of
+from keras_paragrad.compat.workers import place_of
 from keras_paragrad.distribution.workers import gather
 from keras_paragrad.storage.storage import storage_of
 

@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.data import share_of_files
-from keras_paragrad.compat.local import Place, place_of
-from keras_paragrad.distribution.data.policies import choose_policy
+from keras_paragrad.compat.workers import Place, place_of
+from keras_paragrad.distribution.data.batch_sharding import choose_policy
 from keras_paragrad.distribution.data.sources import is_endless
 from keras_paragrad.distribution.workers import all_or_none, gather
 

@@ -1,4 +1,4 @@
-"""Checks that all workers are about to read the same data."""
+"""Checks that all workers read the same data, before and after an epoch."""
 
 import zlib
 from typing import Any
@@ -65,3 +65,87 @@ def _checksum_of_layout(source: Source) -> int:
 
     layout = tf.nest.map_structure(without_rows, source.batches(0).element_spec)
     return zlib.crc32(repr(layout).encode())
+
+
+# How many batches are remembered: more than are ever prefetched.
+_REMEMBERED = 4096
+# An odd number, so that products keep all bits.
+_FACTOR = 6364136223846793005
+
+
+class Tally:
+    """Records the shapes and dtypes of batches as they are read, before they are sharded.
+
+    Batches are prefetched ahead of the steps that take them, so a checksum of all batches so far is recorded with each;
+    which one was the last to be trained on is known only afterwards.
+    """
+
+    def __init__(self):
+        self._reading = 0
+        self._notes: Any = None
+        self._number: Any = None
+
+    def begin(self) -> None:
+        """Call when another iterator has been made, which is the next to be read."""
+        self._reading += 1
+        if self._number is not None:
+            self._number.assign(self._reading)
+
+    @property
+    def reading(self) -> int:
+        """The number of the newest iterator."""
+        return self._reading
+
+    def recorded(self, batches: tf.data.Dataset) -> tf.data.Dataset:
+        """The same batches, recorded as they are read."""
+        if self._notes is None:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._number = tf.Variable(tf.constant(self._reading, tf.int64), trainable=False)
+                self._notes = tf.Variable(tf.zeros((_REMEMBERED, 3), tf.int64), trainable=False)
+        layout = zlib.crc32(repr(batches.element_spec).encode())
+        start = (tf.constant(0, tf.int64), tf.constant(layout, tf.int64))
+
+        # Converting it takes AutoGraph longer than tracing.
+        @tf.autograph.experimental.do_not_convert
+        def note(state: Any, batch: Any) -> Any:
+            index, total = state
+            for size in _sizes(batch):
+                total = (total ^ tf.cast(size, tf.int64)) * _FACTOR
+            entry = tf.stack([self._number.read_value(), index, total])
+            stored = tf.raw_ops.ResourceScatterUpdate(
+                resource=self._notes.handle, indices=index % _REMEMBERED, updates=entry
+            )
+            with tf.control_dependencies([stored] if stored is not None else []):
+                return (index + 1, tf.identity(total)), batch
+
+        return batches.scan(start, note)
+
+    def up_to(self, reading: int, batches: int) -> tuple[int, int]:
+        """The number of an iterator's first batches that were read, and a checksum of their shapes."""
+        if self._notes is None or not batches:
+            return 0, 0
+        notes = self._notes.numpy()
+        mine = notes[(notes[:, 0] == reading) & (notes[:, 1] < batches)]
+        if not len(mine):
+            return 0, 0
+        last = mine[mine[:, 1].argmax()]
+        return int(last[1]) + 1, int(last[2])
+
+
+def _sizes(batch: Any) -> list[tf.Tensor]:
+    """The sizes that are not static in a batch's shapes, as scalars."""
+    found = []
+    for leaf in tf.nest.flatten(batch):
+        if isinstance(leaf, tf.SparseTensor):
+            found += [*tf.unstack(leaf.dense_shape, num=leaf.shape.rank), tf.shape(leaf.values)[0]]
+        elif isinstance(leaf, tf.RaggedTensor):
+            found += [leaf.nrows(), *(tf.shape(splits)[0] for splits in leaf.nested_row_splits[1:])]
+            found += [tf.shape(leaf.flat_values)[0]]
+        elif isinstance(leaf, tf.Tensor) and not leaf.shape.is_fully_defined():
+            found += [tf.rank(leaf), tf.reduce_sum(_weighted(leaf))]
+    return found
+
+
+def _weighted(leaf: tf.Tensor) -> tf.Tensor:
+    shape = tf.shape(leaf, out_type=tf.int64)
+    return shape * (tf.range(tf.size(shape, out_type=tf.int64)) * 2654435761 + 40503)

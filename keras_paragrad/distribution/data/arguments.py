@@ -16,7 +16,7 @@ from keras_paragrad.arguments import (
     quote,
     refusal,
 )
-from keras_paragrad.distribution.data.policies import check_policy
+from keras_paragrad.distribution.data.batch_sharding import check_policy
 from keras_paragrad.distribution.data.sources import is_batched, is_endless
 
 

@@ -8,16 +8,19 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_instance
 from keras_paragrad.compat.data import adapter_of, reads_arrays
-from keras_paragrad.compat.local import Place, place_of
-from keras_paragrad.distribution.data.agreement import common_steps
+from keras_paragrad.compat.workers import Place, place_of
+from keras_paragrad.distribution.data.agreement import Tally, common_steps
 from keras_paragrad.distribution.data.arguments import Request
-from keras_paragrad.distribution.data.batch_sharding import check_batches, check_size
-from keras_paragrad.distribution.data.distributed import DistributedData
-from keras_paragrad.distribution.data.feed import Feed, WorkerShards
-from keras_paragrad.distribution.data.order import ReorderedDataset, common_seed
-from keras_paragrad.distribution.data.policies import choose_policy
-from keras_paragrad.distribution.data.sources import ArraySource, Source, StreamSource, static_rows
-from keras_paragrad.distribution.data.tally import Tally
+from keras_paragrad.distribution.data.batch_sharding import check_batches, check_size, choose_policy
+from keras_paragrad.distribution.data.distributed import DistributedData, Feed, WorkerShards
+from keras_paragrad.distribution.data.sources import (
+    ArraySource,
+    ReorderedDataset,
+    Source,
+    StreamSource,
+    common_seed,
+    static_rows,
+)
 from keras_paragrad.distribution.workers import all_or_none
 
 KERAS_BATCH_SIZE = 32

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_function, check_instance
 from keras_paragrad.distribution.data.adapting import Select, adapt_all, only_input
 from keras_paragrad.distribution.data.arguments import checked_strategy
-from keras_paragrad.distribution.data.policies import check_policy
+from keras_paragrad.distribution.data.batch_sharding import check_policy
 
 BY_HAND = (
     "Call adapt_normalization(layer, data, select=...) for it, where select computes the layer's input from an x of "

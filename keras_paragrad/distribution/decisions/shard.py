@@ -13,8 +13,7 @@ from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.parallelism import PlannedRun
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.workers import gather
-from keras_paragrad.memory.estimate import estimate_memory
-from keras_paragrad.memory.estimated import Estimate, bytes_in_words
+from keras_paragrad.memory.estimate import Estimate, bytes_in_words, estimate_memory
 from keras_paragrad.storage.creation import add_copies, create_in_shards, create_whole, unshard
 
 _log = logging.getLogger("keras_paragrad")

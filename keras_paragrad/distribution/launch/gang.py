@@ -7,8 +7,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from keras_paragrad.distribution.launch.member import Member
-from keras_paragrad.distribution.launch.output import Output
+from keras_paragrad.distribution.launch.member import Member, Output
 from keras_paragrad.distribution.launch.tasks import Layout, Task
 
 # Time after the grace period at which a guard that has not killed its process is given up on.

@@ -10,10 +10,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.compat.local import train_together
 from keras_paragrad.compat.model import all_layers, compiled_as, has_own_train_step
-from keras_paragrad.compat.stand_ins import bytes_of
-from keras_paragrad.compat.workers import barrier
+from keras_paragrad.compat.variables import bytes_of
+from keras_paragrad.compat.workers import barrier, train_together
 from keras_paragrad.distribution.data import DistributedData
 from keras_paragrad.distribution.mesh.checks import check_batch, check_mesh_model, check_steps
 from keras_paragrad.distribution.mesh.layouts import (
@@ -27,7 +26,7 @@ from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.engine.mesh.comparing import gradient_error
 from keras_paragrad.engine.mesh.running import ModelOnMesh, row_count, take_off_mesh, variables_on_mesh
 from keras_paragrad.engine.mesh.tracing import OutputLayouts, tracing_for_mesh
-from keras_paragrad.memory.estimated import bytes_in_words
+from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.plain_text import Printable
 from keras_paragrad.storage.dtensor import Axes, bytes_by_device, make_mesh
 from keras_paragrad.storage.model_variables import build_optimizer

@@ -11,10 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.compat.layers import mask_of, with_mask
-from keras_paragrad.compat.leaves import dense_parts, has_gradient
+from keras_paragrad.compat.layers import dense_parts, has_gradient, mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.compat.stand_ins import bytes_of
+from keras_paragrad.compat.variables import bytes_of
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.step.segments import Part, calls_of, functional_of, part_of, run_in_parts

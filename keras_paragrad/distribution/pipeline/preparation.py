@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
-from keras_paragrad.compat.capabilities import accumulating
-from keras_paragrad.compat.stand_ins import bytes_of
+from keras_paragrad.compat.optimizer import accumulating
+from keras_paragrad.compat.variables import bytes_of
 from keras_paragrad.distribution.pipeline.cutting import cut, variables_of_part
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.distribution.preparation import Preparation
@@ -31,7 +31,7 @@ from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.segments import Part, functional_of, run_in_stages
 from keras_paragrad.engine.step.symbolic import build_losses
-from keras_paragrad.memory.estimated import bytes_in_words
+from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.plain_text import Printable
 from keras_paragrad.storage.model_variables import build_optimizer
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import keras
 
-from keras_paragrad.compat.capabilities import accumulating, accumulation_steps
-from keras_paragrad.compat.local import place_of
 from keras_paragrad.compat.model import all_layers, check_no_row_states, has_own_predict, has_own_train_step
-from keras_paragrad.compat.workers import barrier
+from keras_paragrad.compat.optimizer import accumulating, accumulation_steps
+from keras_paragrad.compat.workers import barrier, place_of
 from keras_paragrad.distribution.consistency import ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.preparation import Preparation

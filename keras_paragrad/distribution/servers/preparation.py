@@ -9,8 +9,8 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer
-from keras_paragrad.compat.capabilities import accumulating, accumulation_steps, parts
 from keras_paragrad.compat.data import split_for_validation
+from keras_paragrad.compat.optimizer import accumulating, accumulation_steps, parts
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs, distributed_dataset
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.distribution.servers.dispatch import Dispatcher, PredictionAdapter

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
-from keras_paragrad.compat.method_patch import MethodPatch, patched
+from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.engine.losses.divisors import without_replica_division
 from keras_paragrad.engine.losses.normalization import LossNormalization
 from keras_paragrad.engine.losses.sums import TrackedLosses

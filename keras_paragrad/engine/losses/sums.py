@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.model import has_own_compute_loss
-from keras_paragrad.compat.saved import SavedVariables
+from keras_paragrad.compat.variables import SavedVariables
 from keras_paragrad.engine.losses.divisors import SIZE, SUM, Normalizer, UnknownDivisorError, divisor_of
 from keras_paragrad.engine.losses.terms import LossTerm
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.method_patch import replace_methods, restore_methods
 from keras_paragrad.compat.model import has_own_test_step
+from keras_paragrad.compat.state import replace_methods, restore_methods
 from keras_paragrad.engine.mesh.pinning import ROWS
 from keras_paragrad.engine.mesh.tracing import explaining_errors
 from keras_paragrad.engine.pipeline.placement import name_stems

@@ -8,8 +8,14 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager.record import record_operation_backprop_only, stop_recording
 
-from keras_paragrad.compat.layers import copy_mask, full_precision, may_be_differentiated
-from keras_paragrad.compat.leaves import dense_parts, has_gradient, rebuilt
+from keras_paragrad.compat.layers import (
+    copy_mask,
+    dense_parts,
+    full_precision,
+    has_gradient,
+    may_be_differentiated,
+    rebuilt,
+)
 from keras_paragrad.engine.step.reads import ReadScope
 from keras_paragrad.engine.step.segments import Part
 

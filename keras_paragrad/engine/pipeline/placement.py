@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.capabilities import parts
-from keras_paragrad.compat.stand_ins import bytes_of
+from keras_paragrad.compat.optimizer import parts
+from keras_paragrad.compat.variables import bytes_of
 from keras_paragrad.storage.model_variables import nested_optimizers, rename_keys, replace_value, variables_of
 
 _REDUCE = "_all_reduce_sum_gradients"

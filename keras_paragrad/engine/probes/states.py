@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.method_patch import is_patched
 from keras_paragrad.compat.model import all_layers, own_metrics
+from keras_paragrad.compat.state import is_patched
 from keras_paragrad.engine.probes.row_independence import computes_rows_independently, has_value_per_example
 from keras_paragrad.engine.probes.trial import (
     SIZES,

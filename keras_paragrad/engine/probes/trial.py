@@ -13,8 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.local import local_parts
 from keras_paragrad.compat.model import all_layers, all_variables
+from keras_paragrad.compat.workers import local_parts
 from keras_paragrad.engine.probes.untouched import untouched
 
 # The sizes to try for axes of unknown size: a short sequence, then an image that can be halved often.

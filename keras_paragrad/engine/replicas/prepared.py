@@ -14,10 +14,9 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer, PyDatasetAdapter
 
-from keras_paragrad.compat.capabilities import accumulating
-from keras_paragrad.compat.method_patch import replace_methods, restore_methods
-from keras_paragrad.compat.running import fit_frame
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.model import fit_frame
+from keras_paragrad.compat.optimizer import accumulating
+from keras_paragrad.compat.state import replace_methods, restore_methods, state_of
 from keras_paragrad.engine.replicas.evaluation import build_predict_function, build_test_function
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.execution import predict_on_batch

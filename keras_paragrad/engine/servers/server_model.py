@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.capabilities import parts
 from keras_paragrad.compat.check import check_objects
-from keras_paragrad.compat.method_patch import replace_methods, restore_methods
+from keras_paragrad.compat.optimizer import parts
+from keras_paragrad.compat.state import replace_methods, restore_methods
 from keras_paragrad.engine.servers.metric_states import MetricStates
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.symbolic import build_from_data

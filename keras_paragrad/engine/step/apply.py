@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.capabilities import Accumulating, accumulating, accumulation_steps, nested, parts, unscaled
 from keras_paragrad.compat.collectives import (
     cross_replica,
     replica_count,
@@ -16,8 +15,8 @@ from keras_paragrad.compat.collectives import (
     run_if,
     sum_over_replicas,
 )
-from keras_paragrad.compat.method_patch import patch_of, replace_methods, restore_methods
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.optimizer import Accumulating, accumulating, accumulation_steps, nested, parts, unscaled
+from keras_paragrad.compat.state import patch_of, replace_methods, restore_methods, state_of
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.step.stages import Transform
 from keras_paragrad.engine.telemetry.watch import Observation, UpdateWatch

@@ -15,11 +15,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.capabilities import updating
 from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.collectives import replica_count
-from keras_paragrad.compat.model import has_own_train_step
-from keras_paragrad.compat.running import fit_frame
+from keras_paragrad.compat.model import fit_frame, has_own_train_step
+from keras_paragrad.compat.optimizer import updating
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.engine.losses.sums import LossWindow
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch

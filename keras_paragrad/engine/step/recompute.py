@@ -15,11 +15,13 @@ import tensorflow as tf
 from keras_paragrad.compat.compiled_call import compiled_by_itself
 from keras_paragrad.compat.layers import (
     CallState,
+    dense_parts,
     full_precision,
+    has_gradient,
     mask_of,
     may_be_differentiated,
+    rebuilt,
 )
-from keras_paragrad.compat.leaves import dense_parts, has_gradient, rebuilt
 from keras_paragrad.engine.step.gradient_functions import keep_with_graphs
 from keras_paragrad.engine.step.operations import check_repeatable
 from keras_paragrad.engine.step.reads import ReadScope, in_other_scope

@@ -9,9 +9,9 @@ from keras.src.backend.common.symbolic_scope import SymbolicScope
 from keras.src.utils.python_utils import is_default
 from tensorflow.python.framework.func_graph import FuncGraph
 
-from keras_paragrad.compat.capabilities import nested
 from keras_paragrad.compat.data import counts_readers, first_batch
 from keras_paragrad.compat.model import all_layers, has_own_compute_loss, has_own_train_step
+from keras_paragrad.compat.optimizer import nested
 from keras_paragrad.engine.probes.untouched import untouched
 
 _MIRRORED = (

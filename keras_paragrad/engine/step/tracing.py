@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.capabilities import accumulating
 from keras_paragrad.compat.model import all_variables
-from keras_paragrad.compat.stand_ins import built_copy, stand_in, without_memory
+from keras_paragrad.compat.optimizer import accumulating
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.variables import built_copy, stand_in, without_memory
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.apply import intercept_apply
 from keras_paragrad.engine.step.builder import StepBuilder

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.capabilities import Accumulating, accumulating, updating
 from keras_paragrad.compat.collectives import are_local, replica_count, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compiled_by_layer
-from keras_paragrad.compat.method_patch import MethodPatch, patch_of, patched
 from keras_paragrad.compat.model import all_layers, check_no_row_states
+from keras_paragrad.compat.optimizer import Accumulating, accumulating, updating
+from keras_paragrad.compat.state import MethodPatch, patch_of, patched
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import AllReducedResults, run_custom_train_step
 from keras_paragrad.engine.losses.normalization import IndivisibleError

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_objects
-from keras_paragrad.compat.local import local_parts
+from keras_paragrad.compat.workers import local_parts
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.stages import Apply

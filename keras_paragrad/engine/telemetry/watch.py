@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.capabilities import accumulating, accumulation_steps, parts, updating
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
-from keras_paragrad.compat.method_patch import MethodPatch, patch_of, patched
+from keras_paragrad.compat.optimizer import accumulating, accumulation_steps, parts, updating
+from keras_paragrad.compat.state import MethodPatch, patch_of, patched
 from keras_paragrad.storage.gradients import gather_gradients
 from keras_paragrad.storage.row_gradients import scale_gradient
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 from covering import examples
 from hypothesis import given
 
-from keras_paragrad.compat.local import Place
+from keras_paragrad.compat.workers import Place
 from keras_paragrad.distribution.data.batch_sharding import check_batches, shard_batches, split_batches
 
 sizes = st.lists(st.integers(1, 11), min_size=1, max_size=4)

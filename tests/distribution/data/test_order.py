@@ -8,7 +8,7 @@ import tensorflow as tf
 from hypothesis import given
 
 from keras_paragrad.distribution.data import FollowEpochs, distributed_dataset
-from keras_paragrad.distribution.data.order import common_seed, order_of
+from keras_paragrad.distribution.data.sources import common_seed, order_of
 
 DEFAULT = tf.distribute.get_strategy()
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad import DistributedFit
-from keras_paragrad.compat.local import place_of
+from keras_paragrad.compat.workers import place_of
 from keras_paragrad.distribution.data import FollowEpochs, distributed_dataset, normalize_inputs
 
 own_process = pytest.mark.own_process(seconds=280)
