@@ -18,7 +18,7 @@ from backed_up import limited_files
 from keras_paragrad import AccumulatingOptimizer, DistributedFit
 from keras_paragrad.distribution import Backup
 from keras_paragrad.distribution.checkpoint import shards
-from keras_paragrad.distribution.checkpoint.content import Content, CutVariable
+from keras_paragrad.distribution.checkpoint.content import Content, VariableInShards
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
 from keras_paragrad.distribution.checkpoint.resuming import common_backup
 
@@ -194,7 +194,7 @@ def restored(stored: Any) -> list[float]:
     """All values of the model's weights in a backup."""
     content = Content.from_bytes(stored.content)
     values = [
-        stored.shards.whole(value, content.replicas) if isinstance(value, CutVariable) else value
+        stored.shards.whole(value, content.replicas) if isinstance(value, VariableInShards) else value
         for name, value in zip(content.names["model"], content.values["model"], strict=True)
         if not name.startswith("seed")
     ]

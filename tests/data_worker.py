@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.workers import place_of
+from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.distribution.data import adapt_normalization, distributed_dataset
 
 ROWS = np.arange(20)
@@ -51,7 +51,7 @@ def main(folder: Path) -> dict:
     strategy = tf.distribute.MultiWorkerMirroredStrategy(
         communication_options=tf.distribute.experimental.CommunicationOptions(implementation=ring)
     )
-    worker = place_of(strategy).worker
+    worker = replica_placement(strategy).worker
     files = [str(folder / f"{number}.txt") for number in range(3)]
     lines = tf.data.TextLineDataset(files).map(tf.strings.to_number).batch(4)
     features = np.random.default_rng(0).normal(5.0, 2.0, size=(101, 3))

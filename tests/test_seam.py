@@ -25,7 +25,7 @@ from keras_paragrad import (
     Throughput,
     microbatch,
 )
-from keras_paragrad.compat.check import check_hooks, check_objects, look_at_objects, users
+from keras_paragrad.compat.check import check_hooks, check_objects, check_samples, users
 from keras_paragrad.compat.names import ASSIGNED, HOOKS, OF_OBJECTS, Hook
 from keras_paragrad.engine.step.builder import StepBuilder
 
@@ -139,7 +139,7 @@ def test_the_scan_tells_attributes_of_a_base_from_our_own(monkeypatch):
 
 
 def test_every_attribute_of_instances_is_found():
-    look_at_objects.cache_clear()
+    check_samples.cache_clear()
     check_objects()
 
 
@@ -210,7 +210,7 @@ def test_an_attribute_that_code_no_longer_assigns_is_found(monkeypatch):
 )
 def test_an_attribute_of_instances_that_was_renamed_is_found(monkeypatch, owner, method, attribute, user):
     _renamed(monkeypatch, owner, method, attribute)
-    look_at_objects.cache_clear()
+    check_samples.cache_clear()
     with pytest.raises(ImportError, match="keras_paragrad cannot work with the installed keras") as caught:
         check_objects()
     # Keras may need the attribute too, and then fails to make the sample.
@@ -231,7 +231,7 @@ def test_looking_leaves_names_seeds_and_scopes_alone():
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
     with keras.name_scope("scope"), tf.device("CPU:1"), keras.StatelessScope():
-        look_at_objects.cache_clear()
+        check_samples.cache_clear()
         check_objects()
     assert state() == expected
 
@@ -245,7 +245,7 @@ def test_looking_where_compile_is_patched_to_look(monkeypatch):
         StepBuilder.of(self)
 
     monkeypatch.setattr(keras.Model, "compile", compile_and_look)
-    look_at_objects.cache_clear()
+    check_samples.cache_clear()
     check_objects()
     assert compiled == ["keras_paragrad_sample"]
 
@@ -254,7 +254,7 @@ def test_looking_runs_nothing(monkeypatch):
     def start(self):
         raise AssertionError("TensorFlow's devices can no longer be configured")
 
-    look_at_objects.cache_clear()
+    check_samples.cache_clear()
     monkeypatch.setattr(context.Context, "ensure_initialized", start)
     check_objects()
 
@@ -297,7 +297,7 @@ def test_the_first_use_of_a_component_looks(monkeypatch, component):
 
     make, use = FIRST_USES[component]
     made = make()
-    look_at_objects.cache_clear()
+    check_samples.cache_clear()
     monkeypatch.setattr("keras.src.trainers.compile_utils.CompileLoss", break_down)
     with pytest.raises(ImportError, match="a small model can't be made .AttributeError: gone upstream"):
         use(made)

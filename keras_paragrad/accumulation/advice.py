@@ -6,8 +6,8 @@ from typing import Any
 import keras
 
 from keras_paragrad.arguments import refusal
-from keras_paragrad.compat.model import has_own_train_step
-from keras_paragrad.compat.optimizer import accumulating, accumulation_steps, unscaled
+from keras_paragrad.compat.model import overrides_train_step
+from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator, unwrap_loss_scale
 from keras_paragrad.engine.losses.normalization import warn_of_batch_statistics
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
@@ -35,7 +35,7 @@ def check_inner_optimizer(inner_optimizer: Any) -> keras.optimizers.Optimizer:
             "one. Write LossScaleOptimizer(AccumulatingOptimizer(inner)), or leave it out: compile() adds it if the "
             "dtype policy needs it."
         )
-    if accumulating(inner):
+    if find_accumulator(inner):
         raise ValueError(
             f"`inner_optimizer` is {type(inner).__name__}, which already accumulates. Wrap its inner optimizer: "
             "AccumulatingOptimizer(optimizer.inner_optimizer, steps=...)."
@@ -95,7 +95,7 @@ def _optimizer_name(optimizer: keras.optimizers.Optimizer | None) -> str:
 
 def _custom_optimizers(model: keras.Model) -> list[str]:
     """The attributes that hold the optimizers of a custom `train_step`."""
-    if not has_own_train_step(model):
+    if not overrides_train_step(model):
         return []
     names = [name for name, value in vars(model).items() if isinstance(value, keras.optimizers.Optimizer)]
     return [name for name in names if name not in ("optimizer", "_optimizer")]
@@ -105,7 +105,7 @@ def _lines_for_several(model: keras.Model, names: list[str]) -> str:
     lines = []
     for name in names:
         optimizer = getattr(model, name)
-        if accumulating(optimizer) is None:
+        if find_accumulator(optimizer) is None:
             lines += _turn_off_own(optimizer, f"model.{name}")
             wrapped = f"keras_paragrad.AccumulatingOptimizer(model.{name}, steps=4, weighting='uniform')"
             lines.append(f"model.{name} = {wrapped}")
@@ -126,7 +126,7 @@ def _lines_for_one(model: keras.Model) -> str:
     wrapped = f"keras_paragrad.AccumulatingOptimizer({name}, steps=4)"
     return "\n".join(
         [
-            *_turn_off_own(unscaled(model.optimizer), name),
+            *_turn_off_own(unwrap_loss_scale(model.optimizer), name),
             f"model.compile({wrapped}, loss=model.loss)",
         ]
     )

@@ -7,7 +7,7 @@ import keras
 from keras_paragrad.accumulation.advice import missing_accumulation_message
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
-from keras_paragrad.compat.optimizer import accumulating
+from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.engine.losses.normalization import LossNormalization, warn_of_batch_statistics
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
@@ -110,7 +110,7 @@ def accumulating_optimizer(model: keras.Model) -> AccumulatingOptimizer:
     Raises:
         ValueError: It was compiled with another optimizer, or has several. The message ends with the code to write.
     """
-    optimizer = accumulating(model.optimizer)
+    optimizer = find_accumulator(model.optimizer)
     if isinstance(optimizer, AccumulatingOptimizer):
         return optimizer
     raise ValueError(missing_accumulation_message(model))

@@ -20,7 +20,7 @@ from keras_paragrad.accumulation.advice import (
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.window import GradientWindow, Steps, StepsSchedule
 from keras_paragrad.arguments import check_choice, check_flag, check_text
-from keras_paragrad.compat.collectives import cross_replica, first_replica, replica_count, run_if
+from keras_paragrad.compat.collectives import cross_replica, first_replica_value, replica_count, run_if
 from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import WrappingOptimizer
 from keras_paragrad.engine.step.apply import apply_everywhere, installed_transform
@@ -224,7 +224,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         gradients, weight, norms = per_replica(mean)
         # A window without finite gradients makes no update, not even one with a zero gradient.
         run_if(
-            first_replica(weight) > 0 if self._drops_nonfinite else True,
+            first_replica_value(weight) > 0 if self._drops_nonfinite else True,
             lambda: apply_everywhere(per_replica, self.inner_optimizer, gradients, variables, norms),
         )
         per_replica(window.clear)

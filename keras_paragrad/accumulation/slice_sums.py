@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.optimizer import unscaled
+from keras_paragrad.compat.optimizer import unwrap_loss_scale
 from keras_paragrad.engine.losses.sums import zero_sums
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, gradient_of
@@ -40,7 +40,7 @@ class SliceSums:
         self.variables = self.model.trainable_weights
         self.present: set[int] = set()
         # The gradient of a mean over a slice is larger than that over the batch, and could overflow.
-        self._scales_loss = unscaled(self.model.optimizer) is not self.model.optimizer
+        self._scales_loss = unwrap_loss_scale(self.model.optimizer) is not self.model.optimizer
         self.last: Any = None
 
     def empty(self) -> RunningSums:

@@ -56,14 +56,14 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     carried = [tf.cast(each, "float64") if each.dtype.is_integer else each for each in tensors]
     return [
         tf.cast(total, each.dtype) if each.dtype.is_integer else total
-        for total, each in zip(_summed(carried), tensors, strict=True)
+        for total, each in zip(_all_reduce_sum(carried), tensors, strict=True)
     ]
 
 
-def _summed(tensors: Sequence[Any]) -> list[Any]:
-    on_cpus = _adds_up_on_cpus()
-    if on_cpus and are_local() and sum(map(_bytes_of, tensors)) <= SMALL:
-        return tf.distribute.get_replica_context().merge_call(_added, args=(list(tensors),))
+def _all_reduce_sum(tensors: Sequence[Any]) -> list[Any]:
+    on_cpus = _sums_on_cpus()
+    if on_cpus and replicas_are_local() and sum(map(_bytes_of, tensors)) <= SMALL:
+        return tf.distribute.get_replica_context().merge_call(_add_replica_values, args=(list(tensors),))
     apart = [place for place, tensor in enumerate(tensors) if LARGE <= _bytes_of(tensor) < math.inf] if on_cpus else []
     together: dict[tf.DType, list[int]] = {}
     for place, tensor in enumerate(tensors):
@@ -80,7 +80,7 @@ def _summed(tensors: Sequence[Any]) -> list[Any]:
     return [sums[place] for place in range(len(tensors))]
 
 
-def _adds_up_on_cpus() -> bool:
+def _sums_on_cpus() -> bool:
     """Whether replicas are on CPUs, and no bucket size was requested."""
     extended = tf.distribute.get_strategy().extended
     options = getattr(extended, "_communication_options", None)
@@ -88,7 +88,7 @@ def _adds_up_on_cpus() -> bool:
     return kinds == {"CPU"} and (options is None or not options.bytes_per_pack)
 
 
-def are_local() -> bool:
+def replicas_are_local() -> bool:
     """Whether all replicas are in this process."""
     return len(tf.distribute.get_strategy().extended.worker_devices) == replica_count()
 
@@ -100,16 +100,16 @@ def _bytes_of(tensor: Any) -> float:
     return tensor.shape.num_elements() * tensor.dtype.size
 
 
-def _added(strategy: tf.distribute.Strategy, grouped: list[Any]) -> list[tf.Tensor]:
+def _add_replica_values(strategy: tf.distribute.Strategy, grouped: list[Any]) -> list[tf.Tensor]:
     return [tf.add_n(strategy.experimental_local_results(each)) for each in grouped]
 
 
-def first_replica(value: Any) -> Any:
+def first_replica_value(value: Any) -> Any:
     """The first local replica's part of a value that is the same on all of them."""
-    return of_first_replica(tf.distribute.get_strategy(), value)
+    return first_replica_values(tf.distribute.get_strategy(), value)
 
 
-def of_first_replica(strategy: tf.distribute.Strategy, values: Any) -> Any:
+def first_replica_values(strategy: tf.distribute.Strategy, values: Any) -> Any:
     """The first local replica's part of nested values."""
     return tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], values)
 
@@ -129,4 +129,4 @@ def run_if(predicate: Any, action: Callable[[], Any], otherwise: Callable[[], An
 
 def local_values(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> list[np.ndarray]:
     """The values that the first replica of this process has of Keras variables, read without the others."""
-    return [np.asarray(tf.convert_to_tensor(of_first_replica(strategy, variable.value))) for variable in variables]
+    return [np.asarray(tf.convert_to_tensor(first_replica_values(strategy, variable.value))) for variable in variables]

@@ -8,48 +8,48 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import copy_mask, dense_parts, mask_of, rebuilt
+from keras_paragrad.compat.layers import copy_mask, dense_parts, mask_of, pack_dense_parts
 from keras_paragrad.compat.model import all_layers
 
 # A layer with this attribute looks at the pass as a whole, which is compiled as one then.
 _WHOLE = "needs_whole_pass"
 
 
-class _Asked(threading.local):
+class _CompileByLayer(threading.local):
     """Whether this replica's layers are compiled."""
 
     def __init__(self) -> None:
-        self.by_layer = False
+        self.enabled = False
 
 
-_ASKED = _Asked()
+_COMPILE = _CompileByLayer()
 
 
 @contextlib.contextmanager
-def compiled_by_layer(asked: bool = True) -> Iterator[None]:
+def compile_by_layer(asked: bool = True) -> Iterator[None]:
     """Context of a pass on this replica in which XLA compiles each layer that gathers weights, by itself."""
-    before = _ASKED.by_layer
-    _ASKED.by_layer = asked
+    before = _COMPILE.enabled
+    _COMPILE.enabled = asked
     try:
         yield
     finally:
-        _ASKED.by_layer = before
+        _COMPILE.enabled = before
 
 
-def compiled_by_itself(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a function of nested tensors, as a function that XLA compiles if it compiles layers one by one."""
-    if not _ASKED.by_layer:
+    if not _COMPILE.enabled:
         return function(*arguments)
-    with compiled_by_layer(False):
+    with compile_by_layer(False):
         return tf.function(function, jit_compile=True, autograph=False)(*arguments)
 
 
-def compiles(layer: Any) -> bool:
+def is_compiled_by_layer(layer: Any) -> bool:
     """Whether a call of this layer is to be compiled."""
-    return _ASKED.by_layer and all(each.supports_jit for each in layer._flatten_layers())
+    return _COMPILE.enabled and all(each.supports_jit for each in layer._flatten_layers())
 
 
-def may_be_parted(model: keras.Model) -> bool:
+def can_compile_by_layer(model: keras.Model) -> bool:
     """Whether a model's pass may be compiled in pieces."""
     return not any(getattr(layer, _WHOLE, False) for layer in all_layers(model))
 
@@ -71,7 +71,7 @@ class _AddedLosses:
             each._losses[count:] = losses[place] if losses else []
 
 
-class _LoopError(Exception):
+class _UncompilableLoopError(Exception):
     """XLA can't keep what a loop's backward pass needs of it from one function to another."""
 
 
@@ -100,20 +100,20 @@ def compiled_call(
     losses = _AddedLosses(layer)
 
     def run(parts, masks, weights):
-        inner[:] = rebuilt(leaves, parts, masks)
+        inner[:] = pack_dense_parts(leaves, parts, masks)
         given, named = keras.tree.pack_sequence_as((arguments, keywords), inner)
         with reading(*({int(key): each for key, each in of.items()} for of in weights)):
             outputs[:] = [call(*given, **named)]
         made = tf.compat.v1.get_default_graph().get_operations()
         if any(each.type in ("While", "StatelessWhile") for each in made):
-            raise _LoopError
+            raise _UncompilableLoopError
         found = keras.tree.flatten(outputs[0])
         return [dense_parts(each) for each in found], [mask_of(each) for each in found], losses.added
 
     named_weights = [{str(key): tensor for key, tensor in of.items()} for of in weights]
     try:
-        parts, masks, added = compiled_by_itself(run, [dense_parts(leaf) for leaf in leaves], masks, named_weights)
-    except _LoopError:
+        parts, masks, added = call_compiled(run, [dense_parts(leaf) for leaf in leaves], masks, named_weights)
+    except _UncompilableLoopError:
         losses.replace([])
         with reading(*weights):
             return call(*arguments, **keywords)
@@ -122,4 +122,4 @@ def compiled_call(
     for leaf, inside in zip(leaves, inner, strict=True):
         if tf.is_tensor(leaf) and mask_of(inside) is None:
             copy_mask(inside, leaf)
-    return keras.tree.pack_sequence_as(outputs[0], rebuilt(keras.tree.flatten(outputs[0]), parts, masks))
+    return keras.tree.pack_sequence_as(outputs[0], pack_dense_parts(keras.tree.flatten(outputs[0]), parts, masks))

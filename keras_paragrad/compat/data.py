@@ -27,7 +27,7 @@ def split_for_validation(x: Any, y: Any, sample_weight: Any, share: float) -> tu
     return train_validation_split((x, y, sample_weight), validation_split=share)
 
 
-class OwnAdapter(DataAdapter):
+class CustomAdapter(DataAdapter):
     """What Keras's trainer reads without an adapter of its own; see `DataAdapter` for what it asks of it."""
 
     @property
@@ -63,9 +63,9 @@ class ArrayRows:
         """A batch of rows for each vector of their numbers."""
         return self._mapped(numbers, _take_rows)
 
-    def beside(self, elements: tf.data.Dataset) -> tf.data.Dataset:
+    def batches_with(self, elements: tf.data.Dataset) -> tf.data.Dataset:
         """The elements `(numbers, other)`, with a batch of rows in place of their numbers."""
-        return self._mapped(elements, _take_rows_beside)
+        return self._mapped(elements, _take_rows_with)
 
     def _mapped(self, elements: tf.data.Dataset, take: Any) -> tf.data.Dataset:
         dataset = tf.data.Dataset.zip((elements, self._arrays)).map(take, num_parallel_calls=tf.data.AUTOTUNE)
@@ -99,17 +99,17 @@ def _take_rows(numbers: tf.Tensor, arrays: Any) -> Any:
 
 
 @tf.autograph.experimental.do_not_convert
-def _take_rows_beside(element: tuple[tf.Tensor, Any], arrays: Any) -> Any:
+def _take_rows_with(element: tuple[tf.Tensor, Any], arrays: Any) -> Any:
     numbers, other = element
     return _take_rows(numbers, arrays), other
 
 
-def readable_again(adapter: Any) -> tuple[Any, dict[str, Any]] | None:
+def reread(adapter: Any) -> tuple[Any, dict[str, Any]] | None:
     """What Keras reads with an adapter, to be read in another way: `x` and options for `distributed_dataset`.
 
     `None` if it reads nothing that could be cut up: data that are distributed already.
     """
-    if isinstance(adapter, OwnAdapter):
+    if isinstance(adapter, CustomAdapter):
         return None
     if isinstance(adapter, ArrayDataAdapter):
         return adapter, {"shuffle": adapter._shuffle}
@@ -135,7 +135,7 @@ def first_batch(adapter: Any) -> Any:
     return next(iter(adapter.get_tf_dataset()))
 
 
-def counts_readers(adapter: Any) -> bool:
+def loses_prefetched_batches(adapter: Any) -> bool:
     """Whether what an iterator has read, or read ahead, may be missing from the next one: generators, `PyDataset`."""
     return isinstance(adapter, (GeneratorDataAdapter, PyDatasetAdapter))
 
@@ -183,7 +183,7 @@ def _count_names(source: tf.data.Dataset) -> int | None:
     return count if names.element_spec == tf.TensorSpec((), tf.string) and count >= 0 else None
 
 
-def share_of_files(dataset: tf.data.Dataset, workers: int, worker: int) -> tf.data.Dataset:
+def shard_files_of_worker(dataset: tf.data.Dataset, workers: int, worker: int) -> tf.data.Dataset:
     """What a dataset gives if it reads only every so many'th of its files.
 
     Raises:

@@ -12,9 +12,16 @@ from keras_paragrad.compat.layers import attributes
 from keras_paragrad.compat.state import MethodPatch, patched, state_of
 
 # Methods that also work on another model that trains this one, given what that one was compiled with.
-LENDABLE = ("compute_loss", "compute_metrics", "get_metrics_result", "reset_metrics", "test_step", "predict_step")
+DELEGATED_METHODS = (
+    "compute_loss",
+    "compute_metrics",
+    "get_metrics_result",
+    "reset_metrics",
+    "test_step",
+    "predict_step",
+)
 # Methods that say how to train: the model that trains in its place has ways of its own for those.
-IN_THE_WAY = (
+TRAINING_METHODS = (
     "train_step",
     "make_train_function",
     "make_test_function",
@@ -57,7 +64,7 @@ def preprocesses(model: Any) -> bool:
         return True
 
 
-def warn_of_fit(model: Any, message: str) -> None:
+def warn_on_fit(model: Any, message: str) -> None:
     """Has a model warn once when its own `fit` makes its train function."""
     own = vars(model)
     if "make_train_function" in own:
@@ -83,7 +90,7 @@ def explain_missing_compile(model: Any, message: str) -> None:
     vars(model)["_assert_compile_called"] = assert_compile_called
 
 
-def metrics_of_its_own(layer: keras.layers.Layer) -> list[keras.Metric]:
+def layer_metrics(layer: keras.layers.Layer) -> list[keras.Metric]:
     """A layer's metrics, without those that a model was compiled with."""
     if not isinstance(layer, keras.Model):
         return layer.metrics
@@ -121,25 +128,25 @@ def delegated(model: keras.Model, trained: keras.Model) -> Iterator[None]:
         yield
 
 
-def lend(
+def delegate_methods(
     trained: keras.Model, model: keras.Model, while_loss: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> None:
-    """Gives a model the methods in `LENDABLE` that another overrides, to run on that other.
+    """Gives a model the methods in `DELEGATED_METHODS` that another overrides, to run on that other.
 
     Args:
         trained: The model that is compiled and trained.
         model: The model whose methods it runs.
         while_loss: Makes what is entered while `compute_loss` runs in training.
     """
-    for name in LENDABLE:
+    for name in DELEGATED_METHODS:
         if overrides(model, name):
             # Bypass Keras's tracking: a method is not state of the model.
-            vars(trained)[name] = _delegated(trained, model, name)
+            vars(trained)[name] = _delegated_method(trained, model, name)
     if overrides(model, "compute_loss"):
-        vars(trained)["compute_loss"] = _borrowed_loss(trained, model, while_loss)
+        vars(trained)["compute_loss"] = _delegated_loss(trained, model, while_loss)
 
 
-def _delegated(trained: keras.Model, model: keras.Model, name: str) -> Callable[..., Any]:
+def _delegated_method(trained: keras.Model, model: keras.Model, name: str) -> Callable[..., Any]:
     def method(*arguments: Any, **keywords: Any) -> Any:
         with delegated(model, trained):
             return getattr(model, name)(*arguments, **keywords)
@@ -147,7 +154,7 @@ def _delegated(trained: keras.Model, model: keras.Model, name: str) -> Callable[
     return method
 
 
-def _borrowed_loss(
+def _delegated_loss(
     trained: keras.Model, model: keras.Model, while_loss: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> Callable[..., Any]:
     def compute_loss(

@@ -122,7 +122,7 @@ def dense_parts(leaf: Any) -> list[tf.Tensor]:
     return tf.nest.flatten(leaf, expand_composites=True) if tf.is_tensor(leaf) else []
 
 
-def rebuilt(
+def pack_dense_parts(
     leaves: Sequence[Any], parts: Sequence[Sequence[tf.Tensor]], masks: Sequence[Any] | None = None
 ) -> list[Any]:
     """Leaves made of other tensors, each with the mask that hung on it.

@@ -37,14 +37,14 @@ def check_no_row_states(model: keras.Model, parts: str, instead: str) -> None:
         )
 
 
-def own_metrics(model: keras.Model) -> list[Any]:
+def all_metrics(model: keras.Model) -> list[Any]:
     """The metrics that the model and its layers have as attributes; `metrics` may be overridden and leave some out."""
     return [metric for layer in model._flatten_layers() for metric in layer._metrics]
 
 
 def all_variables(model: Any) -> list[keras.Variable]:
     """Each variable that calling a model or layer, or computing its loss and metrics, may assign to."""
-    metrics = [*own_metrics(model), *getattr(model, "metrics", ())]
+    metrics = [*all_metrics(model), *getattr(model, "metrics", ())]
     variables = [*model.variables, *(variable for metric in metrics for variable in metric.variables)]
     return list({id(variable): variable for variable in variables}.values())
 
@@ -54,7 +54,7 @@ def added_losses(model: keras.Model) -> list[Any]:
     return [loss for layer in model._flatten_layers() for loss in layer._get_own_losses()]
 
 
-def losses_added_by(layers: Iterable[keras.layers.Layer]) -> list[Any]:
+def added_losses_of(layers: Iterable[keras.layers.Layer]) -> list[Any]:
     """What layers, and those in them, have added as losses in this step."""
     return [loss for layer in layers for each in layer._flatten_layers() for loss in each._get_own_losses()]
 
@@ -71,44 +71,44 @@ def summed_by_keras(model: keras.Model) -> list[bool]:
     return several if model not in _ADDS_VALUES else [loss.shape.rank > 0 for loss in losses]
 
 
-def has_own_compute_loss(model: keras.Model) -> bool:
+def overrides_compute_loss(model: keras.Model) -> bool:
     """Whether the model overrides how its loss is computed."""
     return type(model).compute_loss is not keras.Model.compute_loss or "compute_loss" in model.__dict__
 
 
-def leaves_xla_open(model: keras.Model) -> bool:
+def may_choose_xla(model: keras.Model) -> bool:
     """Whether a model was compiled with `jit_compile="auto"`, and XLA can compile its layers."""
     check_objects()
     asked = model._compile_config.config.get("jit_compile", "auto")
     return asked == "auto" and all(layer.supports_jit for layer in model._flatten_layers())
 
 
-def has_own_fit(model: keras.Model) -> bool:
+def overrides_fit(model: keras.Model) -> bool:
     """Whether the model's class does something with the data before Keras's `fit` gets them."""
     return type(model).fit is not keras.Model.fit
 
 
-def has_own_predict(model: keras.Model) -> bool:
+def overrides_predict(model: keras.Model) -> bool:
     """Whether the model's class does something with the data before Keras's `predict` gets them."""
     return type(model).predict is not keras.Model.predict
 
 
-def has_own_train_step(model: keras.Model) -> bool:
+def overrides_train_step(model: keras.Model) -> bool:
     """Whether the model has a custom training step."""
     return type(model).train_step is not keras.Model.train_step or "train_step" in model.__dict__
 
 
-def has_own_test_step(model: keras.Model) -> bool:
+def overrides_test_step(model: keras.Model) -> bool:
     """Whether the model has a custom evaluation step."""
     return type(model).test_step is not keras.Model.test_step or "test_step" in model.__dict__
 
 
-def has_own_predict_step(model: keras.Model) -> bool:
+def overrides_predict_step(model: keras.Model) -> bool:
     """Whether the model has a custom prediction step."""
     return type(model).predict_step is not keras.Model.predict_step or "predict_step" in model.__dict__
 
 
-def compiled_as(model: keras.Model) -> Any:
+def compile_config(model: keras.Model) -> Any:
     """What stands for the latest `compile`: another object after each."""
     check_objects()
     return model._compile_config

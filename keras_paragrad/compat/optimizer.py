@@ -32,44 +32,44 @@ class Accumulating(Protocol):
         ...
 
 
-def nested(optimizer: Any) -> Iterator[Any]:
+def nested_optimizers(optimizer: Any) -> Iterator[Any]:
     """An optimizer and those inside it, from the outermost to the one that updates the weights."""
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
-def updating(optimizer: Any) -> Any:
+def innermost_optimizer(optimizer: Any) -> Any:
     """The optimizer whose `apply` updates the weights: the innermost."""
-    *_, innermost = nested(optimizer)
+    *_, innermost = nested_optimizers(optimizer)
     return innermost
 
 
-def parts(optimizer: Any) -> list[Any]:
+def updating_optimizers(optimizer: Any) -> list[Any]:
     """The optimizers that update variables: the innermost, and those that a `MultiOptimizer` delegates to."""
-    innermost = updating(optimizer)
+    innermost = innermost_optimizer(optimizer)
     return [innermost, *getattr(innermost, "optimizers", [])]
 
 
-def unscaled(optimizer: Any) -> Any:
+def unwrap_loss_scale(optimizer: Any) -> Any:
     """The optimizer that a `LossScaleOptimizer` is around, or the optimizer itself."""
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     return optimizer.inner_optimizer if scaled else optimizer
 
 
-def accumulating(optimizer: Any) -> Accumulating | None:
+def find_accumulator(optimizer: Any) -> Accumulating | None:
     """The nested optimizer that accumulates gradients, or `None`."""
-    return next((each for each in nested(optimizer) if getattr(each, "accumulates", False)), None)
+    return next((each for each in nested_optimizers(optimizer) if getattr(each, "accumulates", False)), None)
 
 
 def accumulation_steps(optimizer: Any) -> int:
     """The number of gradients per update in Keras's own accumulation; 1 without it."""
-    return max(part.gradient_accumulation_steps or 1 for part in parts(optimizer))
+    return max(part.gradient_accumulation_steps or 1 for part in updating_optimizers(optimizer))
 
 
-def clips(optimizer: Any) -> bool:
+def clips_gradients(optimizer: Any) -> bool:
     """Whether an optimizer clips gradients."""
-    return any(getattr(part, name, None) for part in parts(optimizer) for name in _CLIPPING)
+    return any(getattr(part, name, None) for part in updating_optimizers(optimizer) for name in _CLIPPING)
 
 
 _SETTINGS = (

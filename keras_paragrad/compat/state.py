@@ -86,7 +86,7 @@ def state_of(owner: Any) -> ModelState:
     return ModelState(owner)
 
 
-Made = TypeVar("Made", bound="MethodPatch")
+Patch = TypeVar("Made", bound="MethodPatch")
 
 
 def replace_methods(owner: Any, **methods: Callable[..., Any]) -> None:
@@ -104,8 +104,8 @@ class MethodPatch(abc.ABC):
     """Methods of objects, patched from when the first replica enters until the last one leaves."""
 
     def __init__(self):
-        self.inside = 0
-        self._replaced = contextlib.ExitStack()
+        self.entered = 0
+        self._exits = contextlib.ExitStack()
 
     @abc.abstractmethod
     def patch_all(self) -> None:
@@ -116,15 +116,15 @@ class MethodPatch(abc.ABC):
         before = {name: owner.__dict__[name]} if name in owner.__dict__ else {}
         owner.__dict__[name] = value
 
-        def put_back():
+        def restore():
             del owner.__dict__[name]
             owner.__dict__.update(before)
 
-        self._replaced.callback(put_back)
+        self._exits.callback(restore)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restores everything."""
-        self._replaced.close()
+        self._exits.close()
 
 
 def is_patched(owner: Any, name: str) -> bool:
@@ -132,13 +132,13 @@ def is_patched(owner: Any, name: str) -> bool:
     return name in owner.__dict__
 
 
-def patch_of(owner: Any, kind: type[Made]) -> Made | None:
+def patch_of(owner: Any, kind: type[Patch]) -> Patch | None:
     """What replaces an object's methods now, of one class."""
     return state_of(owner).patches.get(kind)
 
 
 @contextlib.contextmanager
-def patched(owner: Any, make: Callable[[], Made]) -> Iterator[Made]:
+def patched(owner: Any, make: Callable[[], Patch]) -> Iterator[Patch]:
     """Replaces methods while a step is traced in it; entered on every replica.
 
     Args:
@@ -150,13 +150,13 @@ def patched(owner: Any, make: Callable[[], Made]) -> Iterator[Made]:
     kind = type(made)
     replacement = state.patches.get(kind, made)
     state.patches = {**state.patches, kind: replacement}
-    replacement.inside += 1
+    replacement.entered += 1
     try:
-        if replacement.inside == 1:
+        if replacement.entered == 1:
             replacement.patch_all()
         yield replacement
     finally:
-        replacement.inside -= 1
-        if not replacement.inside:
-            replacement.put_back()
+        replacement.entered -= 1
+        if not replacement.entered:
+            replacement.restore()
             state.patches = {other: each for other, each in state.patches.items() if other is not kind}

@@ -12,7 +12,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
-from keras_paragrad.compat.optimizer import nested
+from keras_paragrad.compat.optimizer import nested_optimizers
 
 
 class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
@@ -87,7 +87,7 @@ class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 _SMALL = 2**12
 
 
-def bytes_of(variable: keras.Variable) -> int:
+def variable_bytes(variable: keras.Variable) -> int:
     """The bytes of a variable's value, held once and whole."""
     # `dtype` is what autocasting makes of it.
     dtype = tf.as_dtype(variable._dtype)
@@ -106,7 +106,7 @@ def without_memory() -> Iterator[None]:
     def from_value(self, value):
         if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
             # A value in a graph that is never run, from what an optimizer does with weights while it is built.
-            self._value = stand_in(value.shape, self._dtype, self.trainable, self.name)
+            self._value = unallocated_variable(value.shape, self._dtype, self.trainable, self.name)
         else:
             initialize(self, value)
 
@@ -114,7 +114,7 @@ def without_memory() -> Iterator[None]:
         if np.prod(self._shape, dtype=np.int64) * tf.as_dtype(self._dtype).size <= _SMALL:
             initialize_with(self, initializer)
         else:
-            self._value = stand_in(self._shape, self._dtype, self.trainable, self.name)
+            self._value = unallocated_variable(self._shape, self._dtype, self.trainable, self.name)
 
     cls._initialize, cls._initialize_with_initializer = from_value, from_initializer
     try:
@@ -123,13 +123,13 @@ def without_memory() -> Iterator[None]:
         cls._initialize, cls._initialize_with_initializer = initialize, initialize_with
 
 
-def stand_in(shape: Any, dtype: Any, trainable: bool, name: str) -> tf.Variable:
+def unallocated_variable(shape: Any, dtype: Any, trainable: bool, name: str) -> tf.Variable:
     """A `tf.Variable` without memory."""
     with tf.init_scope():
         return UninitializedVariable(shape=shape, dtype=dtype, trainable=trainable, name=name)
 
 
-def built_copy(optimizer: Any, variables: Sequence[keras.Variable]) -> Any:
+def copy_built_optimizer(optimizer: Any, variables: Sequence[keras.Variable]) -> Any:
     """A copy of an optimizer, built for variables, its own without memory.
 
     Args:
@@ -139,18 +139,18 @@ def built_copy(optimizer: Any, variables: Sequence[keras.Variable]) -> Any:
     Raises:
         ValueError: The optimizer can't be copied.
     """
-    made = _copied(optimizer)
+    made = _copy_optimizer(optimizer)
     with without_memory(), FuncGraph("never_run").as_default():
         # From the inside: a wrapper builds eagerly, where weights without memory can't be read.
-        for each in reversed([*nested(made)]):
+        for each in reversed([*nested_optimizers(made)]):
             if not each.built:
                 each.build(list(variables))
     return made
 
 
-def state_of(optimizers: Sequence[Any]) -> dict[str, list[keras.Variable]]:
+def optimizer_variables(optimizers: Sequence[Any]) -> dict[str, list[keras.Variable]]:
     """The variables of built optimizers, by what they are for: `"slots"`, `"accumulators"` and `"ema"`."""
-    each = [part for optimizer in optimizers for part in nested(optimizer)]
+    each = [part for optimizer in optimizers for part in nested_optimizers(optimizer)]
     updating = [part for outer in each for part in (outer, *getattr(outer, "optimizers", ()))]
     saved = [part for outer in each for part in vars(outer).values() if isinstance(part, SavedVariables)]
     lists = {
@@ -171,7 +171,7 @@ def state_of(optimizers: Sequence[Any]) -> dict[str, list[keras.Variable]]:
     return found
 
 
-def _copied(optimizer: Any) -> Any:
+def _copy_optimizer(optimizer: Any) -> Any:
     try:
         with warnings.catch_warnings():
             # Of what a file could not hold, such as a lambda.

@@ -11,7 +11,7 @@ from tensorflow.python.eager.context import context
 from keras_paragrad.compat.state import state_of
 
 
-class Place(NamedTuple):
+class ReplicaPlacement(NamedTuple):
     """Where this process stands among the replicas of a strategy.
 
     Attributes:
@@ -35,10 +35,10 @@ class Place(NamedTuple):
         return self.first // self.local
 
 
-def place_of(strategy: tf.distribute.Strategy) -> Place:
+def replica_placement(strategy: tf.distribute.Strategy) -> ReplicaPlacement:
     """Asks a strategy for the numbers of the replicas on this worker."""
     if strategy.num_replicas_in_sync == 1:
-        return Place(1, 1, 0)
+        return ReplicaPlacement(1, 1, 0)
     numbers = []
 
     def note(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
@@ -46,16 +46,16 @@ def place_of(strategy: tf.distribute.Strategy) -> Place:
         return tf.constant(0)
 
     strategy.experimental_distribute_values_from_function(note)
-    return Place(strategy.num_replicas_in_sync, len(numbers), min(numbers))
+    return ReplicaPlacement(strategy.num_replicas_in_sync, len(numbers), min(numbers))
 
 
-def train_together(model: Any, strategy: tf.distribute.Strategy | None) -> None:
+def set_worker_strategy(model: Any, strategy: tf.distribute.Strategy | None) -> None:
     """Says by which strategy the workers that hold parts of a model talk to each other; `None` if there are none."""
     # Of a model on a mesh of several workers, whose own strategy knows of none.
     state_of(model).workers = strategy
 
 
-def together_of(model: Any) -> tf.distribute.Strategy:
+def worker_strategy(model: Any) -> tf.distribute.Strategy:
     """The strategy by which the workers that train a model talk to each other: its own, but on a mesh."""
     return state_of(model).workers or model.distribute_strategy
 
@@ -76,7 +76,7 @@ def replica_variable(shape: Sequence[int | None], dtype: tf.DType = tf.float32) 
     )
 
 
-def local_parts(value: Any) -> Sequence[Any]:
+def local_replica_values(value: Any) -> Sequence[Any]:
     """The parts that this process's replicas have of a variable or tensor; itself, outside of a strategy."""
     return value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
 
@@ -117,7 +117,7 @@ class NamedDevicesStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         tf.distribute.Strategy.__init__(self, extended)
 
 
-class BesideMesh(NamedDevicesStrategy):
+class MeshWorkersStrategy(NamedDevicesStrategy):
     """One by which workers talk to each other that hold a mesh together, whose own collectives are numbered from 1."""
 
     _collective_key_base = 2**20

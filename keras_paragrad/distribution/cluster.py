@@ -12,7 +12,7 @@ from keras_paragrad.distribution import clusters
 from keras_paragrad.exports import modules_of
 
 
-class Found(NamedTuple):
+class ClusterDescription(NamedTuple):
     """The addresses of every job's tasks, and which of them this process is."""
 
     jobs: dict[str, tuple[str, ...]]
@@ -38,7 +38,7 @@ class ClusterKind(Protocol):
     run_variables: tuple[str, ...] = ()
     command: str = "keras-paragrad launch train.py, in each task"
 
-    def read(self, environment: Mapping[str, str]) -> Found | None:
+    def read(self, environment: Mapping[str, str]) -> ClusterDescription | None:
         """Finds the cluster that this process was started in. Nothing is looked up on the network.
 
         Args:
@@ -77,7 +77,7 @@ DEFAULT_PORT = 2222
 MOST_TASKS = 10_000
 
 
-def whole_number(environment: Mapping[str, str], name: str, least: int = 0, most: int = 10**18) -> int:
+def read_integer(environment: Mapping[str, str], name: str, least: int = 0, most: int = 10**18) -> int:
     """The number in an environment variable.
 
     Raises:
@@ -91,10 +91,10 @@ def whole_number(environment: Mapping[str, str], name: str, least: int = 0, most
     return int(text)
 
 
-def port_of(environment: Mapping[str, str], default: int) -> int:
+def read_port(environment: Mapping[str, str], default: int) -> int:
     """`KERAS_PARAGRAD_PORT`, or a default where it is not set."""
     return (
-        whole_number(environment, "KERAS_PARAGRAD_PORT", 1, 65535) if "KERAS_PARAGRAD_PORT" in environment else default
+        read_integer(environment, "KERAS_PARAGRAD_PORT", 1, 65535) if "KERAS_PARAGRAD_PORT" in environment else default
     )
 
 

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.data import split_for_validation
-from keras_paragrad.compat.model import has_own_fit
-from keras_paragrad.compat.workers import place_of
+from keras_paragrad.compat.model import overrides_fit
+from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.consistency import check_same_training, check_same_weights, describe_training
 from keras_paragrad.distribution.data import (
@@ -203,7 +203,7 @@ class DistributedFit(InNotebooks):
     def _check_consistent(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:
         """Raises on every worker if their training differs, before mismatched collectives can hang."""
         workers = self._strategies.workers
-        if place_of(workers).workers == 1:
+        if replica_placement(workers).workers == 1:
             return
         decisions = {decision.name: decision.value for decision in self.plan if decision.name in self.plan.alike}
         options = {"weighting": self.options.weighting, **decisions}
@@ -303,7 +303,7 @@ class DistributedFit(InNotebooks):
         }
         callbacks = arguments["callbacks"] = check_fit_arguments(model, arguments, normalize)
         self._parallelism.check(model, self._run)
-        if has_own_fit(model):
+        if overrides_fit(model):
             return self._fit_overridden(model, arguments, verbose, normalize, data_options)
         compared = {
             "normalize": normalize,

@@ -55,7 +55,7 @@ def listen_at(address: str, others: Sequence[str], until: float) -> list[socket.
     while True:
         try:
             places = sorted({info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
-            return _open(address, list(map(str, places)), _is_remote(host, others))
+            return _open_sockets(address, list(map(str, places)), _is_remote(host, others))
         except OSError as error:
             transient = isinstance(error, socket.gaierror) or error.errno == errno.EADDRINUSE
             if not transient or time.monotonic() > until:
@@ -74,10 +74,10 @@ def _is_remote(host: str, others: Sequence[str]) -> bool:
     return any(host_of(other) != host for other in others)
 
 
-def _open(address: str, places: list[str], is_remote: bool) -> list[socket.socket]:
+def _open_sockets(address: str, places: list[str], is_remote: bool) -> list[socket.socket]:
     port = port_of(address)
     if is_remote and any(ipaddress.ip_address(place.partition("%")[0]).is_loopback for place in places):
-        return [_everywhere(address, port, f"here it resolves to {', '.join(places)}")]
+        return [_listen_on_all_interfaces(address, port, f"here it resolves to {', '.join(places)}")]
     with contextlib.ExitStack() as opened:
         servers, failure = [], None
         for place in places:
@@ -89,12 +89,12 @@ def _open(address: str, places: list[str], is_remote: bool) -> list[socket.socke
         if not servers and failure is not None:
             if failure.errno != errno.EADDRNOTAVAIL:
                 raise failure
-            return [_everywhere(address, port, "it is not an address of this machine")]
+            return [_listen_on_all_interfaces(address, port, "it is not an address of this machine")]
         opened.pop_all()
         return servers
 
 
-def _everywhere(address: str, port: int, why: str) -> socket.socket:
+def _listen_on_all_interfaces(address: str, port: int, why: str) -> socket.socket:
     _log.warning(
         "The first worker listens on port %d of all interfaces, as others can't reach it at %s: %s. Use an address of "
         "this machine in the cluster description to listen on that one only.",
@@ -103,7 +103,7 @@ def _everywhere(address: str, port: int, why: str) -> socket.socket:
     return socket.create_server(("", port), backlog=128)
 
 
-_SAY_AFTER = 5.0
+_WARN_AFTER = 5.0
 _LONGEST_DESCRIPTION = 8192
 _LONGEST_REASON = 2000
 
@@ -129,9 +129,13 @@ def rendezvous(
     """
     until = time.monotonic() + seconds
     signer = MessageSigner.of(cluster, os.environ if environment is None else environment)
-    facts = {"cluster": _description(cluster), **facts}
+    facts = {"cluster": _describe_cluster(cluster), **facts}
     address = _addresses(cluster)[0]
-    verdict = _lead(cluster, signer, facts, until) if cluster.is_chief else _ask(cluster, signer, facts, until)
+    verdict = (
+        _collect_facts(cluster, signer, facts, until)
+        if cluster.is_chief
+        else _report_facts(cluster, signer, facts, until)
+    )
     if "failed" in verdict:
         raise ConnectionError(f"The first worker, at {address}, failed: {verdict['failed']}")
     if "missing" in verdict:
@@ -144,7 +148,7 @@ def rendezvous(
         raise ValueError(f"The workers differ: {verdict['differs']}. Start all of them with the same setup.")
 
 
-def _lead(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, Any], until: float) -> dict[str, str]:
+def _collect_facts(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, Any], until: float) -> dict[str, str]:
     """Waits for the others, and sends the verdict to all that connected."""
     addresses = _addresses(cluster)
     servers = listen_at(addresses[0], addresses[1:], until)
@@ -154,21 +158,21 @@ def _lead(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, Any], unt
     ):
         verdict = {"failed": "it was stopped while it waited for the others."}
         try:
-            while len(server.came) + 1 < cluster.worker_count and (left := until - time.monotonic()) > 0:
+            while len(server.callers) + 1 < cluster.worker_count and (left := until - time.monotonic()) > 0:
                 server.wait(min(left, 1.0))
-            verdict = _judge(addresses, facts, server)
+            verdict = _compare_facts(addresses, facts, server)
         except Exception as error:
             verdict = {"failed": f"{type(error).__name__}: {error}"[:_LONGEST_REASON]}
             raise
         finally:
             server.stop_listening()
-            for caller in server.came.values():
-                _tell(caller, signer, verdict)
+            for caller in server.callers.values():
+                _send_verdict(caller, signer, verdict)
     return verdict
 
 
-def _judge(addresses: list[str], facts: Mapping[str, Any], server: RendezvousServer) -> dict[str, str]:
-    said = {0: facts, **{rank: caller.message["facts"] for rank, caller in sorted(server.came.items())}}
+def _compare_facts(addresses: list[str], facts: Mapping[str, Any], server: RendezvousServer) -> dict[str, str]:
+    said = {0: facts, **{rank: caller.message["facts"] for rank, caller in sorted(server.callers.items())}}
     missing = [f"worker {rank} ({addresses[rank]})" for rank in range(len(addresses)) if rank not in said]
     if missing:
         listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
@@ -181,7 +185,7 @@ def _judge(addresses: list[str], facts: Mapping[str, Any], server: RendezvousSer
     return {}
 
 
-def _tell(caller: Caller, signer: MessageSigner, verdict: Mapping[str, str]) -> None:
+def _send_verdict(caller: Caller, signer: MessageSigner, verdict: Mapping[str, str]) -> None:
     connection = caller.connection
     try:
         connection.settimeout(5)
@@ -192,7 +196,7 @@ def _tell(caller: Caller, signer: MessageSigner, verdict: Mapping[str, str]) -> 
         _log.warning("A worker disconnected before all had connected: %s", failure)
 
 
-def _ask(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, Any], until: float) -> dict[str, str]:
+def _report_facts(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, Any], until: float) -> dict[str, str]:
     """Connects to the first worker and returns its verdict."""
     address = _addresses(cluster)[0]
     question = signer.sign({"rank": cluster.rank, "facts": facts})
@@ -203,7 +207,7 @@ def _ask(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, Any], unti
             with socket.create_connection((host_of(address), port_of(address)), timeout=min(left, 5.0)) as connection:
                 connection.sendall(question)
                 # The first worker reports missing workers a little after the deadline.
-                answer = _line(connection, until + 5)
+                answer = _read_line(connection, until + 5)
             verdict = signer.verify(answer) if answer else None
             if verdict is not None:
                 return {str(name): str(reason) for name, reason in verdict.items()}
@@ -213,14 +217,14 @@ def _ask(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, Any], unti
             )
         except OSError as error:
             failure = error
-        if not said and time.monotonic() - began > _SAY_AFTER:
+        if not said and time.monotonic() - began > _WARN_AFTER:
             said = True
             _log.warning("Worker %d is waiting for the first worker at %s: %s", cluster.rank, address, failure)
         time.sleep(_PAUSE)
     return {"missing": f"worker 0 (worker {cluster.rank} could not reach it: {failure})"}
 
 
-def _line(connection: socket.socket, until: float) -> bytes:
+def _read_line(connection: socket.socket, until: float) -> bytes:
     """Reads a line, or what was received of it when the peer closes or has sent too much."""
     line = b""
     while not line.endswith(b"\n") and len(line) <= LONGEST:
@@ -232,7 +236,7 @@ def _line(connection: socket.socket, until: float) -> bytes:
     return line
 
 
-def _description(cluster: Cluster) -> Any:
+def _describe_cluster(cluster: Cluster) -> Any:
     """The cluster's addresses, or a checksum if there are many."""
     text = json.dumps(cluster.jobs, sort_keys=True)
     if len(text) <= _LONGEST_DESCRIPTION:
@@ -245,7 +249,7 @@ def _addresses(cluster: Cluster) -> list[str]:
     return [*cluster.jobs.get("chief", ()), *cluster.jobs.get("worker", ())]
 
 
-def meet(cluster: Cluster, timeout: float, facts: dict[str, Any], *, instead: str = "") -> None:
+def await_workers(cluster: Cluster, timeout: float, facts: dict[str, Any], *, instead: str = "") -> None:
     """Waits for the other workers, and compares what has to be the same on all of them."""
     if has_joined_a_cluster():
         # TensorFlow already listens on this worker's address, so a second rendezvous there is impossible.

@@ -83,15 +83,15 @@ class Caller:
     Attributes:
         connection: The connection.
         host: The peer's host.
-        since: When it connected, by `time.monotonic()`.
-        heard: The bytes received.
+        connected_at: When it connected, by `time.monotonic()`.
+        received: The bytes received.
         message: The decoded message, once verified to be of this run.
     """
 
     connection: socket.socket
     host: str
-    since: float = field(default_factory=time.monotonic)
-    heard: bytes = b""
+    connected_at: float = field(default_factory=time.monotonic)
+    received: bytes = b""
     message: dict[str, Any] = field(default_factory=dict)
 
 
@@ -105,20 +105,20 @@ class RendezvousServer:
         workers: Number of workers, including the first.
 
     Attributes:
-        came: The workers that have connected, by rank.
+        callers: The workers that have connected, by rank.
     """
 
     def __init__(
         self, selector: selectors.BaseSelector, servers: Sequence[socket.socket], signer: MessageSigner, workers: int
     ) -> None:
-        self.came: dict[int, Caller] = {}
+        self.callers: dict[int, Caller] = {}
         self._selector = selector
         self._servers = list(servers)
         self._signer = signer
         self._workers = workers
-        self._unknown: list[Caller] = []
-        self._turned_away: dict[str, int] = {}
-        self._left: list[int] = []
+        self._unidentified: list[Caller] = []
+        self._rejections: dict[str, int] = {}
+        self._disconnected: list[int] = []
         for server in self._servers:
             server.setblocking(False)
             selector.register(server, selectors.EVENT_READ, None)
@@ -128,7 +128,7 @@ class RendezvousServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop_listening()
-        for caller in [*self._unknown, *self.came.values()]:
+        for caller in [*self._unidentified, *self.callers.values()]:
             self._close(caller)
 
     def wait(self, seconds: float) -> None:
@@ -137,9 +137,9 @@ class RendezvousServer:
             if key.data is None:
                 self._accept(key.fileobj)
             else:
-                self._hear(key.data)
-        for caller in [each for each in self._unknown if time.monotonic() - each.since > _PATIENCE]:
-            self._turn_away(caller, "sent no message of this run")
+                self._receive(key.data)
+        for caller in [each for each in self._unidentified if time.monotonic() - each.connected_at > _PATIENCE]:
+            self._reject(caller, "sent no message of this run")
 
     def stop_listening(self) -> None:
         """Stops accepting connections."""
@@ -150,9 +150,10 @@ class RendezvousServer:
 
     def in_words(self) -> str:
         """The rejected callers, to append to an error message; empty if there were none."""
-        parts = [f"{why} ({count} times)" if count > 1 else why for why, count in list(self._turned_away.items())[:4]]
+        parts = [f"{why} ({count} times)" if count > 1 else why for why, count in list(self._rejections.items())[:4]]
         parts += [
-            f"worker {rank} connected and disconnected again" for rank in sorted(set(self._left) - set(self.came))
+            f"worker {rank} connected and disconnected again"
+            for rank in sorted(set(self._disconnected) - set(self.callers))
         ]
         return f" Also: {'; '.join(parts)}." if parts else ""
 
@@ -165,11 +166,11 @@ class RendezvousServer:
         connection.setblocking(False)
         caller = Caller(connection, str(address[0]))
         self._selector.register(connection, selectors.EVENT_READ, caller)
-        self._unknown.append(caller)
-        if len(self._unknown) > self._workers + _SPARE:
-            self._turn_away(self._unknown[0], "sent no message of this run")
+        self._unidentified.append(caller)
+        if len(self._unidentified) > self._workers + _SPARE:
+            self._reject(self._unidentified[0], "sent no message of this run")
 
-    def _hear(self, caller: Caller) -> None:
+    def _receive(self, caller: Caller) -> None:
         try:
             received = caller.connection.recv(LONGEST)
         except BlockingIOError:
@@ -178,36 +179,36 @@ class RendezvousServer:
             received = b""
         if caller.message:
             # It has already sent its message: either it disconnected, or it sent too much.
-            self._left.append(caller.message["rank"])
-            del self.came[caller.message["rank"]]
+            self._disconnected.append(caller.message["rank"])
+            del self.callers[caller.message["rank"]]
             self._close(caller)
             return
-        caller.heard += received
-        if caller.heard.endswith(b"\n") or not received or len(caller.heard) > LONGEST:
-            self._know(caller)
+        caller.received += received
+        if caller.received.endswith(b"\n") or not received or len(caller.received) > LONGEST:
+            self._identify(caller)
 
-    def _know(self, caller: Caller) -> None:
-        message = self._signer.verify(caller.heard) if len(caller.heard) <= LONGEST else None
+    def _identify(self, caller: Caller) -> None:
+        message = self._signer.verify(caller.received) if len(caller.received) <= LONGEST else None
         rank = message.get("rank") if message else None
         known = isinstance(rank, int) and 0 < rank < self._workers and isinstance(message.get("facts"), dict)  # pyright: ignore
         if not known or message is None:
-            self._turn_away(caller, "belongs to another run or has another cluster description")
+            self._reject(caller, "belongs to another run or has another cluster description")
             return
-        before = self.came.pop(message["rank"], None)
+        before = self.callers.pop(message["rank"], None)
         if before is not None:
             # It was restarted.
             self._close(before)
-        self._unknown.remove(caller)
+        self._unidentified.remove(caller)
         caller.message = message
-        self.came[message["rank"]] = caller
+        self.callers[message["rank"]] = caller
 
-    def _turn_away(self, caller: Caller, why: str) -> None:
+    def _reject(self, caller: Caller, why: str) -> None:
         reason = f"a connection from {caller.host} {why}"
-        if reason not in self._turned_away and len(self._turned_away) < 100:
+        if reason not in self._rejections and len(self._rejections) < 100:
             _log.warning("The first worker rejected a connection and keeps waiting: %s.", reason)
-            self._turned_away[reason] = 0
-        self._turned_away[reason] = self._turned_away.get(reason, 0) + 1
-        self._unknown.remove(caller)
+            self._rejections[reason] = 0
+        self._rejections[reason] = self._rejections.get(reason, 0) + 1
+        self._unidentified.remove(caller)
         # The reply lets a misconfigured peer report what went wrong: it sees an answer that is not of its run.
         with contextlib.suppress(OSError):
             caller.connection.send(b"another run\n")

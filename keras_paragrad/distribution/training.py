@@ -7,8 +7,8 @@ import keras
 
 from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation
 from keras_paragrad.arguments import check_each, check_flag, check_instance, check_integer, check_number
-from keras_paragrad.compat.optimizer import accumulating
-from keras_paragrad.compat.workers import place_of
+from keras_paragrad.compat.optimizer import find_accumulator
+from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.failures import explained_failures
 from keras_paragrad.distribution.checkpoint.writers import check_callbacks, with_one_writer
@@ -70,13 +70,13 @@ def train(
     """Calls the `fit` of a prepared model; of several workers, only the chief shows progress and writes files."""
     hardware, plan, strategy = run.hardware, run.plan, run.strategies.workers
     distributed = data if isinstance(data, DistributedData) else None
-    one_worker = hardware.worker_count == 1 and place_of(strategy).workers == 1
+    one_worker = hardware.worker_count == 1 and replica_placement(strategy).workers == 1
     factor = plan.lr_scaling.value or float(strategy.num_replicas_in_sync)
     # A `Backup` comes last, as it saves the state of all others.
     backups = [callback for callback in callbacks if isinstance(callback, Backup)]
     others = [callback for callback in callbacks if not isinstance(callback, Backup)]
     added: list[keras.callbacks.Callback] = [FollowEpochs(distributed)] if distributed is not None else []
-    if accumulating(model.optimizer) and not any(isinstance(callback, ExactAccumulation) for callback in others):
+    if find_accumulator(model.optimizer) and not any(isinstance(callback, ExactAccumulation) for callback in others):
         added.append(ExactAccumulation())
     if factor != 1:
         added.append(ScaledLearningRate(factor, plan.warmup_steps.value))
@@ -85,7 +85,7 @@ def train(
     for backup in backups:
         backup.callbacks = [*backup.callbacks, *others]
     callbacks = [*others, *backups]
-    if distributed is not None and place_of(strategy).workers > 1:
+    if distributed is not None and replica_placement(strategy).workers > 1:
         callbacks = with_agreement(callbacks, AgreeEachEpoch(strategy, callbacks, distributed))
     try:
         with explained_failures(hardware.cluster):

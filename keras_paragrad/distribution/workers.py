@@ -6,7 +6,7 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.workers import Place, barrier, place_of
+from keras_paragrad.compat.workers import ReplicaPlacement, barrier, replica_placement
 
 Result = TypeVar("Result")
 
@@ -24,7 +24,7 @@ def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarra
     Returns:
         An array of shape `(workers, len(values))`, the same on every worker.
     """
-    place = place_of(strategy)
+    place = replica_placement(strategy)
     row = np.asarray(values)
     if place.workers == 1:
         return row[np.newaxis]
@@ -38,7 +38,7 @@ def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarra
     return gathered
 
 
-def _sum(strategy: tf.distribute.Strategy, place: Place, values: np.ndarray) -> np.ndarray:
+def _sum(strategy: tf.distribute.Strategy, place: ReplicaPlacement, values: np.ndarray) -> np.ndarray:
     """The all-reduced sum of the workers' arrays, which the first replica of each worker contributes."""
 
     def value_of(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
@@ -57,7 +57,7 @@ def from_chief(strategy: tf.distribute.Strategy, content: bytes | None) -> bytes
     Returns:
         The same bytes everywhere.
     """
-    place = place_of(strategy)
+    place = replica_placement(strategy)
     if place.workers == 1:
         return content or b""
     length = int(gather(strategy, np.array([len(content or b"")]))[0, 0])
@@ -72,7 +72,7 @@ def sum_bytes(strategy: tf.distribute.Strategy, array: np.ndarray) -> np.ndarray
         strategy: The workers' strategy; all its workers call this, with equally many bytes.
         array: This worker's bytes, with zeros in place of those of others.
     """
-    place = place_of(strategy)
+    place = replica_placement(strategy)
     if place.workers == 1:
         return array
     sums = []

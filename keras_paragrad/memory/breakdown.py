@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import children
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.compat.variables import bytes_of, state_of
+from keras_paragrad.compat.variables import optimizer_variables, variable_bytes
 from keras_paragrad.engine.step.tracing import TracedStep
 from keras_paragrad.memory.liveness import Peaks, step_peaks
 from keras_paragrad.storage.partition import MIN_SHARD_BYTES
@@ -66,32 +66,34 @@ def breakdowns_of(
         least: The bytes of a variable from which it is cut into shards.
     """
     peaks = _peaks(step)
-    return [_column(model, step, peaks, shard, replicas, recompute, least) for shard in SHARDS]
+    return [_breakdown(model, step, peaks, shard, replicas, recompute, least) for shard in SHARDS]
 
 
-def _column(
+def _breakdown(
     model: Any, step: TracedStep, peaks: Peaks, shard: str | None, replicas: int, recompute: bool, least: int
 ) -> MemoryBreakdown:
-    of_weights = Cutting(replicas if shard == "parameters" else 1, least)
-    of_state = Cutting(replicas if shard else 1, least)
+    of_weights = Sharding(replicas if shard == "parameters" else 1, least)
+    of_state = Sharding(replicas if shard else 1, least)
     state = {
         kind: sum(of_state.bytes_of(variable) for variable in variables)
-        for kind, variables in state_of(step.optimizers).items()
+        for kind, variables in optimizer_variables(step.optimizers).items()
     }
     held = {
         "parameters": sum(of_weights.bytes_of(variable) for variable in model.trainable_variables),
-        "non_trainable": sum(map(bytes_of, model.non_trainable_variables)),
+        "non_trainable": sum(map(variable_bytes, model.non_trainable_variables)),
         **state,
     }
     cut = [each for each in step.gradients if not each.of_rows and of_weights.cuts(each.variable)]
-    gathering = _peaks(step, {each.resource: bytes_of(each.variable) for each in cut}) if cut else peaks
+    gathering = _peaks(step, {each.resource: variable_bytes(each.variable) for each in cut}) if cut else peaks
     gradients, most = _gradients_and_peak(step, gathering, of_weights)
     # An update runs on shards of the optimizer's variables.
     update = peaks.update // of_state.shards
     return MemoryBreakdown(
         shard,
         recompute,
-        gathered=max((_gathered_bytes(*each, of_weights) for each in _layers(model, step)), default=0),
+        gathered=max(
+            (_gathered_bytes(*each, of_weights) for each in _layers_with_gathered_weights(model, step)), default=0
+        ),
         gradients=max(gradients),
         activations=max(peaks.activations),
         update=update,
@@ -100,7 +102,7 @@ def _column(
     )
 
 
-class Cutting(NamedTuple):
+class Sharding(NamedTuple):
     """How variables are divided among devices.
 
     Attributes:
@@ -113,11 +115,11 @@ class Cutting(NamedTuple):
 
     def cuts(self, variable: keras.Variable) -> bool:
         """Whether a variable is cut."""
-        return self.shards > 1 and bytes_of(variable) >= self.least
+        return self.shards > 1 and variable_bytes(variable) >= self.least
 
-    def bytes_of(self, variable: keras.Variable) -> int:
+    def variable_bytes(self, variable: keras.Variable) -> int:
         """The bytes of a variable that a device holds."""
-        size, elements = bytes_of(variable), math.prod(variable.shape)
+        size, elements = variable_bytes(variable), math.prod(variable.shape)
         return -(-elements // self.shards) * (size // elements) if self.cuts(variable) else size
 
 
@@ -125,7 +127,7 @@ def _peaks(step: TracedStep, gathered: Mapping[int | None, int] | None = None) -
     return step_peaks(step.block, [gradient.number for gradient in step.gradients], step.updates_from, gathered)
 
 
-def _gradients_and_peak(step: TracedStep, peaks: Peaks, of_weights: Cutting) -> tuple[list[int], int]:
+def _gradients_and_peak(step: TracedStep, peaks: Peaks, of_weights: Sharding) -> tuple[list[int], int]:
     """The bytes of gradients after each one's arrival, and when all are there; the most with activations until then."""
     by_number = {gradient.number: gradient for gradient in step.gradients}
     held, all_held, most = 0, [], peaks.activations[0]
@@ -140,7 +142,7 @@ def _gradients_and_peak(step: TracedStep, peaks: Peaks, of_weights: Cutting) -> 
     return [*all_held, held], most
 
 
-def _layers(model: Any, step: TracedStep) -> Iterable[tuple[Any, list[keras.Variable]]]:
+def _layers_with_gathered_weights(model: Any, step: TracedStep) -> Iterable[tuple[Any, list[keras.Variable]]]:
     """Layers with the trainable variables that are theirs and are gathered: not tables, of which rows are looked up."""
     tables = {id(gradient.variable) for gradient in step.gradients if gradient.of_rows}
     for layer in (model, *all_layers(model)):
@@ -148,7 +150,7 @@ def _layers(model: Any, step: TracedStep) -> Iterable[tuple[Any, list[keras.Vari
         yield layer, [each for each in layer.trainable_variables if id(each) not in inner | tables]
 
 
-def _gathered_bytes(layer: Any, variables: list[keras.Variable], of_weights: Cutting) -> int:
+def _gathered_bytes(layer: Any, variables: list[keras.Variable], of_weights: Sharding) -> int:
     # Gathered in the dtype that the layer computes in.
     size = tf.as_dtype(layer.compute_dtype).size
     return sum(math.prod(variable.shape) * size for variable in variables if of_weights.cuts(variable))

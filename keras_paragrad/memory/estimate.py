@@ -143,23 +143,23 @@ class Recomputation(NamedTuple):
             end()
 
 
-def recomputation_of(model: Any) -> Recomputation:
+def automatic_recomputation(model: Any) -> Recomputation:
     """What `recompute(model)` recomputes; of a model that it can't cut, blocks that are alike."""
     try:
         cut = cut_where_it_pays(model)
     except ValueError:
         blocks = repeated_blocks(model)
-        return Recomputation([block.name for block in blocks], lambda: _all_again(blocks))
+        return Recomputation([block.name for block in blocks], lambda: _recompute_layers(blocks))
     names = [part.name for part, again in cut.segments if again]
     return Recomputation(names, lambda: recompute_parts(model, cut.functional, cut.segments))
 
 
 def repeated_blocks(model: keras.Model) -> list[keras.layers.Layer]:
     """Layers made of layers, of which several beside each other have the same weights' shapes; the outermost."""
-    return [block for block in _within(model) if _can_be_recomputed(model, block)]
+    return [block for block in _blocks_within(model) if _can_be_recomputed(model, block)]
 
 
-def _all_again(blocks: list[keras.layers.Layer]) -> Callable[[], None]:
+def _recompute_layers(blocks: list[keras.layers.Layer]) -> Callable[[], None]:
     undo = [recompute_layer(block) for block in blocks]
 
     def end() -> None:
@@ -169,12 +169,12 @@ def _all_again(blocks: list[keras.layers.Layer]) -> Callable[[], None]:
     return end
 
 
-def _within(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+def _blocks_within(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     groups: dict[Any, list[keras.layers.Layer]] = defaultdict(list)
     for child in children(layer):
         shapes = tuple(tuple(variable.shape) for variable in child.trainable_variables)
         groups[(type(child), shapes) if shapes and children(child) else id(child)].append(child)
-    return [block for group in groups.values() for block in (group if len(group) > 1 else _within(group[0]))]
+    return [block for group in groups.values() for block in (group if len(group) > 1 else _blocks_within(group[0]))]
 
 
 def _can_be_recomputed(model: keras.Model, layer: keras.layers.Layer) -> bool:
@@ -238,7 +238,7 @@ def estimate_memory(
     columns = breakdowns_of(
         model, traced_step(model, rows, length, optimizer, batch_spec), replicas, least=min_shard_bytes
     )
-    recomputation = recomputation_of(model)
+    recomputation = automatic_recomputation(model)
     if recomputation.names:
         with recomputation.in_effect():
             step = traced_step(model, rows, length, optimizer, batch_spec)

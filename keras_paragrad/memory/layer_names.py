@@ -15,7 +15,7 @@ _WHAT = "names of the model's layers, or the layers"
 _EXAMPLE = '["block_0", "block_1"]'
 
 
-def chosen_layers(model: keras.Model, layers: Any) -> list[keras.layers.Layer]:
+def select_layers(model: keras.Model, layers: Any) -> list[keras.layers.Layer]:
     """The layers that are to be recomputed.
 
     Args:
@@ -31,7 +31,7 @@ def chosen_layers(model: keras.Model, layers: Any) -> list[keras.layers.Layer]:
             return given
         if not isinstance(given, str):
             raise refusal(name, given, "a layer or its name")
-        return _named(model, given)
+        return _find_layer(model, given)
 
     chosen = list(check_each("layers", layers, check, _WHAT, example=_EXAMPLE))
     if not chosen:
@@ -62,7 +62,7 @@ def check_layer(model: keras.Model, layer: keras.layers.Layer) -> None:
         raise ValueError(f"{layer.name!r} is an input of the model, and computes nothing. Leave it out of `layers`.")
     around = [each for each in (model, *all_layers(model)) if any(layer is inner for inner in all_layers(each))]
     for each in (layer, *all_layers(layer), *around):
-        check_within(layer, each)
+        check_nesting(layer, each)
     loop = next((each for each in around if isinstance(each, keras.layers.RNN)), None)
     if loop is not None:
         raise ValueError(
@@ -75,7 +75,7 @@ def check_layer(model: keras.Model, layer: keras.layers.Layer) -> None:
         )
 
 
-def check_within(layer: keras.layers.Layer, other: keras.layers.Layer) -> None:
+def check_nesting(layer: keras.layers.Layer, other: keras.layers.Layer) -> None:
     """Refuses a layer or model that contains another, or is contained in it, if the other forbids that.
 
     Raises:
@@ -91,7 +91,7 @@ def check_within(layer: keras.layers.Layer, other: keras.layers.Layer) -> None:
         )
 
 
-def _named(model: keras.Model, name: str) -> keras.layers.Layer:
+def _find_layer(model: keras.Model, name: str) -> keras.layers.Layer:
     each = all_layers(model)
     found = [layer for layer in each if layer.name == name]
     top = [layer for layer in model.layers if layer.name == name]

@@ -86,15 +86,15 @@ def step_peaks(
     Returns:
         Its peaks. A gradient is taken to stay until the update, which begins when all of them are there.
     """
-    return _Run(frozenset(gradients)).step(block, updates_from, gathered or {})
+    return _Execution(frozenset(gradients)).step(block, updates_from, gathered or {})
 
 
-def peak(block: Block) -> int:
+def peak_bytes_of_graph(block: Block) -> int:
     """The most bytes that a graph holds at once."""
     return max(step_peaks(block, (), len(block.operations)).activations)
 
 
-class _Run:
+class _Execution:
     def __init__(self, gradients: frozenset[int]):
         self._gradients = gradients
         self._step: Block | None = None
@@ -166,7 +166,7 @@ class _Run:
         self._live -= gathered
 
     def _plain(self, operation: TracedOperation, inputs: list[_Value]) -> list[_Value]:
-        kind, known = operation.kind, _known(operation, inputs)
+        kind, known = operation.kind, _known_value(operation, inputs)
         if kind.startswith("TensorList") and (lists := self._of_list(kind, inputs)) is not None:
             return lists
         if inputs and inputs[0].gathered and kind in ("Cast", "ReadVariableOp", *_ALIASES):
@@ -272,7 +272,7 @@ def _links(buffer: _Buffer | None) -> tuple[_Buffer | None, _Buffer | None]:
     return (buffer.parts[0], buffer.parts[1]) if buffer is not None and len(buffer.parts) == 2 else (None, None)
 
 
-def _known(operation: TracedOperation, inputs: list[_Value]) -> Any:
+def _known_value(operation: TracedOperation, inputs: list[_Value]) -> Any:
     """The value of an integer or boolean, where it follows from those that it is computed from."""
     if operation.value is not None:
         return operation.value

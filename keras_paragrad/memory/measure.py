@@ -25,7 +25,7 @@ _SAME_BYTES = {"ExpandDims", "Identity", "IdentityN", "PreventGradient", "Reshap
 _NOT_COMPUTED = {"Const", "Placeholder"}
 
 
-class Cost(NamedTuple):
+class PartCost(NamedTuple):
     """What one part of a model takes, for an example.
 
     Attributes:
@@ -41,7 +41,7 @@ class Cost(NamedTuple):
     repeatable: bool
 
 
-class Measured(NamedTuple):
+class ModelCost(NamedTuple):
     """What the parts of a model take, and the whole step.
 
     Attributes:
@@ -50,12 +50,12 @@ class Measured(NamedTuple):
         work: What a forward and backward pass of the whole model costs, in FLOPs for an example.
     """
 
-    parts: list[Cost]
+    parts: list[PartCost]
     entering: list[float]
     work: float
 
 
-def measure(model: keras.Model, functional: Any, parts: Sequence[Part]) -> Measured:
+def measure_parts(model: keras.Model, functional: Any, parts: Sequence[Part]) -> ModelCost:
     """Traces a forward and backward pass, which is not run.
 
     Args:
@@ -91,9 +91,9 @@ def measure(model: keras.Model, functional: Any, parts: Sequence[Part]) -> Measu
     for part, (start, end, names) in zip(parts, ranges, strict=True):
         held = [(each.name in names, _bytes(each) / _EXAMPLES) for index, each in used if start <= index < end]
         kept, leaving = (sum(bytes for leaves, bytes in held if leaves is asked) for asked in (False, True))
-        costs.append(Cost(kept, leaving, sum(work[start:end]), _repeatable(part.name, operations[start:end])))
+        costs.append(PartCost(kept, leaving, sum(work[start:end]), _repeatable(part.name, operations[start:end])))
     entering = [sum(_bytes_for_an_example(tensor, steps) for tensor in part.floats) for part in parts]
-    return Measured(costs, entering, sum(work))
+    return ModelCost(costs, entering, sum(work))
 
 
 def _first_that_works(trace: Callable[[int], Any]) -> Any:

@@ -8,7 +8,7 @@ from keras_paragrad.arguments import check_instance, check_integer
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.recompute import recompute_layer
 from keras_paragrad.engine.step.segments import recompute_parts
-from keras_paragrad.memory.layer_names import chosen_layers
+from keras_paragrad.memory.layer_names import select_layers
 from keras_paragrad.memory.segments import cut_every, cut_where_it_pays
 
 
@@ -69,7 +69,7 @@ class recompute:  # noqa: N801  (used as a function and as a context manager, li
             if cut.expects:
                 print(cut.expects)
         else:
-            self._undo = [recompute_layer(layer) for layer in chosen_layers(model, layers)]
+            self._undo = [recompute_layer(layer) for layer in select_layers(model, layers)]
         StepBuilder.of(model).retrace()
 
     def undo(self) -> None:

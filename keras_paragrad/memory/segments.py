@@ -14,8 +14,8 @@ from keras_paragrad.engine.step.segments import (
     runs_in_segments,
     single_nested_model,
 )
-from keras_paragrad.memory.layer_names import check_within
-from keras_paragrad.memory.measure import Cost, Measured, measure
+from keras_paragrad.memory.layer_names import check_nesting
+from keras_paragrad.memory.measure import ModelCost, PartCost, measure_parts
 
 # Sizes of the largest segment that are tried.
 _TRIED = 40
@@ -43,70 +43,70 @@ class Span(NamedTuple):
         return Span(self.first, self.last, False)
 
 
-def every_few(count: int, parts: int) -> list[Span]:
+def equal_segments(count: int, parts: int) -> list[Span]:
     """Segments of so many parts each; all but the last are recomputed, as its backward pass comes first."""
     starts = range(0, parts, count)
     return [Span(first, min(first + count, parts), first + count < parts) for first in starts]
 
 
-def best_segments(found: Measured) -> list[Span]:
+def best_segments(found: ModelCost) -> list[Span]:
     """The segments that need the least memory, of which those are recomputed that free enough for their time."""
     costs = found.parts
     cuts = _best_cuts(found)
     whole = sum(cost.kept + cost.leaving for cost in costs), sum(cost.work for cost in costs)
     segments = []
     for first, last in zip(cuts[:-1], cuts[1:], strict=True):
-        freed = _inside(costs[first:last]) - (found.entering[first] - _kept_before(costs, first))
+        freed = _kept_bytes(costs[first:last]) - (found.entering[first] - _input_bytes(costs, first))
         work = sum(cost.work for cost in costs[first:last])
         worth = freed * whole[1] > _WORTH * work * whole[0] and all(cost.repeatable for cost in costs[first:last])
         segments.append(Span(first, last, worth))
-    return _without_last(found, segments)
+    return _keep_last_segments(found, segments)
 
 
-def _without_last(found: Measured, segments: list[Span]) -> list[Span]:
+def _keep_last_segments(found: ModelCost, segments: list[Span]) -> list[Span]:
     """Without those at the end that free nothing, as what they keep is let go of before others run again."""
-    peak = kept_bytes(found, segments)
+    peak = peak_bytes(found, segments)
     for index in reversed(range(len(segments))):
         fewer = [*segments[:index], segments[index].kept(), *segments[index + 1 :]]
-        if kept_bytes(found, fewer) > _SAME * peak:
+        if peak_bytes(found, fewer) > _SAME * peak:
             break
         segments = fewer
     return segments
 
 
-def kept_bytes(found: Measured, segments: Sequence[Span]) -> float:
+def peak_bytes(found: ModelCost, segments: Sequence[Span]) -> float:
     """The most bytes that are held at once: after the forward pass, or while a segment runs again."""
     held, again = 0.0, 0.0
     for first, last, recomputed in segments:
-        inside = _inside(found.parts[first:last])
+        inside = _kept_bytes(found.parts[first:last])
         if recomputed:
             held += found.entering[first]
             again = max(again, held + inside)
         else:
-            held += _kept_before(found.parts, first) + inside
+            held += _input_bytes(found.parts, first) + inside
     return max(held, again)
 
 
-def _inside(costs: Sequence[Cost]) -> float:
+def _kept_bytes(costs: Sequence[PartCost]) -> float:
     """What a segment keeps beside what goes into it and what goes on."""
     return sum(cost.kept for cost in costs) + sum(cost.leaving for cost in costs[:-1])
 
 
-def _kept_before(costs: Sequence[Cost], first: int) -> float:
+def _input_bytes(costs: Sequence[PartCost], first: int) -> float:
     """What is kept of what goes into a segment, if it is not recomputed."""
     return costs[first - 1].leaving if first else 0.0
 
 
-def _best_cuts(found: Measured) -> list[int]:
+def _best_cuts(found: ModelCost) -> list[int]:
     """Where to cut so that the largest segment and all that enters segments are smallest together."""
-    total, least = _inside(found.parts), max(cost.kept for cost in found.parts)
+    total, least = _kept_bytes(found.parts), max(cost.kept for cost in found.parts)
     sizes = [least + (total - least) * (step / _TRIED) ** 2 for step in range(_TRIED + 1)]
-    cuts = [_cuts_below(size, found) for size in sizes]
+    cuts = [_cuts_of_size(size, found) for size in sizes]
     entering = [sum(found.entering[cut] for cut in each[:-1]) for each in cuts]
     return min(zip(sizes, entering, cuts, strict=True), key=lambda each: each[0] + each[1])[2]
 
 
-def _cuts_below(size: float, found: Measured) -> list[int]:
+def _cuts_of_size(size: float, found: ModelCost) -> list[int]:
     """The cuts with the least entering segments, if none keeps more than a size."""
     best: list[tuple[float, int]] = [(0.0, 0)]
     for last in range(1, len(found.parts) + 1):
@@ -123,11 +123,11 @@ def _cuts_below(size: float, found: Measured) -> list[int]:
     return cuts[::-1]
 
 
-_INSTEAD = 'Name the layers to recompute, as in layers=["block_0", "block_1"].'
+_ADVICE = 'Name the layers to recompute, as in layers=["block_0", "block_1"].'
 
 
 # The most that may be left of what is kept.
-_MUCH = 0.9
+_WORTHWHILE = 0.9
 
 
 class Cut(NamedTuple):
@@ -152,27 +152,27 @@ def cut_every(model: keras.Model, every: int) -> Cut:
             f"`every` is {every}, and {model.name!r} can be cut into {len(parts)} parts between which a single tensor "
             f"goes on: it must be less. Write every={max(1, len(parts) // 4)}."
         )
-    return _cut(functional, parts, every_few(every, len(parts)), None)
+    return _make_cut(functional, parts, equal_segments(every, len(parts)), None)
 
 
 def cut_where_it_pays(model: keras.Model) -> Cut:
     """The segments that `"auto"` recomputes; see `recompute`."""
     functional, parts = _parts(model)
     try:
-        found = measure(model, functional, parts)
+        found = measure_parts(model, functional, parts)
     except Exception as error:
-        raise ValueError(f"A step of {model.name!r} could not be traced to measure it: {error} {_INSTEAD}") from error
+        raise ValueError(f"A step of {model.name!r} could not be traced to measure it: {error} {_ADVICE}") from error
     segments = best_segments(found)
-    before = kept_bytes(found, [Span(0, len(parts), False)])
-    after = kept_bytes(found, segments)
+    before = peak_bytes(found, [Span(0, len(parts), False)])
+    after = peak_bytes(found, segments)
     chosen = [segment for segment in segments if segment.recomputed]
-    if not chosen or after > _MUCH * before:
+    if not chosen or after > _WORTHWHILE * before:
         segments = [segment.kept() for segment in segments]
         expects = (
             f"recompute: nothing in {model.name!r} runs again. Its parts keep about {_mega(before)} MB for an example, "
             "and recomputing them would not free much of that."
         )
-        return _cut(functional, parts, segments, expects)
+        return _make_cut(functional, parts, segments, expects)
     again = sum(sum(cost.work for cost in found.parts[first:last]) for first, last, _ in chosen) / found.work
     names = [join_parts(functional, parts[first:last]).name for first, last, _ in chosen]
     listed = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
@@ -181,10 +181,10 @@ def cut_where_it_pays(model: keras.Model) -> Cut:
         f"backward pass, for an example: about {_mega(after)} MB instead of {_mega(before)} MB. Time of a step: about "
         f"{again:+.0%}."
     )
-    return _cut(functional, parts, segments, expects)
+    return _make_cut(functional, parts, segments, expects)
 
 
-def _cut(functional: Any, parts: Sequence[Part], segments: Sequence[Span], expects: str | None) -> Cut:
+def _make_cut(functional: Any, parts: Sequence[Part], segments: Sequence[Span], expects: str | None) -> Cut:
     made = [(join_parts(functional, parts[first:last]), recomputed) for first, last, recomputed in segments]
     return Cut(functional, made, expects)
 
@@ -194,12 +194,12 @@ def _parts(model: keras.Model) -> tuple[Any, list[Part]]:
     functional = functional_of(model)
     if functional is None or not model.built:
         what = "is not built" if isinstance(model, keras.Sequential) else "is not a Functional or Sequential model"
-        advice = "Begin it with keras.Input(shape)" if isinstance(model, keras.Sequential) else _INSTEAD.rstrip(".")
+        advice = "Begin it with keras.Input(shape)" if isinstance(model, keras.Sequential) else _ADVICE.rstrip(".")
         raise ValueError(f"{model.name!r} {what}, and the order of its layers is not known. {advice}.")
     if runs_in_segments(functional):
         raise ValueError(f"{model.name!r} is recomputed already. Call undo() of the handle that recompute returned.")
     for layer in all_layers(model):
-        check_within(model, layer)
+        check_nesting(model, layer)
     parts = parts_of(functional)
     for part in parts:
         inside = single_nested_model(part)
@@ -210,7 +210,7 @@ def _parts(model: keras.Model) -> tuple[Any, list[Part]]:
         ):
             return _parts(inside)
     if len(parts) < 2:
-        raise ValueError(f"{model.name!r} can't be cut: nowhere does a single tensor go on. {_INSTEAD}")
+        raise ValueError(f"{model.name!r} can't be cut: nowhere does a single tensor go on. {_ADVICE}")
     return functional, parts
 
 

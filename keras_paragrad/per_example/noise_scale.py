@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice, check_integer, check_number
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
-from keras_paragrad.compat.optimizer import accumulating, clips
-from keras_paragrad.compat.workers import local_parts, replica_variable
+from keras_paragrad.compat.optimizer import clips_gradients, find_accumulator
+from keras_paragrad.compat.workers import local_replica_values, replica_variable
 from keras_paragrad.engine.losses.terms import is_summed
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.per_example.wrapped_model import find_per_example_layer
@@ -80,12 +80,12 @@ class NoiseEstimate:
 
     def begin(self) -> None:
         """Discards an unfinished window; called by the host."""
-        for part in local_parts(self.window):
+        for part in local_replica_values(self.window):
             part.assign(tf.zeros([4]))
 
     def read(self) -> Noise:
         """Returns the average so far; called by the host."""
-        signal, variance, weight = (float(number) for number in local_parts(self.average)[0].numpy())
+        signal, variance, weight = (float(number) for number in local_replica_values(self.average)[0].numpy())
         return Noise(signal / weight, variance / weight) if weight else Noise(float("nan"), float("nan"))
 
 
@@ -191,7 +191,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         replicas = model.distribute_strategy.num_replicas_in_sync
         available = {
             "examples": bool(layer) and layer.stored == {"norms"} and not layer.reweights,
-            "accumulation": accumulating(model.optimizer) is not None,
+            "accumulation": find_accumulator(model.optimizer) is not None,
             "replicas": replicas > 1,
         }
         source = self.source if self.source != "auto" else next((name for name in available if available[name]), None)
@@ -204,7 +204,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         stages = StepBuilder.of(model).stages
         weighted = stages.take is not None and stages.take.normalize is not None
         clips_after_sum = available["accumulation"] or weighted or stages.chain is not None
-        if replicas > 1 and clips(model.optimizer) and not clips_after_sum:
+        if replicas > 1 and clips_gradients(model.optimizer) and not clips_after_sum:
             raise ValueError(
                 "Under a strategy, Keras clips gradients before the all-reduce, so the gradient of the whole batch "
                 "before clipping is not available. Train with DistributedFit(), or write "

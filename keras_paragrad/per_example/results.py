@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import compiled_by_xla
-from keras_paragrad.compat.workers import local_parts, replica_variable
+from keras_paragrad.compat.workers import local_replica_values, replica_variable
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.rule import Factors
 
@@ -88,7 +88,7 @@ class ReplicaSum:
 
     def of_replicas(self) -> list[np.ndarray]:
         """The parts of this process's replicas."""
-        return [part.numpy() for part in local_parts(self.value)]
+        return [part.numpy() for part in local_replica_values(self.value)]
 
     def numpy(self) -> np.ndarray:
         """The sum over this process's replicas."""
@@ -138,7 +138,7 @@ class ReplicaRows:
                 f"A batch had {max(counts)} examples on one device, and the capacity of the compiled step is "
                 f"{self.capacity}. Write PerExampleGradients(..., capacity={max(counts)})."
             )
-        rows = [part.numpy()[:count] for part, count in zip(local_parts(self.values), counts, strict=True)]
+        rows = [part.numpy()[:count] for part, count in zip(local_replica_values(self.values), counts, strict=True)]
         if self.factor is None:
             return rows
         return [part * factor for part, factor in zip(rows, self.factor.of_replicas(), strict=True)]

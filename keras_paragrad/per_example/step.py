@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.layers import outermost_layer
-from keras_paragrad.compat.model import has_own_compute_loss, has_own_train_step, summed_by_keras
+from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step, summed_by_keras
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.step.gradient import replica_weight_of
 from keras_paragrad.per_example.capture import Capture, units_for
@@ -191,7 +191,7 @@ class LossRecord:
     @property
     def _is_custom(self) -> bool:
         """Whether the model overrides how its loss is computed."""
-        return self.model is not None and (has_own_compute_loss(self.model) or has_own_train_step(self.model))
+        return self.model is not None and (overrides_compute_loss(self.model) or overrides_train_step(self.model))
 
     def _has_summed_losses(self) -> bool:
         """Whether a layer of the model added a loss of several values, which Keras sums."""

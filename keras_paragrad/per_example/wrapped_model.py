@@ -6,10 +6,10 @@ import keras
 
 from keras_paragrad.arguments import check_instance
 from keras_paragrad.compat.delegation import (
-    IN_THE_WAY,
+    TRAINING_METHODS,
+    delegate_methods,
     delegated,
     explain_missing_compile,
-    lend,
     overrides,
     preprocesses,
 )
@@ -49,7 +49,7 @@ class PerExampleModel(keras.Model):
         )
         if isinstance(inner, keras.Model):
             _check_methods(inner)
-            lend(self, inner, lambda: LossReads(inner.trainable_variables, type(inner).__name__))
+            delegate_methods(self, inner, lambda: LossReads(inner.trainable_variables, type(inner).__name__))
 
     def build(self, input_shape: Any = None) -> None:
         self.per_example.build(input_shape)
@@ -129,7 +129,7 @@ def find_per_example_layer(model: keras.Model) -> PerExampleGradients | None:
 def _check_methods(model: keras.Model) -> None:
     """Refuses a model whose overridden training methods would not run, or to which a component is attached."""
     name = type(model).__name__
-    for method in IN_THE_WAY:
+    for method in TRAINING_METHODS:
         if not overrides(model, method) or (method in _ON_DATA and not preprocesses(model)):
             continue
         if method == "train_step":

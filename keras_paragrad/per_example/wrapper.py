@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice, check_function, check_instance, check_integer, check_number
 from keras_paragrad.compat.collectives import replica_index
-from keras_paragrad.compat.delegation import metrics_of_its_own, uncompile, warn_of_fit
+from keras_paragrad.compat.delegation import layer_metrics, uncompile, warn_on_fit
 from keras_paragrad.compat.layers import compiled_by_xla, may_be_differentiated
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.engine.probes.trial import is_trial
@@ -140,7 +140,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         pending_steps = collections.defaultdict(functools.partial(collections.deque, maxlen=_MOST_PENDING_STEPS))
         self.__dict__.update(_results=None, _steps=pending_steps, _note_graph=keep_with_graphs_of(self))
         if self.reweights and isinstance(layer, keras.Model):
-            warn_of_fit(
+            warn_on_fit(
                 layer,
                 f"{layer.name!r} is wrapped with {'transform' if clip_norm is None else 'clip_norm'}=..., and its own "
                 "fit does not scale the examples' gradients. Compile and fit the model that contains the wrapper: "
@@ -200,7 +200,7 @@ class PerExampleGradients(keras.layers.Wrapper):
     @property
     def metrics(self) -> list[keras.Metric]:
         # A wrapped model is not the one being trained, even if it was compiled before.
-        return metrics_of_its_own(self.layer)
+        return layer_metrics(self.layer)
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
         return self.layer.compute_mask(inputs, previous_mask)

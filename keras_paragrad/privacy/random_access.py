@@ -68,7 +68,7 @@ class _Arrays:
         self.count = self._rows.count
 
     def gather(self, draws: tf.data.Dataset) -> tf.data.Dataset:
-        return self._rows.beside(draws)
+        return self._rows.batches_with(draws)
 
 
 class _Batches:

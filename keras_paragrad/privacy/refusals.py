@@ -6,7 +6,7 @@ import keras
 
 from keras_paragrad.compat.delegation import overrides
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.compat.optimizer import accumulating, nested
+from keras_paragrad.compat.optimizer import find_accumulator, nested_optimizers
 from keras_paragrad.engine.step.builder import StepBuilder
 
 
@@ -44,12 +44,12 @@ def check_compiled(model: keras.Model) -> None:
             "optimizer may have a state computed from examples. Write private.compile(optimizer, loss) before fit."
         )
     optimizer = model.optimizer
-    if any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in nested(optimizer)):
+    if any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in nested_optimizers(optimizer)):
         raise ValueError(
             "Loss scaling skips an update if a gradient overflows, so the number of updates depends on the data, "
             "without noise. Use the policy 'mixed_bfloat16', which needs no loss scale, instead of 'mixed_float16'."
         )
-    if accumulating(optimizer):
+    if find_accumulator(optimizer):
         raise ValueError(
             f"{optimizer.name} accumulates gradients, and an update of a private model is one step: noise comes once, "
             "and no file can hold a sum without it. Compile with the inner optimizer, and write "
@@ -62,7 +62,7 @@ def check_compiled(model: keras.Model) -> None:
         )
     wrapping = [
         type(each).__name__
-        for each in nested(optimizer)
+        for each in nested_optimizers(optimizer)
         if type(each).apply_gradients is not keras.optimizers.Optimizer.apply_gradients
     ]
     if wrapping:

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_index
-from keras_paragrad.compat.workers import place_of, replica_variable
+from keras_paragrad.compat.workers import replica_placement, replica_variable
 from keras_paragrad.engine.telemetry.watch import Update
 from keras_paragrad.profiling.telemetry_reports import HEADER, QUANTITIES, Weight
 from keras_paragrad.sums import row_sums
@@ -39,7 +39,7 @@ class Meter:
         self._trainable = model.trainable_variables
         self._weights: list[keras.Variable] = []
         self._vector: Any = None
-        self._local_replicas = place_of(model.distribute_strategy).local
+        self._local_replicas = replica_placement(model.distribute_strategy).local
         by_xla = bool(model.jit_compile) and model.distribute_strategy.num_replicas_in_sync == 1
         self._measure = functools.partial(_measure, square=_half_square_by_xla if by_xla else _half_square)
         if model.distribute_strategy.num_replicas_in_sync > 1:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.workers import place_of
+from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.engine.telemetry.train_functions import (
     TracedGraph,
     compiled_functions,
@@ -135,7 +135,7 @@ class Pace:
 
     def __init__(self, model: keras.Model, batch_size: int | None):
         self.model, self.batch_size = model, batch_size
-        self._workers = place_of(model.distribute_strategy).workers
+        self._workers = replica_placement(model.distribute_strategy).workers
         self._rates: dict[str, float | None] = {}
         self.begin(0.0)
 

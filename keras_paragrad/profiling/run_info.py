@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.workers import place_of, together_of
+from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.distribution.hardware import logical_devices
 from keras_paragrad.distribution.names import kind_of_device
 from keras_paragrad.plain_text import read_json
@@ -36,7 +36,7 @@ def run_info(model: keras.Model) -> RunInfo:
         # The default strategy is a private class of TensorFlow.
         strategy="" if kind.startswith("_") else kind,
         replicas=strategy.num_replicas_in_sync,
-        worker=place_of(together_of(model)).worker,
+        worker=replica_placement(worker_strategy(model)).worker,
         jit=bool(getattr(model, "jit_compile", False)),
         steps_per_execution=model.steps_per_execution,
         precision=model.dtype_policy.name,

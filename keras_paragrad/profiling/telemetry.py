@@ -12,8 +12,8 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_choice, check_integer, check_number, check_path
-from keras_paragrad.compat.optimizer import clips
-from keras_paragrad.compat.workers import place_of, together_of
+from keras_paragrad.compat.optimizer import clips_gradients
+from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.extras import require
 from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table
@@ -115,7 +115,7 @@ class GradientTelemetry(keras.callbacks.Callback):
             raise ValueError("There are two GradientTelemetry callbacks. Remove one: each reports all layers.")
         resumes = self._start() or self._updates() > 0
         self._files = None
-        if self.log_dir is not None and place_of(together_of(model)).worker == 0:
+        if self.log_dir is not None and replica_placement(worker_strategy(model)).worker == 0:
             self._files = TelemetryFiles(self.log_dir, self.file_format, resumes)
             self._files.set_weights(self._reader.weights, self.layers)
         self._vectors: list[np.ndarray] = []
@@ -167,7 +167,7 @@ class GradientTelemetry(keras.callbacks.Callback):
             self._recent.clear()
             self._meter = Meter(model, self.every, self._on_update, self._set_weights)
             self._measured_optimizer = optimizer
-            self._clips = clips(optimizer)
+            self._clips = clips_gradients(optimizer)
             self._scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         return known
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
-from keras_paragrad.compat.workers import place_of, together_of
+from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.engine.telemetry.train_functions import TracedGraph, batch_spec, gradient_graph
 from keras_paragrad.flops import flops_of
 from keras_paragrad.plain_text import read_json
@@ -108,7 +108,7 @@ class Throughput(keras.callbacks.Callback):
         resumes = self._known_model is model or int(model.optimizer.iterations.numpy()) > 0
         self._known_model, self._first, self._constants = model, True, {}
         self._times, self._retraces, self._pace = StepTimes(), Retraces(), Pace(model, self.batch_size)
-        if self.log_dir is not None and place_of(together_of(model)).worker == 0:
+        if self.log_dir is not None and replica_placement(worker_strategy(model)).worker == 0:
             self._files = ThroughputFiles(self.log_dir, resumes)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
-from keras_paragrad.compat.optimizer import accumulating, updating
+from keras_paragrad.compat.optimizer import find_accumulator, innermost_optimizer
 
 
 class UpdateCount:
@@ -31,7 +31,7 @@ class UpdateCount:
 
     def __init__(self, optimizer: Any):
         known = isinstance(optimizer, keras.optimizers.Optimizer)
-        self._optimizer: Any = (accumulating(optimizer) or updating(optimizer)) if known else None
+        self._optimizer: Any = (find_accumulator(optimizer) or innermost_optimizer(optimizer)) if known else None
         self.update = self.position = 0
         self.each = 1
         self.read()

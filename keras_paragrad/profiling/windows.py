@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.compat.workers import place_of
+from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.extras import MissingExtraError
 from keras_paragrad.profiling.memory import PeakMemory
 from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, TraceWindow
@@ -96,7 +96,7 @@ class WindowTracer:
         self._markers: StepMarkers | None = None
         self._memory: PeakMemory | None = None
         self._layers = frozenset(layer.name for layer in all_layers(model))
-        self._pulls = place_of(model.distribute_strategy).local
+        self._pulls = replica_placement(model.distribute_strategy).local
 
     def next_due(self) -> int:
         """The batch count at which the open window needs its next `advance`; 0 for every call."""

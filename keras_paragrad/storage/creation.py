@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import of_first_replica, replica_index
-from keras_paragrad.compat.workers import place_of
+from keras_paragrad.compat.collectives import first_replica_values, replica_index
+from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.storage.model_variables import rename_keys, replace_value, training_variables
 from keras_paragrad.storage.partition import Partition
 from keras_paragrad.storage.sharded import ShardedVariable, check_being_updated, sharded_value
@@ -102,7 +102,7 @@ def _create(strategy: Any, next_creator: Any, *, copies: bool, min_bytes: float,
     large = whole.dtype.is_floating and whole.shape.num_elements() * whole.dtype.size >= min_bytes
     if not (same_shape or (trained and large)):
         return create(initial_value=whole, **kwargs)
-    place = place_of(strategy)
+    place = replica_placement(strategy)
     if place.workers > 1:
         whole = _broadcast_from_chief(strategy, whole)
     partition = slot_of if slot_of and same_shape else Partition.of(tuple(whole.shape), place.replicas)
@@ -121,7 +121,7 @@ def _broadcast_from_chief(strategy: tf.distribute.Strategy, value: tf.Tensor) ->
         context: Any = tf.distribute.get_replica_context()
         return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(contribution))
 
-    return of_first_replica(strategy, strategy.run(broadcast))
+    return first_replica_values(strategy, strategy.run(broadcast))
 
 
 def _update(

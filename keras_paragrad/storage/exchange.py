@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute.values import PerReplica
 
-from keras_paragrad.compat.collectives import are_local, replica_index, sum_over_replicas
+from keras_paragrad.compat.collectives import replica_index, replicas_are_local, sum_over_replicas
 from keras_paragrad.storage.partition import Partition
 
 _NO_SUCH_ROW = "An embedding is asked for rows that its table does not have. Rows of the table, and rows asked for:"
@@ -14,7 +14,7 @@ _NO_SUCH_ROW = "An embedding is asked for rows that its table does not have. Row
 
 def all_gather(shard: tf.Tensor) -> tf.Tensor:
     """The shards of all replicas, concatenated, on each replica; called on every replica."""
-    if are_local():
+    if replicas_are_local():
         return _exchange(lambda shards, index: tf.concat(shards, 0), shard)
     context: Any = tf.distribute.get_replica_context()
     # Without the identity, a multi-worker strategy finds no device to gather to.
@@ -28,7 +28,7 @@ def reduce_scatter(gradients: Sequence[Any], partitions: Sequence[Partition]) ->
         gradients: Gradients of whole variables, dense or `tf.IndexedSlices`.
         partitions: The partition of each variable.
     """
-    if are_local():
+    if replicas_are_local():
         # One by one: a gradient is freed as soon as it is scattered.
         return [_scatter(*pair) for pair in zip(gradients, partitions, strict=True)]
     index = replica_index()
@@ -50,7 +50,7 @@ def look_up_rows(table: tf.Tensor, indices: tf.Tensor, partition: Partition) -> 
     width = partition.shape[1]
     rows = partition.size // width
     indices = _check_rows(indices, partition)
-    if are_local():
+    if replicas_are_local():
 
         def look_up(requests: Sequence[Any], index: int) -> tf.Tensor:
             wanted = requests[index][1]

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
-from keras_paragrad.compat.compiled_call import compiled_call, compiles, may_be_parted
+from keras_paragrad.compat.compiled_call import can_compile_by_layer, compiled_call, is_compiled_by_layer
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.storage.creation import may_be_in_shards
@@ -73,7 +73,7 @@ def call_with_gather(layer: Any, *arguments: Any, **keywords: Any) -> Any:
 
 def compiles_each_layer(model: keras.Model) -> bool:
     """Whether XLA has to compile a model's layers one by one, as each gathers its weights when it is called."""
-    return bool(_not_copied(model.variables)) and may_be_parted(model)
+    return bool(_not_copied(model.variables)) and can_compile_by_layer(model)
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def _call(layer: Any, *arguments: Any, **keywords: Any) -> Any:
     for value in missing:
         dtype = dtypes.get(id(value))
         (cast if dtype else whole)[id(value)] = value.gathered(dtype, after)
-    if missing and compiles(layer):
+    if missing and is_compiled_by_layer(layer):
         own_inputs = _ORDER.inputs
         result = compiled_call(layer, call, arguments, keywords, (whole, cast), read_as)
         _ORDER.inputs = own_inputs

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
-from keras_paragrad.compat.workers import Place
+from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.storage.dtensor import (
     CONTEXT,
     Axes,
@@ -198,7 +198,7 @@ class Meshed(Whole):
     def computing(self) -> contextlib.AbstractContextManager[None]:
         return on_mesh(self.mesh)
 
-    def parts(self, place: Place) -> Parts | None:
+    def parts(self, place: ReplicaPlacement) -> Parts | None:
         # A block may span workers. So each worker writes an equal part of the flat whole, which is gathered.
         if not any(self.variable.axes):
             return None

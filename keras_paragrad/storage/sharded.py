@@ -13,7 +13,7 @@ from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
 
 from keras_paragrad.compat.collectives import replica_index
-from keras_paragrad.compat.workers import Place, barrier, place_of
+from keras_paragrad.compat.workers import ReplicaPlacement, barrier, replica_placement
 from keras_paragrad.storage.exchange import all_gather, reduce_scatter
 from keras_paragrad.storage.partition import Partition
 from keras_paragrad.storage.reading import READING, AssignmentRecorder, assigning_whole
@@ -156,7 +156,7 @@ class ShardedVariable(DistributedVariable):
 
     def _gather_outside(self) -> tf.Tensor:
         """The whole in cross-replica context."""
-        if place_of(self._distribute_strategy).workers > 1:
+        if replica_placement(self._distribute_strategy).workers > 1:
             with self._distribute_strategy.scope():
                 gathered = self._distribute_strategy.run(lambda: all_gather(self.shard.read_value()))
             shards = self._distribute_strategy.experimental_local_results(gathered)[0]
@@ -182,7 +182,7 @@ class ShardedVariable(DistributedVariable):
             written = tf.Variable(self._gather_outside(), trainable=False)
             update_fn(written, value, **kwargs)
             return self._update_cross_replica(lambda variable, whole: variable.assign(whole), written)
-        first = place_of(self._distribute_strategy).first
+        first = replica_placement(self._distribute_strategy).first
         whole = tf.convert_to_tensor(value, dtype=self.dtype)
         updates = []
         for index, shard in enumerate(self._values):
@@ -277,7 +277,7 @@ class Sharded(Whole):
         if variable.copies is not None:
             variable.local_copy.assign(variable.partition.whole(all_gather(variable.shard.read_value())))
 
-    def parts(self, place: Place) -> Parts:
+    def parts(self, place: ReplicaPlacement) -> Parts:
         return Parts(self.variable.partition.size, lambda: (shard.numpy() for shard in self.variable.values))
 
 

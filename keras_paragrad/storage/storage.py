@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import run_if
 from keras_paragrad.compat.layers import compiled_by_xla
-from keras_paragrad.compat.workers import Place
+from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.storage.row_gradients import sum_gradients
 
 
@@ -132,7 +132,7 @@ class Storage(Protocol):
         """The context in which functions run that use the variable."""
         return contextlib.nullcontext()
 
-    def parts(self, place: Place) -> Parts | None:
+    def parts(self, place: ReplicaPlacement) -> Parts | None:
         """How a worker writes its parts to files, or `None` if the chief writes the whole."""
         return None
 

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_index, sum_over_replicas
-from keras_paragrad.compat.optimizer import nested, parts
+from keras_paragrad.compat.optimizer import nested_optimizers, updating_optimizers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.storage.storage import storage_of
 
@@ -35,7 +35,7 @@ _METHODS += ("_clip_gradients", "_clip_by_norm", "_update_model_variables_moving
 
 def overridden_method(optimizer: Any) -> str | None:
     """A method, other than `update_step`, that a user's optimizer overrides, and that would get shards."""
-    for part in (*nested(optimizer), *parts(optimizer)):
+    for part in (*nested_optimizers(optimizer), *updating_optimizers(optimizer)):
         for name in _METHODS:
             if getattr(type(part), name).__module__.partition(".")[0] not in ("keras", "keras_paragrad"):
                 return f"{type(part).__name__}.{name}"
@@ -59,7 +59,7 @@ def squared_norms(optimizer: Any, gradients: Sequence[Any], variables: Sequence[
         A scalar for each gradient. Empty where no optimizer clips by norms, or no variable is divided.
     """
     storages = [storage_of(variable) for variable in variables]
-    clips = any(part.clipnorm or part.global_clipnorm for part in parts(optimizer))
+    clips = any(part.clipnorm or part.global_clipnorm for part in updating_optimizers(optimizer))
     if not clips or not any(each.divided for each in storages):
         return []
     scale = optimizer.dynamic_scale if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
@@ -78,7 +78,7 @@ def replace_norms(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Seq
 
     Called on every replica, within `updating`.
     """
-    keys, norms = state_of(next(iter(parts(optimizer)))).norms or ((), {})
+    keys, norms = state_of(next(iter(updating_optimizers(optimizer)))).norms or ((), {})
     if not norms.get(replica_index()):
         return
     changed = {
@@ -91,7 +91,7 @@ def replace_norms(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Seq
 def install_storages(optimizer: Any, variables: Sequence[keras.Variable]) -> None:
     """Makes an optimizer, and those it delegates to, update variables by their storages; may be called again."""
     storages = [storage_of(variable) for variable in variables]
-    for part in parts(optimizer):
+    for part in updating_optimizers(optimizer):
         # Bypass `__setattr__`: Keras tracks what is assigned.
         attributes = vars(part)
         if any(each.divided for each in storages) and state_of(part).norms is None:
@@ -111,7 +111,7 @@ def updating(optimizer: Any, variables: Sequence[keras.Variable], norms: dict[in
         variables: The variables that it updates.
         norms: The results of `squared_norms`, by replica.
     """
-    installed = [part for part in parts(optimizer) if state_of(part).norms is not None]
+    installed = [part for part in updating_optimizers(optimizer) if state_of(part).norms is not None]
     keys = [optimizer._var_key(variable) for variable in variables] if installed else []
     for part in installed:
         state_of(part).norms = keys, norms

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from keras_paragrad.distribution.cluster import Cluster
-from keras_paragrad.distribution.rendezvous import _description, rendezvous
+from keras_paragrad.distribution.rendezvous import _describe_cluster, rendezvous
 from keras_paragrad.distribution.rendezvous_server import LONGEST, MessageSigner
 
 pytestmark = pytest.mark.fast
@@ -296,7 +296,7 @@ def test_the_others_learn_why_the_first_worker_failed(monkeypatch):
     def fail(*_):
         raise RuntimeError("no reason")
 
-    monkeypatch.setattr("keras_paragrad.distribution.rendezvous._judge", fail)
+    monkeypatch.setattr("keras_paragrad.distribution.rendezvous._compare_facts", fail)
     hosts = addresses(2)
     found = {}
 
@@ -313,9 +313,9 @@ def test_the_others_learn_why_the_first_worker_failed(monkeypatch):
 
 def test_a_large_cluster_fits_into_a_message():
     hosts = tuple(f"node{number:05}.cluster.example.org:2222" for number in range(5000))
-    description = _description(Cluster({"worker": hosts}, "worker", 1, "TF_CONFIG"))
+    description = _describe_cluster(Cluster({"worker": hosts}, "worker", 1, "TF_CONFIG"))
     assert len(json.dumps(description)) < LONGEST
-    assert description != _description(Cluster({"worker": hosts[1:]}, "worker", 1, "TF_CONFIG"))
+    assert description != _describe_cluster(Cluster({"worker": hosts[1:]}, "worker", 1, "TF_CONFIG"))
 
 
 def test_messages_are_bounded():

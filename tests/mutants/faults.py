@@ -206,7 +206,7 @@ _STEP = [
     _fault(
         "workers that hold different shards know of an overflow in their own alone",
         "engine/step/apply.py",
-        "    if any_divided(variables) and unscaled(optimizer) is not optimizer:\n",
+        "    if any_divided(variables) and unwrap_loss_scale(optimizer) is not optimizer:\n",
         "    if False:\n",
         "sharding/test_shards.py::test_an_overflow_on_one_worker_is_an_update_on_none",
     ),
@@ -698,7 +698,7 @@ _SHARDING = [
     _fault(
         "all gradients of a pipeline pass its first device",
         "engine/pipeline/placement.py",
-        "parts(model.optimizer) if _REDUCE not in part.__dict__]",
+        "updating_optimizers(model.optimizer) if _REDUCE not in part.__dict__]",
         "parts(model.optimizer) if False]",
         "sharding/test_pipeline.py::test_stages_run_on_their_devices_and_wait_for_nothing_else",
     ),
@@ -740,8 +740,8 @@ _SHARDING = [
     _fault(
         "masks that attention takes off its inputs are missing when it runs again",
         "engine/step/recompute.py",
-        "rebuilt(self.leaves, parts, self.masks)",
-        "rebuilt(self.leaves, parts)",
+        "pack_dense_parts(self.leaves, parts, self.masks)",
+        "pack_dense_parts(self.leaves, parts)",
         "sharding/test_recompute.py::test_trains_as_without",
     ),
     _fault(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_paragrad import AccumulatingOptimizer
-from keras_paragrad.compat.variables import built_copy, bytes_of, state_of, without_memory
+from keras_paragrad.compat.variables import copy_built_optimizer, optimizer_variables, variable_bytes, without_memory
 
 KERAS = keras.optimizers
 OPTIMIZERS = {
@@ -65,14 +65,14 @@ def test_every_optimizer_of_keras_is_among_them():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_bytes_are_those_of_the_built_optimizer(name, variables):
     optimizer = OPTIMIZERS[name]()
-    copy = built_copy(optimizer, variables)
+    copy = copy_built_optimizer(optimizer, variables)
     assert not optimizer.built
     optimizer.build(variables)
-    expected = {id(each): each for kind in state_of([optimizer]).values() for each in kind}
+    expected = {id(each): each for kind in optimizer_variables([optimizer]).values() for each in kind}
     # What it says itself that it has.
     assert {id(each) for each in optimizer.variables} <= set(expected)
-    found = [each for kind in state_of([copy]).values() for each in kind]
-    assert sum(map(bytes_of, found)) == sum(each.numpy().nbytes for each in expected.values())
+    found = [each for kind in optimizer_variables([copy]).values() for each in kind]
+    assert sum(map(variable_bytes, found)) == sum(each.numpy().nbytes for each in expected.values())
     assert sorted((tuple(each.shape), each.dtype) for each in found) == sorted(
         (tuple(each.shape), each.dtype) for each in expected.values()
     )
@@ -91,15 +91,15 @@ def test_the_bytes_are_those_of_the_built_optimizer(name, variables):
     ],
 )
 def test_what_the_variables_are_for(name, kind, size, variables):
-    state = state_of([built_copy(OPTIMIZERS[name](), variables)])
-    assert sum(map(bytes_of, state[kind])) == size
+    state = optimizer_variables([copy_built_optimizer(OPTIMIZERS[name](), variables)])
+    assert sum(map(variable_bytes, state[kind])) == size
 
 
 def test_a_built_optimizer_is_copied_without_its_values(variables):
     optimizer = KERAS.Adam()
     optimizer.build(variables)
     before = [each.numpy() for each in optimizer.variables]
-    state_of([built_copy(optimizer, variables)])
+    optimizer_variables([copy_built_optimizer(optimizer, variables)])
     for value, each in zip(before, optimizer.variables, strict=True):
         np.testing.assert_array_equal(value, each.numpy())
 

@@ -11,8 +11,8 @@ from recomputed_models import L, attention, check_equal, trained, without
 
 from keras_paragrad import PerExampleGradients, recompute
 from keras_paragrad.distribution.consistency import describe_training
-from keras_paragrad.memory.measure import Cost, Measured, _bytes, _used_backward
-from keras_paragrad.memory.segments import Span, best_segments, every_few, kept_bytes
+from keras_paragrad.memory.measure import ModelCost, PartCost, _bytes, _used_backward
+from keras_paragrad.memory.segments import Span, best_segments, equal_segments, peak_bytes
 
 
 def convolutional():
@@ -119,27 +119,27 @@ costs = st.lists(
 @examples(50, of=200)
 @given(costs, st.integers(1, 4))
 def test_segments_are_a_partition(rows, count):
-    parts = [Cost(kept, leaving, work, True) for kept, leaving, work, _ in rows]
-    found = Measured(parts, [entering for *_, entering in rows], 3 * sum(part.work for part in parts))
-    for segments in (best_segments(found), every_few(count, len(parts))):
+    parts = [PartCost(kept, leaving, work, True) for kept, leaving, work, _ in rows]
+    found = ModelCost(parts, [entering for *_, entering in rows], 3 * sum(part.work for part in parts))
+    for segments in (best_segments(found), equal_segments(count, len(parts))):
         assert [segment.first for segment in segments] == [0, *(segment.last for segment in segments[:-1])]
         assert segments[-1].last == len(parts)
     whole = [Span(0, len(parts), False)]
-    assert kept_bytes(found, whole) == sum(part.kept + part.leaving for part in parts) - parts[-1].leaving
+    assert peak_bytes(found, whole) == sum(part.kept + part.leaving for part in parts) - parts[-1].leaving
 
 
 @examples(20, of=50)
 @given(st.integers(3, 12), st.integers(4, 60))
 def test_equal_blocks_are_segments(blocks, kept):
-    found = Measured([Cost(kept, 1, 10, True)] * blocks, [1.0] * blocks, 30.0 * blocks)
+    found = ModelCost([PartCost(kept, 1, 10, True)] * blocks, [1.0] * blocks, 30.0 * blocks)
     segments = best_segments(found)
     if kept > blocks:
         assert segments == [Span(index, index + 1, index < blocks - 1) for index in range(blocks)]
-    assert kept_bytes(found, segments) <= (kept + 1) * blocks
+    assert peak_bytes(found, segments) <= (kept + 1) * blocks
 
 
 def test_what_would_differ_is_not_chosen():
-    found = Measured([Cost(20, 1, 10, index != 1) for index in range(5)], [1.0] * 5, 150.0)
+    found = ModelCost([PartCost(20, 1, 10, index != 1) for index in range(5)], [1.0] * 5, 150.0)
     assert [segment.recomputed for segment in best_segments(found)] == [True, False, True, True, False]
 
 

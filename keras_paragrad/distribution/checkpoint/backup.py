@@ -9,18 +9,24 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_flag, check_integer
-from keras_paragrad.compat.workers import place_of, together_of
-from keras_paragrad.distribution.checkpoint.content import Content, CutVariable, UnstorableError
-from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, Stored
+from keras_paragrad.compat.workers import replica_placement, worker_strategy
+from keras_paragrad.distribution.checkpoint.content import Content, UnstorableError, VariableInShards
+from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, StoredBackup
 from keras_paragrad.distribution.checkpoint.resuming import Resumption, common_backup
-from keras_paragrad.distribution.checkpoint.shards import NO_SHARDS, Written, keep_shards, values_of, write_together
+from keras_paragrad.distribution.checkpoint.shards import (
+    NO_SHARDS,
+    WrittenShards,
+    remove_unnamed_shards,
+    variable_values,
+    write_worker_shards,
+)
 from keras_paragrad.distribution.checkpoint.stopping import StopChecks, StopRequest, TrainingInterrupted
 from keras_paragrad.distribution.checkpoint.writers import (
     HISTORY,
+    append_epoch,
+    callback_states,
+    check_callback_states,
     check_callbacks,
-    check_storable,
-    state_of,
-    with_epoch,
 )
 from keras_paragrad.distribution.workers import agree, gather
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -106,11 +112,11 @@ class Backup(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restores the newest backup, if there is one."""
         model: Any = self.model
-        self._strategy = together_of(model)
-        place = place_of(self._strategy)
+        self._strategy = worker_strategy(model)
+        place = replica_placement(self._strategy)
         self._is_chief = place.worker == 0
         self._checks = StopChecks(self._strategy, place.workers, self.check_every)
-        check_storable(self._others)
+        check_callback_states(self._stateful_callbacks)
         self._agree_on_settings()
         stored, damage = common_backup(self._strategy, self.files)
         self._failing, self._resumption = False, None
@@ -126,7 +132,7 @@ class Backup(keras.callbacks.Callback):
         self._position, self._ended = Position(epoch, 0), None
         self._skipped = self._backed_up_at = 0
         if self._resumption:
-            self._resumption.in_first_epoch(epoch, self._others)
+            self._resumption.in_first_epoch(epoch, self._stateful_callbacks)
             self._skipped = self._backed_up_at = self._resumption.position.batch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -163,7 +169,7 @@ class Backup(keras.callbacks.Callback):
         """Removes the backups."""
         if self._resumption:
             # There was nothing left to do.
-            self._resumption.restore_callbacks(self._others)
+            self._resumption.restore_callbacks(self._stateful_callbacks)
         self.leave()
         if self.delete_when_done:
             # Wait for all workers first: if one failed, a restart would find nothing to resume from.
@@ -185,38 +191,38 @@ class Backup(keras.callbacks.Callback):
             Whether that succeeded, as far as this worker knows: only the chief writes what isn't in shards.
         """
         sections = seam.training_variables(self.model)
-        values = values_of(place_of(self._strategy), sections)
+        values = variable_values(replica_placement(self._strategy), sections)
         variables = [variable for found in sections.values() for variable in found]
         failure, written = None, NO_SHARDS
         try:
-            written = write_together(self._strategy, self.files, self._position, variables)
+            written = write_worker_shards(self._strategy, self.files, self._position, variables)
             if self._is_chief:
                 self._write(sections, values, written)
         except (OSError, UnstorableError) as error:
             failure = error
-            self._say_that_it_failed(error)
+            self._log_failure(error)
         self._failing = failure is not None
-        if any(isinstance(value, CutVariable) for found in values.values() for value in found):
+        if any(isinstance(value, VariableInShards) for found in values.values() for value in found):
             # Whether or not this succeeded: shards that no backup names are of no use.
-            return keep_shards(self._strategy, self.files, written.key) and failure is None
+            return remove_unnamed_shards(self._strategy, self.files, written.key) and failure is None
         return failure is None
 
     def _write(
         self,
         sections: dict[str, list[keras.Variable]],
-        values: dict[str, list[np.ndarray | CutVariable]],
-        written: Written,
+        values: dict[str, list[np.ndarray | VariableInShards]],
+        written: WrittenShards,
     ) -> None:
         names = {section: [variable.path for variable in found] for section, found in sections.items()}
-        states = state_of(self._others)
+        states = callback_states(self._stateful_callbacks)
         if self._ended and HISTORY in states:
-            states[HISTORY] = with_epoch(states[HISTORY], *self._ended)
+            states[HISTORY] = append_epoch(states[HISTORY], *self._ended)
         replicas = self._strategy.num_replicas_in_sync
         content = Content(values, names, states, self.params.get("steps"), written.files, replicas)
         self.files.write(self._position, content.to_bytes(), written.key)
 
     @property
-    def _others(self) -> list[keras.callbacks.Callback]:
+    def _stateful_callbacks(self) -> list[keras.callbacks.Callback]:
         history = getattr(self.model, "history", None)
         return [*([history] if isinstance(history, keras.callbacks.History) else ()), *self.callbacks]
 
@@ -228,7 +234,7 @@ class Backup(keras.callbacks.Callback):
         }
         agree(self._strategy, settings, "settings of Backup")
 
-    def _announce(self, resumption: Resumption, resumed: Stored, damage: list[str]) -> None:
+    def _announce(self, resumption: Resumption, resumed: StoredBackup, damage: list[str]) -> None:
         if not self._is_chief:
             return
         if damage:
@@ -250,7 +256,7 @@ class Backup(keras.callbacks.Callback):
         except OSError as error:
             _log.warning("The backups could not be removed: %s. The next fit would resume from them.", error)
 
-    def _say_that_it_failed(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         if self._failing:
             return
         newest = next(iter(self.files.paths()), None)

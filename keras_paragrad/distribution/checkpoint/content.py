@@ -13,10 +13,10 @@ from keras_paragrad.distribution.checkpoint.shard_files import ShardFile
 from keras_paragrad.plain_text import read_json
 
 _DEEPEST = 64
-_AS_THEY_ARE = (type(None), bool, int, float, str)
+_JSON_TYPES = (type(None), bool, int, float, str)
 # Python refuses to parse longer integers in decimal.
 _LONGEST_INT = 1 << 63
-CAN_HOLD = (
+STORABLE = (
     "A backup can hold None, bool, int, float, str and bytes, NumPy arrays and scalars that contain no Python objects, "
     "and lists, tuples and dicts of these."
 )
@@ -58,7 +58,7 @@ def _encode(value: Any, arrays: list[np.ndarray], where: str, depth: int) -> Any
     kind = type(value)
     if kind is int and abs(value) >= _LONGEST_INT:
         return {"int": hex(value)}
-    if kind in _AS_THEY_ARE:
+    if kind in _JSON_TYPES:
         return value
     if kind in (list, tuple):
         items = [_encode(item, arrays, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
@@ -66,9 +66,9 @@ def _encode(value: Any, arrays: list[np.ndarray], where: str, depth: int) -> Any
     if kind is dict:
         return {"dict": [_pair(key, item, arrays, where, depth + 1) for key, item in value.items()]}
     if kind is bytes:
-        return {"bytes": _kept(np.frombuffer(value, np.uint8), arrays)}
-    if (kind is np.ndarray or isinstance(value, np.generic)) and can_hold(np.asarray(value).dtype):
-        return {"array" if kind is np.ndarray else "scalar": _kept(np.asarray(value), arrays)}
+        return {"bytes": _append(np.frombuffer(value, np.uint8), arrays)}
+    if (kind is np.ndarray or isinstance(value, np.generic)) and is_storable(np.asarray(value).dtype):
+        return {"array" if kind is np.ndarray else "scalar": _append(np.asarray(value), arrays)}
     said = " ".join(repr(value).split())
     raise UnstorableError(f"{where} is {said if len(said) < 80 else said[:80] + '...'}, of type {kind.__name__}.")
 
@@ -80,7 +80,7 @@ def _pair(key: Any, value: Any, arrays: list[np.ndarray], where: str, depth: int
     ]
 
 
-def _kept(array: np.ndarray, arrays: list[np.ndarray]) -> int:
+def _append(array: np.ndarray, arrays: list[np.ndarray]) -> int:
     arrays.append(array)
     return len(arrays) - 1
 
@@ -107,7 +107,7 @@ def decode(encoded: Any, arrays: list[np.ndarray]) -> Any:
     return array.tobytes() if kind == "bytes" else array if kind == "array" else array[()]
 
 
-def can_hold(dtype: np.dtype) -> bool:
+def is_storable(dtype: np.dtype) -> bool:
     """Whether a NumPy archive, with the dtype's name stored beside it, preserves a dtype."""
     if dtype.hasobject:
         return False
@@ -122,7 +122,7 @@ def dtype_name(dtype: np.dtype) -> str | None:
 DESCRIPTION = "description"
 
 
-class CutVariable(NamedTuple):
+class VariableInShards(NamedTuple):
     """A variable whose value is in files of shards.
 
     Attributes:
@@ -142,7 +142,7 @@ class CutVariable(NamedTuple):
         return [list(self.shape), self.dtype.name, self.size, self.begin]
 
 
-Values = dict[str, list[np.ndarray | CutVariable]]
+Values = dict[str, list[np.ndarray | VariableInShards]]
 
 
 class Content(NamedTuple):
@@ -171,8 +171,8 @@ class Content(NamedTuple):
             UnstorableError: A callback's state holds a value that a backup can't.
         """
         everything = [value for values in self.values.values() for value in values]
-        arrays = [value for value in everything if not isinstance(value, CutVariable)]
-        callbacks = {name: encode(state, arrays, state_named(name)) for name, state in self.callbacks.items()}
+        arrays = [value for value in everything if not isinstance(value, VariableInShards)]
+        callbacks = {name: encode(state, arrays, state_in_words(name)) for name, state in self.callbacks.items()}
         described = {
             "names": self.names,
             "callbacks": callbacks,
@@ -180,7 +180,7 @@ class Content(NamedTuple):
             "dtypes": [dtype_name(array.dtype) for array in arrays],
         }
         if self.shards:
-            cut = [each.described() if isinstance(each, CutVariable) else None for each in everything]
+            cut = [each.described() if isinstance(each, VariableInShards) else None for each in everything]
             described["shards"] = {"files": self.shards, "replicas": self.replicas, "cut": cut}
         description = np.frombuffer(json.dumps(described).encode(), np.uint8)
         with io.BytesIO() as buffer:
@@ -193,8 +193,8 @@ class Content(NamedTuple):
     def from_bytes(cls, packed: bytes) -> "Content":
         """Reads what `to_bytes` wrote."""
         with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
-            described = _description(archive)
-            arrays = [_of_dtype(archive[str(index)], name) for index, name in enumerate(described["dtypes"])]
+            described = _read_description(archive)
+            arrays = [_view_dtype(archive[str(index)], name) for index, name in enumerate(described["dtypes"])]
         shards = described.get("shards", {"files": [], "replicas": 1, "cut": itertools.repeat(None)})
         whole, cut = iter(arrays), iter(shards["cut"])
         values = {name: [_value(next(cut), whole) for _ in variables] for name, variables in described["names"].items()}
@@ -207,27 +207,27 @@ class Content(NamedTuple):
         wanted = [(variable.path, tuple(variable.shape), variable.dtype) for variable in variables]
         values = zip(self.names[section], self.values[section], strict=True)
         found = [(name, value.shape, value.dtype.name) for name, value in values]
-        for here, there in itertools.zip_longest(wanted, found):
-            if here is None or there is None or here[1:] != there[1:]:
+        for expected, saved in itertools.zip_longest(wanted, found):
+            if expected is None or saved is None or expected[1:] != saved[1:]:
                 raise ValueError(
-                    f"{source} has backups of another model: where the {section} of this one has {_described(here)}, "
-                    f"they have {_described(there)}. Train the model that they were made from, or use another "
-                    "directory to start from scratch."
+                    f"{source} has backups of another model: the {section} of this one has "
+                    f"{_describe_variable(expected)}, where they have {_describe_variable(saved)}. Train the model "
+                    "that they were made from, or use another directory to start from scratch."
                 )
 
 
-def files_of_shards(packed: bytes) -> list[ShardFile]:
+def shard_files_of(packed: bytes) -> list[ShardFile]:
     """The files of shards that a content names, without reading its arrays."""
     with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
-        return [ShardFile(*file) for file in _description(archive).get("shards", {}).get("files", ())]
+        return [ShardFile(*file) for file in _read_description(archive).get("shards", {}).get("files", ())]
 
 
-def state_named(callback: str) -> str:
+def state_in_words(callback: str) -> str:
     """The name of a callback's state in errors."""
     return f"The state of the callback {callback}"
 
 
-def _description(archive: Any) -> dict[str, Any]:
+def _read_description(archive: Any) -> dict[str, Any]:
     try:
         return read_json(archive[DESCRIPTION].tobytes())
     except ValueError as error:
@@ -236,17 +236,17 @@ def _description(archive: Any) -> dict[str, Any]:
         ) from None
 
 
-def _value(cut: list[Any] | None, whole: Iterator[np.ndarray]) -> np.ndarray | CutVariable:
+def _value(cut: list[Any] | None, whole: Iterator[np.ndarray]) -> np.ndarray | VariableInShards:
     if cut is None:
         return next(whole)
     shape, dtype, size, begin = cut
-    return CutVariable(tuple(shape), np.dtype(dtype), size, begin)
+    return VariableInShards(tuple(shape), np.dtype(dtype), size, begin)
 
 
-def _of_dtype(array: np.ndarray, name: str | None) -> np.ndarray:
+def _view_dtype(array: np.ndarray, name: str | None) -> np.ndarray:
     # NumPy does not know bfloat16 and similar types, and returns raw bytes.
     return array.view(np.dtype(name)) if name else array
 
 
-def _described(variable: tuple[str, Any, str] | None) -> str:
+def _describe_variable(variable: tuple[str, Any, str] | None) -> str:
     return f"{variable[0]} of shape {variable[1]} and {variable[2]}" if variable else "nothing"

@@ -13,9 +13,9 @@ from keras_paragrad.distribution.checkpoint.manifest import (
     FORMAT,
     FORMAT_OF_SHARDS,
     Position,
-    is_ours,
-    manifest_of,
-    name_of,
+    backup_name,
+    is_backup,
+    make_manifest,
     parse_manifest,
     position_of,
     read_manifest,
@@ -24,7 +24,7 @@ from keras_paragrad.distribution.checkpoint.manifest import (
 from keras_paragrad.distribution.checkpoint.shard_files import flush_directory, remove_shards
 
 
-class Stored(NamedTuple):
+class StoredBackup(NamedTuple):
     """A backup that was read and verified.
 
     Attributes:
@@ -84,7 +84,7 @@ class BackupFiles:
     def paths(self) -> list[Path]:
         """The files with a backup's name, newest position first."""
         found = self.directory.iterdir() if self.directory.is_dir() else ()
-        return sorted((path for path in found if path.name == _plain_name(path)), key=_order, reverse=True)
+        return sorted((path for path in found if path.name == _plain_name(path)), key=_position, reverse=True)
 
     def write(self, position: Position, content: bytes, shards: str = "") -> Path:
         """Writes a backup, then removes all but the newest `keep`.
@@ -100,14 +100,14 @@ class BackupFiles:
         Raises:
             OSError: It could not be written; no partial file is left, and the other backups are unchanged.
         """
-        path = self.directory / name_of(position)
+        path = self.directory / backup_name(position)
         self.directory.mkdir(parents=True, exist_ok=True)
         self._remove_partial()
-        if (path.exists() or path.is_symlink()) and not is_ours(path):
+        if (path.exists() or path.is_symlink()) and not is_backup(path):
             raise FileExistsError(f"{path} already exists, and is not a backup. Move it away")
         with _new_file(path) as partial:
             with partial.open("wb") as file:
-                file.write(manifest_of(position, content, shards))
+                file.write(make_manifest(position, content, shards))
                 # If this writer is killed, the next one recognizes the file by its manifest.
                 file.flush()
                 file.write(content)
@@ -115,11 +115,11 @@ class BackupFiles:
                 os.fsync(file.fileno())
             partial.replace(path)
         flush_directory(self.directory)
-        for old in list(filter(is_ours, self.paths()))[self.keep :]:
+        for old in list(filter(is_backup, self.paths()))[self.keep :]:
             old.unlink()
         return path
 
-    def read(self, path: Path) -> Stored:
+    def read(self, path: Path) -> StoredBackup:
         """Reads a backup.
 
         Raises:
@@ -139,16 +139,16 @@ class BackupFiles:
                 f"{path}: another version of keras_paragrad wrote it, in format {manifest['format']}; this version "
                 f"reads formats {FORMAT} and {FORMAT_OF_SHARDS}"
             )
-        return Stored(path, manifest["position"], manifest["sha256"], content)
+        return StoredBackup(path, manifest["position"], manifest["sha256"], content)
 
-    def newest(self, before: Position | None = None) -> tuple[Stored | None, list[str]]:
+    def newest(self, before: Position | None = None) -> tuple[StoredBackup | None, list[str]]:
         """The newest intact backup, or `None`, and the damage to each newer one; of those before a position, if given.
 
         Shards are not looked at.
         """
         damage = []
         for path in self.paths():
-            if before is not None and _order(path) >= before:
+            if before is not None and _position(path) >= before:
                 continue
             try:
                 return self.read(path), damage
@@ -159,7 +159,7 @@ class BackupFiles:
     def set_aside(self, newer_than: Position) -> None:
         """Renames backups newer than a position, so that they do not displace those yet to be written."""
         for path in self.paths():
-            if _order(path) > newer_than and is_ours(path):
+            if _position(path) > newer_than and is_backup(path):
                 with _new_file(path, "damaged") as aside:
                     path.replace(aside)
 
@@ -173,7 +173,7 @@ class BackupFiles:
         """Removes all backups, or all shards, and the directory if that leaves it empty."""
         if not self.directory.is_dir():
             return
-        for path in () if only_shards else filter(is_ours, list(self.directory.iterdir())):
+        for path in () if only_shards else filter(is_backup, list(self.directory.iterdir())):
             path.unlink()
         remove_shards(self.directory)
         with contextlib.suppress(OSError):
@@ -182,20 +182,20 @@ class BackupFiles:
     def _remove_partial(self) -> None:
         """Removes the files left by a killed writer."""
         for path in list(self.directory.glob("*.backup.partial*")):
-            if is_ours(path):
+            if is_backup(path):
                 path.unlink()
 
 
 def _plain_name(path: Path) -> str | None:
     position = position_of(path)
-    return position and name_of(position)
+    return position and backup_name(position)
 
 
-def _order(path: Path) -> Any:
+def _position(path: Path) -> Any:
     return position_of(path)
 
 
-def _made(path: Path) -> bool:
+def _create(path: Path) -> bool:
     try:
         path.touch(exist_ok=False)
     except FileExistsError:
@@ -207,7 +207,7 @@ def _made(path: Path) -> bool:
 def _new_file(path: Path, suffix: str = "partial") -> Iterator[Path]:
     """Creates a new file beside another; removed on failure."""
     names = (f"{path.name}.{suffix}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
-    made = next(made for made in map(path.with_name, names) if _made(made))
+    made = next(made for made in map(path.with_name, names) if _create(made))
     try:
         yield made
     except BaseException:

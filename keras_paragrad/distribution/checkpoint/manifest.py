@@ -31,7 +31,7 @@ class Position(NamedTuple):
         return f"epoch {self.epoch + 1}, after {self.batch} batches" if self.batch else f"epoch {self.epoch + 1}"
 
 
-def name_of(position: Position) -> str:
+def backup_name(position: Position) -> str:
     """The file name of the backup of a position."""
     return f"epoch-{position.epoch:06d}-batch-{position.batch:010d}.backup"
 
@@ -40,15 +40,15 @@ def position_of(path: Path) -> Position | None:
     """The position in the name of a complete, partial or damaged backup; `None` for any other name."""
     match = _NAME.fullmatch(path.name)
     position = match and Position(int(match[1]), int(match[2]))
-    return position if position and path.name.startswith(name_of(position)) else None
+    return position if position and path.name.startswith(backup_name(position)) else None
 
 
-def words_of(digest: str) -> list[int]:
+def digest_words(digest: str) -> list[int]:
     """A SHA-256 as four integers, which workers can exchange."""
     return [int(word) for word in np.frombuffer(bytes.fromhex(digest), np.int64)]
 
 
-def manifest_of(position: Position, content: bytes, shards: str = "") -> bytes:
+def make_manifest(position: Position, content: bytes, shards: str = "") -> bytes:
     """The first line of a backup, with the key of its shards if it has any."""
     described = {"format": FORMAT_OF_SHARDS, "shards": shards} if shards else {"format": FORMAT}
     return _line({**described, "position": list(position), "bytes": len(content)}, content)
@@ -71,7 +71,7 @@ def verifies(manifest: dict[str, Any], line: bytes, content: bytes) -> bool:
     return _line({**described, "position": list(manifest["position"])}, content) == line + b"\n"
 
 
-def is_ours(path: Path) -> bool:
+def is_backup(path: Path) -> bool:
     """Whether a file is a backup by its name and by its manifest; only such a file is overwritten, moved or removed."""
     return read_manifest(path) is not None
 

@@ -9,20 +9,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.workers import place_of
-from keras_paragrad.distribution.checkpoint.content import Content, CutVariable, files_of_shards
-from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position, Stored
-from keras_paragrad.distribution.checkpoint.manifest import words_of
-from keras_paragrad.distribution.checkpoint.shards import locate
-from keras_paragrad.distribution.checkpoint.writers import restore_state
+from keras_paragrad.compat.workers import replica_placement
+from keras_paragrad.distribution.checkpoint.content import Content, VariableInShards, shard_files_of
+from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position, StoredBackup
+from keras_paragrad.distribution.checkpoint.manifest import digest_words
+from keras_paragrad.distribution.checkpoint.shards import locate_shards
+from keras_paragrad.distribution.checkpoint.writers import restore_callback_states
 from keras_paragrad.distribution.workers import from_chief, gather
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.storage import model_variables as seam
 
-_NONE, _FOUND, _ALL_DAMAGED = range(3)
+_NONE, _FOUND, _DAMAGED = range(3)
 
 
-def common_backup(strategy: tf.distribute.Strategy, files: BackupFiles) -> tuple[Stored | None, list[str]]:
+def common_backup(strategy: tf.distribute.Strategy, files: BackupFiles) -> tuple[StoredBackup | None, list[str]]:
     """The backup to resume from, the same on every worker; every worker calls this.
 
     Args:
@@ -40,10 +40,10 @@ def common_backup(strategy: tf.distribute.Strategy, files: BackupFiles) -> tuple
     damage: list[str] = []
     before = None
     while stored := _newest(strategy, files, before, damage):
-        shards = files_of_shards(stored.content)
-        reader, reason = locate(strategy, files.directory, shards) if shards else (None, "")
+        shards = shard_files_of(stored.content)
+        reader, reason = locate_shards(strategy, files.directory, shards) if shards else (None, "")
         if reader or not shards:
-            return Stored(*stored[:-1], reader), damage
+            return StoredBackup(*stored[:-1], reader), damage
         damage.append(f"{stored.path}: {reason}")
         before = stored.position
     return None, damage
@@ -51,43 +51,43 @@ def common_backup(strategy: tf.distribute.Strategy, files: BackupFiles) -> tuple
 
 def _newest(
     strategy: tf.distribute.Strategy, files: BackupFiles, before: Position | None, damage: list[str]
-) -> Stored | None:
+) -> StoredBackup | None:
     """The chief's newest intact backup before a position, on all workers; the damage of others is noted."""
-    is_chief = place_of(strategy).worker == 0
+    is_chief = replica_placement(strategy).worker == 0
     mine, found = files.newest(before) if is_chief else (None, [])
     damage += found
-    state = _FOUND if mine else _ALL_DAMAGED if damage else _NONE
-    words = words_of(mine.digest) if mine else [0] * 4
+    state = _FOUND if mine else _DAMAGED if damage else _NONE
+    words = digest_words(mine.digest) if mine else [0] * 4
     answers = gather(strategy, np.array([state, *(mine.position if mine else (0, 0)), *words, len(files.paths())]))
     state, epoch, batch, *digest = (int(number) for number in answers[0, :7])
-    if state == _ALL_DAMAGED:
+    if state == _DAMAGED:
         _refuse_damaged(strategy, files, damage if is_chief else [])
     if state == _NONE:
         _refuse_if_elsewhere(files, answers[:, 7])
         return None
-    mine = mine or _same(files, (epoch, batch), digest)
+    mine = mine or _find_copy(files, (epoch, batch), digest)
     if gather(strategy, np.array([mine is not None], np.int64)).all():
         return mine
     return _from_chief(strategy, files, mine if is_chief else None, (epoch, batch))
 
 
-def _same(files: BackupFiles, position: tuple[int, int], digest: list[int]) -> Stored | None:
+def _find_copy(files: BackupFiles, position: tuple[int, int], digest: list[int]) -> StoredBackup | None:
     """The chief's backup, if this worker sees it intact in its own directory."""
     for path in files.paths():
         try:
             stored = files.read(path)
         except (DamagedBackupError, OSError):
             continue
-        if tuple(stored.position) == position and words_of(stored.digest) == digest:
+        if tuple(stored.position) == position and digest_words(stored.digest) == digest:
             return stored
     return None
 
 
 def _from_chief(
-    strategy: tf.distribute.Strategy, files: BackupFiles, mine: Stored | None, position: tuple[int, int]
-) -> Stored:
+    strategy: tf.distribute.Strategy, files: BackupFiles, mine: StoredBackup | None, position: tuple[int, int]
+) -> StoredBackup:
     content = from_chief(strategy, mine.content if mine else None)
-    return mine or Stored(files.directory, Position(*position), "", content)
+    return mine or StoredBackup(files.directory, Position(*position), "", content)
 
 
 def _refuse_damaged(strategy: tf.distribute.Strategy, files: BackupFiles, damage: list[str]) -> None:
@@ -108,8 +108,8 @@ def _refuse_if_elsewhere(files: BackupFiles, counts: Any) -> None:
 
 
 # Variables that exist before the first step; metrics may create theirs in it.
-_BEFORE_STEPS = ("model", "optimizer")
-_WHAT_TO_DO = "Use the same data, batch_size and steps_per_epoch as before, or another directory to start from scratch."
+_BUILT_SECTIONS = ("model", "optimizer")
+_ADVICE = "Use the same data, batch_size and steps_per_epoch as before, or another directory to start from scratch."
 
 
 class Resumption:
@@ -126,7 +126,7 @@ class Resumption:
         ValueError: The backup is of another model or `fit`, or the model has no variables yet.
     """
 
-    def __init__(self, model: keras.Model, stored: Stored, source: Path, epochs: int, steps: int | None):
+    def __init__(self, model: keras.Model, stored: StoredBackup, source: Path, epochs: int, steps: int | None):
         self.model = model
         self.position = stored.position
         self.epochs = epochs
@@ -171,27 +171,27 @@ class Resumption:
 
     def restore_callbacks(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Restores the state of the other callbacks."""
-        restore_state(callbacks, self._content.callbacks)
+        restore_callback_states(callbacks, self._content.callbacks)
 
     @property
-    def _stands(self) -> str:
+    def _where(self) -> str:
         return f"The backup in {self._source} is at {self.position}."
 
     def _check_run(self, steps: int | None) -> None:
         position, before = self.position, self._content.steps
         if position.epoch > self.epochs or (position.batch and self.ends):
             raise ValueError(
-                f"{self._stands} This fit ends with epoch {self.epochs}. Pass epochs={position.epoch + 1} or more to "
+                f"{self._where} This fit ends with epoch {self.epochs}. Pass epochs={position.epoch + 1} or more to "
                 "resume from it, or use another directory to start from scratch."
             )
         if steps is None:
             return
         if before is not None and before != steps:
             raise ValueError(
-                f"{self._stands} Its epochs had {before} batches, but those of this fit have {steps}. {_WHAT_TO_DO}"
+                f"{self._where} Its epochs had {before} batches, but those of this fit have {steps}. {_ADVICE}"
             )
         if position.batch > steps:
-            raise ValueError(f"{self._stands} The epochs of this fit have {steps} batches. {_WHAT_TO_DO}")
+            raise ValueError(f"{self._where} The epochs of this fit have {steps} batches. {_ADVICE}")
 
     def _fitting_variables(self) -> dict[str, list[keras.Variable]]:
         if not self.model.built:
@@ -201,18 +201,18 @@ class Resumption:
             )
         seam.build_optimizer(self.model)
         variables = seam.training_variables(self.model)
-        for section in _BEFORE_STEPS:
+        for section in _BUILT_SECTIONS:
             self._content.check_fits(section, variables[section], self._source)
         return variables
 
     def _restore(self, variables: dict[str, list[keras.Variable]]) -> None:
-        for section in _BEFORE_STEPS:
+        for section in _BUILT_SECTIONS:
             seam.assign_all({section: variables[section]}, {section: self._values(section)})
 
     def _values(self, section: str) -> Iterator[np.ndarray]:
         """The values of variables; those in shards are read one at a time."""
         for value in self._content.values[section]:
-            yield self._shards.whole(value, self._content.replicas) if isinstance(value, CutVariable) else value
+            yield self._shards.whole(value, self._content.replicas) if isinstance(value, VariableInShards) else value
 
     def _restore_metrics(self, how: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
         metrics = {"metrics": seam.training_variables(self.model)["metrics"]}

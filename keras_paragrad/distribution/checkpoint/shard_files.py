@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keras_paragrad.distribution.checkpoint.manifest import Position, name_of
+from keras_paragrad.distribution.checkpoint.manifest import Position, backup_name
 
 _NAME = re.compile(r"epoch-(\d{6,18})-batch-(\d{10,18})\.backup\.shards-(\d{5})-of-(\d{5})-([0-9a-f]{16})")
 # Headers are shorter; no more than this is read from a file that may not be one of ours.
@@ -32,7 +32,7 @@ class ShardFile(NamedTuple):
     digest: str
 
 
-def name_of_shards(position: Position, key: str, worker: int, workers: int) -> str:
+def shard_file_name(position: Position, key: str, worker: int, workers: int) -> str:
     """The name of a worker's file.
 
     Args:
@@ -41,7 +41,7 @@ def name_of_shards(position: Position, key: str, worker: int, workers: int) -> s
         worker: The worker.
         workers: How many there are.
     """
-    return f"{name_of(position)}.shards-{worker:05d}-of-{workers:05d}-{key}"
+    return f"{backup_name(position)}.shards-{worker:05d}-of-{workers:05d}-{key}"
 
 
 def write_shards(directory: Path, name: str, shards: Iterable[np.ndarray]) -> ShardFile:
@@ -77,7 +77,7 @@ def write_shards(directory: Path, name: str, shards: Iterable[np.ndarray]) -> Sh
     return ShardFile(name, size, digest.hexdigest())
 
 
-def is_there(directory: Path, shards: ShardFile) -> bool:
+def has_shard_file(directory: Path, shards: ShardFile) -> bool:
     """Whether a directory has a file of this name and size."""
     try:
         return (directory / shards.name).stat().st_size == shards.size

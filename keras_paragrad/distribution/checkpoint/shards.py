@@ -13,24 +13,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.workers import Place, place_of
-from keras_paragrad.distribution.checkpoint.content import CutVariable, Values
+from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
+from keras_paragrad.distribution.checkpoint.content import Values, VariableInShards
 from keras_paragrad.distribution.checkpoint.files import BackupFiles
-from keras_paragrad.distribution.checkpoint.manifest import Position, words_of
+from keras_paragrad.distribution.checkpoint.manifest import Position, digest_words
 from keras_paragrad.distribution.checkpoint.shard_files import (
     ShardFile,
+    has_shard_file,
     is_intact,
-    is_there,
-    name_of_shards,
     read_shards,
     remove_shards,
+    shard_file_name,
     write_shards,
 )
 from keras_paragrad.distribution.workers import from_chief, gather, sum_bytes
 from keras_paragrad.storage.storage import Parts, storage_of
 
 
-class Written(NamedTuple):
+class WrittenShards(NamedTuple):
     """What the workers have written.
 
     Attributes:
@@ -42,10 +42,10 @@ class Written(NamedTuple):
     files: list[ShardFile]
 
 
-NO_SHARDS = Written("", [])
+NO_SHARDS = WrittenShards("", [])
 
 
-def values_of(place: Place, sections: dict[str, list[keras.Variable]]) -> Values:
+def variable_values(place: ReplicaPlacement, sections: dict[str, list[keras.Variable]]) -> Values:
     """The values of variables, and how those are cut that are divided; every worker calls this.
 
     Values of which each replica has a part are summed or averaged over the replicas.
@@ -60,26 +60,26 @@ def values_of(place: Place, sections: dict[str, list[keras.Variable]]) -> Values
                 found.append(np.asarray(variable.numpy()))
                 continue
             dtype = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
-            found.append(CutVariable(tuple(variable.shape), dtype, parts.size, begin))
+            found.append(VariableInShards(tuple(variable.shape), dtype, parts.size, begin))
             begin += parts.size * dtype.itemsize
     return values
 
 
-def write_together(
+def write_worker_shards(
     strategy: tf.distribute.Strategy, files: BackupFiles, position: Position, variables: Sequence[keras.Variable]
-) -> Written:
+) -> WrittenShards:
     """Writes the shards of variables, each worker those that it has; every worker calls this.
 
     Raises:
         OSError: On every worker, if one of them could not write its own.
     """
-    place = place_of(strategy)
+    place = replica_placement(strategy)
     parts = [found for each in variables if (found := storage_of(each).parts(place)) is not None]
     if not parts:
         return NO_SHARDS
     # The chief's, so that it is the same on all workers.
     key = f"{int(gather(strategy, np.array([secrets.randbits(62)]))[0, 0]):016x}"
-    names = [name_of_shards(position, key, worker, place.workers) for worker in range(place.workers)]
+    names = [shard_file_name(position, key, worker, place.workers) for worker in range(place.workers)]
     mine, failure, shards = None, None, _local_shards(parts)
     try:
         mine = write_shards(files.directory, names[place.worker], shards)
@@ -87,7 +87,7 @@ def write_together(
         failure = error
         # Other workers may still gather what is left of a mesh.
         collections.deque(shards, maxlen=0)
-    digest = words_of(mine.digest) if mine else [0] * 4
+    digest = digest_words(mine.digest) if mine else [0] * 4
     answers = gather(strategy, np.array([mine.size if mine else -1, *digest], np.int64))
     failed = np.flatnonzero(answers[:, 0] < 0)
     if failure is not None:
@@ -96,23 +96,23 @@ def write_together(
         raise OSError(f"worker {failed[0]} could not write its shards")
     sizes = answers[:, 0].tolist()
     digests = [row.tobytes().hex() for row in answers[:, 1:]]
-    return Written(key, [ShardFile(*each) for each in zip(names, sizes, digests, strict=True)])
+    return WrittenShards(key, [ShardFile(*each) for each in zip(names, sizes, digests, strict=True)])
 
 
-def keep_shards(strategy: tf.distribute.Strategy, files: BackupFiles, key: str) -> bool:
+def remove_unnamed_shards(strategy: tf.distribute.Strategy, files: BackupFiles, key: str) -> bool:
     """Removes the shards that no backup of the chief names; every worker calls this.
 
     Returns:
         Whether one names those of this key.
     """
-    chief = place_of(strategy).worker == 0
+    chief = replica_placement(strategy).worker == 0
     kept = json.loads(from_chief(strategy, json.dumps(files.shards).encode() if chief else None))
     with contextlib.suppress(OSError):
         remove_shards(files.directory, kept)
     return key in kept
 
 
-def locate(
+def locate_shards(
     strategy: tf.distribute.Strategy, directory: Path, files: Sequence[ShardFile]
 ) -> tuple["ShardReader | None", str]:
     """Finds the shards that a backup names, and verifies them; every worker calls this.
@@ -127,11 +127,11 @@ def locate(
     Returns:
         What reads them, or `None` and the reason.
     """
-    worker = place_of(strategy).worker
-    seen = gather(strategy, np.array([is_there(directory, file) for file in files], np.int64))
+    worker = replica_placement(strategy).worker
+    seen = gather(strategy, np.array([has_shard_file(directory, file) for file in files], np.int64))
     intact, checked = seen.copy(), set()
     while True:
-        readers = [_one_of(np.flatnonzero(column), index) for index, column in enumerate(intact.T)]
+        readers = [_choose_worker(np.flatnonzero(column), index) for index, column in enumerate(intact.T)]
         if None in readers:
             index = readers.index(None)
             damage = "its checksum differs" if seen[:, index].any() else "it is missing, or has another size"
@@ -159,11 +159,11 @@ class ShardReader:
         self, strategy: tf.distribute.Strategy, directory: Path, files: Sequence[ShardFile], readers: Sequence[Any]
     ):
         self._strategy, self._directory = strategy, directory
-        worker = place_of(strategy).worker
+        worker = replica_placement(strategy).worker
         self._parts = len(files)
         self._mine = {index: file for index, file in enumerate(files) if readers[index] == worker}
 
-    def whole(self, cut: CutVariable, replicas: int) -> np.ndarray:
+    def whole(self, cut: VariableInShards, replicas: int) -> np.ndarray:
         """A variable; every worker calls this.
 
         Args:
@@ -184,5 +184,5 @@ def _local_shards(parts: Iterable[Parts]) -> Iterator[np.ndarray]:
         yield from each.read()
 
 
-def _one_of(workers: np.ndarray, index: int) -> int | None:
+def _choose_worker(workers: np.ndarray, index: int) -> int | None:
     return int(workers[index % len(workers)]) if len(workers) else None

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import keras
 
 from keras_paragrad.arguments import check_each, check_flag, check_instance
-from keras_paragrad.distribution.checkpoint.content import CAN_HOLD, UnstorableError, encode, state_named
+from keras_paragrad.distribution.checkpoint.content import STORABLE, UnstorableError, encode, state_in_words
 
 # These read variables, which may be a collective operation; the attribute holds the path they write to.
 _READ_BY_ALL = {keras.callbacks.ModelCheckpoint: "filepath", keras.callbacks.TensorBoard: "log_dir"}
@@ -52,7 +52,7 @@ def with_one_writer(callbacks: Sequence[keras.callbacks.Callback], is_chief: boo
         _refuse(callback)
     if is_chief:
         return callbacks
-    return [kept for callback in callbacks for kept in _for_another_worker(callback)]
+    return [kept for callback in callbacks for kept in _without_files(callback)]
 
 
 def check_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
@@ -72,7 +72,7 @@ def _refuse(callback: keras.callbacks.Callback) -> None:
         )
 
 
-def _for_another_worker(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
+def _without_files(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
     if isinstance(callback, _CHIEF_ONLY):
         return []
     attribute = next((name for kind, name in _READ_BY_ALL.items() if isinstance(callback, kind)), None)
@@ -147,24 +147,24 @@ class HasState(Protocol):
         ...
 
 
-def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, Any]]:
+def callback_states(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, Any]]:
     """The state of each callback that has any, by class and index among the callbacks of that class."""
-    return {name: _get(callback) for name, callback in _named(callbacks).items()}
+    return {name: _callback_state(callback) for name, callback in _callbacks_by_name(callbacks).items()}
 
 
-def check_storable(callbacks: Iterable[keras.callbacks.Callback]) -> None:
+def check_callback_states(callbacks: Iterable[keras.callbacks.Callback]) -> None:
     """Raises an `UnstorableError`, a `TypeError`, if a state would not be restored exactly."""
-    for name, state in state_of(callbacks).items():
+    for name, state in callback_states(callbacks).items():
         try:
-            encode(state, [], state_named(name))
+            encode(state, [], state_in_words(name))
         except UnstorableError as error:
             raise UnstorableError(
-                f"{error} It would not be restored exactly. {CAN_HOLD} Convert it in get_state, and back in set_state; "
+                f"{error} It would not be restored exactly. {STORABLE} Convert it in get_state, and back in set_state; "
                 "or leave the callback out of Backup(callbacks=...), so that its state is not backed up."
             ) from None
 
 
-def with_epoch(history: dict[str, Any], epoch: int, logs: dict[str, Any]) -> dict[str, Any]:
+def append_epoch(history: dict[str, Any], epoch: int, logs: dict[str, Any]) -> dict[str, Any]:
     """A `History`'s state with the epoch that just ended; Keras calls `History` after all other callbacks."""
     if epoch in history["epoch"]:
         return history
@@ -172,9 +172,9 @@ def with_epoch(history: dict[str, Any], epoch: int, logs: dict[str, Any]) -> dic
     return {"history": {**history["history"], **values}, "epoch": [*history["epoch"], epoch]}
 
 
-def restore_state(callbacks: Iterable[keras.callbacks.Callback], states: dict[str, dict[str, Any]]) -> None:
+def restore_callback_states(callbacks: Iterable[keras.callbacks.Callback], states: dict[str, dict[str, Any]]) -> None:
     """Restores the state of callbacks; one without saved state is left unchanged."""
-    for name, callback in _named(callbacks).items():
+    for name, callback in _callbacks_by_name(callbacks).items():
         if name not in states:
             continue
         state = states[name]
@@ -185,22 +185,22 @@ def restore_state(callbacks: Iterable[keras.callbacks.Callback], states: dict[st
             setattr(callback, attribute, value)
 
 
-def _named(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.callbacks.Callback]:
+def _callbacks_by_name(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.callbacks.Callback]:
     count: Counter[str] = Counter()
     named = {}
     for callback in callbacks:
-        if isinstance(callback, HasState) or _attributes(callback):
+        if isinstance(callback, HasState) or _state_attributes(callback):
             kind = type(callback).__name__
             named[f"{kind} {count[kind]}"] = callback
             count[kind] += 1
     return named
 
 
-def _get(callback: keras.callbacks.Callback) -> dict[str, Any]:
+def _callback_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
     if isinstance(callback, HasState):
         return callback.get_state()
-    return {name: getattr(callback, name) for name in _attributes(callback) if hasattr(callback, name)}
+    return {name: getattr(callback, name) for name in _state_attributes(callback) if hasattr(callback, name)}
 
 
-def _attributes(callback: keras.callbacks.Callback) -> tuple[str, ...]:
+def _state_attributes(callback: keras.callbacks.Callback) -> tuple[str, ...]:
     return next((names for kind, names in _ATTRIBUTES.items() if isinstance(callback, kind)), ())

@@ -7,10 +7,10 @@ from keras_paragrad.arguments import quote
 from keras_paragrad.distribution.cluster import (
     DEFAULT_PORT,
     MOST_TASKS,
+    ClusterDescription,
     ClusterKind,
-    Found,
-    port_of,
-    whole_number,
+    read_integer,
+    read_port,
 )
 
 _HOSTNAME = re.compile(r"(.+)-(\d{1,9})", re.ASCII)
@@ -29,21 +29,23 @@ class Kubernetes(ClusterKind):
     source = "Kubernetes"
     precedence = 30
 
-    def read(self, environment: Mapping[str, str]) -> Found | None:
+    def read(self, environment: Mapping[str, str]) -> ClusterDescription | None:
         """Reads a pod's variables; `None` unless `KERAS_PARAGRAD_WORKERS` is set."""
         if "KERAS_PARAGRAD_WORKERS" not in environment:
             return None
-        workers = whole_number(environment, "KERAS_PARAGRAD_WORKERS", 1, MOST_TASKS)
+        workers = read_integer(environment, "KERAS_PARAGRAD_WORKERS", 1, MOST_TASKS)
         name, ordinal = _name_and_ordinal(environment)
-        index = whole_number(environment, "JOB_COMPLETION_INDEX") if "JOB_COMPLETION_INDEX" in environment else ordinal
+        index = read_integer(environment, "JOB_COMPLETION_INDEX") if "JOB_COMPLETION_INDEX" in environment else ordinal
         service = environment.get("KERAS_PARAGRAD_SERVICE", "").strip().strip(".")
         if not service:
             raise ValueError(
                 "KERAS_PARAGRAD_WORKERS is set, but KERAS_PARAGRAD_SERVICE is not. Set it to the name of the headless "
                 "service: the pods' `subdomain`, or the StatefulSet's `serviceName`."
             )
-        port = port_of(environment, DEFAULT_PORT)
-        return Found({"worker": tuple(f"{name}-{rank}.{service}:{port}" for rank in range(workers))}, "worker", index)
+        port = read_port(environment, DEFAULT_PORT)
+        return ClusterDescription(
+            {"worker": tuple(f"{name}-{rank}.{service}:{port}" for rank in range(workers))}, "worker", index
+        )
 
 
 def _name_and_ordinal(environment: Mapping[str, str]) -> tuple[str, int]:

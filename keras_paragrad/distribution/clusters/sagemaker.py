@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.distribution.cluster import DEFAULT_PORT, ClusterKind, Found, port_of
+from keras_paragrad.distribution.cluster import DEFAULT_PORT, ClusterDescription, ClusterKind, read_port
 from keras_paragrad.plain_text import read_json
 
 
@@ -14,7 +14,7 @@ class SageMaker(ClusterKind):
     precedence = 20
     run_variables = ("TRAINING_JOB_NAME",)
 
-    def read(self, environment: Mapping[str, str]) -> Found | None:
+    def read(self, environment: Mapping[str, str]) -> ClusterDescription | None:
         """Reads `SM_HOSTS` and `SM_CURRENT_HOST`; `None` if they are not set."""
         if "SM_HOSTS" not in environment:
             return None
@@ -29,8 +29,8 @@ class SageMaker(ClusterKind):
             raise ValueError(
                 f"SM_CURRENT_HOST is {quote(current)}, which is not in SM_HOSTS={text:.200}. Set it to one of those."
             )
-        port = port_of(environment, DEFAULT_PORT)
-        return Found({"worker": tuple(f"{host}:{port}" for host in hosts)}, "worker", hosts.index(current))
+        port = read_port(environment, DEFAULT_PORT)
+        return ClusterDescription({"worker": tuple(f"{host}:{port}" for host in hosts)}, "worker", hosts.index(current))
 
 
 KIND: ClusterKind = SageMaker()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.distribution.cluster import MOST_TASKS, ClusterKind, Found, port_of, whole_number
+from keras_paragrad.distribution.cluster import MOST_TASKS, ClusterDescription, ClusterKind, read_integer, read_port
 
 # Ports are numbers, too.
 MOST_NUMBERS = 65536
@@ -117,7 +117,7 @@ class Slurm(ClusterKind):
     run_variables = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     command = "srun keras-paragrad launch train.py"
 
-    def read(self, environment: Mapping[str, str]) -> Found | None:
+    def read(self, environment: Mapping[str, str]) -> ClusterDescription | None:
         """Reads the variables that `srun` sets for each task; `None` if it did not start this process."""
         if "SLURM_STEP_NODELIST" not in environment or "SLURM_PROCID" not in environment:
             return None
@@ -125,12 +125,12 @@ class Slurm(ClusterKind):
         tasks = _tasks_on_nodes(environment, len(nodes))
         ports = _ports(environment, max(tasks))
         workers = [f"{node}:{port}" for node, count in zip(nodes, tasks, strict=True) for port in ports[:count]]
-        return Found({"worker": tuple(workers)}, "worker", _index(environment, tasks))
+        return ClusterDescription({"worker": tuple(workers)}, "worker", _index(environment, tasks))
 
 
 def _tasks_on_nodes(environment: Mapping[str, str], nodes: int) -> list[int]:
     total = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    expected = whole_number(environment, total, 1, MOST_TASKS)
+    expected = read_integer(environment, total, 1, MOST_TASKS)
     if "SLURM_STEP_TASKS_PER_NODE" not in environment and expected % nodes:
         raise ValueError(
             f"SLURM_STEP_TASKS_PER_NODE is not set, and {expected} tasks ({total}) can't be spread evenly over {nodes} "
@@ -150,8 +150,8 @@ def _tasks_on_nodes(environment: Mapping[str, str], nodes: int) -> list[int]:
 def _index(environment: Mapping[str, str], tasks: list[int]) -> int:
     """Which worker this is: by node and task there, since `srun --distribution=cyclic` assigns ranks round-robin."""
     if "SLURM_NODEID" not in environment or "SLURM_LOCALID" not in environment:
-        return whole_number(environment, "SLURM_PROCID")
-    node, place = whole_number(environment, "SLURM_NODEID"), whole_number(environment, "SLURM_LOCALID")
+        return read_integer(environment, "SLURM_PROCID")
+    node, place = read_integer(environment, "SLURM_NODEID"), read_integer(environment, "SLURM_LOCALID")
     if node >= len(tasks) or place >= tasks[node]:
         raise ValueError(
             f"SLURM_NODEID={node} and SLURM_LOCALID={place} name no task of a step with {quote(tasks)} tasks on its "
@@ -164,7 +164,7 @@ def _ports(environment: Mapping[str, str], needed: int) -> list[int]:
     """A port for each task on a node: those reserved for the step, or some that other jobs are unlikely to use."""
     reserved = environment.get("SLURM_STEP_RESV_PORTS")
     if "KERAS_PARAGRAD_PORT" in environment or not reserved:
-        first = port_of(environment, _port_of_job(environment))
+        first = read_port(environment, _port_of_job(environment))
         return list(range(first, first + needed))
     ports = [int(port) for port in expand_numbers(reserved)]
     if len(ports) < needed:
@@ -180,8 +180,8 @@ def _port_of_job(environment: Mapping[str, str]) -> int:
     """The same on every node, different for the next jobs and steps, and below the ephemeral ports."""
     job = "SLURM_JOB_ID" if "SLURM_JOB_ID" in environment else "SLURM_JOBID"
     step = "SLURM_STEP_ID" if "SLURM_STEP_ID" in environment else "SLURM_STEPID"
-    steps = whole_number(environment, step) if step in environment else 0
-    return FIRST_PORT + PORTS_A_JOB * ((whole_number(environment, job) + 97 * steps) % JOBS)
+    steps = read_integer(environment, step) if step in environment else 0
+    return FIRST_PORT + PORTS_A_JOB * ((read_integer(environment, job) + 97 * steps) % JOBS)
 
 
 KIND: ClusterKind = Slurm()

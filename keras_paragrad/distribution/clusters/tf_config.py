@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.distribution.cluster import ClusterKind, Found
+from keras_paragrad.distribution.cluster import ClusterDescription, ClusterKind
 from keras_paragrad.plain_text import read_json
 
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
@@ -18,7 +18,7 @@ class TfConfig(ClusterKind):
     # Written for this very process, by hand or by a launcher that runs within a scheduler's job.
     precedence = 10
 
-    def read(self, environment: Mapping[str, str]) -> Found | None:
+    def read(self, environment: Mapping[str, str]) -> ClusterDescription | None:
         """Reads `TF_CONFIG`; `None` if it is not set, or describes no cluster."""
         text = environment.get("TF_CONFIG", "").strip()
         if not text:
@@ -33,7 +33,9 @@ class TfConfig(ClusterKind):
             return None
         task = _expect(config.get("task"), dict, "`task`")
         job = _expect(task.get("type"), str, "`task.type`")
-        return Found({name: _addresses(name, hosts) for name, hosts in cluster.items()}, job, _index(task.get("index")))
+        return ClusterDescription(
+            {name: _addresses(name, hosts) for name, hosts in cluster.items()}, job, _index(task.get("index"))
+        )
 
 
 def _expect(found: Any, kind: type, part: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.workers import place_of
+from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.distribution.workers import from_chief, gather
 
 SAME_SCRIPT = (
@@ -28,7 +28,7 @@ def check_same_training(strategy: tf.distribute.Strategy, description: Mapping[s
         strategy: The strategy whose workers all call this.
         description: This worker's, in JSON; see `describe_training`.
     """
-    place = place_of(strategy)
+    place = replica_placement(strategy)
     if place.workers == 1:
         return
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad.compat.data import readable_again
+from keras_paragrad.compat.data import reread
 from keras_paragrad.compat.workers import barrier
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.consistency.compare import check_same_training
@@ -67,7 +67,7 @@ class ComparedFit:
 
     def sharded(self, adapter: Any, steps: int | None) -> DistributedData | None:
         """Data sharded so that each batch is that of one device; `None` if it is sharded already."""
-        found = readable_again(adapter)
+        found = reread(adapter)
         if found is None:
             return None
         x, options = found

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import local_values
-from keras_paragrad.compat.workers import place_of
+from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.distribution.workers import gather
 from keras_paragrad.storage.storage import storage_of
 
@@ -70,10 +70,12 @@ def check_same_weights(strategy: tf.distribute.Strategy, model: Any) -> None:
     Raises:
         ValueError: A weight differs. The message gives its path, the worker, and both norms.
     """
-    if place_of(strategy).workers == 1:
+    if replica_placement(strategy).workers == 1:
         return
     variables = variables_to_compare(model)
-    found = gather(strategy, sketches(strategy, variables).reshape(-1)).reshape(place_of(strategy).workers, -1, 2)
+    found = gather(strategy, sketches(strategy, variables).reshape(-1)).reshape(
+        replica_placement(strategy).workers, -1, 2
+    )
     refuse_if_differing(found, variables)
 
 

@@ -1,6 +1,6 @@
 """Input pipelines: batches sharded over replicas, and inputs normalized by the whole data's mean and variance."""
 
-from keras_paragrad.distribution.data.dataset import distributed_dataset, whole_on_each_worker
+from keras_paragrad.distribution.data.dataset import distributed_dataset, undivided_dataset
 from keras_paragrad.distribution.data.distributed import DistributedData, FollowEpochs
 from keras_paragrad.distribution.data.normalization import (
     adapt_normalization,
@@ -15,5 +15,5 @@ __all__ = [
     "distributed_dataset",
     "normalization_layers",
     "normalize_inputs",
-    "whole_on_each_worker",
+    "undivided_dataset",
 ]

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.data import share_of_files
-from keras_paragrad.compat.workers import Place, place_of
+from keras_paragrad.compat.data import shard_files_of_worker
+from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
 from keras_paragrad.distribution.data.batch_sharding import choose_policy
 from keras_paragrad.distribution.data.sources import is_endless
 from keras_paragrad.distribution.workers import all_or_none, gather
@@ -81,8 +81,8 @@ def adapt_all(
     layers: list[tuple[keras.layers.Normalization, Select]], data: Any, strategy: tf.distribute.Strategy, policy: str
 ) -> None:
     """Adapts several layers in one pass; each comes with the function that selects its values from an `x`."""
-    place = place_of(strategy)
-    parts = all_or_none(strategy, lambda: _own_moments(layers, data, policy, place))
+    place = replica_placement(strategy)
+    parts = all_or_none(strategy, lambda: _worker_moments(layers, data, policy, place))
     vectors = gather(strategy, np.concatenate([part.to_vector() for part in parts]))
     start = 0
     for (layer, _), part in zip(layers, parts, strict=True):
@@ -94,16 +94,16 @@ def adapt_all(
         _assign(layer, total)
 
 
-def _own_moments(
-    layers: list[tuple[keras.layers.Normalization, Select]], data: Any, policy: str, place: Place
+def _worker_moments(
+    layers: list[tuple[keras.layers.Normalization, Select]], data: Any, policy: str, place: ReplicaPlacement
 ) -> list[Moments]:
     """This worker's part of the data, for each layer."""
     _check_data(data)
     totals: list[Moments | None] = [None] * len(layers)
     policy = choose_policy(policy, data, place.workers)
     if policy == "file":
-        data = share_of_files(data, place.workers, place.worker)
-    among = place if policy == "data" else Place(1, 1, 0)
+        data = shard_files_of_worker(data, place.workers, place.worker)
+    among = place if policy == "data" else ReplicaPlacement(1, 1, 0)
     for x in _batches(data):
         for index, (layer, select) in enumerate(layers):
             values = _values(select(x))

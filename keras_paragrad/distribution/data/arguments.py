@@ -21,7 +21,7 @@ from keras_paragrad.distribution.data.sources import is_batched, is_endless
 
 
 @dataclass(frozen=True)
-class Request:
+class DataOptions:
     """The arguments of `distributed_dataset` besides the data.
 
     Raises:
@@ -43,7 +43,7 @@ class Request:
         checked = {
             "batch_size": check_integer("batch_size", self.batch_size, example=32, optional=True),
             "shuffle": check_choice("shuffle", self.shuffle, (True, False, "batch")),
-            "class_weight": checked_class_weight(self.class_weight),
+            "class_weight": check_class_weight(self.class_weight),
             "steps_per_epoch": check_integer("steps_per_epoch", self.steps_per_epoch, example=100, optional=True),
             "batch": check_choice("batch", self.batch, ("global", "per_replica")),
             "shard_policy": check_policy(self.shard_policy),
@@ -79,7 +79,7 @@ class Request:
         return "" if self.cache is True else f"{fspath(self.cache)}-worker{worker}"  # pyright: ignore
 
 
-def checked_class_weight(found: Any) -> dict[int, float] | None:
+def check_class_weight(found: Any) -> dict[int, float] | None:
     """The argument of that name with plain numbers: from class indices to weights."""
     if found is None:
         return None
@@ -93,7 +93,7 @@ def checked_class_weight(found: Any) -> dict[int, float] | None:
     }
 
 
-def checked_strategy(found: Any) -> tf.distribute.Strategy:
+def check_strategy(found: Any) -> tf.distribute.Strategy:
     """The argument of that name; the current strategy for `None`."""
     given = check_instance("strategy", found, tf.distribute.Strategy, "a tf.distribute.Strategy", optional=True)
     return tf.distribute.get_strategy() if given is None else given

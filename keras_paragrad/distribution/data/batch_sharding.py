@@ -6,8 +6,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice
-from keras_paragrad.compat.data import count_files, share_of_files
-from keras_paragrad.compat.workers import Place
+from keras_paragrad.compat.data import count_files, shard_files_of_worker
+from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.distribution.choices import SHARD_POLICIES
 
 AutoShardPolicy = tf.data.experimental.AutoShardPolicy
@@ -35,13 +35,15 @@ def choose_policy(policy: str, x: Any, workers: int) -> str:
     return "data" if policy == "auto" else policy
 
 
-def worker_batches(batches: tf.data.Dataset, policy: str, place: Place) -> tuple[tf.data.Dataset, Place]:
+def worker_batches(
+    batches: tf.data.Dataset, policy: str, place: ReplicaPlacement
+) -> tuple[tf.data.Dataset, ReplicaPlacement]:
     """What this worker reads, and the replicas that it is sharded over."""
     if policy == "data" or place.workers == 1:
         return batches, place
     if policy == "file":
-        batches = split_batches(share_of_files(batches, place.workers, place.worker), place.workers)
-    return batches, Place(replicas=place.local, local=place.local, first=0)
+        batches = split_batches(shard_files_of_worker(batches, place.workers, place.worker), place.workers)
+    return batches, ReplicaPlacement(replicas=place.local, local=place.local, first=0)
 
 
 def _policy_of_options(dataset: tf.data.Dataset) -> str:
@@ -74,7 +76,7 @@ def _check_files(x: Any, workers: int) -> None:
 _unconverted = tf.autograph.experimental.do_not_convert
 
 
-def shard_batches(batches: tf.data.Dataset, place: Place) -> tf.data.Dataset:
+def shard_batches(batches: tf.data.Dataset, place: ReplicaPlacement) -> tf.data.Dataset:
     """Splits each batch into a shard for each replica, in order, and keeps those of this worker."""
     if place.local == 1:
         mine = _unconverted(lambda *batch: shard(_whole(batches, batch), place.first, place.replicas))

@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_instance
 from keras_paragrad.compat.data import adapter_of, reads_arrays
-from keras_paragrad.compat.workers import Place, place_of
+from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
 from keras_paragrad.distribution.data.agreement import Tally, common_steps
-from keras_paragrad.distribution.data.arguments import Request
+from keras_paragrad.distribution.data.arguments import DataOptions
 from keras_paragrad.distribution.data.batch_sharding import check_batches, check_size, choose_policy
 from keras_paragrad.distribution.data.distributed import DistributedData, Feed, WorkerShards
 from keras_paragrad.distribution.data.sources import (
@@ -86,10 +86,10 @@ def distributed_dataset(
     [[0, 1], [2, 3], [4]]
     """
     check_instance("strategy", strategy, tf.distribute.Strategy, "a tf.distribute.Strategy")
-    place = place_of(strategy)
+    place = replica_placement(strategy)
 
-    def checked() -> Request:
-        request = Request(
+    def checked() -> DataOptions:
+        request = DataOptions(
             batch_size, shuffle, class_weight, steps_per_epoch, batch, shard_policy, cache, prefetch, seed
         )
         request.check_data(x)
@@ -111,7 +111,7 @@ def distributed_dataset(
     return DistributedData(source, feed, place, policy, steps, steps_per_epoch is not None, tally)
 
 
-def whole_on_each_worker(strategy: tf.distribute.Strategy, x: Any, *arrays: Any, **options: Any) -> DistributedData:
+def undivided_dataset(strategy: tf.distribute.Strategy, x: Any, *arrays: Any, **options: Any) -> DistributedData:
     """Data of which every worker reads whole batches, the same ones in the same order."""
     policy = options.get("shard_policy", "auto")
     if policy not in ("auto", "data"):
@@ -121,11 +121,13 @@ def whole_on_each_worker(strategy: tf.distribute.Strategy, x: Any, *arrays: Any,
         )
     alone, seed = tf.distribute.get_strategy(), common_seed(strategy, options.get("seed"))
     data = all_or_none(strategy, lambda: distributed_dataset(alone, x, *arrays, **{**options, "seed": seed}))
-    data.check_alike(strategy)
+    data.check_same_on_workers(strategy)
     return data
 
 
-def open_source(data: tuple[Any, Any, Any], request: Request, policy: str, place: Place, seed: int) -> Source:
+def open_source(
+    data: tuple[Any, Any, Any], request: DataOptions, policy: str, place: ReplicaPlacement, seed: int
+) -> Source:
     """Opens data for reading."""
     x, reordered = data[0], None
     if request.shuffle and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
@@ -148,13 +150,13 @@ def open_source(data: tuple[Any, Any, Any], request: Request, policy: str, place
     return source
 
 
-def _rows_of_array_batches(request: Request, place: Place) -> int | None:
+def _rows_of_array_batches(request: DataOptions, place: ReplicaPlacement) -> int | None:
     if request.batch == "global" or (request.steps_per_epoch and not request.batch_size):
         return request.batch_size
     return (request.batch_size or KERAS_BATCH_SIZE) * place.replicas
 
 
-def _rows_of_this_worker(batch_size: int, policy: str, place: Place) -> int:
+def _rows_of_this_worker(batch_size: int, policy: str, place: ReplicaPlacement) -> int:
     """The number of rows that this worker reads for a batch."""
     if policy != "already_sharded":
         return batch_size
@@ -162,7 +164,7 @@ def _rows_of_this_worker(batch_size: int, policy: str, place: Place) -> int:
     return each + (place.worker < rest)
 
 
-def _rows_of_stream(batches: tf.data.Dataset, request: Request) -> int:
+def _rows_of_stream(batches: tf.data.Dataset, request: DataOptions) -> int:
     rows = request.batch_size or static_rows(batches)
     if rows is None:
         raise ValueError(

@@ -6,10 +6,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.data import OwnAdapter, read_as_validation, trust_equal_steps
-from keras_paragrad.compat.workers import Place
+from keras_paragrad.compat.data import CustomAdapter, read_as_validation, trust_equal_steps
+from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.distribution.data.agreement import Tally, common_steps
-from keras_paragrad.distribution.data.arguments import Request
+from keras_paragrad.distribution.data.arguments import DataOptions
 from keras_paragrad.distribution.data.batch_sharding import shard_batches, worker_batches
 from keras_paragrad.distribution.data.sources import Source
 
@@ -17,7 +17,9 @@ from keras_paragrad.distribution.data.sources import Source
 class WorkerShards:
     """This worker's shards of an epoch's batches; created once if epochs do not differ, so that a cache stays valid."""
 
-    def __init__(self, source: Source, request: Request, policy: str, place: Place, tally: Tally | None = None):
+    def __init__(
+        self, source: Source, request: DataOptions, policy: str, place: ReplicaPlacement, tally: Tally | None = None
+    ):
         self._source = source
         self._tally = tally
         self._request = request
@@ -108,7 +110,7 @@ class Feed(tf.distribute.DistributedDataset):
         return self._built[1]
 
 
-class DistributedData(OwnAdapter):
+class DistributedData(CustomAdapter):
     """What `distributed_dataset` returns: the `x` of `fit`, `evaluate` and `predict`, also as `validation_data`.
 
     Iterating over it gives the batches of an epoch, one value for each replica on this worker.
@@ -127,7 +129,7 @@ class DistributedData(OwnAdapter):
         self,
         source: Source,
         feed: Feed,
-        place: Place,
+        place: ReplicaPlacement,
         policy: str,
         steps: int | None,
         endless: bool,
@@ -167,7 +169,7 @@ class DistributedData(OwnAdapter):
         read_as_validation(self._source.adapter, steps)
         return self
 
-    def check_alike(self, strategy: tf.distribute.Strategy) -> None:
+    def check_same_on_workers(self, strategy: tf.distribute.Strategy) -> None:
         """Raises on every worker if their data differ, where each of them reads all of it."""
         common_steps(strategy, self._source, "data")
 

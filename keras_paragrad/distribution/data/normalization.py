@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_function, check_instance
 from keras_paragrad.distribution.data.adapting import Select, adapt_all, only_input
-from keras_paragrad.distribution.data.arguments import checked_strategy
+from keras_paragrad.distribution.data.arguments import check_strategy
 from keras_paragrad.distribution.data.batch_sharding import check_policy
 
 BY_HAND = (
@@ -54,7 +54,7 @@ def adapt_normalization(
     check_instance("layer", layer, keras.layers.Normalization, "a keras.layers.Normalization")
     select = check_function("select", select, example="lambda x: x['age']", optional=True)
     check_policy(shard_policy)
-    adapt_all([(layer, select or only_input)], data, checked_strategy(strategy), shard_policy)
+    adapt_all([(layer, select or only_input)], data, check_strategy(strategy), shard_policy)
 
 
 def normalize_inputs(
@@ -81,7 +81,7 @@ def normalize_inputs(
     [[1.0]]
     """
     check_instance("model", model, keras.Model, "a Keras model")
-    strategy = checked_strategy(strategy)
+    strategy = check_strategy(strategy)
     check_policy(shard_policy)
     layers = normalization_layers(model)
     if not layers:

@@ -11,7 +11,7 @@ from keras_paragrad.distribution.workers import gather
 from keras_paragrad.engine.replicas.prepared import use_enqueuer_per_iterator
 
 
-def order_of(rows: int, batch_size: int, shuffle: bool | str, seed: int, epoch: int) -> np.ndarray:
+def row_order(rows: int, batch_size: int, shuffle: bool | str, seed: int, epoch: int) -> np.ndarray:
     """The indices of the rows in the order in which an epoch reads them.
 
     Args:
@@ -26,9 +26,9 @@ def order_of(rows: int, batch_size: int, shuffle: bool | str, seed: int, epoch: 
 
     Example:
 
-    >>> order_of(6, 2, False, seed=0, epoch=0)
+    >>> row_order(6, 2, False, seed=0, epoch=0)
     array([0, 1, 2, 3, 4, 5])
-    >>> sorted(order_of(6, 2, True, seed=0, epoch=1).tolist())
+    >>> sorted(row_order(6, 2, True, seed=0, epoch=1).tolist())
     [0, 1, 2, 3, 4, 5]
     """
     generator = np.random.default_rng((seed, epoch))
@@ -78,7 +78,7 @@ class ReorderedDataset(keras.utils.PyDataset):
     def reorder(self, epoch: int) -> None:
         """Draws the order of an epoch. Call it before the epoch is read."""
         count = self._dataset.num_batches or 0
-        self._order = order_of(count, 1, True, self._seed, epoch).tolist()
+        self._order = row_order(count, 1, True, self._seed, epoch).tolist()
 
     def on_epoch_begin(self) -> None:
         self._dataset.on_epoch_begin()
@@ -152,7 +152,7 @@ class ArraySource(Source):
         rows, size = self._arrays.count, self._size
         known = None if rows % size else size
         steps = tf.data.Dataset.range(-(-rows // size))
-        order = tf.constant(order_of(rows, size, self._shuffle, self._seed, epoch)) if self._shuffle else None
+        order = tf.constant(row_order(rows, size, self._shuffle, self._seed, epoch)) if self._shuffle else None
 
         # Converting it takes AutoGraph longer than tracing.
         @tf.autograph.experimental.do_not_convert

@@ -11,8 +11,8 @@ from keras_paragrad.distribution.launch.member import Member, Output
 from keras_paragrad.distribution.launch.tasks import Layout, Task
 
 # Time after the grace period at which a guard that has not killed its process is given up on.
-_SPARE_SECONDS = 5.0
-_FOLLOWED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_GUARD_SECONDS = 5.0
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def launch(layout: Layout, command: Sequence[str], max_restarts: int, grace: flo
     events: Events = queue.SimpleQueue()
     output = Output(on_closed=lambda: events.put(Signalled(signal.SIGPIPE)))
     restarts = 0
-    with _signals_to(events):
+    with _signals_as_events(events):
         while True:
             gang = Gang(layout.tasks(os.environ), command, grace, output, events)
             status = gang.run()
@@ -55,9 +55,9 @@ def launch(layout: Layout, command: Sequence[str], max_restarts: int, grace: flo
 
 
 @contextlib.contextmanager
-def _signals_to(events: Events) -> Iterator[None]:
+def _signals_as_events(events: Events) -> Iterator[None]:
     """Turns signals into events; signals that are ignored, as under `nohup`, stay ignored."""
-    followed = [number for number in _FOLLOWED if signal.getsignal(number) != signal.SIG_IGN]
+    followed = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, lambda number, _: events.put(Signalled(number))) for number in followed}
     try:
         yield
@@ -100,7 +100,7 @@ class Gang:
         """Waits until all members have ended."""
         while self._running:
             try:
-                event = self._events.get(timeout=self._grace + _SPARE_SECONDS if self._ending else None)
+                event = self._events.get(timeout=self._grace + _GUARD_SECONDS if self._ending else None)
             except queue.Empty:
                 self._destroy()
                 continue
@@ -109,7 +109,7 @@ class Gang:
             elif isinstance(event, Overdue):
                 self._output.say(f"{event.member.task.label} did not exit within {self._grace:g} s and is killed")
             else:
-                self._part_with(event.member)
+                self._handle_exit(event.member)
         return self.status
 
     def _note_ended(self, member: Member) -> None:
@@ -118,14 +118,16 @@ class Gang:
     def _note_overdue(self, member: Member) -> None:
         self._events.put(Overdue(member))
 
-    def _part_with(self, member: Member) -> None:
+    def _handle_exit(self, member: Member) -> None:
         self._running.remove(member)
         member.close()
         if self._ending:
             return
         if member.status != 0:
-            self.status = _shell_status(member.status)
-            self._output.say(f"{member.task.label} {_end_of(member.status)} after {_duration(member.seconds)}")
+            self.status = _exit_status(member.status)
+            self._output.say(
+                f"{member.task.label} {_describe_exit(member.status)} after {_format_seconds(member.seconds)}"
+            )
             self._end_others()
         elif not any(other.task.job == self._leading for other in self._running):
             self._end(signal.SIGTERM)
@@ -163,14 +165,14 @@ class Gang:
             member.destroy()
 
 
-def _shell_status(status: int | None) -> int:
+def _exit_status(status: int | None) -> int:
     """An exit status by the shell's convention."""
     if status is None:
         return 128 + signal.SIGKILL
     return status if status > 0 else 128 - status
 
 
-def _end_of(status: int | None) -> str:
+def _describe_exit(status: int | None) -> str:
     if status is None:
         return "lost its guard, and was killed,"
     if status > 0:
@@ -181,5 +183,5 @@ def _end_of(status: int | None) -> str:
         return f"was killed by signal {-status}"
 
 
-def _duration(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

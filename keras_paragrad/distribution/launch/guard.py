@@ -27,7 +27,7 @@ class Guard:
         self._report = report
         self._deadline = threading.Timer(grace, self._overdue)
         self._deadline.daemon = True
-        self._told = False
+        self._is_ending = False
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         self._say(f"started {self._process.pid}")
 
@@ -47,9 +47,9 @@ class Guard:
         self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> None:
-        if self._told:
+        if self._is_ending:
             return
-        self._told = True
+        self._is_ending = True
         # To the process alone: it may need its children to save its state.
         self._process.send_signal(number)
         self._deadline.start()

@@ -58,14 +58,14 @@ class Lines:
     def feed(self, data: bytes) -> list[str]:
         """Adds output."""
         *ended, rest = (self._rest + self._decoder.decode(data)).split("\n")
-        lines = [*map(_last_sight, ended), *self._unfinished(rest)]
+        lines = [*map(_final_state, ended), *self._unfinished(rest)]
         if lines:
             self._shown = self._clock()
         return lines
 
     def close(self) -> list[str]:
         """The last line if it has no line end."""
-        last = _last_sight(self._rest + self._decoder.decode(b"", final=True))
+        last = _final_state(self._rest + self._decoder.decode(b"", final=True))
         self._rest = ""
         return [last] if last else []
 
@@ -78,18 +78,18 @@ class Lines:
         self._rest = last if redrawn or not sights else f"{sights[-1]}\r{last}"
         if len(self._rest) > _LONGEST:
             too_long, self._rest = self._rest, ""
-            return [_last_sight(too_long)]
+            return [_final_state(too_long)]
         due = self._clock() - self._shown >= self._interval
-        return [_rubbed_out(sights[-1])] if redrawn and due else []
+        return [_apply_backspaces(sights[-1])] if redrawn and due else []
 
 
-def _last_sight(line: str) -> str:
+def _final_state(line: str) -> str:
     """The final state of a line in a terminal."""
     sights = [sight for sight in _BACK.split(line) if sight.strip()]
-    return _rubbed_out(sights[-1]) if sights else ""
+    return _apply_backspaces(sights[-1]) if sights else ""
 
 
-def _rubbed_out(sight: str) -> str:
+def _apply_backspaces(sight: str) -> str:
     """Applies backspaces, and drops what was shown before the end of the line was erased."""
     kept = []
     for character in sight.rstrip("\b"):
@@ -140,7 +140,7 @@ class Output:
 
 
 # How long to wait for output after a process has ended: a process that left the group may hold the pipe open.
-_LAST_WORDS_SECONDS = 2.0
+_OUTPUT_SECONDS = 2.0
 
 
 class Member:
@@ -194,7 +194,9 @@ class Member:
         os.close(writes)
         self._orders = cast(IO[bytes], self._guard.stdin)
         pumps = [
-            threading.Thread(target=_pump, args=(source, target, output, output.prefix(task.label, number, target)))
+            threading.Thread(
+                target=_forward_output, args=(source, target, output, output.prefix(task.label, number, target))
+            )
             for source, target in ((self._guard.stdout, sys.stdout), (self._guard.stderr, sys.stderr))
         ]
         for thread in (*pumps, threading.Thread(target=self._listen, args=(os.fdopen(reads), pumps))):
@@ -239,7 +241,7 @@ class Member:
             self.destroy()
         self._guard.wait()
         for pump in pumps:
-            pump.join(_LAST_WORDS_SECONDS)
+            pump.join(_OUTPUT_SECONDS)
         self._on_ended(self)
 
     def _note(self, word: str, number: str = "") -> None:
@@ -251,7 +253,7 @@ class Member:
             self.status = int(number)
 
 
-def _pump(source: IO[bytes], target: TextIO, output: Output, prefix: str) -> None:
+def _forward_output(source: IO[bytes], target: TextIO, output: Output, prefix: str) -> None:
     """Forwards lines until the last process that could write any has ended."""
     lines = Lines()
     for data in iter(partial(os.read, source.fileno(), 1 << 16), b""):

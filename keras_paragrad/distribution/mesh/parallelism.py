@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.workers import BesideMesh
+from keras_paragrad.compat.workers import MeshWorkersStrategy
 from keras_paragrad.distribution.data import DistributedData, whole_on_each_worker
 from keras_paragrad.distribution.decisions.communication import no_communication
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
@@ -20,7 +20,7 @@ from keras_paragrad.distribution.options import Decisions, Options
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.preparation import Preparation
-from keras_paragrad.distribution.rendezvous import join_workers, meet
+from keras_paragrad.distribution.rendezvous import await_workers, join_workers
 from keras_paragrad.engine.mesh.tracing import install_distribute_tensor
 from keras_paragrad.storage.dtensor import span_workers, turn_combine_pass_off
 
@@ -67,11 +67,11 @@ class MeshParallel(Parallelism):
         strategies, cluster = super().strategy(plan, hardware, options), hardware.cluster
         if cluster is None or hardware.worker_count == 1:
             return strategies
-        meet(cluster, options.startup_timeout, {"mesh": str(options.mesh), "devices": len(plan.devices.value)})
+        await_workers(cluster, options.startup_timeout, {"mesh": str(options.mesh), "devices": len(plan.devices.value)})
         span_workers(cluster.jobs["worker"], cluster.index)
         ring = tf.distribute.experimental.CommunicationImplementation.RING
         communication = tf.distribute.experimental.CommunicationOptions(implementation=ring)
-        workers = join_workers(BesideMesh, cluster, plan.devices.value[:1], communication)
+        workers = join_workers(MeshWorkersStrategy, cluster, plan.devices.value[:1], communication)
         return Strategies(strategies.models, workers, strategies.readers)
 
     def placement(self) -> contextlib.AbstractContextManager[Any]:

@@ -10,9 +10,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.compat.model import all_layers, compiled_as, has_own_train_step
-from keras_paragrad.compat.variables import bytes_of
-from keras_paragrad.compat.workers import barrier, train_together
+from keras_paragrad.compat.model import all_layers, compile_config, overrides_train_step
+from keras_paragrad.compat.variables import variable_bytes
+from keras_paragrad.compat.workers import barrier, set_worker_strategy
 from keras_paragrad.distribution.data import DistributedData
 from keras_paragrad.distribution.mesh.checks import check_batch, check_mesh_model, check_steps
 from keras_paragrad.distribution.mesh.layouts import (
@@ -70,7 +70,7 @@ class LayoutTable(Printable):
         rows, slots, total = [], dict.fromkeys(mesh.devices, 0), 0
         for variable, storage in variables_on_mesh(model):
             device_bytes = bytes_by_device(storage)
-            total += bytes_of(variable)
+            total += variable_bytes(variable)
             if id(variable) in weights:
                 rows.append(Divided(variable.path, tuple(variable.shape), storage.axes, device_bytes))
             else:
@@ -140,14 +140,14 @@ class MeshPreparation(Preparation):
             self.set_jit_compile(jit)
         build_optimizer(self.model)
         if workers is not None:
-            train_together(self.model, workers)
+            set_worker_strategy(self.model, workers)
             methods = ("fit", "evaluate", "predict")
             self.replace(**{name: functools.partial(_on_workers, name, self.model) for name in methods})
         self._on_mesh.install()
 
     def stop(self) -> None:
         self._on_mesh.uninstall()
-        train_together(self.model, None)
+        set_worker_strategy(self.model, None)
         take_off_mesh(self.model)
 
     @property
@@ -164,8 +164,8 @@ class MeshPreparation(Preparation):
         """Refuses a first batch of indivisible size, or whose gradient differs from that on one device."""
         check_batch(row_count(data), self.mesh)
         # Compiling again may change the loss, and train variables that were frozen.
-        current = compiled_as(self.model), [id(variable) for variable in self.model.trainable_variables]
-        if has_own_train_step(self.model) or self._compared == current:
+        current = compile_config(self.model), [id(variable) for variable in self.model.trainable_variables]
+        if overrides_train_step(self.model) or self._compared == current:
             return
         error, path = gradient_error(self.model, data, on_mesh)
         if error > tolerance(self.model):

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_paragrad.arguments import quote
 from keras_paragrad.compat.layers import dense_parts, has_gradient, mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.compat.variables import bytes_of
+from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.step.segments import Part, calls_of, functional_of, part_of, run_in_parts
@@ -82,7 +82,7 @@ class Calls:
         for node in self.nodes:
             new = [variable for variable in variables_of(node.operation) if id(variable) not in seen]
             seen.update(map(id, new))
-            sizes.append(sum(map(bytes_of, new)))
+            sizes.append(sum(map(variable_bytes, new)))
         return sizes
 
 

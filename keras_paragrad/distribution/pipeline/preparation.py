@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
-from keras_paragrad.compat.optimizer import accumulating
-from keras_paragrad.compat.variables import bytes_of
+from keras_paragrad.compat.optimizer import find_accumulator
+from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.distribution.pipeline.cutting import cut, variables_of_part
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.distribution.preparation import Preparation
@@ -141,12 +141,12 @@ class PipelinePreparation(Preparation):
         for devices, part in self._stages:
             variables = variables_of_part(part)
             elements = sum(int(variable.shape.num_elements()) for variable in variables)
-            layers, size = tuple(layer.name for layer in part.layers), sum(map(bytes_of, variables))
+            layers, size = tuple(layer.name for layer in part.layers), sum(map(variable_bytes, variables))
             stages.append(Stage(devices, layers, elements, size, slots.get(devices[0], 0)))
         return StageTable(self.model.name, stages)
 
     def _micro_batches(self, pipeline: Pipeline, weighting: str, columns: Columns, width: int) -> "MicroBatches":
-        accumulator = accumulating(self.model.optimizer)
+        accumulator = find_accumulator(self.model.optimizer)
         stated = accumulator.weighting if accumulator else "auto"
         # Even if accumulated batches are weighted uniformly, micro-batches of one may be uneven.
         normalize = LossNormalization(weighting if stated in ("auto", "uniform") else stated, "Pipeline")

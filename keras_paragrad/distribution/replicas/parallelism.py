@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.model import leaves_xla_open
+from keras_paragrad.compat.model import may_choose_xla
 from keras_paragrad.compat.workers import NamedDevicesStrategy
 from keras_paragrad.distribution.decisions.strategy import decide_strategy
 from keras_paragrad.distribution.hardware import Hardware
@@ -13,7 +13,7 @@ from keras_paragrad.distribution.options import Decisions, Options, refuse_devic
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.preparation import Preparation
-from keras_paragrad.distribution.rendezvous import join_workers, meet
+from keras_paragrad.distribution.rendezvous import await_workers, join_workers
 from keras_paragrad.distribution.replicas.preparation import ReplicaPreparation
 
 _ALL_REDUCE = {
@@ -64,7 +64,7 @@ class DataParallel(Parallelism):
         options, jit = run.options, run.options.jit
         if jit == "auto":
             # Keras disables XLA under every strategy, unless it is requested explicitly.
-            unset = run.strategies.models.num_replicas_in_sync > 1 and leaves_xla_open(model)
+            unset = run.strategies.models.num_replicas_in_sync > 1 and may_choose_xla(model)
             jit = run.plan.jit.value != "none" if unset else None
         return ReplicaPreparation.of(model, options.exact, options.weighting, jit, options.shard_policy)
 
@@ -79,7 +79,7 @@ def _multi_worker(plan: Plan, hardware: Hardware, options: Options) -> tf.distri
         raise ValueError("The plan is for several workers, but the hardware has no cluster.")
     facts = {"replicas": len(plan.devices.value), "communication": plan.communication.value}
     instead = ", or pass its strategy on: DistributedFit(strategy=first.strategy)"
-    meet(cluster, options.startup_timeout, facts, instead=instead)
+    await_workers(cluster, options.startup_timeout, facts, instead=instead)
     communication = tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=plan.pack_bytes.value or 0,
         timeout_seconds=None if timeout is None else float(timeout),

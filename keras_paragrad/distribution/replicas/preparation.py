@@ -9,9 +9,9 @@ from typing import Any
 
 import keras
 
-from keras_paragrad.compat.model import all_layers, check_no_row_states, has_own_predict, has_own_train_step
-from keras_paragrad.compat.optimizer import accumulating, accumulation_steps
-from keras_paragrad.compat.workers import barrier, place_of
+from keras_paragrad.compat.model import all_layers, check_no_row_states, overrides_predict, overrides_train_step
+from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator
+from keras_paragrad.compat.workers import barrier, replica_placement
 from keras_paragrad.distribution.consistency import ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.preparation import Preparation
@@ -81,7 +81,7 @@ class ReplicaPreparation(Preparation):
         if jit is not None:
             self.set_jit_compile(jit)
         by_xla = replicas > 1 and bool(model.jit_compile) and not self._all_reduces_in_forward_pass()
-        several = place_of(model.distribute_strategy).workers > 1
+        several = replica_placement(model.distribute_strategy).workers > 1
         compared = ComparedFit.of(model, shard_policy) if several else None
         take = Take(None if deferred_refusal else normalize, by_xla, deferred_refusal)
         install_on_replicas(model, take, compared.sharded if compared else None)
@@ -94,7 +94,7 @@ class ReplicaPreparation(Preparation):
         uninstall_from_replicas(self.model)
 
     def _normalization(self, weighting: str) -> LossNormalization:
-        accumulator = accumulating(self.model.optimizer)
+        accumulator = find_accumulator(self.model.optimizer)
         stated = accumulator.weighting if accumulator else "auto"
         # Even if micro-batches are weighted uniformly, their replica batches may be uneven.
         return LossNormalization(weighting if stated in ("auto", "uniform") else stated, "DistributedFit")
@@ -140,7 +140,7 @@ def _predict_in_order(
 ) -> Any:
     """`predict` on several workers, with rows in order: TensorFlow's sharding interleaves them."""
     strategy = model.distribute_strategy
-    if isinstance(x, DistributedData) or not has_own_predict(model):
+    if isinstance(x, DistributedData) or not overrides_predict(model):
         if not isinstance(x, DistributedData):
             x = distributed_dataset(strategy, x, batch_size=batch_size, steps_per_epoch=steps)
         return type(model).predict(model, x, verbose=verbose, steps=steps, callbacks=callbacks)
@@ -157,7 +157,7 @@ def _check_shards(model: Any) -> None:
     """Refuses a model that would read or update shards as whole variables."""
     if not may_be_in_shards(model):
         return
-    if has_own_train_step(model):
+    if overrides_train_step(model):
         raise ValueError(
             f"{type(model).__name__} defines its own train_step, which hands the optimizer whole gradients, and this "
             "optimizer updates shards. Move what train_step does into compute_loss, or write DistributedFit(..., "

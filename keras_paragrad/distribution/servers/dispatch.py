@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from keras_paragrad.compat.data import OwnAdapter
+from keras_paragrad.compat.data import CustomAdapter
 from keras_paragrad.distribution.data import DistributedData
 
 STEPS_PER_WORKER = 2
@@ -120,7 +120,7 @@ class Dispatcher:
         raise error
 
 
-class PredictionAdapter(OwnAdapter):
+class PredictionAdapter(CustomAdapter):
     """Data for Keras's `predict`: workers predict on later batches while it waits for the result of one.
 
     Args:

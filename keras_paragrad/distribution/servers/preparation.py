@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.data import split_for_validation
-from keras_paragrad.compat.optimizer import accumulating, accumulation_steps, parts
+from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator, updating_optimizers
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs, distributed_dataset
 from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.distribution.servers.dispatch import Dispatcher, PredictionAdapter
@@ -208,14 +208,14 @@ def check_server_model(model: Any) -> None:
 
 
 def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
-    accumulator = accumulating(optimizer)
+    accumulator = find_accumulator(optimizer)
     if accumulator or accumulation_steps(optimizer) > 1:
         cause = type(accumulator).__name__ if accumulator else "gradient_accumulation_steps"
         raise ValueError(
             f"The optimizer accumulates gradients ({cause}), but workers step concurrently, and would mix up their "
             "windows. Compile with an optimizer that does not accumulate, and pass fit a larger batch_size."
         )
-    if any(part.use_ema and part.ema_overwrite_frequency for part in parts(optimizer)):
+    if any(part.use_ema and part.ema_overwrite_frequency for part in updating_optimizers(optimizer)):
         raise ValueError(
             "The optimizer overwrites the weights with their average (ema_overwrite_frequency), while other workers "
             "update them. Write ema_overwrite_frequency=None: the average then replaces the weights when fit ends."

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from keras_paragrad.compat.model import (
     all_layers,
-    has_own_compute_loss,
-    has_own_train_step,
+    overrides_compute_loss,
+    overrides_train_step,
     summed_by_keras,
 )
 from keras_paragrad.engine.losses.divisors import SUM, Normalizer, UnknownDivisorError, gradient_divisor_of
@@ -58,13 +58,13 @@ class LossNormalization:
             ValueError: The model has a custom `train_step`, or with `"auto"` a custom `compute_loss`.
         """
         name = type(model).__name__
-        if has_own_train_step(model):
+        if overrides_train_step(model):
             raise IndivisibleError(
                 f"{name} defines its own train_step, so the normalizer of its loss is unknown, and parts of a batch "
                 "with different sizes or weights would bias the gradient. If all parts have the same size and "
                 f"weights, {_FOR_EQUAL_PARTS[self.asked_by]}; otherwise move what train_step does into compute_loss."
             )
-        if self.weighting == "auto" and has_own_compute_loss(model):
+        if self.weighting == "auto" and overrides_compute_loss(model):
             raise IndivisibleError(
                 f"{name} defines its own compute_loss, so the normalizer of its loss is unknown. {self._advice}"
             )
@@ -228,7 +228,7 @@ def _normalizer_of_terms(model: keras.Model, terms: list[LossTerm], advice: str)
 def _normalizer_of_sum(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
     """The normalizer of a loss that is a sum over the examples."""
     averaged = [term.loss.name for term in terms if not (term.is_sum or term.reduces_itself)]
-    if averaged and not has_own_compute_loss(model):
+    if averaged and not overrides_compute_loss(model):
         raise IndivisibleError(
             f"weighting='sum' states that the loss is a sum over the examples, but {', '.join(averaged)} averages. "
             "Give it reduction='sum', or state another weighting."

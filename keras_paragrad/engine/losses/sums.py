@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
-from keras_paragrad.compat.model import has_own_compute_loss
+from keras_paragrad.compat.model import overrides_compute_loss
 from keras_paragrad.compat.variables import SavedVariables
 from keras_paragrad.engine.losses.divisors import SIZE, SUM, Normalizer, UnknownDivisorError, divisor_of
 from keras_paragrad.engine.losses.terms import LossTerm
@@ -102,7 +102,7 @@ def loss_sums(
     outputs = _Outputs(model, terms, divisor, divided, dtype)
     value = _mean(loss, dtype)
     summed = stated is not None and stated.summed
-    composed = outputs.known and (stated is None or summed) and not has_own_compute_loss(model)
+    composed = outputs.known and (stated is None or summed) and not overrides_compute_loss(model)
     if composed:
         # The rest is weight regularizers, which are the same for every part, and losses that layers add.
         value = value - tf.add_n(outputs.weighted) if model.losses and outputs.weighted else value

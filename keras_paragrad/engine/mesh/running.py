@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.model import has_own_test_step
+from keras_paragrad.compat.model import overrides_test_step
 from keras_paragrad.compat.state import replace_methods, restore_methods
 from keras_paragrad.engine.mesh.pinning import ROWS
 from keras_paragrad.engine.mesh.tracing import explaining_errors
@@ -208,7 +208,7 @@ class ModelOnMesh:
         def step(data: Any) -> dict:
             with self.tracing():
                 model = self.model
-                return model.test_step(data) if has_own_test_step(model) else static_test_step(model, data)
+                return model.test_step(data) if overrides_test_step(model) else static_test_step(model, data)
 
         return compile_steps(self.model, [step], mesh=_Evaluation(self))
 

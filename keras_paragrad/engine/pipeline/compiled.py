@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
 
 from keras_paragrad.compat.layers import called_for_training, copy_mask, mask_of, with_mask
-from keras_paragrad.compat.model import losses_added_by
+from keras_paragrad.compat.model import added_losses_of
 from keras_paragrad.engine.step.reads import ReadScope, current_read_scope
 from keras_paragrad.engine.step.segments import Part
 
@@ -77,10 +77,10 @@ class CompiledPart:
             inputs = dict(zip(indices, map(with_mask, values, masks), strict=True))
             outer = current_read_scope()
             inner = outer and ReadScope(outer.name, list(zip(variables, weights, strict=True)), outer.reason, once=True)
-            before = len(losses_added_by(self.part.layers))
+            before = len(added_losses_of(self.part.layers))
             with inner or contextlib.nullcontext():
                 outputs = self.run(inputs, operation_fn=operation_fn)
-            self._check(len(losses_added_by(self.part.layers)) > before, inner)
+            self._check(len(added_losses_of(self.part.layers)) > before, inner)
             updates = inner.updates if inner else []
             trace.outputs[:] = outputs
             trace.unmasked[:] = [place for place, value in inputs.items() if mask_of(value) is None]

@@ -14,7 +14,7 @@ from keras_paragrad.compat.layers import (
     full_precision,
     has_gradient,
     may_be_differentiated,
-    rebuilt,
+    pack_dense_parts,
 )
 from keras_paragrad.engine.step.reads import ReadScope
 from keras_paragrad.engine.step.segments import Part
@@ -156,7 +156,7 @@ class _StageCall:
             keras.layers.Layer.add_loss(self.stage.owner, loss)
         for variable, value in [update for scope in scopes for update in scope.updates]:
             variable.assign(value)
-        return dict(zip(outputs, rebuilt(results, parts), strict=True))
+        return dict(zip(outputs, pack_dense_parts(results, parts), strict=True))
 
     def _with_inputs(self, sources: Sequence[tf.Tensor]) -> dict[int, Any]:
         """The inputs, with their differentiable tensors replaced."""
@@ -165,7 +165,7 @@ class _StageCall:
             replaced[place] = tensor
         remaining = iter(replaced)
         parts = [[next(remaining) for _ in dense_parts(leaf)] for leaf in self.leaves]
-        return dict(zip(self.inputs, rebuilt(self.leaves, parts), strict=True))
+        return dict(zip(self.inputs, pack_dense_parts(self.leaves, parts), strict=True))
 
     def _reading(self, weights: Sequence[tf.Tensor]) -> contextlib.AbstractContextManager[ReadScope | None]:
         """Context in which layers read copies of variables that are on another device."""

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.optimizer import parts
-from keras_paragrad.compat.variables import bytes_of
+from keras_paragrad.compat.optimizer import updating_optimizers
+from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.storage.model_variables import nested_optimizers, rename_keys, replace_value, variables_of
 
 _REDUCE = "_all_reduce_sum_gradients"
@@ -30,7 +30,7 @@ def placing_by_inputs(model: keras.Model) -> Iterator[None]:
         yield
         return
     # Keras's sum over replicas, of which there is one, would pass all gradients through one device.
-    optimizers = [part.__dict__ for part in parts(model.optimizer) if _REDUCE not in part.__dict__]
+    optimizers = [part.__dict__ for part in updating_optimizers(model.optimizer) if _REDUCE not in part.__dict__]
     for each in optimizers:
         each[_REDUCE] = list
     try:
@@ -94,7 +94,7 @@ def slot_bytes_by_device(optimizer: keras.optimizers.Optimizer | None) -> dict[s
     by_device: dict[str, int] = {}
     for variable in {id(each): each for part in nested_optimizers(optimizer) for each in variables_of(part)}.values():
         device = device_of_variable(variable)
-        by_device[device] = by_device.get(device, 0) + bytes_of(variable)
+        by_device[device] = by_device.get(device, 0) + variable_bytes(variable)
     return by_device
 
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import all_layers, own_metrics
+from keras_paragrad.compat.model import all_layers, all_metrics
 from keras_paragrad.compat.state import is_patched
 from keras_paragrad.engine.probes.row_independence import computes_rows_independently, has_value_per_example
 from keras_paragrad.engine.probes.trial import (
@@ -124,7 +124,7 @@ def split_dependent_call_metrics(
 ) -> list[str]:
     """Finds the metrics updated in `call` or `compute_loss` whose results change when a batch is split."""
     # The logs of a custom step combine these metrics over the parts.
-    metrics = [metric for metric in own_metrics(model) if not is_patched(metric, "update_state")]
+    metrics = [metric for metric in all_metrics(model) if not is_patched(metric, "update_state")]
 
     def results(data):
         if data is not None:

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.model import all_layers, all_variables
-from keras_paragrad.compat.workers import local_parts
+from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.probes.untouched import untouched
 
 # The sizes to try for axes of unknown size: a short sequence, then an image that can be halved often.
@@ -229,7 +229,7 @@ def _call_for_inference(call: Callable[..., Any], *arguments: Any, **keywords: A
 def _value_of(variable: keras.Variable) -> tf.Tensor:
     """A variable's value on the first local replica; random values in place of shards, and of weights near zero."""
     # Reading a metric's state directly is an all-reduce, for which this thread would wait forever.
-    local = local_parts(variable.value)[0]
+    local = local_replica_values(variable.value)[0]
     if tf.DeviceSpec.from_string(getattr(local, "device", None) or "").job == "ps":
         raise Inconclusive("weights are not fetched from parameter servers")
     if isinstance(local, tf.Variable) and not tf.raw_ops.VarIsInitializedOp(resource=local.handle):

@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
-from keras_paragrad.compat.compiled_call import compiled_by_layer
-from keras_paragrad.compat.model import has_own_predict_step, has_own_test_step
+from keras_paragrad.compat.compiled_call import compile_by_layer
+from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
 from keras_paragrad.engine.losses.divisors import without_replica_division
 from keras_paragrad.engine.losses.logs import all_reduced_results, run_custom_test_step, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
@@ -28,7 +28,7 @@ def build_test_function(model: keras.Model, take: Take) -> Callable[[Any], dict]
     """Builds `model.test_function`."""
 
     def step(data: Any) -> dict:
-        if has_own_test_step(model):
+        if overrides_test_step(model):
             return run_custom_test_step(model, data, take.normalize)
         replica_batch = ReplicaBatch.of(data)
         filled = replica_batch.filled(data)
@@ -57,7 +57,7 @@ def build_predict_function(model: keras.Model, take: Take) -> Callable[[list], A
     strategy = model.distribute_strategy
 
     def step(data: Any) -> Any:
-        if has_own_predict_step(model):
+        if overrides_predict_step(model):
             return model.predict_step(data)
         replica_batch = ReplicaBatch.of(data)
         return replica_batch.drop_filler(_compiled_alone(_predict, take)(model, replica_batch.filled(data)))
@@ -101,7 +101,7 @@ def _compiled_alone(function: Callable[[Any, Any], Any], take: Take) -> Callable
 
     def compiled(model: keras.Model, data: Any) -> Any:
         if compiles_each_layer(model):
-            with compiled_by_layer():
+            with compile_by_layer():
                 return function(model, data)
         with gather_before_pass(model):
             return call_in_function(functools.partial(function, model), data)

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer, PyDatasetAdapter
 
 from keras_paragrad.compat.model import fit_frame
-from keras_paragrad.compat.optimizer import accumulating
+from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import replace_methods, restore_methods, state_of
 from keras_paragrad.engine.replicas.evaluation import build_predict_function, build_test_function
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -199,7 +199,7 @@ def warn_if_unprepared(strategy: Any) -> None:
         frame = fit_frame(inspect.currentframe())
         model = frame and frame.f_locals["self"]
         # All components that prepare a model install this method; an accumulating optimizer is exact without it.
-        if model and "make_train_function" not in vars(model) and accumulating(model.optimizer) is None:
+        if model and "make_train_function" not in vars(model) and find_accumulator(model.optimizer) is None:
             del vars(strategy)["experimental_distribute_dataset"]
             warnings.warn(
                 f"{model.name!r} was built within `with dist.scope():` and not prepared, so its fit is Keras's own: "

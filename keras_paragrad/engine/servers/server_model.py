@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_objects
-from keras_paragrad.compat.optimizer import parts
+from keras_paragrad.compat.optimizer import updating_optimizers
 from keras_paragrad.compat.state import replace_methods, restore_methods
 from keras_paragrad.engine.servers.metric_states import MetricStates
 from keras_paragrad.engine.step.gradient_functions import releasing
@@ -66,7 +66,7 @@ def _open_rows(tensor: tf.Tensor) -> tf.Tensor:
 @contextlib.contextmanager
 def _incrementing_on_server(optimizer: keras.optimizers.Optimizer | None) -> Iterator[None]:
     """Context in which servers increment an optimizer's counter, as reading and writing it would lose updates."""
-    counters = [] if optimizer is None else [part.iterations for part in parts(optimizer)]
+    counters = [] if optimizer is None else [part.iterations for part in updating_optimizers(optimizer)]
     for counter in counters:
         counter.__dict__["assign_add"] = functools.partial(_increment, counter)
     try:

@@ -15,7 +15,14 @@ from keras_paragrad.compat.collectives import (
     run_if,
     sum_over_replicas,
 )
-from keras_paragrad.compat.optimizer import Accumulating, accumulating, accumulation_steps, nested, parts, unscaled
+from keras_paragrad.compat.optimizer import (
+    Accumulating,
+    accumulation_steps,
+    find_accumulator,
+    nested_optimizers,
+    unwrap_loss_scale,
+    updating_optimizers,
+)
 from keras_paragrad.compat.state import patch_of, replace_methods, restore_methods, state_of
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.step.stages import Transform
@@ -85,7 +92,7 @@ def apply_gradient(
         # As in Keras: the step still updates metrics and non-trainable state.
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return None
-    accumulator = accumulating(optimizer)
+    accumulator = find_accumulator(optimizer)
     if accumulator or replica_count() == 1 or not whole:
         contribution = None if weight is None else Contribution.of(weight)
         if accumulator:
@@ -104,7 +111,7 @@ def apply_gradient(
     )
     by_index = dict(zip(present, applied, strict=True))
     total = [by_index.get(index) for index in range(len(gradients))]
-    if any_divided(variables) and unscaled(optimizer) is not optimizer:
+    if any_divided(variables) and unwrap_loss_scale(optimizer) is not optimizer:
         total = _nonfinite_everywhere(total)
     norms = squared_norms(optimizer, total, variables)
     cross_replica(
@@ -130,10 +137,10 @@ def _weighting(
 
 def _skips_nonfinite(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> bool:
     """Whether an overflow on one replica has to be known on all."""
-    skips = unscaled(optimizer) is not optimizer
+    skips = unwrap_loss_scale(optimizer) is not optimizer
     # Replicas hold different shards of the same gradients.
     return skips or (
-        any_divided(variables) and any(getattr(each, "skip_nonfinite", False) for each in nested(optimizer))
+        any_divided(variables) and any(getattr(each, "skip_nonfinite", False) for each in nested_optimizers(optimizer))
     )
 
 
@@ -162,7 +169,7 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
         by_replica[replica_index()] = norms
         optimizer.apply(gradients, variables)
 
-    frequencies = [(part, part.ema_overwrite_frequency) for part in parts(optimizer)]
+    frequencies = [(part, part.ema_overwrite_frequency) for part in updating_optimizers(optimizer)]
     counts = [_update_count(part) if part.use_ema and frequency else None for part, frequency in frequencies]
     before = [part.__dict__.get(_REDUCE) for part, _ in frequencies]
     for part, _ in frequencies:

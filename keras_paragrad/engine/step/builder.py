@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.collectives import replica_count
-from keras_paragrad.compat.model import fit_frame, has_own_train_step
-from keras_paragrad.compat.optimizer import updating
+from keras_paragrad.compat.model import fit_frame, overrides_train_step
+from keras_paragrad.compat.optimizer import innermost_optimizer
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.engine.losses.sums import LossWindow
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
@@ -177,7 +177,7 @@ class StepBuilder:
 
     def _install_stages(self) -> None:
         """Installs the last stages in the optimizer that updates the weights, which `compile` may have replaced."""
-        optimizer = updating(self.model.optimizer) if self.model.compiled else None
+        optimizer = innermost_optimizer(self.model.optimizer) if self.model.compiled else None
         if optimizer is not None:
             install_storages(optimizer, self.model.trainable_variables)
         if self._updating not in (None, optimizer):
@@ -217,7 +217,7 @@ class StepBuilder:
     def _build_variables(self, iterator: Any) -> None:
         """Creates the variables that the first step would create, which TensorFlow would then trace twice."""
         model = self.model
-        if is_fully_built(model) or has_own_train_step(model) or not model.built:
+        if is_fully_built(model) or overrides_train_step(model) or not model.built:
             return
         if not build_losses_of(model, iterator.element_spec):
             return
@@ -228,7 +228,7 @@ class StepBuilder:
                 optimizer.build(model.trainable_variables)
 
     def _window_of(self, data: Any) -> LossWindow | None:
-        if not self.stages.apply or has_own_train_step(self.model):
+        if not self.stages.apply or overrides_train_step(self.model):
             return None
         build_losses(self.model, data)
         # Even if a custom `compute_loss` leaves the compiled losses unbuilt.
@@ -255,7 +255,7 @@ class StepBuilder:
         if self._to_skip or self._resume is None:
             return
         then, self._resume = self._resume, None
-        if not has_own_train_step(self.model):
+        if not overrides_train_step(self.model):
             build_losses(self.model, batch, metrics=True)
         self.make_loss_window()
         then()
@@ -285,7 +285,7 @@ class StepBuilder:
             observing_gradients(self.model, self.stages.observe, replica_batch.rows),
             watching_updates(self.model, telemetry),
         ):
-            logs = step.run_custom(data) if has_own_train_step(self.model) else step(data, replica_batch)
+            logs = step.run_custom(data) if overrides_train_step(self.model) else step(data, replica_batch)
             if self.stages.apply:
                 self.stages.apply.end(update)
         if telemetry and replica_count() == 1:

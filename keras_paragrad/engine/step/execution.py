@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
-from keras_paragrad.compat.collectives import of_first_replica
+from keras_paragrad.compat.collectives import first_replica_values
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import MeshRunner, Take
@@ -45,7 +45,9 @@ class CompiledStep:
 
         def one_step(data: Any) -> dict:
             logs = strategy.run(step, args=(data,))
-            return of_first_replica(strategy, logs) if take else reduce_per_replica(logs, strategy, reduction="auto")
+            return (
+                first_replica_values(strategy, logs) if take else reduce_per_replica(logs, strategy, reduction="auto")
+            )
 
         if not model.run_eagerly:
             one_step = tf.function(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.compiled_call import compiled_by_itself
+from keras_paragrad.compat.compiled_call import call_compiled
 from keras_paragrad.compat.layers import (
     CallState,
     dense_parts,
@@ -20,7 +20,7 @@ from keras_paragrad.compat.layers import (
     has_gradient,
     mask_of,
     may_be_differentiated,
-    rebuilt,
+    pack_dense_parts,
 )
 from keras_paragrad.engine.step.gradient_functions import keep_with_graphs
 from keras_paragrad.engine.step.operations import check_repeatable
@@ -107,7 +107,7 @@ class _Run:
                 with tf.control_dependencies(tensors[: len(self.places)]):
                     # Shards are gathered here, and not all of them before the step.
                     weights = self.captured.load(tensors[len(self.places) :])
-                parts, masks, losses, values = compiled_by_itself(
+                parts, masks, losses, values = call_compiled(
                     self._first, self._with_inputs(tensors), weights, self.captured.before
                 )
             if not self.missing:
@@ -121,7 +121,7 @@ class _Run:
         parts = [[next(remaining) if has_gradient(part) else part for part in each] for each in parts]
         self.losses = list(remaining)
         self.updates = list(zip(self.updated, values, strict=True))
-        return keras.tree.pack_sequence_as(self.result, rebuilt(keras.tree.flatten(self.result), parts, masks))
+        return keras.tree.pack_sequence_as(self.result, pack_dense_parts(keras.tree.flatten(self.result), parts, masks))
 
     def _first(self, tensors: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], state: Sequence[tf.Tensor]) -> Any:
         """The first run. XLA may compile it, so it returns nothing but tensors."""
@@ -147,7 +147,7 @@ class _Run:
             assert not variables, "operations that read variables are refused"
             with self.call_state.entered(), _after(cotangents) as later:
                 weights = [tf.identity(each) for each in self.captured.load(tensors[len(self.places) :])]
-                gradients = compiled_by_itself(
+                gradients = call_compiled(
                     second, later(self._with_inputs(tensors)), weights, later(self.captured.before), list(cotangents)
                 )
             # A gathered weight may have another dtype than its shards.
@@ -170,7 +170,9 @@ class _Run:
     ) -> tuple[Any, ReadScope]:
         remaining = iter(tensors)
         parts = [[next(remaining) for _ in dense_parts(leaf)] for leaf in self.leaves]
-        arguments, keywords = keras.tree.pack_sequence_as(self.structure, rebuilt(self.leaves, parts, self.masks))
+        arguments, keywords = keras.tree.pack_sequence_as(
+            self.structure, pack_dense_parts(self.leaves, parts, self.masks)
+        )
         count = len(self.function.variables)
         values = [*zip(self.captured.weights, weights, strict=True), *zip(self.captured.state, state, strict=True)]
         with ReadScope(self.function.name, values, _ASSIGNS_TO_WEIGHT) as scope:

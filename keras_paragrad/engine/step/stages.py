@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.model import has_own_train_step
+from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.engine.losses.normalization import LossNormalization
 from keras_paragrad.engine.step.gradient import Gradient, Normalize, Present, StepContext, is_slower_in_xla_loop
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
@@ -202,7 +202,7 @@ class Stages(NamedTuple):
         if replicas > 1:
             return bool(self.take and self.take.by_xla)
         transform = self.chain and self.chain.outside_xla
-        slices = self.split and is_slower_in_xla_loop(model) and not has_own_train_step(model)
+        slices = self.split and is_slower_in_xla_loop(model) and not overrides_train_step(model)
         return bool(model.jit_compile and (transform or slices))
 
     @property

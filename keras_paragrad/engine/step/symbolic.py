@@ -9,9 +9,9 @@ from keras.src.backend.common.symbolic_scope import SymbolicScope
 from keras.src.utils.python_utils import is_default
 from tensorflow.python.framework.func_graph import FuncGraph
 
-from keras_paragrad.compat.data import counts_readers, first_batch
-from keras_paragrad.compat.model import all_layers, has_own_compute_loss, has_own_train_step
-from keras_paragrad.compat.optimizer import nested
+from keras_paragrad.compat.data import first_batch, loses_prefetched_batches
+from keras_paragrad.compat.model import all_layers, overrides_compute_loss, overrides_train_step
+from keras_paragrad.compat.optimizer import nested_optimizers
 from keras_paragrad.engine.probes.untouched import untouched
 
 _MIRRORED = (
@@ -62,7 +62,7 @@ def build_from_data(model: keras.Model, iterator: Any = None, data_batch: Any = 
             model._symbolic_build(data_batch=keras.tree.map_structure(of_any_size, data_batch))
         except Exception:
             # A custom `train_step` need not call the model, so only the layers may be built.
-            if not has_own_train_step(model) or not all(layer.built for layer in all_layers(model)):
+            if not overrides_train_step(model) or not all(layer.built for layer in all_layers(model)):
                 raise
 
 
@@ -102,7 +102,7 @@ def build_losses(model: keras.Model, data: Any, *, metrics: bool = False) -> Non
     ):
         y_pred = model(x)
         if not losses_built(model):
-            if has_own_compute_loss(model):
+            if overrides_compute_loss(model):
                 model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
             else:
                 model._compile_loss(y, y_pred, sample_weight)
@@ -132,7 +132,7 @@ def _first_batch(iterator: Any) -> Any:
     first = getattr(iterator.data_adapter, "first_batch", None)
     if first:
         return first()
-    if counts_readers(iterator.data_adapter):
+    if loses_prefetched_batches(iterator.data_adapter):
         return first_batch(iterator.data_adapter)
     for _, _, batches in iterator:
         return next(batches)
@@ -148,7 +148,9 @@ def check_compiled_in_scope(model: keras.Model) -> None:
     if not isinstance(model.distribute_strategy, _MIRRORED):
         return
     # Under Keras's own accumulation, `iterations` is no variable.
-    counters = [each.iterations for each in nested(model.optimizer) if isinstance(each.iterations, keras.Variable)]
+    counters = [
+        each.iterations for each in nested_optimizers(model.optimizer) if isinstance(each.iterations, keras.Variable)
+    ]
     variables = [*counters, *model.metrics_variables]
     if not all(isinstance(variable.value, tf.distribute.DistributedValues) for variable in variables):
         raise ValueError(

@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.model import all_variables
-from keras_paragrad.compat.optimizer import accumulating
+from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import state_of
-from keras_paragrad.compat.variables import built_copy, stand_in, without_memory
+from keras_paragrad.compat.variables import copy_built_optimizer, unallocated_variable, without_memory
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.apply import intercept_apply
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -140,9 +140,9 @@ def _step_of(model: keras.Model) -> Callable[[Any], Any]:
 
 def _replaced_optimizers(model: keras.Model, optimizer: keras.optimizers.Optimizer | None) -> list[Any]:
     """Replaces the optimizers among a model's attributes by copies, and returns these."""
-    model.__dict__["optimizer"] = built_copy(optimizer or model.optimizer, model.trainable_variables)
+    model.__dict__["optimizer"] = copy_built_optimizer(optimizer or model.optimizer, model.trainable_variables)
     copies = [model.__dict__["optimizer"]]
-    accumulator = accumulating(copies[0])
+    accumulator = find_accumulator(copies[0])
     if accumulator is not None:
         # Avoids advice about the weights of micro-batches.
         accumulator.weighting = "uniform"
@@ -173,7 +173,7 @@ def _without_values(model: keras.Model) -> Iterator[None]:
     before = [(variable, variable._value) for variable in all_variables(model)]
     try:
         for variable, _ in before:
-            variable._value = stand_in(variable.shape, variable._dtype, variable.trainable, variable.name)
+            variable._value = unallocated_variable(variable.shape, variable._dtype, variable.trainable, variable.name)
         yield
     finally:
         for variable, value in before:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import are_local, replica_count, sum_over_replicas
-from keras_paragrad.compat.compiled_call import compiled_by_layer
+from keras_paragrad.compat.collectives import replica_count, replicas_are_local, sum_over_replicas
+from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import all_layers, check_no_row_states
-from keras_paragrad.compat.optimizer import Accumulating, accumulating, updating
+from keras_paragrad.compat.optimizer import Accumulating, find_accumulator, innermost_optimizer
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import AllReducedResults, run_custom_train_step
@@ -97,7 +97,7 @@ class TrainStep(NamedTuple):
 
     @property
     def _accumulator(self) -> Accumulating | None:
-        return accumulating(self.model.optimizer)
+        return find_accumulator(self.model.optimizer)
 
     def _track_losses(self, gradient: Gradient, replica_batch: ReplicaBatch) -> TrackedLosses | None:
         """The losses to log, or `None` where Keras tracks them."""
@@ -132,7 +132,7 @@ class TrainStep(NamedTuple):
     def _gradient(self, context: StepContext, data: Any) -> Gradient:
         # TensorFlow can't all-gather weights within XLA, or in a loop over slices.
         gather_first = (self._by_xla and not self._by_layer) or self.stages.split
-        with gather_before_pass(self.model) if gather_first else compiled_by_layer(self._by_layer):
+        with gather_before_pass(self.model) if gather_first else compile_by_layer(self._by_layer):
             if self.stages.split:
                 try:
                     return self._in_slices(self.stages.split, context, data)
@@ -170,7 +170,7 @@ def build_optimizers_outside_of_graphs(model: keras.Model) -> contextlib.Abstrac
 
     In a graph they would create them in a branch, which TensorFlow can't do on several devices.
     """
-    if replica_count() == 1 or not are_local() or tf.executing_eagerly():
+    if replica_count() == 1 or not replicas_are_local() or tf.executing_eagerly():
         return contextlib.nullcontext()
     return patched(model, lambda: _EagerBuild(model))
 
@@ -226,7 +226,10 @@ class Trainable(NamedTuple):
     @classmethod
     def by_optimizer(cls, model: keras.Model) -> "Trainable":
         """The flags from when the optimizer was built, with which Keras's step was traced."""
-        now, built_for = cls.of(model), {id(weight) for weight in updating(model.optimizer)._trainable_variables}
+        now, built_for = (
+            cls.of(model),
+            {id(weight) for weight in innermost_optimizer(model.optimizer)._trainable_variables},
+        )
         if built_for == {id(weight) for weight in model.trainable_weights}:
             return now
         layers = [(layer, _trains(layer, built_for, flag)) for layer, flag in now.layers]
@@ -256,8 +259,8 @@ class _TrainableAsTraced(MethodPatch):
     def patch_all(self) -> None:
         self.before.assign()
 
-    def put_back(self) -> None:
-        super().put_back()
+    def restore(self) -> None:
+        super().restore()
         self.now.assign()
 
 

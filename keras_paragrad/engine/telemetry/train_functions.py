@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_objects
-from keras_paragrad.compat.workers import local_parts
+from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.stages import Apply
@@ -82,7 +82,7 @@ def examples_seen(model: keras.Model) -> float | None:
     tracker = getattr(model, "_loss_tracker", None)
     if tracker is None:
         return None
-    return float(sum(part.numpy() for part in local_parts(tracker.count.value)))
+    return float(sum(part.numpy() for part in local_replica_values(tracker.count.value)))
 
 
 def compiled_functions(function: Any) -> list[Any]:

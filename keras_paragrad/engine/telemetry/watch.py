@@ -9,7 +9,12 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
-from keras_paragrad.compat.optimizer import accumulating, accumulation_steps, parts, updating
+from keras_paragrad.compat.optimizer import (
+    accumulation_steps,
+    find_accumulator,
+    innermost_optimizer,
+    updating_optimizers,
+)
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched
 from keras_paragrad.storage.gradients import gather_gradients
 from keras_paragrad.storage.row_gradients import scale_gradient
@@ -38,21 +43,21 @@ def observing_gradients(model: keras.Model, observe: Observe | None, rows: tf.Te
     if observe is None:
         yield
         return
-    with patched(updating(model.optimizer), lambda: Observation(model.optimizer, observe)) as observation:
+    with patched(innermost_optimizer(model.optimizer), lambda: Observation(model.optimizer, observe)) as observation:
         observation.rows[replica_index()] = rows
         yield
 
 
 def observe_gradient(optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]) -> None:
     """Passes the gradients of a replica's micro-batch, without loss scale, to the step's observer, if any."""
-    observation = patch_of(updating(optimizer), Observation)
+    observation = patch_of(innermost_optimizer(optimizer), Observation)
     if observation is not None:
         observation.observe_gradient(gradients)
 
 
 def observe_before_all_reduce(model: keras.Model, gradients: Sequence[Any], factor: tf.Tensor) -> None:
     """Passes a replica's gradients, times the loss scale and `factor`, to the step's observer, if any."""
-    observation = patch_of(updating(model.optimizer), Observation)
+    observation = patch_of(innermost_optimizer(model.optimizer), Observation)
     if observation is not None:
         factor = factor * tf.cast(model.optimizer.scale_loss(tf.constant(1.0)), "float32")
         observation.before_optimizer = True
@@ -69,9 +74,9 @@ class Observation(MethodPatch):
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, observe: Observe):
         super().__init__()
-        self.optimizer, self.observer = updating(optimizer), observe
+        self.optimizer, self.observer = innermost_optimizer(optimizer), observe
         self.rows: dict[int, tf.Tensor] = {}
-        self.before_optimizer = accumulating(optimizer) is not None
+        self.before_optimizer = find_accumulator(optimizer) is not None
 
     def patch_all(self) -> None:
         # Keras sums the gradients of replicas within `apply`.
@@ -183,14 +188,14 @@ def watching_updates(model: keras.Model, watcher: Watcher | None) -> Iterator[No
     if watcher is None:
         yield
         return
-    optimizer = updating(model.optimizer)
+    optimizer = innermost_optimizer(model.optimizer)
     with patched(optimizer, lambda: UpdateWatch(model, optimizer, watcher)):
         yield
 
 
 def updates_each_batch(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether the optimizer updates the weights with every gradient."""
-    return accumulating(optimizer) is None and accumulation_steps(optimizer) == 1
+    return find_accumulator(optimizer) is None and accumulation_steps(optimizer) == 1
 
 
 class _UpdateRecord:
@@ -231,7 +236,7 @@ class UpdateWatch(MethodPatch):
         self.records: dict[int, _UpdateRecord] = {}
 
     def patch_all(self) -> None:
-        for part in parts(self.optimizer):
+        for part in updating_optimizers(self.optimizer):
             self.replace(part, "_clip_gradients", self._recording_clip(part._clip_gradients))
             self.replace(part, "_backend_update_step", self._recording_step(part, part._backend_update_step))
 

@@ -16,7 +16,7 @@ from backed_up_shards import STEPS
 from keras_paragrad.distribution.checkpoint import shards
 from keras_paragrad.distribution.checkpoint.files import BackupFiles
 from keras_paragrad.distribution.checkpoint.manifest import Position
-from keras_paragrad.distribution.checkpoint.shard_files import name_of_shards, remove_shards, write_shards
+from keras_paragrad.distribution.checkpoint.shard_files import remove_shards, shard_file_name, write_shards
 from keras_paragrad.storage.storage import Parts, Whole
 
 SECONDS = 120
@@ -115,20 +115,20 @@ def test_a_worker_that_can_not_write_still_reads(tmp_path):
 
 def test_no_other_file_is_removed(tmp_path):
     position = Position(0, 3)
-    names = [*NOT_OURS, name_of_shards(position, "0" * 16, 0, 2), name_of_shards(position, "0" * 16, 0, 2) + ".old"]
+    names = [*NOT_OURS, shard_file_name(position, "0" * 16, 0, 2), shard_file_name(position, "0" * 16, 0, 2) + ".old"]
     for name in names:
         (tmp_path / name).write_bytes(b"mine\n")
-    kept = write_shards(tmp_path, name_of_shards(position, "1" * 16, 0, 1), [np.zeros(3, "float32")])
-    gone = write_shards(tmp_path, name_of_shards(position, "2" * 16, 0, 1), [np.zeros(3, "float32")])
-    moved = (tmp_path / gone.name).rename(tmp_path / name_of_shards(position, "3" * 16, 0, 1))
+    kept = write_shards(tmp_path, shard_file_name(position, "1" * 16, 0, 1), [np.zeros(3, "float32")])
+    gone = write_shards(tmp_path, shard_file_name(position, "2" * 16, 0, 1), [np.zeros(3, "float32")])
+    moved = (tmp_path / gone.name).rename(tmp_path / shard_file_name(position, "3" * 16, 0, 1))
     write_shards(tmp_path, gone.name, [np.ones(2, "bool")])
-    (tmp_path / name_of_shards(position, "4" * 16, 0, 1)).symlink_to(moved)
+    (tmp_path / shard_file_name(position, "4" * 16, 0, 1)).symlink_to(moved)
     remove_shards(tmp_path, ["1" * 16])
     assert {path.name for path in tmp_path.iterdir()} == {
         *names,
         kept.name,
         moved.name,
-        name_of_shards(position, "4" * 16, 0, 1),
+        shard_file_name(position, "4" * 16, 0, 1),
     }
     remove_shards(tmp_path / "nowhere")
 

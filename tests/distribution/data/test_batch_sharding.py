@@ -7,7 +7,7 @@ import tensorflow as tf
 from covering import examples
 from hypothesis import given
 
-from keras_paragrad.compat.workers import Place
+from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.distribution.data.batch_sharding import check_batches, shard_batches, split_batches
 
 sizes = st.lists(st.integers(1, 11), min_size=1, max_size=4)
@@ -32,7 +32,10 @@ def batches_of(sizes):
 
 def steps_of(dataset, workers, local):
     """For each step, the pieces of all replicas in their order."""
-    found = [list(shard_batches(dataset, Place(workers * local, local, worker * local))) for worker in range(workers)]
+    found = [
+        list(shard_batches(dataset, ReplicaPlacement(workers * local, local, worker * local)))
+        for worker in range(workers)
+    ]
     assert len({len(pieces) for pieces in found}) == 1
     count = len(found[0]) // local
     return [[pieces[step * local + index] for pieces in found for index in range(local)] for step in range(count)]
@@ -57,7 +60,7 @@ def test_pieces_are_those_of_array_split(sizes, workers, local):
 )
 def test_sizes(rows, replicas, expected):
     dataset = tf.data.Dataset.from_tensors(np.zeros((rows, 2)))
-    assert [piece.shape.as_list() for piece in shard_batches(dataset, Place(replicas, replicas, 0))] == [
+    assert [piece.shape.as_list() for piece in shard_batches(dataset, ReplicaPlacement(replicas, replicas, 0))] == [
         [size, 2] for size in expected
     ]
 
@@ -79,13 +82,15 @@ def test_ragged_and_sparse(kind, local):
 
 def test_absent_parts_stay_absent():
     dataset = tf.data.Dataset.from_tensors((np.arange(3), None, np.arange(3)))
-    for x, nothing, weight in shard_batches(dataset, Place(2, 2, 0)):
+    for x, nothing, weight in shard_batches(dataset, ReplicaPlacement(2, 2, 0)):
         assert nothing is None
         assert x.shape == weight.shape
 
 
 def test_a_tuple_of_one_stays_one():
-    assert isinstance(next(iter(shard_batches(tf.data.Dataset.from_tensors((np.arange(3),)), Place(1, 1, 0)))), tuple)
+    assert isinstance(
+        next(iter(shard_batches(tf.data.Dataset.from_tensors((np.arange(3),)), ReplicaPlacement(1, 1, 0)))), tuple
+    )
 
 
 def test_unequal_rows_are_an_error():
@@ -93,7 +98,7 @@ def test_unequal_rows_are_an_error():
         lambda: iter([(np.zeros(4), np.zeros(3))]), output_signature=(tf.TensorSpec((None,), tf.float64),) * 2
     )
     with pytest.raises(tf.errors.InvalidArgumentError, match="different numbers of rows"):
-        list(shard_batches(dataset, Place(2, 2, 0)))
+        list(shard_batches(dataset, ReplicaPlacement(2, 2, 0)))
 
 
 @given(sizes, st.integers(1, 4))

@@ -8,22 +8,22 @@ import tensorflow as tf
 from hypothesis import given
 
 from keras_paragrad.distribution.data import FollowEpochs, distributed_dataset
-from keras_paragrad.distribution.data.sources import common_seed, order_of
+from keras_paragrad.distribution.data.sources import common_seed, row_order
 
 DEFAULT = tf.distribute.get_strategy()
 
 
 @given(st.integers(1, 50), st.integers(1, 9), st.sampled_from([True, "batch"]), st.integers(0, 5))
 def test_an_order_is_a_permutation_and_repeats(rows, batch_size, shuffle, epoch):
-    order = order_of(rows, batch_size, shuffle, 1, epoch)
+    order = row_order(rows, batch_size, shuffle, 1, epoch)
     assert sorted(order) == list(range(rows))
-    np.testing.assert_array_equal(order, order_of(rows, batch_size, shuffle, 1, epoch))
+    np.testing.assert_array_equal(order, row_order(rows, batch_size, shuffle, 1, epoch))
     if shuffle == "batch":
         np.testing.assert_array_equal(order // batch_size, np.arange(rows) // batch_size)
 
 
 def test_orders_differ_between_epochs_and_seeds():
-    found = {tuple(order_of(20, 4, True, seed, epoch)) for seed in range(3) for epoch in range(3)}
+    found = {tuple(row_order(20, 4, True, seed, epoch)) for seed in range(3) for epoch in range(3)}
     assert len(found) == 9
 
 
@@ -36,20 +36,20 @@ def test_keras_seed_makes_the_order():
         keras.utils.set_random_seed(3)
         return rows_read(distributed_dataset(DEFAULT, np.arange(30), batch_size=7, shuffle=True))
 
-    assert read() == read() == order_of(30, 7, True, 3, 0).tolist()
+    assert read() == read() == row_order(30, 7, True, 3, 0).tolist()
 
 
 def test_a_given_seed_comes_first():
     assert common_seed(DEFAULT, 7) == 7
     data = distributed_dataset(DEFAULT, np.arange(30), batch_size=7, shuffle=True, seed=5)
-    assert [rows_read(data) for _ in range(2)] == [order_of(30, 7, True, 5, epoch).tolist() for epoch in range(2)]
+    assert [rows_read(data) for _ in range(2)] == [row_order(30, 7, True, 5, epoch).tolist() for epoch in range(2)]
 
 
 def test_an_epoch_can_be_named_and_begun_in_its_middle():
     data = distributed_dataset(DEFAULT, np.arange(30), batch_size=7, shuffle=True, seed=5)
     data.set_epoch(4, skip=2)
-    assert rows_read(data) == order_of(30, 7, True, 5, 4).tolist()[14:]
-    assert rows_read(data) == order_of(30, 7, True, 5, 5).tolist()
+    assert rows_read(data) == row_order(30, 7, True, 5, 4).tolist()[14:]
+    assert rows_read(data) == row_order(30, 7, True, 5, 5).tolist()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -71,7 +71,7 @@ def test_a_py_dataset_is_read_in_a_new_order_each_epoch(workers):
     data = distributed_dataset(DEFAULT, batches, shuffle=True, seed=5)
     for epoch in range(2):
         found = [batch[0].numpy().tolist() for batch in data]
-        assert found == [[2 * index, 2 * index + 1] for index in order_of(9, 1, True, 5, epoch)]
+        assert found == [[2 * index, 2 * index + 1] for index in row_order(9, 1, True, 5, epoch)]
     assert batches.epochs == 2
 
 
@@ -110,7 +110,7 @@ def test_an_order_lasts_until_all_batches_are_read(workers):
             data.on_epoch_begin()
             found += [int(next(batches)[0][0]) for _ in range(3)]
             data.on_epoch_end()
-        assert found == order_of(12, 1, True, 5, read).tolist()
+        assert found == row_order(12, 1, True, 5, read).tolist()
 
 
 @pytest.mark.slow(10)

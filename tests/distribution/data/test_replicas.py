@@ -12,7 +12,7 @@ from hypothesis import given
 from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad import DistributedFit
-from keras_paragrad.compat.workers import place_of
+from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.distribution.data import FollowEpochs, distributed_dataset, normalize_inputs
 
 own_process = pytest.mark.own_process(seconds=280)
@@ -66,9 +66,9 @@ def an_epoch_begun_in_its_middle_leaves_out_the_batches_of_all_replicas(mirrored
 
 
 def the_replicas_are_known(mirrored):
-    assert place_of(mirrored) == (2, 2, 0)
-    assert place_of(tf.distribute.get_strategy()) == (1, 1, 0)
-    assert place_of(tf.distribute.OneDeviceStrategy("CPU:0")) == (1, 1, 0)
+    assert replica_placement(mirrored) == (2, 2, 0)
+    assert replica_placement(tf.distribute.get_strategy()) == (1, 1, 0)
+    assert replica_placement(tf.distribute.OneDeviceStrategy("CPU:0")) == (1, 1, 0)
 
 
 def batches_too_small_for_the_replicas_are_refused(mirrored):
