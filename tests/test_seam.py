@@ -83,7 +83,7 @@ def test_the_search_finds_them(source):
 
 ALL_HOOKS = (*HOOKS, *ASSIGNED, *OF_OBJECTS)
 # Those of `compat` that name private parts to look for them.
-LOOKING = ("names", "check", "samples")
+LOOKING = ("names", "check")
 MODULES = {
     ".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts)): path
     for folder in SEAM

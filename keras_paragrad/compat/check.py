@@ -29,8 +29,8 @@ def check_hooks(hooks: Iterable[Hook] = HOOKS, assigned: Iterable[Hook] = ASSIGN
     """Raises one `ImportError` naming every name of a module or class that the installed Keras and TensorFlow lack.
 
     Args:
-        hooks: The names to look for in modules and classes.
-        assigned: The attributes that methods of a class are to assign.
+        hooks: Names in modules and classes.
+        assigned: Attributes that a method of the class assigns.
 
     Raises:
         ImportError: A name is missing or takes other parameters, or Keras runs on another backend.
@@ -44,7 +44,7 @@ def check_hooks(hooks: Iterable[Hook] = HOOKS, assigned: Iterable[Hook] = ASSIGN
 
 
 def check_objects() -> None:
-    """Raises one `ImportError` naming every attribute that instances lack; looks once in a process.
+    """Raises one `ImportError` naming every attribute that instances lack; checks once per process.
 
     Raises:
         ImportError: An attribute is missing, or a small model can't be made.
@@ -114,10 +114,10 @@ def _raise(problems: Iterable[str | None], cause: Exception | None = None) -> No
 
 
 def _lookup(hook: Hook, path: str) -> Any:
-    found: Any = importlib.import_module(hook.module)
+    value: Any = importlib.import_module(hook.module)
     for name in path.split(".") if path else ():
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def _missing(hook: Hook) -> str:
@@ -125,12 +125,12 @@ def _missing(hook: Hook) -> str:
 
 
 def users(hook: Hook) -> list[str]:
-    """The modules that spell a name; a private one, among those that may use such names."""
+    """The modules that use a name; for a private one, only those in the folders that may."""
     package = Path(__file__).parents[1]
     name = hook.path.rpartition(".")[2] or hook.module.rpartition(".")[2]
-    private, spelled = name.startswith("_"), re.compile(rf"\b{name}\b")
-    sources = {path: source for path, source in _sources(package).items() if path.parts[0] in _SEAM or not private}
-    paths = [path.with_suffix("") for path, source in sources.items() if spelled.search(source)]
+    is_private, pattern = name.startswith("_"), re.compile(rf"\b{name}\b")
+    sources = {path: source for path, source in _sources(package).items() if path.parts[0] in _SEAM or not is_private}
+    paths = [path.with_suffix("") for path, source in sources.items() if pattern.search(source)]
     return [".".join((package.name, *path.parts)) for path in paths]
 
 
@@ -146,10 +146,10 @@ def _users(hook: Hook) -> str:
 
 def _problem(hook: Hook) -> str | None:
     try:
-        found = _lookup(hook, hook.path)
+        value = _lookup(hook, hook.path)
     except (ImportError, AttributeError):
         return _missing(hook)
-    parameters = inspect.signature(found).parameters if hook.parameters else {}
+    parameters = inspect.signature(value).parameters if hook.parameters else {}
     absent = [name for name in hook.parameters if name not in parameters]
     if not absent:
         return None
@@ -159,10 +159,10 @@ def _problem(hook: Hook) -> str | None:
 def _problem_of_code(hook: Hook) -> str | None:
     owner, _, attribute = hook.path.rpartition(".")
     try:
-        found = _lookup(hook, owner)
+        cls = _lookup(hook, owner)
     except (ImportError, AttributeError):
         return _missing(hook)
-    return None if _assigns(found, attribute) else _missing(hook)
+    return None if _assigns(cls, attribute) else _missing(hook)
 
 
 def _assigns(owner: type, attribute: str) -> bool:
@@ -179,8 +179,8 @@ def _assigns(owner: type, attribute: str) -> bool:
 def _problem_of_object(hook: Hook, samples: Iterable[Any]) -> str | None:
     owner, _, attribute = hook.path.rpartition(".")
     try:
-        kind = _lookup(hook, owner)
+        cls = _lookup(hook, owner)
     except (ImportError, AttributeError):
         return _missing(hook)
-    # The attribute of another class's instance would say nothing.
-    return None if any(isinstance(each, kind) and hasattr(each, attribute) for each in samples) else _missing(hook)
+    # Another class's instance may have an attribute of that name.
+    return None if any(isinstance(each, cls) and hasattr(each, attribute) for each in samples) else _missing(hook)

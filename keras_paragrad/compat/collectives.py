@@ -1,4 +1,4 @@
-"""Code that runs the same on one device and on every replica of a strategy."""
+"""Collectives and control flow that work on one device and on every replica of a strategy."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,25 +7,24 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# Bytes from which a tensor on CPUs is all-reduced by itself: it isn't copied into and out of a bucket, and does not
-# wait for the others. On two cores, 16 tensors of 1 MiB then took 12.5 ms instead of 13.2, 60 of them 47 ms instead of
-# 80, and 16 of 4 MiB 38 ms instead of 118; but 16 of 0.5 MiB 7.6 ms instead of 6.6.
-LARGE = 2**20
-# Bytes up to which tensors on one process's CPUs are summed without a collective: scalars that describe a replica's
-# shard. On a ring, a CNN's step of 5.6 ms got 0.25 ms shorter.
+# Bytes from which a tensor on CPUs is all-reduced without a bucket, which saves two copies and waiting for the others.
+# On two cores, 16 tensors of 1 MiB then took 12.5 ms instead of 13.2, 60 of them 47 ms instead of 80, and 16 of 4 MiB
+# 38 ms instead of 118; but 16 of 0.5 MiB 7.6 ms instead of 6.6.
+# Bytes up to which tensors on one process's CPUs are summed without a collective: scalars that describe a replica
+# batch. On a ring, a CNN's step of 5.6 ms got 0.25 ms shorter.
 SMALL = 128
 
 
 def replica_count() -> int:
-    """How many replicas train in step; 1 without a strategy."""
+    """The number of replicas; 1 without a strategy."""
     return tf.distribute.get_strategy().num_replicas_in_sync
 
 
 def replica_index() -> int:
-    """Which replica this code is being traced for, counted from 0."""
+    """The index of the replica that this code is traced for."""
     context = tf.distribute.get_replica_context()
     index = tf.get_static_value(context.replica_id_in_sync_group) if context else 0
-    # A TPU traces one program for all its replicas, and there the index has no value yet.
+    # A TPU traces one program for all its replicas, in which the index is a placeholder.
     return 0 if index is None else int(index)
 
 
@@ -35,8 +34,8 @@ def cross_replica(body: Callable[..., None], *values: Any) -> None:
     A decision that all replicas must share, such as a branch around a collective, belongs in `body`.
 
     Args:
-        body: What to do; it must not return anything.
-        *values: Nested tensors of this replica, passed to `body` grouped by replica.
+        body: The function; it must not return anything.
+        *values: This replica's nested tensors, which `body` gets grouped by replica.
     """
     if not tf.distribute.has_strategy():
         body(lambda fn, *args: fn(*args), *values)
@@ -49,14 +48,14 @@ def cross_replica(body: Callable[..., None], *values: Any) -> None:
 
 
 def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums each tensor over the replicas: one collective for each dtype, unless other ways are faster on CPUs."""
+    """Sums each tensor over the replicas: one collective per dtype, or a faster way on CPUs."""
     if replica_count() == 1:
         return list(tensors)
-    # Not every collective knows integers. A float64 holds counts up to 2**53.
-    carried = [tf.cast(each, "float64") if each.dtype.is_integer else each for each in tensors]
+    # Not every collective supports integers. A float64 holds counts up to 2**53.
+    floats = [tf.cast(each, "float64") if each.dtype.is_integer else each for each in tensors]
     return [
         tf.cast(total, each.dtype) if each.dtype.is_integer else total
-        for total, each in zip(_all_reduce_sum(carried), tensors, strict=True)
+        for total, each in zip(_all_reduce_sum(floats), tensors, strict=True)
     ]
 
 
@@ -64,20 +63,20 @@ def _all_reduce_sum(tensors: Sequence[Any]) -> list[Any]:
     on_cpus = _sums_on_cpus()
     if on_cpus and replicas_are_local() and sum(map(_bytes_of, tensors)) <= SMALL:
         return tf.distribute.get_replica_context().merge_call(_add_replica_values, args=(list(tensors),))
-    apart = [place for place, tensor in enumerate(tensors) if LARGE <= _bytes_of(tensor) < math.inf] if on_cpus else []
-    together: dict[tf.DType, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        if place not in apart:
-            # The multi-worker collective concatenates tensors into buckets, of one dtype each.
-            together.setdefault(tensor.dtype, []).append(place)
+    large = [index for index, tensor in enumerate(tensors) if LARGE <= _bytes_of(tensor) < math.inf] if on_cpus else []
+    buckets: dict[tf.DType, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if index not in large:
+            # The multi-worker collective concatenates a bucket's tensors, so they need one dtype.
+            buckets.setdefault(tensor.dtype, []).append(index)
     # Large ones in reverse, the order in which gradients are computed.
-    collectives = [*([place] for place in reversed(apart)), *together.values()]
+    collectives = [*([index] for index in reversed(large)), *buckets.values()]
     context: Any = tf.distribute.get_replica_context()
     sums = {}
-    for places in collectives:
-        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[place] for place in places])
-        sums.update(zip(places, summed, strict=True))
-    return [sums[place] for place in range(len(tensors))]
+    for indices in collectives:
+        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[index] for index in indices])
+        sums.update(zip(indices, summed, strict=True))
+    return [sums[index] for index in range(len(tensors))]
 
 
 def _sums_on_cpus() -> bool:
@@ -105,28 +104,28 @@ def _add_replica_values(strategy: tf.distribute.Strategy, grouped: list[Any]) ->
 
 
 def first_replica_value(value: Any) -> Any:
-    """The first local replica's part of a value that is the same on all of them."""
+    """The value on the first local replica, of a value that is the same on all replicas."""
     return first_replica_values(tf.distribute.get_strategy(), value)
 
 
 def first_replica_values(strategy: tf.distribute.Strategy, values: Any) -> Any:
-    """The first local replica's part of nested values."""
+    """Nested values on the first local replica."""
     return tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], values)
 
 
 def run_if(predicate: Any, action: Callable[[], Any], otherwise: Callable[[], Any] = lambda: None) -> None:
-    """Runs an action where a predicate holds, in a graph and eagerly; a Python bool is decided while tracing."""
+    """Runs an action if a predicate holds, in a graph or eagerly; a Python bool is decided while tracing."""
     if isinstance(predicate, bool) or tf.executing_eagerly():
         (action if predicate else otherwise)()
         return
 
-    def taken(run: Callable[[], Any], answer: bool) -> tf.Tensor:
+    def branch(run: Callable[[], Any], result: bool) -> tf.Tensor:
         run()
-        return tf.constant(answer)
+        return tf.constant(result)
 
-    tf.cond(predicate, lambda: taken(action, True), lambda: taken(otherwise, False))
+    tf.cond(predicate, lambda: branch(action, True), lambda: branch(otherwise, False))
 
 
 def local_values(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> list[np.ndarray]:
-    """The values that the first replica of this process has of Keras variables, read without the others."""
+    """Values of Keras variables on this process's first replica, read without a collective."""
     return [np.asarray(tf.convert_to_tensor(first_replica_values(strategy, variable.value))) for variable in variables]

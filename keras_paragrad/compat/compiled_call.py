@@ -1,4 +1,4 @@
-"""Calls of layers that XLA compiles one by one, where collectives between them keep it from compiling the pass."""
+"""Layer calls that XLA compiles one by one, where collectives between layers keep it from compiling the whole pass."""
 
 import contextlib
 import threading
@@ -11,12 +11,12 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import copy_mask, dense_parts, mask_of, pack_dense_parts
 from keras_paragrad.compat.model import all_layers
 
-# A layer with this attribute looks at the pass as a whole, which is compiled as one then.
+# A layer with this attribute needs the pass to be compiled as a whole.
 _WHOLE = "needs_whole_pass"
 
 
 class _CompileByLayer(threading.local):
-    """Whether this replica's layers are compiled."""
+    """Whether layers of this thread's replica are compiled one by one."""
 
     def __init__(self) -> None:
         self.enabled = False
@@ -26,10 +26,10 @@ _COMPILE = _CompileByLayer()
 
 
 @contextlib.contextmanager
-def compile_by_layer(asked: bool = True) -> Iterator[None]:
-    """Context of a pass on this replica in which XLA compiles each layer that gathers weights, by itself."""
+def compile_by_layer(enabled: bool = True) -> Iterator[None]:
+    """Context in which XLA compiles each layer of this replica that gathers weights."""
     before = _COMPILE.enabled
-    _COMPILE.enabled = asked
+    _COMPILE.enabled = enabled
     try:
         yield
     finally:
@@ -37,7 +37,7 @@ def compile_by_layer(asked: bool = True) -> Iterator[None]:
 
 
 def call_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function of nested tensors, as a function that XLA compiles if it compiles layers one by one."""
+    """Calls a function of nested tensors, compiled by XLA within `compile_by_layer`."""
     if not _COMPILE.enabled:
         return function(*arguments)
     with compile_by_layer(False):
@@ -45,34 +45,34 @@ def call_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def is_compiled_by_layer(layer: Any) -> bool:
-    """Whether a call of this layer is to be compiled."""
+    """Whether XLA compiles calls of this layer."""
     return _COMPILE.enabled and all(each.supports_jit for each in layer._flatten_layers())
 
 
 def can_compile_by_layer(model: keras.Model) -> bool:
-    """Whether a model's pass may be compiled in pieces."""
+    """Whether XLA may compile a model's layers one by one."""
     return not any(getattr(layer, _WHOLE, False) for layer in all_layers(model))
 
 
 class _AddedLosses:
-    """The losses that a layer, and those in it, add from now on."""
+    """The losses that a layer and its sublayers add after this is created."""
 
     def __init__(self, layer: Any):
-        self._places = [(each, len(each._losses)) for each in layer._flatten_layers()]
+        self._counts = [(each, len(each._losses)) for each in layer._flatten_layers()]
 
     @property
     def added(self) -> list[list[tf.Tensor]]:
         """By layer."""
-        return [each._losses[count:] for each, count in self._places]
+        return [each._losses[count:] for each, count in self._counts]
 
     def replace(self, losses: Sequence[list[tf.Tensor]]) -> None:
-        """Puts others in their place, by layer, or none."""
-        for place, (each, count) in enumerate(self._places):
-            each._losses[count:] = losses[place] if losses else []
+        """Replaces them by other losses for each layer, or removes them."""
+        for index, (each, count) in enumerate(self._counts):
+            each._losses[count:] = losses[index] if losses else []
 
 
 class _UncompilableLoopError(Exception):
-    """XLA can't keep what a loop's backward pass needs of it from one function to another."""
+    """XLA can't pass the state that a loop's backward pass needs between two functions."""
 
 
 def compiled_call(
@@ -86,12 +86,12 @@ def compiled_call(
     """Calls a layer as a function that XLA compiles.
 
     Args:
-        layer: The layer, for the losses that it adds.
-        call: Its call.
-        arguments: Of the call.
-        keywords: Of the call.
-        weights: Gathered ones, as `reading` takes them.
-        reading: Makes the context in which the layer reads them.
+        layer: The layer, whose added losses are returned from the function.
+        call: Its `call`.
+        arguments: Positional arguments of the call.
+        keywords: Keyword arguments of the call.
+        weights: The gathered weights, as `reading` takes them.
+        reading: Makes the context in which the layer reads these weights.
     """
     leaves = keras.tree.flatten((arguments, keywords))
     masks = [mask_of(leaf) for leaf in leaves]
@@ -101,14 +101,14 @@ def compiled_call(
 
     def run(parts, masks, weights):
         inner[:] = pack_dense_parts(leaves, parts, masks)
-        given, named = keras.tree.pack_sequence_as((arguments, keywords), inner)
+        args, kwargs = keras.tree.pack_sequence_as((arguments, keywords), inner)
         with reading(*({int(key): each for key, each in of.items()} for of in weights)):
-            outputs[:] = [call(*given, **named)]
-        made = tf.compat.v1.get_default_graph().get_operations()
-        if any(each.type in ("While", "StatelessWhile") for each in made):
+            outputs[:] = [call(*args, **kwargs)]
+        operations = tf.compat.v1.get_default_graph().get_operations()
+        if any(each.type in ("While", "StatelessWhile") for each in operations):
             raise _UncompilableLoopError
-        found = keras.tree.flatten(outputs[0])
-        return [dense_parts(each) for each in found], [mask_of(each) for each in found], losses.added
+        flat = keras.tree.flatten(outputs[0])
+        return [dense_parts(each) for each in flat], [mask_of(each) for each in flat], losses.added
 
     named_weights = [{str(key): tensor for key, tensor in of.items()} for of in weights]
     try:
@@ -118,7 +118,7 @@ def compiled_call(
         with reading(*weights):
             return call(*arguments, **keywords)
     losses.replace(added)
-    # Attention takes masks off its inputs.
+    # Attention removes masks from its inputs.
     for leaf, inside in zip(leaves, inner, strict=True):
         if tf.is_tensor(leaf) and mask_of(inside) is None:
             copy_mask(inside, leaf)

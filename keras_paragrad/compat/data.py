@@ -1,4 +1,4 @@
-"""Keras's readers of data, and what TensorFlow keeps private of its datasets."""
+"""Keras's data adapters, and private functions of TensorFlow's datasets."""
 
 import itertools
 from typing import Any
@@ -23,12 +23,12 @@ from keras_paragrad.compat.check import check_objects
 
 
 def split_for_validation(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any]:
-    """Arrays `(x, y, sample_weight)` to train on, and those of the last rows, `share` of all, to validate with."""
+    """Splits arrays `(x, y, sample_weight)` into training rows and the last `share` of the rows, for validation."""
     return train_validation_split((x, y, sample_weight), validation_split=share)
 
 
 class CustomAdapter(DataAdapter):
-    """What Keras's trainer reads without an adapter of its own; see `DataAdapter` for what it asks of it."""
+    """An `x` that Keras's trainer uses as its own adapter."""
 
     @property
     def has_partial_batch(self) -> bool | None:
@@ -42,16 +42,16 @@ class CustomAdapter(DataAdapter):
 
 
 def adapter_of(x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
-    """What Keras reads some data with: a `DataAdapter`, or an error if it can't."""
+    """The `DataAdapter` that Keras reads the data with."""
     check_objects()
     return get_data_adapter(x, y, sample_weight, **options)
 
 
 class ArrayRows:
-    """The arrays of an adapter, of which rows are taken by number, converted as `fit` converts them.
+    """The arrays of an adapter, converted as in `fit`, and indexed by row.
 
     Attributes:
-        count: How many rows there are.
+        count: Number of rows.
     """
 
     def __init__(self, adapter: Any):
@@ -60,17 +60,17 @@ class ArrayRows:
         self._arrays = tf.data.Dataset.from_tensors(keras.tree.lists_to_tuples(arrays)).repeat()
 
     def batches(self, numbers: tf.data.Dataset) -> tf.data.Dataset:
-        """A batch of rows for each vector of their numbers."""
+        """A batch of rows for each vector of indices."""
         return self._mapped(numbers, _take_rows)
 
     def batches_with(self, elements: tf.data.Dataset) -> tf.data.Dataset:
-        """The elements `(numbers, other)`, with a batch of rows in place of their numbers."""
+        """The elements `(indices, other)`, with a batch of rows in place of the indices."""
         return self._mapped(elements, _take_rows_with)
 
     def _mapped(self, elements: tf.data.Dataset, take: Any) -> tf.data.Dataset:
         dataset = tf.data.Dataset.zip((elements, self._arrays)).map(take, num_parallel_calls=tf.data.AUTOTUNE)
         options = tf.data.Options()
-        # As Keras does: an optimizer of the pipeline would write out the arrays with it.
+        # As Keras does: the pipeline optimizer would serialize the arrays.
         options.experimental_optimization.apply_default_optimizations = False
         return without_autotuning(dataset.with_options(options))
 
@@ -78,21 +78,21 @@ class ArrayRows:
 def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The dataset without TensorFlow's autotuner.
 
-    Its thread sleeps ever longer, and an iterator that ends at times waits for it: as long as the epoch took.
+    Its thread sleeps for ever longer intervals, and the end of an iterator may wait for it as long as the epoch took.
     """
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
 
 
-# Converting it takes AutoGraph longer than tracing.
+# AutoGraph takes longer to convert this than tracing takes.
 @tf.autograph.experimental.do_not_convert
 def _take_rows(numbers: tf.Tensor, arrays: Any) -> Any:
     def take(leaf: Any) -> Any:
         if isinstance(leaf, TensorflowSparseWrapper):
             return slice_tensorflow_sparse_wrapper(leaf, numbers)
         if isinstance(leaf, (list, tuple, dict)):
-            return None  # Go on inside.
+            return None  # Descend.
         return tf.gather(leaf, numbers, axis=0) if tf.is_tensor(leaf) else leaf
 
     return keras.tree.traverse(take, arrays)
@@ -105,10 +105,7 @@ def _take_rows_with(element: tuple[tf.Tensor, Any], arrays: Any) -> Any:
 
 
 def reread(adapter: Any) -> tuple[Any, dict[str, Any]] | None:
-    """What Keras reads with an adapter, to be read in another way: `x` and options for `distributed_dataset`.
-
-    `None` if it reads nothing that could be cut up: data that are distributed already.
-    """
+    """An adapter's data as `x` and options for `distributed_dataset`; `None` if it is distributed already."""
     if isinstance(adapter, CustomAdapter):
         return None
     if isinstance(adapter, ArrayDataAdapter):
@@ -127,7 +124,7 @@ def reads_arrays(adapter: Any) -> bool:
 
 
 def first_batch(adapter: Any) -> Any:
-    """The first batch, which is still there to be read."""
+    """The first batch, without consuming it."""
     if isinstance(adapter, GeneratorDataAdapter):
         return adapter._first_batches[0]
     if isinstance(adapter, PyDatasetAdapter):
@@ -136,23 +133,23 @@ def first_batch(adapter: Any) -> Any:
 
 
 def loses_prefetched_batches(adapter: Any) -> bool:
-    """Whether what an iterator has read, or read ahead, may be missing from the next one: generators, `PyDataset`."""
+    """Whether batches that an iterator prefetched are lost to the next one, as with generators and `PyDataset`."""
     return isinstance(adapter, (GeneratorDataAdapter, PyDatasetAdapter))
 
 
 def read_once(adapter: Any) -> None:
-    """Makes every iterator resume where the last one stopped. Keras begins each of them with the first two batches."""
+    """Makes every iterator resume where the last one stopped; Keras's start with the first two batches again."""
     if isinstance(adapter, GeneratorDataAdapter):
         stream = adapter.generator()
         adapter.generator = lambda: stream
 
 
 def read_as_validation(adapter: Any, steps: int | None) -> None:
-    """Makes every iterator read what it does in Keras's validation: the first two batches, then those not read yet.
+    """Makes every iterator read what Keras's validation does: the first two batches, then the unread ones.
 
     Args:
-        adapter: An adapter that `read_once` was called with, and that nothing was read from.
-        steps: How many batches a validation takes, if not all. No more are read, as an iterator's are lost at its end.
+        adapter: An unread adapter that `read_once` was called with.
+        steps: Batches per validation, or `None` for all. No more are read, as an iterator loses those at its end.
     """
     if isinstance(adapter, GeneratorDataAdapter):
         first, stream = adapter._first_batches, adapter.generator()
@@ -162,12 +159,12 @@ def read_as_validation(adapter: Any, steps: int | None) -> None:
 
 
 def random_seed() -> int | None:
-    """The seed that `keras.utils.set_random_seed` was given, if it was called."""
+    """The seed of `keras.utils.set_random_seed`, or `None` if it was not called."""
     return get_global_attribute("global_random_seed")
 
 
 def count_files(dataset: tf.data.Dataset) -> int | None:
-    """How many files a dataset reads; `None` if it reads none, or names them only while it is read."""
+    """The number of files that a dataset reads; `None` if it reads none, or it is unknown before iteration."""
     sources = dataset._inputs()
     if not sources:
         return _count_names(dataset)
@@ -184,10 +181,10 @@ def _count_names(source: tf.data.Dataset) -> int | None:
 
 
 def shard_files_of_worker(dataset: tf.data.Dataset, workers: int, worker: int) -> tf.data.Dataset:
-    """What a dataset gives if it reads only every so many'th of its files.
+    """The dataset of one worker's share of the files.
 
     Raises:
-        tf.errors.NotFoundError: It has no source that could be divided.
+        tf.errors.NotFoundError: No source of the dataset can be divided.
     """
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
@@ -195,6 +192,6 @@ def shard_files_of_worker(dataset: tf.data.Dataset, workers: int, worker: int) -
 
 
 def trust_equal_steps(distributed: Any) -> None:
-    """Spares an iterator asking all replicas before every batch whether any of them still has one."""
+    """Lets an iterator skip asking all replicas before each batch whether one of them has data left."""
     if hasattr(distributed, "_enable_get_next_as_optional"):
         distributed._enable_get_next_as_optional = False

@@ -1,4 +1,4 @@
-"""Methods of `keras.Model` that a model overrides, run by another model that trains it."""
+"""Delegates the overridden methods of one model to another model that trains it."""
 
 import contextlib
 import warnings
@@ -11,7 +11,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras_paragrad.compat.layers import attributes
 from keras_paragrad.compat.state import MethodPatch, patched, state_of
 
-# Methods that also work on another model that trains this one, given what that one was compiled with.
+# Overrides that a training model can delegate to.
 DELEGATED_METHODS = (
     "compute_loss",
     "compute_metrics",
@@ -20,7 +20,7 @@ DELEGATED_METHODS = (
     "test_step",
     "predict_step",
 )
-# Methods that say how to train: the model that trains in its place has ways of its own for those.
+# Overrides that conflict with those of the training model.
 TRAINING_METHODS = (
     "train_step",
     "make_train_function",
@@ -52,7 +52,7 @@ def overrides(model: keras.Model, name: str) -> bool:
 
 
 def preprocesses(model: Any) -> bool:
-    """Whether a model has its own `fit` that may change the data, rather than hand it on as KerasHub's tasks do."""
+    """Whether a model's own `fit` may change the data, unlike that of KerasHub's tasks without a preprocessor."""
     if not hasattr(model, "preprocess_samples"):
         return True
     if getattr(model, "preprocessor", None) is not None:
@@ -60,27 +60,27 @@ def preprocesses(model: Any) -> bool:
     data = object(), object(), object()
     try:
         return tuple(model.preprocess_samples(*data)) != data
-    except Exception:  # it looked into the data
+    except Exception:  # it read the data
         return True
 
 
 def warn_on_fit(model: Any, message: str) -> None:
-    """Has a model warn once when its own `fit` makes its train function."""
-    own = vars(model)
-    if "make_train_function" in own:
+    """Makes a model warn once when its own `fit` makes the train function."""
+    instance = vars(model)
+    if "make_train_function" in instance:
         return
 
     def make_train_function(force: bool = False) -> None:
-        del own["make_train_function"]
+        del instance["make_train_function"]
         warnings.warn(message, stacklevel=2)
         model.make_train_function(force=force)
 
     state_of(make_train_function).warns = True
-    own["make_train_function"] = make_train_function
+    instance["make_train_function"] = make_train_function
 
 
 def explain_missing_compile(model: Any, message: str) -> None:
-    """Has a model say in these words that it was not compiled, where Keras would say so."""
+    """Replaces the message of the error that Keras raises for a model that is not compiled."""
 
     def assert_compile_called(method_name: str | None = None) -> None:
         if not model.compiled:
@@ -91,7 +91,7 @@ def explain_missing_compile(model: Any, message: str) -> None:
 
 
 def layer_metrics(layer: keras.layers.Layer) -> list[keras.Metric]:
-    """A layer's metrics, without those that a model was compiled with."""
+    """A layer's metrics, without those passed to `compile`."""
     if not isinstance(layer, keras.Model):
         return layer.metrics
     with attributes(layer, compiled=False):
@@ -99,10 +99,10 @@ def layer_metrics(layer: keras.layers.Layer) -> list[keras.Metric]:
 
 
 def uncompile(layer: keras.layers.Layer) -> None:
-    """Makes a model that was compiled, by itself or when it was loaded, one that was not."""
+    """Resets `compile` of a model."""
     if isinstance(layer, keras.Model) and layer.compiled:
-        nothing = dict.fromkeys(("_compile_loss", "_compile_metrics", "_loss_tracker", "loss", "optimizer"))
-        vars(layer).update(nothing, compiled=False)
+        unset = dict.fromkeys(("_compile_loss", "_compile_metrics", "_loss_tracker", "loss", "optimizer"))
+        vars(layer).update(unset, compiled=False)
 
 
 class _Delegation(MethodPatch):
@@ -118,12 +118,7 @@ class _Delegation(MethodPatch):
 
 @contextlib.contextmanager
 def delegated(model: keras.Model, trained: keras.Model) -> Iterator[None]:
-    """Context in which a model has the loss, metrics and optimizer that another was compiled with.
-
-    Args:
-        model: The model to lend to. It is left as it was found.
-        trained: The compiled model.
-    """
+    """Context in which `model` has the loss, metrics and optimizer of `trained`, a compiled model."""
     with patched(model, lambda: _Delegation(model, trained)):
         yield
 
@@ -131,16 +126,16 @@ def delegated(model: keras.Model, trained: keras.Model) -> Iterator[None]:
 def delegate_methods(
     trained: keras.Model, model: keras.Model, while_loss: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> None:
-    """Gives a model the methods in `DELEGATED_METHODS` that another overrides, to run on that other.
+    """Installs delegates on `trained` for the `DELEGATED_METHODS` that `model` overrides.
 
     Args:
-        trained: The model that is compiled and trained.
-        model: The model whose methods it runs.
-        while_loss: Makes what is entered while `compute_loss` runs in training.
+        trained: The compiled model, which trains.
+        model: The model whose methods it calls.
+        while_loss: Makes a context for `compute_loss` in training.
     """
     for name in DELEGATED_METHODS:
         if overrides(model, name):
-            # Bypass Keras's tracking: a method is not state of the model.
+            # Bypass Keras's tracking of attributes.
             vars(trained)[name] = _delegated_method(trained, model, name)
     if overrides(model, "compute_loss"):
         vars(trained)["compute_loss"] = _delegated_loss(trained, model, while_loss)
@@ -160,10 +155,10 @@ def _delegated_loss(
     def compute_loss(
         x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
     ) -> Any:
-        # What layers added in the call hangs on the trained model, and regularizers may read weights.
+        # The call added losses to the trained model, and regularizers may read weights.
         added = attributes(model, _losses_override=trained.losses)
-        watched = while_loss() if training and not in_symbolic_scope() else contextlib.nullcontext()
-        with delegated(model, trained), added, watched:
+        context = while_loss() if training and not in_symbolic_scope() else contextlib.nullcontext()
+        with delegated(model, trained), added, context:
             return model._compute_loss(x, y, y_pred, sample_weight, training)
 
     return compute_loss

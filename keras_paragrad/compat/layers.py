@@ -16,18 +16,18 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
-    """The layers that a layer is made of, one level down."""
+    """A layer's direct sublayers."""
     return layer._flatten_layers(include_self=False, recursive=False)
 
 
 def outermost_layer() -> keras.layers.Layer | None:
-    """The layer whose call this code runs in, the outermost of those that called each other."""
+    """The outermost layer whose call this code runs in."""
     context = get_global_attribute("current_call_ctx")
     return context.entry_layer if context else None
 
 
 def compiled_by_xla() -> bool:
-    """Whether this code is traced for XLA, or the model whose call it runs in compiles its step with it."""
+    """Whether this code is traced for XLA, or within the call of a model with `jit_compile=True`."""
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         return True
     model: Any = outermost_layer()
@@ -35,60 +35,60 @@ def compiled_by_xla() -> bool:
 
 
 def called_for_training() -> bool:
-    """Whether the call this code runs in was asked to train."""
+    """Whether this code runs in a call with `training=True`."""
     context = get_global_attribute("current_call_ctx")
     return bool(context and context.get_value("training"))
 
 
 def may_be_differentiated() -> bool:
-    """Whether a gradient may be asked of what is computed here: not if Keras only infers shapes, or predicts."""
+    """Whether gradients of this code may be needed: not if Keras only infers shapes, or predicts."""
     if in_symbolic_scope() or tf.distribute.in_cross_replica_context():
         return False
     return could_possibly_record() or (called_for_training() and not tf.executing_eagerly())
 
 
 def assign_now(variable: keras.Variable, value: Any) -> None:
-    """Assigns to a variable although a `StatelessScope` is open."""
+    """Assigns to a variable even within a `StatelessScope`."""
     variable._direct_assign(value)
 
 
 def mask_of(tensor: Any) -> Any:
-    """The mask that hangs on a tensor, or `None`."""
+    """A tensor's Keras mask, or `None`."""
     return get_keras_mask(tensor)
 
 
 def with_mask(tensor: Any, mask: Any) -> Any:
-    """The tensor, with a mask hung on it if there is one."""
+    """Sets a tensor's mask, unless it is `None`; returns the tensor."""
     if mask is not None:
         set_keras_mask(tensor, mask)
     return tensor
 
 
 def copy_mask(origin: Any, tensor: Any) -> None:
-    """Hangs on a tensor the mask of another, or none if that has none."""
+    """Sets a tensor's mask to that of `origin`."""
     if mask_of(origin) is not mask_of(tensor):
         set_keras_mask(tensor, mask_of(origin))
 
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Reads weights as they are stored, whatever dtype the layer computes in."""
+    """Context in which weights are read in their own dtype, without autocasting."""
     with AutocastScope(None):
         yield
 
 
 class CallState:
-    """What layers know of the call around them when this is made: who called, whether to train, in which dtype."""
+    """Keras's call context and autocast dtype at creation, to re-enter later."""
 
     def __init__(self):
-        # Later calls change the context itself.
+        # Later calls mutate the context.
         self.context = copy.copy(get_global_attribute("current_call_ctx"))
         scope = get_autocast_scope()
         self.dtype = scope and scope.dtype
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Context in which they find out the same, for a part of the call that runs again later."""
+        """Context with that state, for a part of the call that runs again."""
         before = get_global_attribute("current_call_ctx")
         set_global_attribute("current_call_ctx", copy.copy(self.context))
         try:
@@ -101,15 +101,15 @@ class CallState:
 @contextlib.contextmanager
 def attributes(layer: keras.layers.Layer, **values: Any) -> Iterator[None]:
     """Context that sets attributes of a layer, bypassing Keras's tracking."""
-    own = vars(layer)
-    before = {name: own[name] for name in values if name in own}
-    own.update(values)
+    attributes = vars(layer)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
         yield
     finally:
         for name in values.keys() - before.keys():
-            del own[name]
-        own.update(before)
+            del attributes[name]
+        attributes.update(before)
 
 
 def has_gradient(tensor: tf.Tensor) -> bool:
@@ -118,26 +118,26 @@ def has_gradient(tensor: tf.Tensor) -> bool:
 
 
 def dense_parts(leaf: Any) -> list[tf.Tensor]:
-    """The dense tensors that one is made of; none where it is no tensor."""
+    """The dense component tensors of a leaf; none if it is not a tensor."""
     return tf.nest.flatten(leaf, expand_composites=True) if tf.is_tensor(leaf) else []
 
 
 def pack_dense_parts(
     leaves: Sequence[Any], parts: Sequence[Sequence[tf.Tensor]], masks: Sequence[Any] | None = None
 ) -> list[Any]:
-    """Leaves made of other tensors, each with the mask that hung on it.
+    """Rebuilds leaves from other dense tensors, with the leaves' masks.
 
     Args:
-        leaves: The leaves.
-        parts: What `dense_parts` gives for each, or tensors in place of those.
-        masks: The masks that hung on them, if they may hang there no more: attention takes them off its inputs.
+        leaves: Nested tensors, flattened.
+        parts: For each leaf, tensors in place of its `dense_parts`.
+        masks: The leaves' masks, if attention may have removed them since.
     """
 
-    def remade(leaf, tensors, mask):
+    def pack(leaf, tensors, mask):
         if not tensors:
             return leaf
-        made = tf.nest.pack_sequence_as(leaf, list(tensors), expand_composites=True)
-        return made if made is leaf else with_mask(made, mask)
+        packed = tf.nest.pack_sequence_as(leaf, list(tensors), expand_composites=True)
+        return packed if packed is leaf else with_mask(packed, mask)
 
-    hung = map(mask_of, leaves) if masks is None else masks
-    return [remade(*each) for each in zip(leaves, parts, hung, strict=True)]
+    masks = map(mask_of, leaves) if masks is None else masks
+    return [pack(*each) for each in zip(leaves, parts, masks, strict=True)]
