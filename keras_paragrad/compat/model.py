@@ -9,7 +9,7 @@ import keras
 
 from keras_paragrad.compat.check import check_objects
 
-# Models that have added losses of several values, and no others.
+# Models that have added losses of several values and none of one value.
 _ADDS_VALUES: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
 
 
@@ -19,12 +19,12 @@ def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def check_no_row_states(model: keras.Model, parts: str, instead: str) -> None:
-    """Refuses layers that keep a state for each row of a batch of one size, such as `LSTM(stateful=True)`.
+    """Refuses layers with a state for each row of a batch, such as `LSTM(stateful=True)`.
 
     Args:
         model: The model.
-        parts: What would be given parts of a batch.
-        instead: What to write.
+        parts: The subject of the message, with its verb, that passes parts of a batch.
+        instead: What to write, for the message.
 
     Raises:
         ValueError: There is such a layer. The message names it.
@@ -38,31 +38,31 @@ def check_no_row_states(model: keras.Model, parts: str, instead: str) -> None:
 
 
 def all_metrics(model: keras.Model) -> list[Any]:
-    """The metrics that the model and its layers have as attributes; `metrics` may be overridden and leave some out."""
+    """The metrics of the model and all layers; `metrics` may be overridden to omit some."""
     return [metric for layer in model._flatten_layers() for metric in layer._metrics]
 
 
 def all_variables(model: Any) -> list[keras.Variable]:
-    """Each variable that calling a model or layer, or computing its loss and metrics, may assign to."""
+    """The variables that a call of a model or layer, its loss and its metrics may assign to."""
     metrics = [*all_metrics(model), *getattr(model, "metrics", ())]
     variables = [*model.variables, *(variable for metric in metrics for variable in metric.variables)]
     return list({id(variable): variable for variable in variables}.values())
 
 
 def added_losses(model: keras.Model) -> list[Any]:
-    """What layers added as losses in this step, as they added it; weight regularizers are not among them."""
+    """The losses that layers added in this step, unreduced and without weight regularizers."""
     return [loss for layer in model._flatten_layers() for loss in layer._get_own_losses()]
 
 
 def added_losses_of(layers: Iterable[keras.layers.Layer]) -> list[Any]:
-    """What layers, and those in them, have added as losses in this step."""
+    """The losses that some layers and their sublayers added in this step."""
     return [loss for layer in layers for each in layer._flatten_layers() for loss in each._get_own_losses()]
 
 
 def summed_by_keras(model: keras.Model) -> list[bool]:
-    """For each added loss of this step whether it has several values, as one for each example, which Keras sums.
+    """For each added loss, whether it has several values, such as one per example, which Keras sums.
 
-    One value of one example is told from a mean by what the model has added in other steps.
+    In a batch of one example, the losses of earlier steps tell a value per example from a mean.
     """
     losses = added_losses(model)
     several = [loss.shape.num_elements() != 1 for loss in losses]
@@ -72,24 +72,24 @@ def summed_by_keras(model: keras.Model) -> list[bool]:
 
 
 def overrides_compute_loss(model: keras.Model) -> bool:
-    """Whether the model overrides how its loss is computed."""
+    """Whether the model overrides `compute_loss`."""
     return type(model).compute_loss is not keras.Model.compute_loss or "compute_loss" in model.__dict__
 
 
 def may_choose_xla(model: keras.Model) -> bool:
     """Whether a model was compiled with `jit_compile="auto"`, and XLA can compile its layers."""
     check_objects()
-    asked = model._compile_config.config.get("jit_compile", "auto")
-    return asked == "auto" and all(layer.supports_jit for layer in model._flatten_layers())
+    jit_compile = model._compile_config.config.get("jit_compile", "auto")
+    return jit_compile == "auto" and all(layer.supports_jit for layer in model._flatten_layers())
 
 
 def overrides_fit(model: keras.Model) -> bool:
-    """Whether the model's class does something with the data before Keras's `fit` gets them."""
+    """Whether the model's class overrides `fit`, and so may preprocess the data."""
     return type(model).fit is not keras.Model.fit
 
 
 def overrides_predict(model: keras.Model) -> bool:
-    """Whether the model's class does something with the data before Keras's `predict` gets them."""
+    """Whether the model's class overrides `predict`, and so may preprocess the data."""
     return type(model).predict is not keras.Model.predict
 
 
@@ -109,7 +109,7 @@ def overrides_predict_step(model: keras.Model) -> bool:
 
 
 def compile_config(model: keras.Model) -> Any:
-    """What stands for the latest `compile`: another object after each."""
+    """An object that each `compile` replaces, to recognize a new one."""
     check_objects()
     return model._compile_config
 

@@ -7,8 +7,8 @@ class Hook(NamedTuple):
     """A private name.
 
     Attributes:
-        module: The module of Keras or TensorFlow that has it, a public one for the attributes of a public class.
-        path: Its dotted path there, of which the first part is a class if there are several; empty for the module.
+        module: Its module in Keras or TensorFlow; for attributes of a public class, the public module.
+        path: Its dotted path in the module, which starts with a class if it has several parts; empty for the module.
         parameters: The parameters that it is called with.
     """
 
@@ -230,8 +230,8 @@ HOOKS = (
     Hook("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext", ("graph",)),
     Hook("tensorflow.tsl.profiler.protobuf.xplane_pb2", "XSpace"),
 )
-# Attributes that the methods of a class assign. No instance is made to look for them: it would take devices, files,
-# collectives or time.
+# Attributes that the methods of a class assign, where creating an instance would take devices, files, collectives or
+# time.
 ASSIGNED = (
     Hook("keras.distribution", "ModelParallel._layout_map"),
     Hook("keras.layers", "MultiHeadAttention._attention_axes"),
@@ -259,7 +259,7 @@ ASSIGNED = (
     Hook("tensorflow.python.distribute.values", "DistributedVariable._packed_var"),
     Hook("tensorflow.python.distribute.values", "DistributedVariable._policy"),
 )
-# Attributes of instances, looked for on a small compiled and built model and what goes with it.
+# Attributes of instances, checked on a small model and other sample objects.
 OF_OBJECTS = (
     Hook("keras", "Layer._call_has_training_arg"),
     Hook("keras", "Layer._losses"),

@@ -18,29 +18,29 @@ _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
 class Accumulating(Protocol):
-    """An optimizer that accumulates gradients and all-reduces their sum once per update, before clipping."""
+    """An optimizer that accumulates gradients, and all-reduces their sum once per update, before clipping."""
 
     accumulates: bool
     weighting: str
 
     @property
     def gradient_weight(self) -> keras.Variable:
-        """The variable whose gradient, passed to `apply` with the others, is their `Contribution` as a tensor.
+        """The variable whose gradient, passed to `apply`, is the `Contribution` of the others as a tensor.
 
-        It is overwritten by its gradient, as float8 scales are: wrappers pass such gradients on as they are.
+        Keras assigns it its gradient, as it does float8 scales: wrappers don't scale such gradients.
         """
         ...
 
 
 def nested_optimizers(optimizer: Any) -> Iterator[Any]:
-    """An optimizer and those inside it, from the outermost to the one that updates the weights."""
+    """An optimizer and its inner optimizers, from the outermost to the one that updates the weights."""
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
 def innermost_optimizer(optimizer: Any) -> Any:
-    """The optimizer whose `apply` updates the weights: the innermost."""
+    """The optimizer whose `apply` updates the weights."""
     *_, innermost = nested_optimizers(optimizer)
     return innermost
 
@@ -52,9 +52,9 @@ def updating_optimizers(optimizer: Any) -> list[Any]:
 
 
 def unwrap_loss_scale(optimizer: Any) -> Any:
-    """The optimizer that a `LossScaleOptimizer` is around, or the optimizer itself."""
-    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    return optimizer.inner_optimizer if scaled else optimizer
+    """The inner optimizer of a `LossScaleOptimizer`; any other optimizer itself."""
+    is_wrapper = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return optimizer.inner_optimizer if is_wrapper else optimizer
 
 
 def find_accumulator(optimizer: Any) -> Accumulating | None:
@@ -94,7 +94,7 @@ _METHODS = (
     "set_weights",
     "update_step",
 )
-# The attributes through which `tf.train.Checkpoint` reaches an optimizer's state.
+# The attributes through which `tf.train.Checkpoint` finds an optimizer's state.
 _STATE = ("_variables", "_iterations", "_learning_rate", "_inner_optimizers")
 
 
@@ -103,8 +103,8 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
 
     A setting that only the inner optimizer has, such as `momentum`, is read and set there as well.
 
-    Checkpoints and weights files of the wrapper and of the inner optimizer alone are interchangeable: the state that a
-    subclass adds is saved separately, in its own attributes.
+    Checkpoints and weights files of the wrapper and of the inner optimizer alone are interchangeable: a subclass saves
+    its state in attributes of its own.
 
     Args:
         inner_optimizer: The `keras.optimizers.Optimizer` that updates the weights.
@@ -116,26 +116,27 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
         self.loss_is_scaled_outside = False
-        # Outside the scope Keras would copy the lists, and what the inner optimizer adds later would be lost.
+        # Outside the scope Keras would copy the lists, and miss variables that the inner optimizer adds later.
         with DotNotTrackScope():
             for attribute in _STATE:
                 if hasattr(inner_optimizer, attribute):
                     setattr(self, attribute, getattr(inner_optimizer, attribute))
 
     def __dir__(self):
-        # Keras's saver walks these names, and the inner optimizer's state is saved as the wrapper's own.
+        # Keras's saver walks these names; the inner optimizer's state is saved as the wrapper's.
         return [name for name in super().__dir__() if name != "inner_optimizer"]
 
     @no_automatic_dependency_tracking
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Creates the inner optimizer's state for `variables`, or takes the state that it already has."""
+        """Creates the inner optimizer's state for `variables`, unless it is built already."""
         if self.built:
             return
-        made_under, strategy = self.inner_optimizer._distribution_strategy, tf.distribute.get_strategy()
-        if made_under is not strategy:
+        creation_strategy, strategy = self.inner_optimizer._distribution_strategy, tf.distribute.get_strategy()
+        if creation_strategy is not strategy:
             raise ValueError(
-                f"{self.inner_optimizer.name} was created under {type(made_under).__name__}, and the model is trained "
-                f"under {type(strategy).__name__}. Create the optimizer within `with strategy.scope():`, as the model."
+                f"{self.inner_optimizer.name} was created under {type(creation_strategy).__name__}, and the model is "
+                f"trained under {type(strategy).__name__}. Create the optimizer within "
+                "`with strategy.scope():`, as the model."
             )
         if self.inner_optimizer.built:
             self.inner_optimizer._check_variables_are_known(variables)
@@ -148,7 +149,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
 
     @property
     def trainable_variables(self) -> list[keras.Variable]:
-        """The model's variables that the optimizer was built with, in that order."""
+        """The model's variables that the optimizer was built with, in order."""
         return self._trainable_variables
 
     def index_of(self, variable: keras.Variable) -> int:
@@ -157,7 +158,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         return self._get_variable_index(variable)
 
     def overwrites(self, variable: keras.Variable) -> bool:
-        """Whether Keras assigns this variable its gradient as it is, as it does with float8 scales."""
+        """Whether Keras assigns this variable its gradient, as it does float8 scales."""
         return self._overwrite_variable_with_gradient(variable)
 
     @property
@@ -167,7 +168,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
 
     @property
     def iterations(self):
-        """The number of updates made."""
+        """The number of updates."""
         return self.inner_optimizer.iterations
 
     @property
@@ -186,31 +187,31 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None):
         """Makes the optimizer that `get_config` described."""
-        made = {
+        arguments = {
             name: keras.saving.deserialize_keras_object(value, custom_objects=custom_objects)
             if isinstance(value, dict)
             else value
             for name, value in config.items()
         }
-        return cls(**made)
+        return cls(**arguments)
 
     def __setattr__(self, name, value):
-        # This is how a LossScaleOptimizer announces itself: it clears the factor of the optimizer that it wraps. It may
-        # be clear already, and then no property is asked: Keras assigns nothing that is there.
+        # A LossScaleOptimizer clears the factor of the optimizer that it wraps. Properties would miss that if it is
+        # clear already: Keras doesn't assign an equal value.
         if name == "loss_scale_factor" and "inner_optimizer" in self.__dict__:
             self.__dict__["loss_is_scaled_outside"] = value is None
-        if name not in self.__dict__ and not hasattr(type(self), name) and self._is_of_inner(name):
+        if name not in self.__dict__ and not hasattr(type(self), name) and self._is_inner_setting(name):
             setattr(self.inner_optimizer, name, value)
         else:
             super().__setattr__(name, value)
 
     def __getattr__(self, name):
-        if self._is_of_inner(name):
+        if self._is_inner_setting(name):
             return getattr(self.inner_optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _is_of_inner(self, name: str) -> bool:
-        """Whether a name is that of a setting which only the inner optimizer has, such as `momentum`."""
+    def _is_inner_setting(self, name: str) -> bool:
+        """Whether a name is a setting of the inner optimizer, such as `momentum`."""
         inner = self.__dict__.get("inner_optimizer")
         return inner is not None and not name.startswith("_") and hasattr(inner, name) and name in inner.get_config()
 
@@ -220,7 +221,7 @@ def _delegated_setting(name: str) -> property:
         return getattr(self.inner_optimizer, name) if "inner_optimizer" in self.__dict__ else None
 
     def write(self, value):
-        # Keras's constructor writes its defaults before there is an inner optimizer to write to.
+        # Keras's constructor assigns its defaults before `inner_optimizer` is set.
         if "inner_optimizer" in self.__dict__:
             setattr(self.inner_optimizer, name, value)
 
@@ -231,7 +232,7 @@ def _delegated_method(name: str):
     def method(self, *args, **kwargs):
         return getattr(self.inner_optimizer, name)(*args, **kwargs)
 
-    # With the parameters of Keras's, for `help()`.
+    # Keras's signature, for `help()`.
     vars(method)["__signature__"] = inspect.signature(getattr(keras.optimizers.Optimizer, name))
     method.__name__ = name
     method.__doc__ = f"Calls the inner optimizer's `{name}`."

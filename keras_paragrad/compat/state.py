@@ -10,10 +10,10 @@ Value = TypeVar("Value")
 
 
 class Slot(Generic[Value]):
-    """One concern's value in a `ModelState`. Assigning what is empty deletes it.
+    """One value in a `ModelState`. Assigning the empty value deletes it.
 
     Args:
-        empty: What it is where nothing was assigned. Values are replaced and never changed in place.
+        empty: The value when nothing is assigned. Values are replaced, never mutated.
     """
 
     def __init__(self, empty: Value):
@@ -31,37 +31,37 @@ class Slot(Generic[Value]):
 
 
 class ModelState:
-    """What is attached to one object, all in one attribute of it, which is gone when every slot is empty.
+    """Everything attached to one object, in one attribute, which is deleted when every slot is empty.
 
-    Keras neither tracks nor saves nor clones it, and `untouched` puts it back with the object's other attributes.
+    Keras doesn't track, save or clone it, and `untouched` restores it with the object's other attributes.
 
     Args:
-        owner: The object: a model, layer, optimizer or loss, but also a strategy or function.
+        owner: The object: a model, layer, optimizer, loss, strategy or function.
     """
 
-    # Of models: who builds the step, and how the model is trained (`distribution.preparation`).
+    # Of models: the step builder, and how the model is trained (`distribution.preparation`).
     step_builder = Slot[Any](None)
     preparations = Slot[Mapping[type, Any]]({})
-    # The strategy by which workers that hold parts of the model talk to each other.
+    # The strategy of the workers that train a model on a mesh.
     workers = Slot[Any](None)
-    # What probes have found out for the `compile` they are stored with, and what was logged already.
+    # Results of probes, with the `compile` that they are valid for, and messages logged already.
     independence = Slot[tuple[Any, dict[Any, Any]] | None](None)
     deferred_refusal = Slot[Mapping[str, Any]]({})
     logged = Slot[frozenset[str]](frozenset())
-    # By replica, what the loss is multiplied with in the backward pass that is being traced.
+    # By replica, the weight of the loss in the backward pass that is being traced.
     replica_weights = Slot[Mapping[int, Any]]({})
-    # Of any: the methods that are replaced while a step is traced, by the class of their `MethodPatch`.
+    # Of any object: methods replaced while a step is traced, by the class of their `MethodPatch`.
     patches = Slot[Mapping[type, Any]]({})
     # Of layers: whether a call gathers the weights.
     gathers = Slot[bool](False)
-    # Of optimizers: what was in its `__dict__` in place of the `apply` that is intercepted, the installed *transform*,
-    # and the norms of gradients in shards, `()` between updates.
+    # Of optimizers: the attributes that the intercepted `apply` replaced, the installed transform, and the norms of
+    # sharded gradients, `()` between updates.
     intercepted = Slot[Mapping[str, Any] | None](None)
     transform = Slot[Any](None)
     norms = Slot[tuple[Any, ...] | None](None)
-    # Of compiled losses: who records their terms.
+    # Of compiled losses: the recorders of their terms.
     listeners = Slot[list[Any] | None](None)
-    # Of strategies, and of functions in a method's place: whether they warn of an unprepared `fit`.
+    # Of strategies and replaced methods: whether they warn of an unprepared `fit`.
     warns = Slot[bool](False)
 
     def __init__(self, owner: Any):
@@ -69,7 +69,7 @@ class ModelState:
 
     @property
     def attached(self) -> Mapping[str, Any]:
-        """The slots that are filled, by name."""
+        """The assigned slots, by name."""
         return getattr(self._owner, "__dict__", {}).get(_KEY, {})
 
     def attach(self, slots: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ class ModelState:
 
 
 def state_of(owner: Any) -> ModelState:
-    """What is attached to an object."""
+    """The state attached to an object."""
     return ModelState(owner)
 
 
@@ -90,7 +90,7 @@ Patch = TypeVar("Made", bound="MethodPatch")
 
 
 def replace_methods(owner: Any, **methods: Callable[..., Any]) -> None:
-    """Gives an object methods in place of those of its class, bypassing Keras's tracking of attributes."""
+    """Overrides methods on an instance, bypassing Keras's tracking of attributes."""
     vars(owner).update(methods)
 
 
@@ -101,7 +101,7 @@ def restore_methods(owner: Any, *names: str) -> None:
 
 
 class MethodPatch(abc.ABC):
-    """Methods of objects, patched from when the first replica enters until the last one leaves."""
+    """Methods replaced from when the first replica enters until the last one leaves."""
 
     def __init__(self):
         self.entered = 0
@@ -109,10 +109,10 @@ class MethodPatch(abc.ABC):
 
     @abc.abstractmethod
     def patch_all(self) -> None:
-        """Replaces what is to be replaced."""
+        """Calls `replace` for each method."""
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Replaces a method or an attribute of one object until the last replica has left."""
+        """Replaces a method or attribute of an instance until the last replica leaves."""
         before = {name: owner.__dict__[name]} if name in owner.__dict__ else {}
         owner.__dict__[name] = value
 
@@ -128,12 +128,12 @@ class MethodPatch(abc.ABC):
 
 
 def is_patched(owner: Any, name: str) -> bool:
-    """Whether a method of an object is replaced now."""
+    """Whether a method is overridden on the instance."""
     return name in owner.__dict__
 
 
 def patch_of(owner: Any, kind: type[Patch]) -> Patch | None:
-    """What replaces an object's methods now, of one class."""
+    """An object's active patch of a class."""
     return state_of(owner).patches.get(kind)
 
 
@@ -142,21 +142,21 @@ def patched(owner: Any, make: Callable[[], Patch]) -> Iterator[Patch]:
     """Replaces methods while a step is traced in it; entered on every replica.
 
     Args:
-        owner: The object that keeps the replacement, so that the other replicas find it.
-        make: Makes the replacement. An owner keeps one of each class.
+        owner: The object that the patch is attached to, so that the other replicas share it.
+        make: Makes the patch. An owner has at most one of each class.
     """
     # Replicas are traced interleaved, up to each collective: the first to enter patches, the last to leave restores.
-    made, state = make(), state_of(owner)
-    kind = type(made)
-    replacement = state.patches.get(kind, made)
-    state.patches = {**state.patches, kind: replacement}
-    replacement.entered += 1
+    new, state = make(), state_of(owner)
+    kind = type(new)
+    patch = state.patches.get(kind, new)
+    state.patches = {**state.patches, kind: patch}
+    patch.entered += 1
     try:
-        if replacement.entered == 1:
-            replacement.patch_all()
-        yield replacement
+        if patch.entered == 1:
+            patch.patch_all()
+        yield patch
     finally:
-        replacement.entered -= 1
-        if not replacement.entered:
-            replacement.restore()
+        patch.entered -= 1
+        if not patch.entered:
+            patch.restore()
             state.patches = {other: each for other, each in state.patches.items() if other is not kind}

@@ -20,7 +20,7 @@ class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
     Attributes:
         variables: The variables, by their names.
-        counterparts: By the `id` of a variable, the variable of the model that it is for.
+        counterparts: By the `id` of a variable, the model's variable that it belongs to.
     """
 
     counterparts: dict[int, keras.Variable]
@@ -38,12 +38,12 @@ class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
         """Adds a variable of zeros.
 
         Args:
-            name: What the variable is saved as.
+            name: The name to save the variable under.
             shape: Its shape.
             dtype: Its dtype.
-            aggregation: How replicas' values become one: `"none"`, `"sum"` or `"mean"`.
-            local: Whether every replica keeps a value of its own, combined when it is read from outside.
-            like: The variable of the model that it is for, on whose device to place it.
+            aggregation: How replicas' values are combined: `"none"`, `"sum"` or `"mean"`.
+            local: Whether each replica has its own value; they are combined on reads in cross-replica context.
+            like: The model's variable that it belongs to, whose device it is placed on.
 
         Returns:
             The `keras.Variable`.
@@ -67,7 +67,7 @@ class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
     @property
     def restored(self) -> tuple[int, int]:
-        """Changes whenever the variables are read from a file of Keras's or TensorFlow's."""
+        """A value that changes whenever the variables are restored from a file."""
         return self.loads, getattr(self, "_update_uid", 0)
 
     def save_own_variables(self, store):
@@ -83,29 +83,29 @@ class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
             variable.assign(value)
 
 
-# Smaller variables are made as usual: seeds, counters, rates and statistics are also read outside of steps.
+# Smaller variables are allocated: seeds, counters, rates and statistics are also read outside of steps.
 _SMALL = 2**12
 
 
 def variable_bytes(variable: keras.Variable) -> int:
-    """The bytes of a variable's value, held once and whole."""
-    # `dtype` is what autocasting makes of it.
+    """The bytes of a variable's value, unsharded."""
+    # `dtype` may be autocast.
     dtype = tf.as_dtype(variable._dtype)
     return int(np.prod(tuple(variable.shape), dtype=np.int64)) * dtype.size
 
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Context in which Keras makes variables of more than a few kilobytes without memory, in every thread.
+    """Context in which Keras creates variables of more than a few kilobytes without memory, in every thread.
 
-    They can be traced and assigned, but have no value until they are assigned one. Initializers don't run.
+    They can be traced and assigned, but have no value before an assignment. Initializers don't run.
     """
     cls = keras.Variable
     initialize, initialize_with = cls._initialize, cls._initialize_with_initializer
 
     def from_value(self, value):
         if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
-            # A value in a graph that is never run, from what an optimizer does with weights while it is built.
+            # A symbolic value, which an optimizer computes from weights in `build`.
             self._value = unallocated_variable(value.shape, self._dtype, self.trainable, self.name)
         else:
             initialize(self, value)
@@ -130,26 +130,22 @@ def unallocated_variable(shape: Any, dtype: Any, trainable: bool, name: str) -> 
 
 
 def copy_built_optimizer(optimizer: Any, variables: Sequence[keras.Variable]) -> Any:
-    """A copy of an optimizer, built for variables, its own without memory.
-
-    Args:
-        optimizer: The optimizer, built or not; it is left as it is.
-        variables: The model's trainable variables.
+    """A copy of an optimizer, built for the model's trainable variables, whose own variables have no memory.
 
     Raises:
         ValueError: The optimizer can't be copied.
     """
-    made = _copy_optimizer(optimizer)
+    copy = _copy_optimizer(optimizer)
     with without_memory(), FuncGraph("never_run").as_default():
-        # From the inside: a wrapper builds eagerly, where weights without memory can't be read.
-        for each in reversed([*nested_optimizers(made)]):
+        # Innermost first: a wrapper would build it eagerly, where weights without memory can't be read.
+        for each in reversed([*nested_optimizers(copy)]):
             if not each.built:
                 each.build(list(variables))
-    return made
+    return copy
 
 
 def optimizer_variables(optimizers: Sequence[Any]) -> dict[str, list[keras.Variable]]:
-    """The variables of built optimizers, by what they are for: `"slots"`, `"accumulators"` and `"ema"`."""
+    """The variables of built optimizers by purpose: `"slots"`, `"accumulators"` and `"ema"`."""
     each = [part for optimizer in optimizers for part in nested_optimizers(optimizer)]
     updating = [part for outer in each for part in (outer, *getattr(outer, "optimizers", ()))]
     saved = [part for outer in each for part in vars(outer).values() if isinstance(part, SavedVariables)]
@@ -159,22 +155,22 @@ def optimizer_variables(optimizers: Sequence[Any]) -> dict[str, list[keras.Varia
             *(getattr(part, "_accumulated_gradients", ()) for part in updating),
             *(part.variables.values() for part in saved),
         ],
-        # Among them those of the others, which are taken out.
+        # Without the others, which are listed above.
         "slots": [part.variables for part in updating],
     }
     seen: set[int] = set()
-    found: dict[str, list[keras.Variable]] = {}
+    by_purpose: dict[str, list[keras.Variable]] = {}
     for kind, variables in lists.items():
-        listed = {id(each): each for part in variables for each in part if each is not None and id(each) not in seen}
-        seen.update(listed)
-        found[kind] = list(listed.values())
-    return found
+        new = {id(each): each for part in variables for each in part if each is not None and id(each) not in seen}
+        seen.update(new)
+        by_purpose[kind] = list(new.values())
+    return by_purpose
 
 
 def _copy_optimizer(optimizer: Any) -> Any:
     try:
         with warnings.catch_warnings():
-            # Of what a file could not hold, such as a lambda.
+            # Keras warns of what it can't serialize, such as a lambda.
             warnings.simplefilter("ignore")
             config = optimizer.get_config()
         if callable(optimizer._learning_rate) and "learning_rate" in config:

@@ -12,12 +12,12 @@ from keras_paragrad.compat.state import state_of
 
 
 class ReplicaPlacement(NamedTuple):
-    """Where this process stands among the replicas of a strategy.
+    """Which of a strategy's replicas are in this process.
 
     Attributes:
-        replicas: How many replicas there are on all workers together.
-        local: How many of them are on this worker.
-        first: The number of the first of those.
+        replicas: Number of replicas of all workers.
+        local: Number of replicas on this worker.
+        first: Index of this worker's first replica.
     """
 
     replicas: int
@@ -26,42 +26,41 @@ class ReplicaPlacement(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """How many workers there are; each has as many replicas as this one."""
+        """Number of workers; all have equally many replicas."""
         return self.replicas // self.local
 
     @property
     def worker(self) -> int:
-        """The number of this worker."""
+        """Index of this worker."""
         return self.first // self.local
 
 
 def replica_placement(strategy: tf.distribute.Strategy) -> ReplicaPlacement:
-    """Asks a strategy for the numbers of the replicas on this worker."""
+    """Which of a strategy's replicas are in this process."""
     if strategy.num_replicas_in_sync == 1:
         return ReplicaPlacement(1, 1, 0)
-    numbers = []
+    indices = []
 
-    def note(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
-        numbers.append(int(context.replica_id_in_sync_group))
+    def record(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
+        indices.append(int(context.replica_id_in_sync_group))
         return tf.constant(0)
 
-    strategy.experimental_distribute_values_from_function(note)
-    return ReplicaPlacement(strategy.num_replicas_in_sync, len(numbers), min(numbers))
+    strategy.experimental_distribute_values_from_function(record)
+    return ReplicaPlacement(strategy.num_replicas_in_sync, len(indices), min(indices))
 
 
 def set_worker_strategy(model: Any, strategy: tf.distribute.Strategy | None) -> None:
-    """Says by which strategy the workers that hold parts of a model talk to each other; `None` if there are none."""
-    # Of a model on a mesh of several workers, whose own strategy knows of none.
+    """Sets the strategy of the workers that train a model, if the model's own strategy has only this one: on a mesh."""
     state_of(model).workers = strategy
 
 
 def worker_strategy(model: Any) -> tf.distribute.Strategy:
-    """The strategy by which the workers that train a model talk to each other: its own, but on a mesh."""
+    """The strategy of the workers that train a model: its own, except on a mesh."""
     return state_of(model).workers or model.distribute_strategy
 
 
 def replica_variable(shape: Sequence[int | None], dtype: tf.DType = tf.float32) -> tf.Variable:
-    """A variable of zeros that each replica has for itself, and that is their sum where all are asked.
+    """A variable of zeros with a value for each replica, whose sum is read in cross-replica context.
 
     Args:
         shape: Its shape; a size of `None` is 0 at first and may change.
@@ -77,26 +76,26 @@ def replica_variable(shape: Sequence[int | None], dtype: tf.DType = tf.float32) 
 
 
 def local_replica_values(value: Any) -> Sequence[Any]:
-    """The parts that this process's replicas have of a variable or tensor; itself, outside of a strategy."""
+    """The values of a variable or tensor on this process's replicas; itself without a strategy."""
     return value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
 
 
-# Workers leave a collective together, but for the time that the last part takes to arrive.
+# Workers leave a collective within the time that the last message takes.
 _PATIENCE_MS = 10_000
 
 
 def has_joined_a_cluster() -> bool:
-    """Whether a strategy for several workers has been made in this process, by whomever."""
+    """Whether this process has created a multi-worker strategy."""
     return context().coordination_service is not None
 
 
 def barrier() -> None:
-    """Returns once every worker has called this, or is lost.
+    """Waits until every worker has called this, or is lost; takes less than 1 ms.
 
-    A worker that has received its part of a collective may still be read from. If its process ended then, the others
-    would fail, so whatever may be a program's last collective is followed by this. It takes less than 1 ms.
+    Call it after what may be a program's last collective: other workers may still read from one that has its result,
+    and would fail if that process exited.
     """
-    # An error means that others have ended, or will never come: the next collective says so, if there is one.
+    # On an error other workers are lost; the next collective, if any, reports it.
     with contextlib.suppress(tf.errors.OpError):
         context().wait_at_barrier("keras_paragrad", _PATIENCE_MS)
 
@@ -104,11 +103,11 @@ def barrier() -> None:
 class NamedDevicesStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """`tf.distribute.MultiWorkerMirroredStrategy` with replicas on named devices of each worker.
 
-    TensorFlow's own takes all GPUs, or else one CPU device.
+    TensorFlow's takes all GPUs, or one CPU device.
 
     Args:
         devices: Names such as `CPU:0`; every worker needs equally many, of the same kind.
-        communication_options: As in TensorFlow's own.
+        communication_options: As in TensorFlow's.
     """
 
     def __init__(self, devices: Sequence[str], communication_options: Any):
@@ -118,7 +117,7 @@ class NamedDevicesStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
 
 class MeshWorkersStrategy(NamedDevicesStrategy):
-    """One by which workers talk to each other that hold a mesh together, whose own collectives are numbered from 1."""
+    """A strategy of the workers of a mesh; the mesh's own collectives are numbered from 1."""
 
     _collective_key_base = 2**20
 

@@ -1,4 +1,4 @@
-"""What a device holds under each way to shard a model, from a traced step and the sizes of variables."""
+"""The memory of a device under each value of `shard`, from a traced step and the sizes of variables."""
 
 import dataclasses
 import math
@@ -26,17 +26,16 @@ class MemoryBreakdown:
         shard: What is sharded: `None`, `"optimizer"` or `"parameters"`.
         recompute: Whether parts of the model are recomputed in the backward pass.
         parameters: Trainable weights; under `"parameters"` this device's shards.
-        gathered: The weights of the largest layer, gathered while it is called.
+        gathered: The weights of the largest layer, gathered for its call.
         non_trainable: Weights that aren't trained, such as statistics and seeds.
-        gradients: All gradients of a step; under `"parameters"` the shards of those that are reduced, and the whole of
-            the one that isn't yet, at their peak.
+        gradients: The gradients of a step, at their peak; under `"parameters"`, shards of the reduced ones and one
+            whole gradient.
         slots: The optimizer's variables.
-        accumulators: Gradients that are accumulated over micro-batches.
+        accumulators: Gradients accumulated over micro-batches.
         ema: Moving averages of the weights.
         activations: All other tensors of the forward and backward pass, at their peak.
         update: Tensors that the optimizer computes for its update, at their peak.
-        total: The most that is held at once: at most the sum, as activations, gradients and the update are not at their
-            largest at the same time.
+        total: The peak: at most the sum, as activations, gradients and the update peak at different times.
     """
 
     shard: str | None
@@ -56,14 +55,14 @@ class MemoryBreakdown:
 def breakdowns_of(
     model: Any, step: TracedStep, replicas: int, *, recompute: bool = False, least: int = MIN_SHARD_BYTES
 ) -> list[MemoryBreakdown]:
-    """The bytes that a device holds, for each value of `shard`.
+    """The memory of a device for each value of `shard`.
 
     Args:
         model: The model.
-        step: Its traced step, of as many rows as a device has.
+        step: Its traced step, with the rows of one device.
         replicas: Number of devices.
         recompute: Whether the step was traced with recomputation.
-        least: The bytes of a variable from which it is cut into shards.
+        least: The size of a variable, in bytes, from which it is sharded.
     """
     peaks = _peaks(step)
     return [_breakdown(model, step, peaks, shard, replicas, recompute, least) for shard in SHARDS]
@@ -72,33 +71,33 @@ def breakdowns_of(
 def _breakdown(
     model: Any, step: TracedStep, peaks: Peaks, shard: str | None, replicas: int, recompute: bool, least: int
 ) -> MemoryBreakdown:
-    of_weights = Sharding(replicas if shard == "parameters" else 1, least)
-    of_state = Sharding(replicas if shard else 1, least)
+    weight_sharding = Sharding(replicas if shard == "parameters" else 1, least)
+    state_sharding = Sharding(replicas if shard else 1, least)
     state = {
-        kind: sum(of_state.bytes_of(variable) for variable in variables)
+        kind: sum(state_sharding.bytes_of(variable) for variable in variables)
         for kind, variables in optimizer_variables(step.optimizers).items()
     }
-    held = {
-        "parameters": sum(of_weights.bytes_of(variable) for variable in model.trainable_variables),
+    constant = {
+        "parameters": sum(weight_sharding.bytes_of(variable) for variable in model.trainable_variables),
         "non_trainable": sum(map(variable_bytes, model.non_trainable_variables)),
         **state,
     }
-    cut = [each for each in step.gradients if not each.of_rows and of_weights.cuts(each.variable)]
-    gathering = _peaks(step, {each.resource: variable_bytes(each.variable) for each in cut}) if cut else peaks
-    gradients, most = _gradients_and_peak(step, gathering, of_weights)
-    # An update runs on shards of the optimizer's variables.
-    update = peaks.update // of_state.shards
+    sharded = [each for each in step.gradients if not each.of_rows and weight_sharding.divides(each.variable)]
+    gathering = _peaks(step, {each.resource: variable_bytes(each.variable) for each in sharded}) if sharded else peaks
+    gradients, most = _gradients_and_peak(step, gathering, weight_sharding)
+    # An update works on shards of the optimizer's variables.
+    update = peaks.update // state_sharding.shards
     return MemoryBreakdown(
         shard,
         recompute,
         gathered=max(
-            (_gathered_bytes(*each, of_weights) for each in _layers_with_gathered_weights(model, step)), default=0
+            (_gathered_bytes(*each, weight_sharding) for each in _layers_with_gathered_weights(model, step)), default=0
         ),
         gradients=max(gradients),
         activations=max(peaks.activations),
         update=update,
-        total=sum(held.values()) + max(most, gradients[-1] + update),
-        **held,
+        total=sum(constant.values()) + max(most, gradients[-1] + update),
+        **constant,
     )
 
 
@@ -106,51 +105,51 @@ class Sharding(NamedTuple):
     """How variables are divided among devices.
 
     Attributes:
-        shards: Into how many shards.
-        least: The bytes of a variable from which it is cut.
+        shards: Number of shards.
+        least: The size of a variable, in bytes, from which it is sharded.
     """
 
     shards: int
     least: int
 
-    def cuts(self, variable: keras.Variable) -> bool:
-        """Whether a variable is cut."""
+    def divides(self, variable: keras.Variable) -> bool:
+        """Whether a variable is sharded."""
         return self.shards > 1 and variable_bytes(variable) >= self.least
 
     def variable_bytes(self, variable: keras.Variable) -> int:
         """The bytes of a variable that a device holds."""
         size, elements = variable_bytes(variable), math.prod(variable.shape)
-        return -(-elements // self.shards) * (size // elements) if self.cuts(variable) else size
+        return -(-elements // self.shards) * (size // elements) if self.divides(variable) else size
 
 
 def _peaks(step: TracedStep, gathered: Mapping[int | None, int] | None = None) -> Peaks:
     return step_peaks(step.block, [gradient.number for gradient in step.gradients], step.updates_from, gathered)
 
 
-def _gradients_and_peak(step: TracedStep, peaks: Peaks, of_weights: Sharding) -> tuple[list[int], int]:
-    """The bytes of gradients after each one's arrival, and when all are there; the most with activations until then."""
+def _gradients_and_peak(step: TracedStep, peaks: Peaks, weight_sharding: Sharding) -> tuple[list[int], int]:
+    """The bytes of gradients at each one's arrival and at the end of the backward pass; its peak with activations."""
     by_number = {gradient.number: gradient for gradient in step.gradients}
-    held, all_held, most = 0, [], peaks.activations[0]
+    held, history, most = 0, [], peaks.activations[0]
     for number, activations in zip(peaks.gradients, peaks.activations[1:], strict=True):
         gradient = by_number[number]
-        # Whole on each device until it is reduced, while the backward pass goes on.
-        all_held.append(held + gradient.size)
-        most = max(most, all_held[-1] + activations)
-        # One of rows is a batch's, not the variable's.
-        is_cut = not gradient.of_rows and of_weights.cuts(gradient.variable)
-        held += -(-gradient.size // of_weights.shards) if is_cut else gradient.size
-    return [*all_held, held], most
+        # Whole on each device until it is reduced.
+        history.append(held + gradient.size)
+        most = max(most, history[-1] + activations)
+        # A gradient of rows has the size of the batch, not of the variable.
+        is_sharded = not gradient.of_rows and weight_sharding.divides(gradient.variable)
+        held += -(-gradient.size // weight_sharding.shards) if is_sharded else gradient.size
+    return [*history, held], most
 
 
 def _layers_with_gathered_weights(model: Any, step: TracedStep) -> Iterable[tuple[Any, list[keras.Variable]]]:
-    """Layers with the trainable variables that are theirs and are gathered: not tables, of which rows are looked up."""
+    """Layers with their own trainable variables that are gathered; tables are not, as their rows are looked up."""
     tables = {id(gradient.variable) for gradient in step.gradients if gradient.of_rows}
     for layer in (model, *all_layers(model)):
         inner = {id(variable) for child in children(layer) for variable in child.trainable_variables}
         yield layer, [each for each in layer.trainable_variables if id(each) not in inner | tables]
 
 
-def _gathered_bytes(layer: Any, variables: list[keras.Variable], of_weights: Sharding) -> int:
+def _gathered_bytes(layer: Any, variables: list[keras.Variable], weight_sharding: Sharding) -> int:
     # Gathered in the dtype that the layer computes in.
     size = tf.as_dtype(layer.compute_dtype).size
-    return sum(math.prod(variable.shape) * size for variable in variables if of_weights.cuts(variable))
+    return sum(math.prod(variable.shape) * size for variable in variables if weight_sharding.divides(variable))

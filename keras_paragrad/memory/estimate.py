@@ -39,19 +39,19 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class Estimate(Printable):
-    """What a training step takes on each device, for every way to shard the model; for `print` or a rich console.
+    """The memory of a training step on each device, for every way to shard the model; for `print` or a rich console.
 
-    `estimate["optimizer"]` is the column of a value of `shard`, and `estimate["optimizer", True]` that with
+    `estimate["optimizer"]` is the column of a value of `shard`, and `estimate["optimizer", True]` the same with
     recomputation.
 
     Attributes:
         model: The model's name.
         batch_size: Examples in a batch.
         replicas: Number of devices.
-        rows: Examples of it on a device.
+        rows: Examples of a batch on a device.
         columns: A `MemoryBreakdown` of bytes for each choice.
-        recomputed: What the columns with recomputation recompute, as `recompute(model)` does; of models that it can't
-            cut, repeated blocks.
+        recomputed: The parts that the columns with recomputation recompute, as `recompute(model)` does; repeated blocks
+            if it can't cut the model.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class Estimate(Printable):
             if any(values) or name in _ALWAYS:
                 table.add_row(title, *map(bytes_in_words, values), style="bold" if name == "total" else None)
         yield table
-        yield Text("Peak: gradients, activations and the update are not at their largest at the same time.", "dim")
+        yield Text("Peak: gradients, activations and the update peak at different times.", "dim")
 
         if self.recomputed:
             names = self.recomputed
             listed = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
             yield Text(f"recompute: {listed}", "dim", overflow="fold")
         else:
-            yield Text("recompute: nothing in the model is worth it, or can run again.", "dim")
+            yield Text("recompute: no part of the model can be recomputed, or is worth it.", "dim")
 
 
 def bytes_in_words(size: int) -> str:
@@ -123,11 +123,11 @@ def bytes_in_words(size: int) -> str:
 
 
 class Recomputation(NamedTuple):
-    """Parts of a model that may be recomputed.
+    """Parts of a model that can be recomputed in the backward pass.
 
     Attributes:
-        names: What they are called; none if nothing is to be recomputed.
-        begin: Has them run again in the backward pass, and returns what ends it.
+        names: Their names.
+        begin: Installs their recomputation, and returns a function that removes it.
     """
 
     names: list[str]
@@ -135,7 +135,7 @@ class Recomputation(NamedTuple):
 
     @contextlib.contextmanager
     def in_effect(self) -> Iterator[None]:
-        """Context in which they are recomputed; functions that were traced before stay as they are."""
+        """Context in which they are recomputed by functions traced in it."""
         end = self.begin()
         try:
             yield
@@ -144,18 +144,18 @@ class Recomputation(NamedTuple):
 
 
 def automatic_recomputation(model: Any) -> Recomputation:
-    """What `recompute(model)` recomputes; of a model that it can't cut, blocks that are alike."""
+    """The parts that `recompute(model)` recomputes; if it can't cut the model, its repeated blocks."""
     try:
         cut = cut_where_it_pays(model)
     except ValueError:
         blocks = repeated_blocks(model)
         return Recomputation([block.name for block in blocks], lambda: _recompute_layers(blocks))
-    names = [part.name for part, again in cut.segments if again]
+    names = [part.name for part, recomputed in cut.segments if recomputed]
     return Recomputation(names, lambda: recompute_parts(model, cut.functional, cut.segments))
 
 
 def repeated_blocks(model: keras.Model) -> list[keras.layers.Layer]:
-    """Layers made of layers, of which several beside each other have the same weights' shapes; the outermost."""
+    """The outermost layers with sublayers that repeat: siblings with the same weights' shapes."""
     return [block for block in _blocks_within(model) if _can_be_recomputed(model, block)]
 
 
@@ -198,16 +198,16 @@ def estimate_memory(
 ) -> Estimate:
     """Estimates the memory of each device in `fit`, for every way to shard the model.
 
-    The training step is traced and followed, but not run; the model is left as it is, and no weights are made.
+    The training step is traced and its operations are followed, but not run; the model is unchanged.
 
     Args:
         model: A compiled and built model.
         batch_size: Examples in a batch.
         replicas: Number of devices.
-        per_replica: Whether each replica takes a batch, rather than a part of one.
+        per_replica: Whether `batch_size` is that of each replica.
         length: The size of axes that the model's inputs leave open, such as the number of tokens.
         optimizer: The optimizer, if not the model's.
-        min_shard_bytes: The size of a trainable variable, in bytes, from which it is cut into shards.
+        min_shard_bytes: The size of a trainable variable, in bytes, from which it is sharded.
         batch_spec: The nested `tf.TypeSpec` of batches of data; by default it is derived from the model and its loss.
 
     Returns:

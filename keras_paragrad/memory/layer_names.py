@@ -1,4 +1,4 @@
-"""The layers of a model that a list names, and whether they can be recomputed."""
+"""Finds the layers to recompute by name, and checks that they can be recomputed."""
 
 import difflib
 from typing import Any
@@ -16,22 +16,22 @@ _EXAMPLE = '["block_0", "block_1"]'
 
 
 def select_layers(model: keras.Model, layers: Any) -> list[keras.layers.Layer]:
-    """The layers that are to be recomputed.
+    """The layers to recompute.
 
     Args:
         model: The model.
-        layers: Their names, or they themselves.
+        layers: The layers or their names.
 
     Raises:
         ValueError: One is not in the model, contains another, or can't be recomputed.
     """
 
-    def check(name: str, given: Any) -> keras.layers.Layer:
-        if isinstance(given, keras.layers.Layer):
-            return given
-        if not isinstance(given, str):
-            raise refusal(name, given, "a layer or its name")
-        return _find_layer(model, given)
+    def check(name: str, value: Any) -> keras.layers.Layer:
+        if isinstance(value, keras.layers.Layer):
+            return value
+        if not isinstance(value, str):
+            raise refusal(name, value, "a layer or its name")
+        return _find_layer(model, value)
 
     chosen = list(check_each("layers", layers, check, _WHAT, example=_EXAMPLE))
     if not chosen:
@@ -41,10 +41,10 @@ def select_layers(model: keras.Model, layers: Any) -> list[keras.layers.Layer]:
             raise ValueError(f"`layers` has {layer.name!r} twice. Write it once.")
         check_layer(model, layer)
     for layer in chosen:
-        within = next((inner for inner in all_layers(layer) if any(inner is other for other in chosen)), None)
-        if within is not None:
+        nested = next((inner for inner in all_layers(layer) if any(inner is other for other in chosen)), None)
+        if nested is not None:
             raise ValueError(
-                f"`layers` has {layer.name!r} and {within.name!r}, which is a part of it and runs again with it. "
+                f"`layers` has {layer.name!r} and {nested.name!r}, which is a part of it and is recomputed with it. "
                 "Leave one of them out."
             )
     return chosen
@@ -54,16 +54,16 @@ def check_layer(model: keras.Model, layer: keras.layers.Layer) -> None:
     """Refuses a layer that can't be recomputed.
 
     Raises:
-        ValueError: It says why.
+        ValueError: The message says why.
     """
     if not any(layer is each for each in all_layers(model)):
         raise ValueError(f"{layer.name!r} is not a layer of {model.name!r}, nor of a layer in it.")
     if isinstance(layer, keras.layers.InputLayer):
         raise ValueError(f"{layer.name!r} is an input of the model, and computes nothing. Leave it out of `layers`.")
-    around = [each for each in (model, *all_layers(model)) if any(layer is inner for inner in all_layers(each))]
-    for each in (layer, *all_layers(layer), *around):
+    parents = [each for each in (model, *all_layers(model)) if any(layer is inner for inner in all_layers(each))]
+    for each in (layer, *all_layers(layer), *parents):
         check_nesting(layer, each)
-    loop = next((each for each in around if isinstance(each, keras.layers.RNN)), None)
+    loop = next((each for each in parents if isinstance(each, keras.layers.RNN)), None)
     if loop is not None:
         raise ValueError(
             f"{layer.name!r} is a cell of {loop.name!r}, which calls it in a loop. Name {loop.name!r} instead."
@@ -76,7 +76,7 @@ def check_layer(model: keras.Model, layer: keras.layers.Layer) -> None:
 
 
 def check_nesting(layer: keras.layers.Layer, other: keras.layers.Layer) -> None:
-    """Refuses a layer or model that contains another, or is contained in it, if the other forbids that.
+    """Refuses a layer that contains another, or is contained in it, if the other can't be recomputed with it.
 
     Raises:
         ValueError: The other is recomputed already, or computes per-example gradients.
@@ -86,22 +86,22 @@ def check_nesting(layer: keras.layers.Layer, other: keras.layers.Layer) -> None:
     if isinstance(other, PerExampleGradients):
         raise ValueError(
             f"{layer.name!r} and the PerExampleGradients layer {other.name!r} are within each other. Per-example "
-            "gradients are computed from what each layer keeps. To save memory there, train in smaller batches with "
-            "AccumulatingOptimizer, or name layers before the PerExampleGradients layer."
+            "gradients are computed from the inputs that each layer keeps. To save memory there, train in smaller "
+            "batches with AccumulatingOptimizer, or name layers before the PerExampleGradients layer."
         )
 
 
 def _find_layer(model: keras.Model, name: str) -> keras.layers.Layer:
-    each = all_layers(model)
-    found = [layer for layer in each if layer.name == name]
+    layers = all_layers(model)
+    matches = [layer for layer in layers if layer.name == name]
     top = [layer for layer in model.layers if layer.name == name]
-    if len(top) == 1 or len(found) == 1:
-        return (top or found)[0]
-    if found:
+    if len(top) == 1 or len(matches) == 1:
+        return (top or matches)[0]
+    if matches:
         raise ValueError(
-            f"{model.name!r} has {len(found)} layers named {name!r}. Pass the layers themselves, as in "
+            f"{model.name!r} has {len(matches)} layers named {name!r}. Pass the layers themselves, as in "
             'layers=[model.get_layer("block_0")].'
         )
-    names = [layer.name for layer in each if not isinstance(layer, keras.layers.InputLayer)]
+    names = [layer.name for layer in layers if not isinstance(layer, keras.layers.InputLayer)]
     close = difflib.get_close_matches(name, names, n=3) or names[:10]
     raise ValueError(f"`layers` has {quote(name)}, and no layer of {model.name!r} has that name. Layers: {close}.")

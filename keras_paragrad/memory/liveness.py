@@ -1,4 +1,4 @@
-"""How many bytes a traced graph holds at its peak: its operations are followed in order, and nothing is computed."""
+"""The peak memory of a traced graph: its operations are followed in order, without computing anything."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from keras_paragrad.engine.step.operations import Block, TracedOperation
 
-# What returns the buffer of its first input.
+# Operations whose output is the buffer of their first input.
 _ALIASES = frozenset(
     {"Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient", "Snapshot", "EnsureShape"}
     | {"CheckNumerics", "Bitcast", "TensorListGetItem", "TensorListResize"}
 )
-# What writes its result over an input that nothing else reads.
+# Operations that overwrite an input that nothing else reads.
 _IN_PLACE = frozenset(
     {"Add", "AddV2", "AddN", "Sub", "Mul", "RealDiv", "Div", "DivNoNan", "Maximum", "Minimum", "Pow", "BiasAdd", "Cast"}
     | {"SquaredDifference", "Neg", "Abs", "Sqrt", "Rsqrt", "Square", "Exp", "Expm1", "Log", "Log1p", "Reciprocal"}
@@ -27,20 +27,20 @@ _SCALARS: dict[str, Callable[[Any, Any], Any]] = {
 }
 _SAME_SCALAR = frozenset({"Identity", "Cast", "Max", "Min", "Sum", "Prod", "Reshape", "Squeeze"})
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-# What doesn't need a gathered weight, but names or casts it, or looks up rows of it.
+# Operations on a weight that don't gather it: aliases, casts and lookups of rows.
 _NAMES = _ALIASES | _CALLS | {"Cast", "IdentityN", "ReadVariableOp", "ResourceGather", "VariableShape"}
-# After so many iterations that hold no more than the one before, a loop is taken to go on like this.
+# A loop is assumed to be steady after this many iterations without growth.
 _STEADY = 3
 
 
 class Peaks(NamedTuple):
-    """What a training step holds beside variables.
+    """The peaks of a training step, without variables.
 
     Attributes:
-        activations: The most bytes of all tensors but gradients of variables, while the first 0, 1, 2, ... of these
-            gradients are there.
+        activations: Peak bytes of all tensors except the variables' gradients, while the first 0, 1, 2, ... of these
+            gradients exist.
         gradients: Numbers of the gradients in the order in which they become available.
-        update: The most bytes of such tensors while the optimizer updates.
+        update: Peak bytes of such tensors during the optimizer's update.
     """
 
     activations: list[int]
@@ -49,7 +49,7 @@ class Peaks(NamedTuple):
 
 
 class _Buffer:
-    """Memory that several tensors may share. `parts` are what a list of tensors keeps alive."""
+    """Memory that several tensors may share; `parts` are the buffers that a list of tensors keeps alive."""
 
     __slots__ = ("is_gradient", "owners", "parts", "size")
 
@@ -60,37 +60,37 @@ class _Buffer:
 class _Value(NamedTuple):
     """A tensor: its buffer, if it has one, and its value, if it is a known integer or boolean.
 
-    A weight that is gathered where it is used, or what it is read from, has no buffer, but `gathered`, its bytes.
+    A weight that is gathered where it is used has no buffer, but `gathered`, its bytes.
     """
 
     buffer: _Buffer | None
     known: Any = None
     gathered: int = 0
 
-    def not_gathered(self) -> "_Value":
+    def without_gather(self) -> "_Value":
         return _Value(self.buffer, self.known)
 
 
 def step_peaks(
     block: Block, gradients: Sequence[int], updates_from: int, gathered: Mapping[int | None, int] | None = None
 ) -> Peaks:
-    """Follows a training step.
+    """The peaks of a training step.
 
     Args:
-        block: The step, forward, backward and update.
-        gradients: Numbers of the tensors that are the variables' gradients.
-        updates_from: The first operation of the update.
-        gathered: The bytes of variables in shards, which are gathered where they are used, by the number of the input
-            that each is read from.
+        block: The step: forward, backward and update.
+        gradients: Numbers of the variables' gradients.
+        updates_from: Index of the update's first operation.
+        gathered: Bytes of sharded variables, gathered where they are used, by the number of the input that each is read
+            from.
 
     Returns:
-        Its peaks. A gradient is taken to stay until the update, which begins when all of them are there.
+        The peaks. Gradients are assumed to live until the update, which starts when all of them exist.
     """
     return _Execution(frozenset(gradients)).step(block, updates_from, gathered or {})
 
 
 def peak_bytes_of_graph(block: Block) -> int:
-    """The most bytes that a graph holds at once."""
+    """The peak bytes of a graph."""
     return max(step_peaks(block, (), len(block.operations)).activations)
 
 
@@ -111,8 +111,8 @@ class _Execution:
             self._execute(block, operation, values)
         self._peaks.append(self._peak)
         self._peak = self._live
-        # An update is of shards.
-        values = {number: value.not_gathered() for number, value in values.items()}
+        # The update works on shards.
+        values = {number: value.without_gather() for number, value in values.items()}
         for operation in block.operations[updates_from:]:
             self._execute(block, operation, values)
         return Peaks(self._peaks, self._arrived, self._peak if updates_from < len(block.operations) else 0)
@@ -123,7 +123,7 @@ class _Execution:
             return
         buffer.is_gradient = True
         self._live -= buffer.size
-        # One that was just made has never been among the activations.
+        # A new buffer has never been counted among the activations.
         self._peaks.append(max(self._before, self._live) if is_new else self._peak)
         self._peak = self._live
         self._arrived.append(number)
@@ -136,7 +136,7 @@ class _Execution:
         return values
 
     def _call(self, block: Block, arguments: list[_Value]) -> list[_Value]:
-        """Goes through a function. It owns its arguments, and the caller what it returns."""
+        """Follows a function, which owns its arguments; the caller owns its results."""
         values = self._begin(block, arguments)
         for operation in block.operations:
             self._execute(block, operation, values)
@@ -147,16 +147,16 @@ class _Execution:
         gathered = 0
         if operation.kind not in _NAMES:
             gathered = sum(values[number].gathered for number in {*operation.inputs})
-            # Before a loop or a branch, in which nothing can be gathered.
-            inputs = [value.not_gathered() for value in inputs]
+            # Gathered before a loop or branch, not in it.
+            inputs = [value.without_gather() for value in inputs]
         self._live += gathered
         self._peak = max(self._peak, self._live)
         self._before, live = self._peak, self._live
         results = self._control(operation, inputs) if operation.blocks else self._plain(operation, inputs)
-        made = self._live > live and not operation.blocks
+        is_new = self._live > live and not operation.blocks
         for number, result in zip(operation.outputs, results, strict=False):
             if block is self._step and number in self._gradients:
-                self._arrive(number, result.buffer, made)
+                self._arrive(number, result.buffer, is_new)
             values[number] = result
             self._keep(result.buffer, block.uses[number])
             self._release(result.buffer)
@@ -176,7 +176,7 @@ class _Execution:
         if kind == "IdentityN":
             return [_Value(self._keep(value.buffer), value.known, value.gathered) for value in inputs]
         if kind in ("ReadVariableOp", "Const"):
-            # Constants stay with the graph, and variables are counted as such.
+            # Constants belong to the graph, and variables are counted elsewhere.
             return [_Value(None, known)]
         if kind in _IN_PLACE:
             for value in inputs:
@@ -191,9 +191,9 @@ class _Execution:
         return buffer.owners == sum(value.buffer is buffer for value in inputs)
 
     def _of_list(self, kind: str, inputs: list[_Value]) -> list[_Value] | None:
-        """What an operation on a list of tensors returns, or `None` for those that copy.
+        """The results of an operation on a list of tensors, or `None` if it copies.
 
-        A list is the list before it and what was added. It keeps these alive, and shares them with the list before.
+        A list links the previous list and the added tensor, keeps both alive, and shares them with the previous list.
         """
         if kind in ("TensorListReserve", "TensorListLength", "TensorListElementShape"):
             return [_Value(None)]
@@ -217,7 +217,7 @@ class _Execution:
             return self._loop(condition, body, inputs)
         if operation.kind in ("If", "StatelessIf", "Case", "StatelessCase"):
             choice, *arguments = inputs
-            # Which branch is taken is seldom known: the one that does something, as an update does.
+            # The branch is seldom known: take the largest, such as that of an update.
             branch = max(operation.blocks, key=lambda block: len(block.operations))
             if choice.known is not None:
                 index = int(choice.known) if "Case" in operation.kind else int(not choice.known)
@@ -231,12 +231,12 @@ class _Execution:
         while steady < _STEADY:
             for value in state:
                 self._keep(value.buffer)
-            (goes_on,) = self._call(condition, state)
-            self._release(goes_on.buffer)
-            if goes_on.known is False:
+            (proceed,) = self._call(condition, state)
+            self._release(proceed.buffer)
+            if proceed.known is False:
                 return state
             state = self._call(body, state)
-            if goes_on.known is None:
+            if proceed.known is None:
                 break
             steady = steady + 1 if self._live == before else 0
             before = self._live
@@ -268,23 +268,23 @@ class _Execution:
 
 
 def _links(buffer: _Buffer | None) -> tuple[_Buffer | None, _Buffer | None]:
-    """The list before the last addition, and what was added."""
+    """The previous list and the added tensor."""
     return (buffer.parts[0], buffer.parts[1]) if buffer is not None and len(buffer.parts) == 2 else (None, None)
 
 
 def _known_value(operation: TracedOperation, inputs: list[_Value]) -> Any:
-    """The value of an integer or boolean, where it follows from those that it is computed from."""
+    """The value of an integer or boolean, if it follows from the inputs."""
     if operation.value is not None:
         return operation.value
-    kind, found = operation.kind, [value.known for value in inputs]
+    kind, values = operation.kind, [value.known for value in inputs]
     if kind in ("LogicalAnd", "LogicalOr"):
-        known = [value for value in found if value is not None]
-        ends = kind == "LogicalOr"
-        return None if not known else ends if ends in known else not ends
+        known = [value for value in values if value is not None]
+        dominant = kind == "LogicalOr"
+        return None if not known else dominant if dominant in known else not dominant
     if kind == "LogicalNot":
-        return None if found[0] is None else not found[0]
+        return None if values[0] is None else not values[0]
     if kind in _SAME_SCALAR:
-        return found[0]
-    if kind in _SCALARS and None not in found:
-        return _SCALARS[kind](*found)
+        return values[0]
+    if kind in _SCALARS and None not in values:
+        return _SCALARS[kind](*values)
     return None

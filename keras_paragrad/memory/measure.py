@@ -1,4 +1,4 @@
-"""What each part of a model keeps for the backward pass, and what it costs to run, read off a traced step."""
+"""Bytes that each part of a model stores for the backward pass, and its FLOPs, measured on a traced step."""
 
 import contextlib
 import math
@@ -13,26 +13,26 @@ from keras_paragrad.engine.step.operations import check_repeatable
 from keras_paragrad.engine.step.segments import Part, functional_of, run_in_parts
 from keras_paragrad.flops import flops_of_operation
 
-# Examples in the traced batch. Of one, layers may drop the axis.
+# Examples in the traced batch; layers may squeeze an axis of size 1.
 _EXAMPLES = 2
-# A dimension that the model leaves open, by the rank of its input: steps of a sequence, or pixels.
+# Sizes for unknown dimensions, by the rank of the input: pixels, or sequence lengths.
 _OPEN = {4: 224, 5: 32}
-# Of what models take steps for. Some models have an end.
+# Sequence lengths that are tried; some models have a maximum.
 _OPEN_STEPS = (128, 64, 16)
-# How many FLOPs take as long as a byte takes to be written; about the same on CPUs and GPUs.
+# FLOPs in the time of writing a byte; about the same on CPUs and GPUs.
 _PER_BYTE = 20
 _SAME_BYTES = {"ExpandDims", "Identity", "IdentityN", "PreventGradient", "Reshape", "Squeeze", "StopGradient"}
 _NOT_COMPUTED = {"Const", "Placeholder"}
 
 
 class PartCost(NamedTuple):
-    """What one part of a model takes, for an example.
+    """Memory and work of one part of a model, per example.
 
     Attributes:
-        kept: Bytes of its tensors that the backward pass uses, without those that go on to other parts.
-        leaving: Bytes of those that go on, as far as the backward pass uses them.
-        work: What it costs to run, in FLOPs.
-        repeatable: Whether it does the same when it runs again.
+        kept: Bytes of its tensors that the backward pass uses, without its outputs.
+        leaving: Bytes of its outputs that the backward pass uses.
+        work: FLOPs of its forward pass.
+        repeatable: Whether it can run again with the same result.
     """
 
     kept: float
@@ -42,12 +42,12 @@ class PartCost(NamedTuple):
 
 
 class ModelCost(NamedTuple):
-    """What the parts of a model take, and the whole step.
+    """Memory and work of a model's parts, and of a step.
 
     Attributes:
-        parts: For each part.
-        entering: The bytes of floats that each part takes from others, for an example.
-        work: What a forward and backward pass of the whole model costs, in FLOPs for an example.
+        parts: The cost of each part.
+        entering: Bytes of each part's floating-point inputs, per example.
+        work: FLOPs of a forward and backward pass of the model, per example.
     """
 
     parts: list[PartCost]
@@ -56,17 +56,17 @@ class ModelCost(NamedTuple):
 
 
 def measure_parts(model: keras.Model, functional: Any, parts: Sequence[Part]) -> ModelCost:
-    """Traces a forward and backward pass, which is not run.
+    """Measures the parts of a model by tracing a forward and backward pass.
 
     Args:
         model: A built model with symbolic inputs.
-        functional: The Functional model, it or one in it, that is cut into parts.
+        functional: The Functional model that is cut: `model`, or one in it.
         parts: Its parts.
     """
     ranges: list[tuple[int, int, set[str]]] = []
 
-    def noting(part: Part, run: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any, **keywords: Any) -> Any:
+    def record(part: Part, run: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*arguments: Any, **keywords: Any) -> Any:
             graph = tf.compat.v1.get_default_graph()
             start = len(graph.get_operations())
             outputs = run(*arguments, **keywords)
@@ -74,29 +74,30 @@ def measure_parts(model: keras.Model, functional: Any, parts: Sequence[Part]) ->
             ranges.append((start, len(graph.get_operations()), leaving))
             return outputs
 
-        return noted
+        return recorded
 
     def traced(steps: int) -> tuple[list[tf.Operation], int]:
         ranges.clear()
         return _traced(model, steps)
 
-    undo = run_in_parts(functional, [(part, noting) for part in parts])
+    undo = run_in_parts(functional, [(part, record) for part in parts])
     try:
-        steps, (operations, forward) = _first_that_works(traced)
+        steps, (operations, forward) = _with_open_steps(traced)
     finally:
         undo()
     used = _used_backward(operations, forward)
     work = [_work(operation) / _EXAMPLES for operation in operations]
     costs = []
     for part, (start, end, names) in zip(parts, ranges, strict=True):
-        held = [(each.name in names, _bytes(each) / _EXAMPLES) for index, each in used if start <= index < end]
-        kept, leaving = (sum(bytes for leaves, bytes in held if leaves is asked) for asked in (False, True))
+        sizes = [(each.name in names, _bytes(each) / _EXAMPLES) for index, each in used if start <= index < end]
+        kept = sum(size for is_output, size in sizes if not is_output)
+        leaving = sum(size for is_output, size in sizes if is_output)
         costs.append(PartCost(kept, leaving, sum(work[start:end]), _repeatable(part.name, operations[start:end])))
-    entering = [sum(_bytes_for_an_example(tensor, steps) for tensor in part.floats) for part in parts]
+    entering = [sum(_bytes_per_example(tensor, steps) for tensor in part.floats) for part in parts]
     return ModelCost(costs, entering, sum(work))
 
 
-def _first_that_works(trace: Callable[[int], Any]) -> Any:
+def _with_open_steps(trace: Callable[[int], Any]) -> Any:
     *others, last = _OPEN_STEPS
     for steps in others:
         with contextlib.suppress(Exception):
@@ -104,19 +105,19 @@ def _first_that_works(trace: Callable[[int], Any]) -> Any:
     return last, trace(last)
 
 
-def _bytes_for_an_example(tensor: keras.KerasTensor, steps: int) -> float:
+def _bytes_per_example(tensor: keras.KerasTensor, steps: int) -> float:
     return math.prod(_closed(tensor.shape, steps)[1:]) * tf.as_dtype(tensor.dtype).size
 
 
 def _closed(shape: Sequence[int | None], steps: int) -> list[int]:
-    """A shape without open dimensions."""
+    """A shape with sizes for its unknown dimensions."""
     first, *others = shape or (None,)
     size = _OPEN.get(len(shape), steps)
     return [_EXAMPLES if first is None else first, *(size if each is None else each for each in others)]
 
 
 def _traced(model: keras.Model, steps: int) -> tuple[list[tf.Operation], int]:
-    """The operations of a forward and backward pass, and how many of them are of the forward pass."""
+    """The operations of a forward and backward pass, and the number of those in the forward pass."""
     variables = list({id(variable): variable for variable in model.variables}.values())
     inputs = keras.tree.map_structure(
         lambda each: tf.TensorSpec(_closed(each.shape, steps) if each.shape else [], each.dtype),
@@ -125,7 +126,7 @@ def _traced(model: keras.Model, steps: int) -> tuple[list[tf.Operation], int]:
     marks = []
 
     def step(inputs, values):
-        # Nothing of the model is read or changed.
+        # The model is neither read nor changed.
         scope = keras.StatelessScope(list(zip(variables, values, strict=True)), collect_losses=True)
         with tf.GradientTape(persistent=False) as tape, untouched(model, scope):
             watched = [value for variable, value in zip(variables, values, strict=True) if variable.trainable]
@@ -141,14 +142,14 @@ def _traced(model: keras.Model, steps: int) -> tuple[list[tf.Operation], int]:
 
 
 def _used_backward(operations: Sequence[tf.Operation], forward: int) -> list[tuple[int, tf.Tensor]]:
-    """The tensors that the forward pass makes and the backward pass uses, with the index of what makes each."""
-    places = {operation.name: index for index, operation in enumerate(operations[:forward])}
+    """The forward pass's tensors that the backward pass uses, with the index of the operation of each."""
+    indices = {operation.name: index for index, operation in enumerate(operations[:forward])}
     used = {}
     for operation in operations[forward:]:
         for tensor in operation.inputs:
             source = _source(tensor)
-            if source.op.name in places and source.op.type not in _NOT_COMPUTED:
-                used[source.name] = places[source.op.name], source
+            if source.op.name in indices and source.op.type not in _NOT_COMPUTED:
+                used[source.name] = indices[source.op.name], source
     return list(used.values())
 
 
@@ -160,7 +161,7 @@ def _source(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _bytes(tensor: tf.Tensor) -> int:
-    # What loops keep has no shape, nor has what depends on the data.
+    # Tensors stored by loops, or that depend on the data, have no static shape.
     if tensor.dtype in (tf.variant, tf.resource, tf.string):
         return 0
     return (tensor.shape.num_elements() or 0) * tensor.dtype.size

@@ -13,29 +13,29 @@ from keras_paragrad.memory.segments import cut_every, cut_where_it_pays
 
 
 class recompute:  # noqa: N801  (used as a function and as a context manager, like contextlib's own)
-    """Makes layers run again in the backward pass of `fit`, instead of keeping what they computed.
+    """Recomputes layers in the backward pass of `fit`, instead of storing their activations.
 
-    Gradient checkpointing: only what goes into a chosen layer is kept, in exchange for a second forward pass of it.
+    Gradient checkpointing: only the inputs of a chosen layer are stored, in exchange for a second forward pass of it.
     Training is unchanged: dropout masks are the same in both runs, and statistics, seeds, metrics and added losses are
     updated once. It works with `jit_compile`, mixed precision, strategies, `microbatch` and accumulation.
 
     Args:
         model: The model that is trained, compiled or not yet.
-        layers: `"auto"`, or the names of layers at any depth, or the layers. Each one runs again as a whole, so name
-            blocks, such as a Transformer's, not the layers in them. `"auto"` traces a step and cuts a Functional or
-            Sequential model where a single tensor goes on, such as between blocks, into the segments that need the
-            least memory. It recomputes those that free at least half as many bytes for the time they take as the model
-            keeps for its own, but the last, whose backward pass comes first; and prints what it expects.
-        every: Instead of `layers`, recomputes segments of so many parts of a Functional or Sequential model, keeping
-            only what goes into each. A part is a layer, or what lies between two places where a single tensor goes on,
-            such as a residual block. The last segment is kept.
+        layers: `"auto"`, or layers at any depth or their names. Each is recomputed as a whole, so name blocks, such as
+            a Transformer's, not the layers in them. `"auto"` traces a step, cuts a Functional or Sequential model where
+            a single tensor connects its parts, such as between blocks, into the segments that need the least memory,
+            and prints the expected savings. It recomputes segments whose bytes freed per FLOP are at least half of the
+            model's bytes stored per FLOP, except the last, whose backward pass comes first.
+        every: Instead of `layers`, recomputes segments of this many parts of a Functional or Sequential model. A part
+            is a layer, or the layers between two places where a single tensor connects them, such as a residual block.
+            The last segment is not recomputed.
 
     Returns:
-        A handle: `undo()`, or leaving a `with` block, has the layers run once again.
+        A handle: `undo()`, or leaving a `with` block, ends the recomputation.
 
     Raises:
         ValueError: An argument is invalid, such as a layer that is not in the model. `fit` raises it for a layer that
-            would not do the same in both runs. The message says what to write.
+            would not compute the same in both runs. The message says what to write.
 
     Example:
 
@@ -57,7 +57,7 @@ class recompute:  # noqa: N801  (used as a function and as a context manager, li
     def __init__(self, model: keras.Model, layers: Any = "auto", *, every: int | None = None):
         check_instance("model", model, keras.Model, "a Keras model")
         every = check_integer("every", every, most=2**31 - 1, example=2, optional=True)
-        automatic = isinstance(layers, str) and str.__eq__(layers, "auto")
+        automatic = isinstance(layers, str) and layers == "auto"
         if every is not None and not automatic:
             raise ValueError(
                 f"`every` and `layers` both say what to recompute. Write every={every}, or layers=... alone."
@@ -73,7 +73,7 @@ class recompute:  # noqa: N801  (used as a function and as a context manager, li
         StepBuilder.of(model).retrace()
 
     def undo(self) -> None:
-        """Has the layers run once again."""
+        """Ends the recomputation."""
         for undo in self._undo:
             undo()
         self._undo = []

@@ -1,4 +1,4 @@
-"""A model cut into segments: of equal length, or where it pays."""
+"""Cuts a model into segments to recompute: of equal length, or those that save memory."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ from keras_paragrad.engine.step.segments import (
 from keras_paragrad.memory.layer_names import check_nesting
 from keras_paragrad.memory.measure import ModelCost, PartCost, measure_parts
 
-# Sizes of the largest segment that are tried.
+# Number of sizes tried for the largest segment.
 _TRIED = 40
-# What recomputation has to free for its time, as a share of what the whole model keeps for its time.
+# Bytes freed per FLOP of a segment that is worth recomputing, as a share of the model's bytes stored per FLOP.
 _WORTH = 0.5
-# How much more memory is the same.
+# Peaks within this factor are considered equal.
 _SAME = 1.02
 
 
@@ -31,7 +31,7 @@ class Span(NamedTuple):
     Attributes:
         first: Index of the first part.
         last: Index after the last part.
-        recomputed: Whether it runs again in the backward pass.
+        recomputed: Whether it is recomputed in the backward pass.
     """
 
     first: int
@@ -44,89 +44,87 @@ class Span(NamedTuple):
 
 
 def equal_segments(count: int, parts: int) -> list[Span]:
-    """Segments of so many parts each; all but the last are recomputed, as its backward pass comes first."""
+    """Segments of `count` parts; all but the last are recomputed, as its backward pass comes first."""
     starts = range(0, parts, count)
     return [Span(first, min(first + count, parts), first + count < parts) for first in starts]
 
 
-def best_segments(found: ModelCost) -> list[Span]:
-    """The segments that need the least memory, of which those are recomputed that free enough for their time."""
-    costs = found.parts
-    cuts = _best_cuts(found)
+def best_segments(model_cost: ModelCost) -> list[Span]:
+    """The segments that need the least memory; those that free enough bytes per FLOP are recomputed."""
+    costs = model_cost.parts
+    cuts = _best_cuts(model_cost)
     whole = sum(cost.kept + cost.leaving for cost in costs), sum(cost.work for cost in costs)
     segments = []
     for first, last in zip(cuts[:-1], cuts[1:], strict=True):
-        freed = _kept_bytes(costs[first:last]) - (found.entering[first] - _input_bytes(costs, first))
+        freed = _kept_bytes(costs[first:last]) - (model_cost.entering[first] - _input_bytes(costs, first))
         work = sum(cost.work for cost in costs[first:last])
         worth = freed * whole[1] > _WORTH * work * whole[0] and all(cost.repeatable for cost in costs[first:last])
         segments.append(Span(first, last, worth))
-    return _keep_last_segments(found, segments)
+    return _keep_last_segments(model_cost, segments)
 
 
-def _keep_last_segments(found: ModelCost, segments: list[Span]) -> list[Span]:
-    """Without those at the end that free nothing, as what they keep is let go of before others run again."""
-    peak = peak_bytes(found, segments)
+def _keep_last_segments(model_cost: ModelCost, segments: list[Span]) -> list[Span]:
+    """Stops recomputing segments at the end that don't lower the peak: they are freed before others run again."""
+    peak = peak_bytes(model_cost, segments)
     for index in reversed(range(len(segments))):
         fewer = [*segments[:index], segments[index].kept(), *segments[index + 1 :]]
-        if peak_bytes(found, fewer) > _SAME * peak:
+        if peak_bytes(model_cost, fewer) > _SAME * peak:
             break
         segments = fewer
     return segments
 
 
-def peak_bytes(found: ModelCost, segments: Sequence[Span]) -> float:
-    """The most bytes that are held at once: after the forward pass, or while a segment runs again."""
-    held, again = 0.0, 0.0
+def peak_bytes(model_cost: ModelCost, segments: Sequence[Span]) -> float:
+    """The peak of bytes: after the forward pass, or while a segment is recomputed."""
+    held, peak = 0.0, 0.0
     for first, last, recomputed in segments:
-        inside = _kept_bytes(found.parts[first:last])
+        inside = _kept_bytes(model_cost.parts[first:last])
         if recomputed:
-            held += found.entering[first]
-            again = max(again, held + inside)
+            held += model_cost.entering[first]
+            peak = max(peak, held + inside)
         else:
-            held += _input_bytes(found.parts, first) + inside
-    return max(held, again)
+            held += _input_bytes(model_cost.parts, first) + inside
+    return max(held, peak)
 
 
 def _kept_bytes(costs: Sequence[PartCost]) -> float:
-    """What a segment keeps beside what goes into it and what goes on."""
+    """Bytes that a segment stores, without its inputs and outputs."""
     return sum(cost.kept for cost in costs) + sum(cost.leaving for cost in costs[:-1])
 
 
 def _input_bytes(costs: Sequence[PartCost], first: int) -> float:
-    """What is kept of what goes into a segment, if it is not recomputed."""
+    """Bytes of a segment's inputs that are stored if it is not recomputed."""
     return costs[first - 1].leaving if first else 0.0
 
 
-def _best_cuts(found: ModelCost) -> list[int]:
-    """Where to cut so that the largest segment and all that enters segments are smallest together."""
-    total, least = _kept_bytes(found.parts), max(cost.kept for cost in found.parts)
+def _best_cuts(model_cost: ModelCost) -> list[int]:
+    """The cuts with the smallest sum of the largest segment and all segments' inputs."""
+    total, least = _kept_bytes(model_cost.parts), max(cost.kept for cost in model_cost.parts)
     sizes = [least + (total - least) * (step / _TRIED) ** 2 for step in range(_TRIED + 1)]
-    cuts = [_cuts_of_size(size, found) for size in sizes]
-    entering = [sum(found.entering[cut] for cut in each[:-1]) for each in cuts]
+    cuts = [_cuts_of_size(size, model_cost) for size in sizes]
+    entering = [sum(model_cost.entering[cut] for cut in each[:-1]) for each in cuts]
     return min(zip(sizes, entering, cuts, strict=True), key=lambda each: each[0] + each[1])[2]
 
 
-def _cuts_of_size(size: float, found: ModelCost) -> list[int]:
-    """The cuts with the least entering segments, if none keeps more than a size."""
+def _cuts_of_size(size: float, model_cost: ModelCost) -> list[int]:
+    """The cuts with the smallest segment inputs, where no segment stores more than `size`."""
     best: list[tuple[float, int]] = [(0.0, 0)]
-    for last in range(1, len(found.parts) + 1):
+    for last in range(1, len(model_cost.parts) + 1):
         held, options = 0.0, []
         for first in range(last - 1, -1, -1):
-            held += found.parts[first].kept + (found.parts[first].leaving if first < last - 1 else 0)
+            held += model_cost.parts[first].kept + (model_cost.parts[first].leaving if first < last - 1 else 0)
             if held > size * (1 + 1e-9) and options:
                 break
-            options.append((best[first][0] + found.entering[first], first))
+            options.append((best[first][0] + model_cost.entering[first], first))
         best.append(min(options))
-    cuts = [len(found.parts)]
+    cuts = [len(model_cost.parts)]
     while cuts[-1]:
         cuts.append(best[cuts[-1]][1])
     return cuts[::-1]
 
 
 _ADVICE = 'Name the layers to recompute, as in layers=["block_0", "block_1"].'
-
-
-# The most that may be left of what is kept.
+# The largest share of stored bytes that may remain for recomputation to be worthwhile.
 _WORTHWHILE = 0.9
 
 
@@ -136,7 +134,7 @@ class Cut(NamedTuple):
     Attributes:
         functional: The Functional model that is cut: the model itself, or one in it.
         segments: The segments, in order, and whether each is recomputed.
-        expects: What is expected of it, or `None` if nothing was measured.
+        expects: The expected savings, as a message; `None` if nothing was measured.
     """
 
     functional: Any
@@ -159,12 +157,12 @@ def cut_where_it_pays(model: keras.Model) -> Cut:
     """The segments that `"auto"` recomputes; see `recompute`."""
     functional, parts = _parts(model)
     try:
-        found = measure_parts(model, functional, parts)
+        costs = measure_parts(model, functional, parts)
     except Exception as error:
         raise ValueError(f"A step of {model.name!r} could not be traced to measure it: {error} {_ADVICE}") from error
-    segments = best_segments(found)
-    before = peak_bytes(found, [Span(0, len(parts), False)])
-    after = peak_bytes(found, segments)
+    segments = best_segments(costs)
+    before = peak_bytes(costs, [Span(0, len(parts), False)])
+    after = peak_bytes(costs, segments)
     chosen = [segment for segment in segments if segment.recomputed]
     if not chosen or after > _WORTHWHILE * before:
         segments = [segment.kept() for segment in segments]
@@ -173,7 +171,7 @@ def cut_where_it_pays(model: keras.Model) -> Cut:
             "and recomputing them would not free much of that."
         )
         return _make_cut(functional, parts, segments, expects)
-    again = sum(sum(cost.work for cost in found.parts[first:last]) for first, last, _ in chosen) / found.work
+    again = sum(sum(cost.work for cost in costs.parts[first:last]) for first, last, _ in chosen) / costs.work
     names = [join_parts(functional, parts[first:last]).name for first, last, _ in chosen]
     listed = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
     expects = (
@@ -185,12 +183,12 @@ def cut_where_it_pays(model: keras.Model) -> Cut:
 
 
 def _make_cut(functional: Any, parts: Sequence[Part], segments: Sequence[Span], expects: str | None) -> Cut:
-    made = [(join_parts(functional, parts[first:last]), recomputed) for first, last, recomputed in segments]
-    return Cut(functional, made, expects)
+    joined = [(join_parts(functional, parts[first:last]), recomputed) for first, last, recomputed in segments]
+    return Cut(functional, joined, expects)
 
 
 def _parts(model: keras.Model) -> tuple[Any, list[Part]]:
-    """The Functional model to cut, which is the innermost that has most of the layers, and its smallest parts."""
+    """The innermost Functional model with most of the layers, and its smallest parts."""
     functional = functional_of(model)
     if functional is None or not model.built:
         what = "is not built" if isinstance(model, keras.Sequential) else "is not a Functional or Sequential model"
@@ -202,13 +200,13 @@ def _parts(model: keras.Model) -> tuple[Any, list[Part]]:
         check_nesting(model, layer)
     parts = parts_of(functional)
     for part in parts:
-        inside = single_nested_model(part)
+        nested = single_nested_model(part)
         if (
-            inside is not None
-            and functional_of(inside) is not None
-            and 2 * len(all_layers(inside)) > len(all_layers(model))
+            nested is not None
+            and functional_of(nested) is not None
+            and 2 * len(all_layers(nested)) > len(all_layers(model))
         ):
-            return _parts(inside)
+            return _parts(nested)
     if len(parts) < 2:
         raise ValueError(f"{model.name!r} can't be cut: nowhere does a single tensor go on. {_ADVICE}")
     return functional, parts

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.workers import MeshWorkersStrategy
-from keras_paragrad.distribution.data import DistributedData, whole_on_each_worker
+from keras_paragrad.distribution.data import DistributedData, undivided_dataset
 from keras_paragrad.distribution.decisions.communication import no_communication
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
 from keras_paragrad.distribution.decisions.devices import devices_in_words
@@ -86,7 +86,7 @@ class MeshParallel(Parallelism):
     def data(self, run: PlannedRun, x: Any, y: Any, sample_weight: Any, **options: Any) -> DistributedData:
         if run.strategies.workers is run.strategies.models:
             return super().data(run, x, y, sample_weight, **options)
-        return whole_on_each_worker(run.strategies.workers, x, y, sample_weight, **options)
+        return undivided_dataset(run.strategies.workers, x, y, sample_weight, **options)
 
     def estimate(self, model: keras.Model, run: PlannedRun, batch_size: int, length: int | None) -> NoReturn:
         raise ValueError(
