@@ -139,5 +139,5 @@ def pack_dense_parts(
         packed = tf.nest.pack_sequence_as(leaf, list(tensors), expand_composites=True)
         return packed if packed is leaf else with_mask(packed, mask)
 
-    masks = map(mask_of, leaves) if masks is None else masks
+    masks = [mask_of(leaf) for leaf in leaves] if masks is None else masks
     return [pack(*each) for each in zip(leaves, parts, masks, strict=True)]

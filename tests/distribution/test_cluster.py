@@ -332,14 +332,14 @@ def test_a_cluster_of_one_is_found():
 
 def test_a_kind_is_one_file(tmp_path, monkeypatch):
     (tmp_path / "pbs.py").write_text("""
-from keras_paragrad.distribution.cluster import ClusterKind, Found
+from keras_paragrad.distribution.cluster import ClusterKind, ClusterDescription
 
 
 class Pbs(ClusterKind):
     source, precedence, run_variables, command = "PBS", 15, ("PBS_JOBID",), "pbsdsh keras-paragrad launch train.py"
 
     def read(self, environment):
-        return Found({"worker": ("a:1", "b:1")}, "worker", 1) if "PBS_JOBID" in environment else None
+        return ClusterDescription({"worker": ("a:1", "b:1")}, "worker", 1) if "PBS_JOBID" in environment else None
 
 
 KIND: ClusterKind = Pbs()
