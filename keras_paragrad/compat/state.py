@@ -86,7 +86,7 @@ def state_of(owner: Any) -> ModelState:
     return ModelState(owner)
 
 
-Patch = TypeVar("Made", bound="MethodPatch")
+Patch = TypeVar("Patch", bound="MethodPatch")
 
 
 def replace_methods(owner: Any, **methods: Callable[..., Any]) -> None:

@@ -74,11 +74,11 @@ def _breakdown(
     weight_sharding = Sharding(replicas if shard == "parameters" else 1, least)
     state_sharding = Sharding(replicas if shard else 1, least)
     state = {
-        kind: sum(state_sharding.bytes_of(variable) for variable in variables)
+        kind: sum(state_sharding.local_bytes(variable) for variable in variables)
         for kind, variables in optimizer_variables(step.optimizers).items()
     }
     constant = {
-        "parameters": sum(weight_sharding.bytes_of(variable) for variable in model.trainable_variables),
+        "parameters": sum(weight_sharding.local_bytes(variable) for variable in model.trainable_variables),
         "non_trainable": sum(map(variable_bytes, model.non_trainable_variables)),
         **state,
     }
@@ -116,7 +116,7 @@ class Sharding(NamedTuple):
         """Whether a variable is sharded."""
         return self.shards > 1 and variable_bytes(variable) >= self.least
 
-    def variable_bytes(self, variable: keras.Variable) -> int:
+    def local_bytes(self, variable: keras.Variable) -> int:
         """The bytes of a variable that a device holds."""
         size, elements = variable_bytes(variable), math.prod(variable.shape)
         return -(-elements // self.shards) * (size // elements) if self.divides(variable) else size
