@@ -102,6 +102,7 @@ def _custom_optimizers(model: keras.Model) -> list[str]:
 
 
 def _lines_for_several(model: keras.Model, names: list[str]) -> str:
+    """The code for a model with several optimizers."""
     lines = []
     for name in names:
         optimizer = getattr(model, name)
@@ -120,6 +121,7 @@ def _lines_for_several(model: keras.Model, names: list[str]) -> str:
 
 
 def _lines_for_one(model: keras.Model) -> str:
+    """The code for a model with one optimizer."""
     scales = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     # A LossScaleOptimizer belongs outside the wrapper; compile() adds it again if the dtype policy requires it.
     name = "model.optimizer.inner_optimizer" if scales else "model.optimizer"

@@ -206,6 +206,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         cross_replica(end)
 
     def _update(self, per_replica) -> None:
+        """Updates the variables with the mean of the window, and clears it."""
         window, all_variables = self.window, self.trainable_variables
         # A variable that was frozen since gets no update, not even by its momentum.
         frozen = {index for index, was in self._with_gradient.items() if was and not all_variables[index].trainable}

@@ -88,6 +88,7 @@ class SliceSums:
         return RunningSums(gradients, total.divisor + other.divisor, total.losses + other.losses)
 
     def _accumulate(self, index: int, total: Any, gradient: Any, factor: tf.Tensor) -> Any:
+        """Adds a gradient, times a factor, to a variable's sum."""
         variable = self.variables[index]
         dtype = _dtype(variable)
         if getattr(variable, "overwrite_with_gradient", False):

@@ -44,6 +44,7 @@ class StepsSchedule:
             self._check_function()
 
     def _check_function(self) -> None:
+        """Refuses a function that fails on the host, or that TensorFlow can't trace."""
         try:
             self.at(0)
         except ValueError:
@@ -91,6 +92,7 @@ class StepsSchedule:
 
 
 def _check_pairs(steps: Any) -> list[tuple[int, int]]:
+    """The steps as pairs `(first update, steps)`."""
     listed = steps if isinstance(steps, (list, tuple)) else [(0, steps)]
     try:
         pairs = [(check_integer("steps", first, least=0), check_integer("steps", count)) for first, count in listed]
@@ -183,6 +185,7 @@ class GradientWindow(SavedVariables):
             self._add(index, gradient, scale, finite, first)
 
     def _add(self, index: int, gradient: Any, scale: Any, finite: Any, first: Any) -> None:
+        """Adds a gradient to a variable's sum, or replaces the sum with it if `first`."""
         storage = storage_of(self.accumulators[index])
         rows = gradient.indices if _is_sparse(gradient) else None
         values: Any = gradient if rows is None else gradient.values

@@ -231,6 +231,7 @@ class _ReducingMetrics(MethodPatch):
         values: Any,
         sample_weight: Any = None,
     ) -> None:
+        """Updates a `Mean` with values per example as before, and with a scalar reduced over the replicas."""
         values = _as_scalar(values)
         values = values if scale == 1 else values * scale
         if values.shape.rank != 0 or sample_weight is not None or is_trial():

@@ -211,6 +211,7 @@ _STATED: dict[str, Callable[[dict[str, Any]], Normalizer]] = {
 
 
 def _normalizer_of_terms(model: keras.Model, terms: list[LossTerm], advice: str) -> Normalizer:
+    """The normalizer that all compiled losses share."""
     if not terms:
         raise IndivisibleError("The model was compiled without a loss. Write model.compile(optimizer, loss=...).")
     divisors = [_divisor(term, advice) for term in terms]

@@ -223,6 +223,7 @@ class TrackedLosses:
         return [self.model._loss_tracker, *(self.model._compile_loss.metrics if self.model._compile_loss else ())]
 
     def _add(self, total: tf.Tensor, replicas: int) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Adds what the sums change in the trackers; `replicas` replicas add the same."""
         entries = 1 + len(self.form.factors)
         sums, added_totals, added_counts = tf.split(total, [2 * entries + 1, entries, entries])
         values, rows = total_losses(sums, self.form)

@@ -170,6 +170,7 @@ def recorded_terms(
 
 
 def _listen(compiled: Any, listeners: list[_Listener]) -> None:
+    """Replaces a compiled loss's losses and trackers by ones that inform the listeners."""
     build = compiled.build
 
     def record():

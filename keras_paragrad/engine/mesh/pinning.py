@@ -64,6 +64,8 @@ def _descendants(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
 
 
 def _pin_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a layer's `call` so that its inputs and outputs are pinned."""
+
     @functools.wraps(call)
     def pinned(*arguments: Any, **keywords: Any) -> Any:
         if in_symbolic_scope() or not computing_on_mesh():

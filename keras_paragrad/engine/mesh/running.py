@@ -168,6 +168,7 @@ class ModelOnMesh:
         return self._wrap(step, lambda data: None)
 
     def _wrap(self, step: Callable[[Any], Any], check: Callable[[Any], None]) -> Callable[[Any], Any]:
+        """Moves batches to the mesh for a step, and its logs back; prepares the model with the first batch."""
         ready = False
 
         def run(data: Any) -> Any:
@@ -213,6 +214,8 @@ class ModelOnMesh:
         return compile_steps(self.model, [step], mesh=_Evaluation(self))
 
     def _predict_function(self) -> Callable[[list], Any]:
+        """Builds `model.predict_function`."""
+
         def step(data: Any) -> Any:
             with self.tracing():
                 return self.model.predict_step(data)

@@ -79,6 +79,7 @@ def install_distribute_tensor() -> None:
 
 
 def _distribute_tensor(tensors: Any, layout: Any) -> Any:
+    """Lays the outputs of a layer out, as `keras.distribution` asks."""
     if not computing_on_mesh():
         return tensors
 

@@ -71,6 +71,7 @@ class CompiledPart:
     def _function(
         self, indices: tuple[int, ...], variables: list[keras.Variable], operation_fn: Callable[..., Any]
     ) -> tuple[Any, _Trace]:
+        """The function that XLA compiles, and what its trace will show."""
         trace = _Trace([], [], [])
 
         def compiled(values, masks, weights):
@@ -92,6 +93,7 @@ class CompiledPart:
         return tf.function(compiled, jit_compile=True, autograph=False), trace
 
     def _check(self, adds_losses: bool, scope: ReadScope | None) -> None:
+        """Refuses what XLA's program for one device can't do."""
         if adds_losses or (scope and scope.losses):
             raise ValueError(
                 f"A layer of the stage {self.part.name} adds a loss when it is called, which can't leave XLA's "

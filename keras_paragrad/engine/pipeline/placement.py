@@ -42,6 +42,7 @@ def placing_by_inputs(model: keras.Model) -> Iterator[None]:
 
 
 def _device_function() -> Callable[[Any], str]:
+    """A function for `tf.Graph.device` that maps an operation to its device."""
     captures: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
     def captured(tensor: Any) -> Any:

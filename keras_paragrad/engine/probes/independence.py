@@ -111,6 +111,7 @@ def _find_problems(
     training: bool,
     normalize: Callable | None,
 ) -> _Problems:
+    """Runs the trials, and words their results."""
     parts = _PARTS[asked_by]
     wrong = list(_mixing_problems(model, arguments, terms, parts, training))
     inexact = []
@@ -140,6 +141,7 @@ def _find_problems(
 def _mixing_problems(
     model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm], parts: str, training: bool
 ) -> Iterator[str]:
+    """Messages about layers and losses that mix examples."""
     layer = find_mixing_layer(model, arguments["x"], training=training)
     if layer:
         yield (
@@ -155,6 +157,7 @@ def _mixing_problems(
 
 
 def _metric_problems(model: keras.Model, arguments: dict[str, Any]) -> _Problems:
+    """Messages about metrics that depend on how a batch is split."""
     on_replicas = replica_count() > 1
     even, uneven = split_dependent_metrics(model, **arguments, on_replicas=on_replicas)
     wrong, inexact = [], []

@@ -113,6 +113,8 @@ def _add_up_on_average(compute: PureFunction, data: Any, parts: list[Any]) -> bo
 
 
 def _mixes(term: LossTerm, compute: Any, one_value_each: bool, labels: bool, low: float, high: float) -> bool:
+    """Compares the values of rows when others change, and when the batch is split."""
+
     def values(y_true, y_pred):
         losses = np.asarray(compute(y_true, y_pred), "float64")
         # The elements of an example may be flattened with the examples.

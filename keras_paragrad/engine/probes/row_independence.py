@@ -79,6 +79,7 @@ class _Pair(NamedTuple):
 
 
 def _find_mixing(model: keras.layers.Layer, first: Any, second: Any, may_train: bool) -> str | None:
+    """Compares outputs and gradients of batches with equal rows, in training and, if they are random, in inference."""
     half_precision = uses_half_precision(model)
     changed = _Pair(first, second, _COMPARED, _COMPARED, 0.05 if half_precision else 1e-5)
     # Batches of different sizes are multiplied with different rounding.
@@ -225,6 +226,7 @@ def has_value_per_example(loss_or_metric: Any) -> bool:
 
 
 def _is_row_wise(operation: keras.Operation) -> bool:
+    """Whether an operation is Keras's and computes each row from the same row of its inputs."""
     module = type(operation).__module__
     if module in _MODELS:
         return True

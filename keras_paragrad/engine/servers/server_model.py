@@ -176,6 +176,7 @@ class ParameterServerModel:
         self._model.predict_function = predict
 
     def _function(self, run_step: Callable[[Any], Any]) -> Callable[[Iterator], dict]:
+        """A train or test function that sends its steps to workers."""
         metric_states = self._metrics
         step = compile_step_on_worker(self._model, metric_states, run_step)
 

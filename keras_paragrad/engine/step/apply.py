@@ -280,6 +280,7 @@ def _update(
 def _transform(
     optimizer: keras.optimizers.Optimizer, transform: Transform, grads: list[Any], variables: Sequence[Any] | None
 ) -> list[Any]:
+    """Transforms dense gradients without loss scale, and returns them in their places."""
     updated: Sequence[Any] = optimizer._trainable_variables if variables is None else variables
     # Float8 scales are passed as gradients.
     places = [

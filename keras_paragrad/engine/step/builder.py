@@ -274,6 +274,7 @@ class StepBuilder:
         return [functools.partial(self._step, update=update, telemetry=telemetry, guard=guard) for update in choices]
 
     def _step(self, data: Any, update: bool, telemetry: Telemetry | None, guard: IndivisibleBatchGuard) -> dict:
+        """Runs a step on one replica, with all fillers in effect."""
         step = TrainStep(self.model, self.stages, self._window_of(data), update, guard)
         replica_batch = ReplicaBatch.of(data)
         place = self.stages.place() if self.stages.place else contextlib.nullcontext()

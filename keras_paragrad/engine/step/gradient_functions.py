@@ -72,7 +72,7 @@ def _graph_of(function: Callable[..., Any]) -> Any:
     """The graph of a gradient function, found through its closures."""
     level = [function]
     for _ in range(2):
-        contents = [content for each in level for content in _contents(each)]
+        contents = [content for each in level for content in closure_contents(each)]
         tensors = [leaf for content in contents for leaf in tf.nest.flatten(content) if hasattr(leaf, "graph")]
         if tensors:
             return tensors[0].graph
@@ -80,7 +80,8 @@ def _graph_of(function: Callable[..., Any]) -> Any:
     return None
 
 
-def _contents(function: Any) -> Iterator[Any]:
+def closure_contents(function: Any) -> Iterator[Any]:
+    """The objects that a function refers to through its closure."""
     for cell in getattr(function, "__closure__", None) or ():
         try:
             yield cell.cell_contents

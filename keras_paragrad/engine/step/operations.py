@@ -217,6 +217,7 @@ def assigned_resources(graph: tf.Graph) -> list[tf.Tensor]:
 
 
 def _assigned(graph: tf.Graph, outside: dict[str, tf.Tensor]) -> Iterator[tf.Tensor]:
+    """The resources that a graph assigns to, of those in `outside`, which maps its tensors to outer ones."""
     for operation in graph.get_operations():
         if not operation.op_def.is_stateful:
             continue

@@ -133,6 +133,8 @@ class _Run:
         return [dense_parts(leaf) for leaf in flat], [mask_of(leaf) for leaf in flat], scope.losses, values
 
     def _gradient(self, tensors: Sequence[tf.Tensor]) -> Callable[..., Any]:
+        """The gradient function, which runs the function a second time."""
+
         def second(tensors: Any, weights: Any, state: Any, cotangents: Any) -> Any:
             sources = [*(tensors[place] for place in self.places), *weights]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -168,6 +170,7 @@ class _Run:
     def _call(
         self, tensors: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], state: Sequence[tf.Tensor]
     ) -> tuple[Any, ReadScope]:
+        """Calls the function with these tensors in place of its arguments' and variables'."""
         remaining = iter(tensors)
         parts = [[next(remaining) for _ in dense_parts(leaf)] for leaf in self.leaves]
         arguments, keywords = keras.tree.pack_sequence_as(

@@ -160,6 +160,7 @@ class _GraphRunner:
         return undo
 
     def _set(self, name: str, parts: Sequence[tuple[Part, Wrap]] | None) -> None:
+        """Sets stages or segments, and rebuilds the functions that run the model."""
         setattr(self, name, parts)
         # Bypass Keras's tracking: a method is not state of the model.
         attributes = vars(self.functional)
@@ -173,6 +174,7 @@ class _GraphRunner:
             self.functions = [(part, wrap(part, self._run_of(part))) for part, wrap in self.stages]
 
     def _run_of(self, stage: Part) -> Callable[..., Any]:
+        """A function that runs a stage, in its segments if there are some."""
         if self.segments is None:
             return functools.partial(_run_part, stage)
         functions = self._segments_in(stage)

@@ -87,6 +87,7 @@ def traced_step(
 def _traced(
     model: keras.Model, rows: int, length: int | None, optimizer: keras.optimizers.Optimizer | None, data: Any
 ) -> TracedStep:
+    """Traces the step for the first batch that its loss accepts."""
     with untouched(model, _without_values(model)):
         problems: list[Exception] = []
         for batch in candidate_batches(model, rows, length) if data is None else [with_batch_size(data, rows, length)]:
@@ -118,6 +119,7 @@ def _graph_of(
 
 
 def _of_graph(graph: tf.Graph, rows: int, optimizers: list[Any], calls: list[_Call]) -> TracedStep:
+    """Finds the gradients and the update among the operations of a graph."""
     block, numbers, places = block_of(graph, rows)
     sizes = dict(zip(block.inputs, block.input_sizes, strict=True))
     sizes.update(pair for each in block.operations for pair in zip(each.outputs, each.sizes, strict=True))
@@ -217,6 +219,7 @@ def with_batch_size(spec: Any, rows: int, length: int | None) -> Any:
 
 
 def _inputs(model: keras.Model, rows: int, length: int | None) -> Any:
+    """The specs of the inputs."""
     structure = _structure(model)
     if structure is None:
         raise ValueError(

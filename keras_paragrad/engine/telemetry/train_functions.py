@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.probes.untouched import never_run, untouched
-from keras_paragrad.engine.step.gradient_functions import releasing
+from keras_paragrad.engine.step.gradient_functions import closure_contents, releasing
 from keras_paragrad.engine.step.stages import Apply
 from keras_paragrad.engine.telemetry.watch import Telemetry
 
@@ -101,18 +101,11 @@ def compiled_functions(function: Any) -> list[Any]:
 
 
 def _referred_to(value: Any) -> Iterator[Any]:
+    """The functions that a function, or a list of them, refers to; none for a `tf.function`."""
     if hasattr(value, "experimental_get_tracing_count"):
         return
-    if isinstance(value, (list, tuple)):
-        yield from value
-        return
-    for cell in getattr(value, "__closure__", None) or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:
-            continue
-        if callable(content) or isinstance(content, (list, tuple)):
-            yield content
+    contents = value if isinstance(value, (list, tuple)) else closure_contents(value)
+    yield from (each for each in contents if callable(each) or isinstance(each, (list, tuple)))
 
 
 def graphs_of(function: Any) -> Sized:

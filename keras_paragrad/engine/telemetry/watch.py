@@ -259,6 +259,8 @@ class UpdateWatch(MethodPatch):
         return clip
 
     def _recording_step(self, optimizer: keras.optimizers.Optimizer, original: Callable) -> Callable:
+        """Wraps an optimizer's update rule to record its gradients and learning rate."""
+
         def step(gradients, variables, learning_rate):
             record = self.records[replica_index()]
             record.learning_rate = learning_rate
