@@ -11,7 +11,7 @@ from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.rule import Factors, Rule, squared_norm, sums_of_biases, weighted_sum, zeroed
 from keras_paragrad.sums import row_sums
 
-# Without XLA, ghost norms are computed where they take less than 1 / GHOST_PENALTY of the gradients' multiplications, as
+# Without XLA, ghost norms are computed where they take less than 1 / GHOST_PENALTY of the multiplications, since
 # gradients that norms have computed are cheap to sum. On two cores, norms and sums of 128 examples in milliseconds, by
 # gradients and by ghost norms: 25 positions of 256 and 32, 1.5 and 1.8; 64 of 128 and 256, 4.9 and 7.1; 36 of 288 and
 # 64, whose gradients are 1.45 times as large as both factors, 2.4 and 3.2; but 64 of 1152 and 128, 1.8 times as large,
