@@ -121,10 +121,11 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """Creates the accumulators and the inner optimizer's state for the model's trainable `variables`."""
         if self.built:
             return
-        # Variables created in a trace would be initialized in a conditional, which fails on several devices.
+        # Variables created in a trace are initialized inside a `tf.cond`, which fails on several devices.
         with tf.init_scope():
             super().build(variables)
-            # Bypass Keras's tracking.
+            # Errors advise on the model, which Keras doesn't pass to its optimizer: the `fit` that calls this has it.
+            # Written to `__dict__` to bypass Keras's tracking.
             frame = fit_frame(inspect.currentframe())
             self.__dict__["_model"] = weakref.ref(frame.f_locals["self"]) if frame else lambda: None
             self._strategy = tf.distribute.get_strategy()

@@ -104,25 +104,25 @@ class Slices(NamedTuple):
         return None if rows is None else rows > self.size
 
     def __call__(self, context: StepContext, data: Any) -> Gradient:
-        """The gradient of a batch, from those of its slices."""
+        """The gradient of a batch, accumulated over slices of `size` rows; the last one may be smaller."""
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-        static = tensors[0].shape[0]
+        static_rows = tensors[0].shape[0]
         sums = self.make_accumulator(context, data)
 
-        def add_rest(total):
+        def add_remainder(total):
             # Computed in the branch: XLA can't treat a captured value as a compile-time constant.
             rows = rows_of(tensors)
             first = rows // self.size * self.size
             return sums.add(total, rows_at(data, first, rows - first), rows)
 
-        rows = rows_of(tensors) if static is None else static
-        whole = rows // self.size
-        rest = rows - whole * self.size
-        total = self.accumulate(sums, whole, lambda index: rows_at(data, index * self.size, self.size), rows)
-        if static is None:
-            total = tf.cond(rest > 0, lambda: add_rest(total), lambda: total)
-        elif rest:
-            total = add_rest(total)
+        rows = rows_of(tensors) if static_rows is None else static_rows
+        full_slices = rows // self.size
+        remainder = rows - full_slices * self.size
+        total = self.accumulate(sums, full_slices, lambda index: rows_at(data, index * self.size, self.size), rows)
+        if static_rows is None:
+            total = tf.cond(remainder > 0, lambda: add_remainder(total), lambda: total)
+        elif remainder:
+            total = add_remainder(total)
         return sums.gradient(total, rows)
 
     def make_accumulator(self, context: StepContext, data: Any, *, equal_weights: bool = False) -> SliceSums:

@@ -18,7 +18,7 @@ _NORMS_CAPACITY = 2**14
 
 
 class StepResults:
-    """The results of the last training step.
+    """The per-example results of the last training step, in variables that it assigns.
 
     Args:
         names: Which of `"norms"`, `"gradients"` and `"second_moment"` to store.
@@ -31,12 +31,11 @@ class StepResults:
         self.variables = list(variables)
         self.capacity = capacity
         self.count = ReplicaSum([], tf.int32)
-        # Gradients are scaled when they are read. Scaling in the step would take another pass over them, or over
-        # cotangents whose products the backward pass may already have computed.
+        # Gradients are scaled when they are read: scaling them in the step would take another pass over them.
         self.factor = ReplicaSum([])
         self.norms = ReplicaRows([], capacity, self.count) if "norms" in names else None
-        with_gradients = self.variables if "gradients" in names else []
-        self.gradients = [FactoredGradients(v.shape, capacity, self.count, self.factor) for v in with_gradients]
+        shapes = [variable.shape for variable in self.variables] if "gradients" in names else []
+        self.gradients = [FactoredGradients(shape, capacity, self.count, self.factor) for shape in shapes]
         self.second_moment = [ReplicaSum(v.shape) for v in variables] if "second_moment" in names else []
 
     def assign(self, quantities: Quantities, factor: tf.Tensor) -> tf.Tensor | None:

@@ -15,14 +15,14 @@ _SEPARABLE_LOSSES: "weakref.WeakSet[keras.losses.Loss]" = weakref.WeakSet()
 
 
 def check_separable_layer(layer: keras.layers.Layer, *arguments: Any, training: bool = True) -> None:
-    """Refuses a built layer that mixes examples; the probe runs once for arguments of the same shapes and dtypes."""
-    known = _MIXING_LAYERS.setdefault(layer, {})
+    """Raises a `ValueError` if a built layer mixes examples; cached by the shapes and dtypes of the arguments."""
+    cache = _MIXING_LAYERS.setdefault(layer, {})
     key = (training, *call_signature(arguments))
-    if key not in known:
-        known[key] = find_mixing_layer(layer, *arguments, training=training)
-    if known[key]:
+    if key not in cache:
+        cache[key] = find_mixing_layer(layer, *arguments, training=training)
+    if cache[key]:
         raise ValueError(
-            f"The output of {known[key]!r} for one example depends on the others in the batch, so an example has no "
+            f"The output of {cache[key]!r} for one example depends on the others in the batch, so an example has no "
             "gradient of its own. Don't reduce over the batch axis 0."
         )
 

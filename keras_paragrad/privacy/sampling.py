@@ -167,14 +167,14 @@ def truncation_probability(examples: int, sampling_rate: float, limit: int) -> f
 
 @functools.lru_cache(maxsize=64)
 def least_rows(examples: int, expected: int, probability: float) -> int:
-    """The fewest rows whose `truncation_probability` is at most `probability`."""
-    # With one row more than there are examples, nothing is truncated.
-    least, most = expected, examples + 1
-    while least < most:
-        middle = (least + most) // 2
+    """The smallest limit of rows for which `truncation_probability` is at most `probability`."""
+    # Neighbouring data has one example more, and is never truncated with room for all of it.
+    low, high = expected, examples + 1
+    while low < high:
+        middle = (low + high) // 2
         enough = truncation_probability(examples, expected / examples, middle) <= probability
-        least, most = (least, middle) if enough else (middle + 1, most)
-    return least
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return low
 
 
 def _log_binomial(examples: int, rate: float, drawn: np.ndarray) -> np.ndarray:

@@ -118,10 +118,10 @@ def _finish(writer: Any, partial: Path, path: Path) -> None:
 
 
 def begin_csv(path: Path, columns: Sequence[str], resume: bool) -> None:
-    """Starts a CSV file with its header; with `resume`, keeps the rows of one that has it.
+    """Starts a CSV file with its header; with `resume`, keeps the rows of an existing file with the same header.
 
     Raises:
-        FileExistsError: There is a file in its place that has other columns.
+        FileExistsError: `path` exists, with other columns.
     """
     header = f"{_quoted(columns)}\n"
     if path.exists():

@@ -178,7 +178,7 @@ def gather(tensor: Any) -> tf.Tensor:
 
 
 def relayout(tensor: Any, axes: Axes, gradient: Axes | None = None) -> Any:
-    """Divides a DTensor along other axes of the mesh of the step that is being traced.
+    """`dtensor.relayout` on the mesh of the step that is being traced, with a layout for the gradient too.
 
     Args:
         tensor: The tensor.
@@ -190,16 +190,16 @@ def relayout(tensor: Any, axes: Axes, gradient: Axes | None = None) -> Any:
         return dtensor.relayout(tensor, layout)
 
     @tf.custom_gradient
-    def relay(tensor: Any) -> Any:
+    def forward(tensor: Any) -> Any:
         return dtensor.relayout(tensor, layout), backward
 
     def backward(cotangent: Any) -> Any:
-        # DTensor would divide the gradient as the tensor was, which it does not always know. It also lacks rules for
-        # operations whose gradient is divided, so the gradient is computed in the new layout, and divided then.
+        # DTensor's own gradient restores the layout of the input, which is not always known in a trace. It also lacks
+        # rules for some divided gradients: so they are divided last.
         cotangent = dtensor.relayout(cotangent, layout)
         return cotangent if gradient is None else dtensor.relayout(cotangent, layout_of(CONTEXT.mesh, gradient))
 
-    return relay(tensor)
+    return forward(tensor)
 
 
 def bytes_by_device(storage: Any) -> dict[str, int]:

@@ -23,17 +23,17 @@ def check_mesh_options(options: Options) -> None:
     """Refuses options that contradict a mesh."""
     if options.mesh is None and options.layout is not None:
         raise ValueError(
-            f"layout={options.layout!r} is how variables are divided over mesh={{...}}, which isn't given. Write "
+            f"layout={options.layout!r} needs a mesh to divide variables over. Write "
             'mesh={"batch": 2, "model": 2}, or leave layout out.'
         )
     if options.mesh is not None and options.layout is None:
         raise ValueError(
-            'A mesh is given, and no layout. Write layout="auto" for one that follows from the model\'s structure, or '
-            "strategy=keras.distribution.ModelParallel(layout_map=..., batch_dim_name=...) for one of yours."
+            'mesh needs a layout. Write layout="auto" for one that follows from the model\'s structure; for your own, '
+            "write strategy=keras.distribution.ModelParallel(layout_map=..., batch_dim_name=...) in place of mesh."
         )
     if options.mesh is not None and options.strategy != "auto":
         raise ValueError(
-            f"mesh={options.mesh} arranges devices, and so does strategy={options.strategy!r}. Leave one of them out."
+            f"mesh={options.mesh} and strategy={options.strategy!r} both arrange devices. Pass one of them."
         )
     is_distribution = isinstance(options.strategy, DISTRIBUTIONS)
     if options.mesh is None and not is_distribution:
@@ -47,14 +47,14 @@ def check_mesh_options(options: Options) -> None:
         raise ValueError("exact=False, but a mesh trains as one device does. Leave exact out.")
     if options.shard is not None:
         raise ValueError(
-            f"shard={options.shard!r} cuts variables among replicas, and a mesh has one replica, whose variables are "
-            'divided by their layout. Leave shard out, or write strategy="mirrored".'
+            f"shard={options.shard!r} shards variables over replicas, and a mesh counts as one replica, whose layout "
+            'divides variables. Remove shard, or write strategy="mirrored" in place of the mesh.'
         )
     names = ("communication", "pack_bytes", "collective_timeout", "weighting")
     unused = [name for name in names if getattr(options, name) not in (None, "auto")]
     unused += ["batch"] if options.batch == "per_replica" else []
     if unused:
-        raise ValueError(f"{', '.join(unused)} has no effect on a mesh, which has one replica. Leave it out.")
+        raise ValueError(f"Without effect on a mesh, which counts as one replica: {', '.join(unused)}. Remove them.")
 
 
 def check_mesh_model(model: Any) -> None:

@@ -89,20 +89,21 @@ def all_reduced_results(model: keras.Model, losses: TrackedLosses | None = None)
 
 
 def run_custom_test_step(model: keras.Model, data: Any, normalize: LossNormalization | None) -> dict[str, Any]:
-    """Runs a custom `test_step` on every replica, and returns its logs over the whole batch.
+    """Runs a custom `test_step` on every replica, and returns the logs of the whole batch.
 
-    The states of metrics are summed over the replicas. Scalars of a replica batch, such as a returned loss or the
-    argument of a `Mean`, are averaged, weighted by the divisor of the compiled losses or as `weighting` says.
+    The states of metrics are summed over the replicas. Scalars per replica, such as a returned loss or the argument of
+    a `Mean`, are averaged, weighted by what the compiled losses divide by, or by the `weighting` of `DistributedFit`.
 
     Args:
         model: The model.
         data: The replica batch.
-        normalize: Computes its weight, or `None` to weight by the number of examples.
+        normalize: Computes the weight of the replica batch, or `None` to weight by the number of examples.
 
     Raises:
-        ValueError: The weight of a scalar is unknown. The message says what to write.
+        ValueError: The weight of a scalar is unknown.
     """
     replica_batch = ReplicaBatch.of(data)
+    # An empty replica batch is filled with a row, so that the step can run; what it adds is discarded below.
     filled = replica_batch.filled(data)
     with recorded_terms(model) as terms, without_replica_division():
         reducer = _LogReducer(model, filled, replica_batch, normalize, terms)

@@ -199,12 +199,13 @@ class TrackedLosses:
         self.model: Any = model
         self.form: LossForm = sums.form
         self.window, self.ends = window, ends
+        # Sums, and then the totals and counts that the trackers have of the window: see `LossWindow`.
         entries = 1 + len(sums.form.factors)
         self.part = tf.concat([sums.vector, tf.zeros([2 * entries], sums.vector.dtype)], 0)
         if window is not None:
-            # Resetting the metrics discards the window too.
-            counted = self.model._loss_tracker.count.value > 0
-            self.part += tf.where(counted, window.state.value, 0.0)
+            # A count of 0 means that metrics were reset, which discards the window too.
+            in_use = self.model._loss_tracker.count.value > 0
+            self.part += tf.where(in_use, window.state.value, 0.0)
 
     def track(self) -> None:
         """Adds the losses to the trackers."""

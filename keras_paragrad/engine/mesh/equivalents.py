@@ -163,9 +163,8 @@ def depthwise_input_gradient(
     dilations: Sequence[int] = (1, 1, 1, 1),
     name: str | None = None,
 ) -> Any:
-    """`tf.raw_ops.DepthwiseConv2dNativeBackpropInput`: a convolution of the cotangent with the flipped kernel.
-
-    `None` with dilations.
+    """`tf.raw_ops.DepthwiseConv2dNativeBackpropInput`, for which DTensor has no sharding rule, as a convolution of the
+    cotangent with the flipped kernel; `None` with dilations.
     """
     if any(each != 1 for each in dilations):
         return None
@@ -174,12 +173,13 @@ def depthwise_input_gradient(
     height, width, channels, multiplier = filter.shape
     paddings = [[0, 0]]
     for axis, (window, stride) in enumerate(zip((height, width), layout.order(strides)[1:3], strict=True), 1):
-        count = int(gradient.shape[axis])
-        before = _padding(sizes[axis], window, stride, count, padding, layout.pair(explicit_paddings, axis))[0]
-        spread = (count - 1) * stride + 1
+        output_size = int(gradient.shape[axis])
+        before = _padding(sizes[axis], window, stride, output_size, padding, layout.pair(explicit_paddings, axis))[0]
+        dilated_size = (output_size - 1) * stride + 1
         if stride > 1:
-            gradient = _multiply_along(gradient, axis, tf.constant(np.eye(spread)[::stride], gradient.dtype))
-        paddings.append([window - 1 - before, int(sizes[axis]) - spread + before])
+            # Insert stride - 1 zeros between places, by a product: DTensor has rules for those.
+            gradient = _multiply_along(gradient, axis, tf.constant(np.eye(dilated_size)[::stride], gradient.dtype))
+        paddings.append([window - 1 - before, int(sizes[axis]) - dilated_size + before])
     kernel = tf.reshape(filter, [height, width, channels * multiplier, 1])
     kernel = tf.gather(tf.gather(kernel, np.arange(height)[::-1], axis=0), np.arange(width)[::-1], axis=1)
     gradient = tf.nn.depthwise_conv2d(tf.pad(gradient, [*paddings, [0, 0]]), kernel, [1, 1, 1, 1], "VALID")

@@ -73,10 +73,11 @@ def _pin_call(call: Callable[..., Any]) -> Callable[..., Any]:
         inputs = arguments, keywords
         arguments, keywords = keras.tree.map_structure(pin, inputs)
         outputs = call(*arguments, **keywords)
-        for before, after in zip(keras.tree.flatten(inputs), keras.tree.flatten((arguments, keywords)), strict=True):
-            if isinstance(before, tf.Tensor):
-                # Attention removes the masks of its inputs: remove them for other layers too.
-                copy_mask(after, before)
+        pinned_inputs = keras.tree.flatten((arguments, keywords))
+        for original, copy in zip(keras.tree.flatten(inputs), pinned_inputs, strict=True):
+            if isinstance(original, tf.Tensor):
+                # Attention clears the masks of its inputs in place: here, those of the copies.
+                copy_mask(copy, original)
         return keras.tree.map_structure(pin, outputs)
 
     return pinned

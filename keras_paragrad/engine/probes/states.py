@@ -123,14 +123,14 @@ def split_dependent_call_metrics(
     model: keras.Model, arguments: dict[str, Any], *, on_replicas: bool, training: bool
 ) -> list[str]:
     """Finds the metrics updated in `call` or `compute_loss` whose results change when a batch is split."""
-    # The logs of a custom step combine these metrics over the parts.
+    # The logs of a custom step combine metrics whose `update_state` is patched.
     metrics = [metric for metric in all_metrics(model) if not is_patched(metric, "update_state")]
 
     def results(data):
         if data is not None:
             x, sample_weight, y = data
-            given = {"x": x, "y": y, "y_pred": call_model(model, (x,), training), "sample_weight": sample_weight}
-            model._compute_loss(**given, training=training)
+            y_pred = call_model(model, (x,), training)
+            model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         return [keras.tree.flatten(metric.result()) for metric in metrics]
 
     def find(size):
@@ -141,6 +141,7 @@ def split_dependent_call_metrics(
         compute, start = PureFunction(model, results), _reset_state(model)
         (whole, _), (reseeded, _) = compute(data, start), compute(data, compute.reseed(start))
         split, _ = compute(None, _state_after_parts(compute, data, _UNEVEN, start, on_replicas=on_replicas))
+        # Those that another seed changes are random, and tell nothing.
         return [
             metric.name
             for metric, whole, reseeded, split in zip(metrics, whole, reseeded, split, strict=True)

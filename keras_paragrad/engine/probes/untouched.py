@@ -33,16 +33,16 @@ _SMALL_ARRAY = 2**20
 def untouched(
     model: Any, assignments: contextlib.AbstractContextManager[Any], *, but: tuple[Any, ...] = ()
 ) -> Iterator[Any]:
-    """Context in which a model may be called, and after which it is as before.
+    """Context that undoes the side effects of calling a model.
 
     Restores the Python attributes of the model and of its parts at any depth, the random generators of Python and
-    NumPy, and Keras's state of this thread. Not restored are effects outside of Python, such as a file that a layer
-    writes, and objects of installed libraries other than Keras, such as loggers, which other threads may change.
+    NumPy, and Keras's thread-local state. Effects outside of Python remain, such as files that a layer writes, and so
+    do those on objects of installed libraries other than Keras, such as loggers, which other threads may change.
 
     Args:
         model: A layer or model.
-        assignments: A context that keeps assignments from the variables, such as a `keras.StatelessScope`.
-        but: Parts that are not restored.
+        assignments: A context that intercepts assignments to variables, such as a `keras.StatelessScope`.
+        but: Objects to leave as the call leaves them.
 
     Returns:
         What `assignments` yields.

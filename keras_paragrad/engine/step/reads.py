@@ -36,21 +36,21 @@ class ReadScope(keras.StatelessScope):
         return [(variable, self.get_current_value(variable)) for variable in self._assigned.values()]
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        self._note(variable)
+        self._record_use(variable)
         return super().get_current_value(variable)
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
-        self._note(variable)
+        self._record_use(variable)
         if variable.trainable:
             raise ValueError(
                 f"{self.name!r} assigns to its weight {variable.path!r} when it is called, and {self.reason}"
             )
         self._assigned.setdefault(id(variable), variable)
-        # Variables pass no gradient to what was assigned to them.
+        # As in assignments to variables, through which no gradient flows.
         super().add_update((variable, tf.stop_gradient(value)))
 
-    def _note(self, variable: keras.Variable) -> None:
+    def _record_use(self, variable: keras.Variable) -> None:
         if id(variable) not in self._known:
             self.missing[id(variable)] = variable
 

@@ -142,7 +142,7 @@ def test_a_backup_of_another_format_is_not_called_damaged(tmp_path, monkeypatch)
 def test_what_a_killed_writer_left_is_no_backup(tmp_path):
     files, _, newer = written(tmp_path)
     partial = newer.with_name("epoch-000009-batch-0000000000.backup.partial")
-    partial.write_bytes(manifest.manifest_of(Position(9, 0), b"the whole") + b"half")
+    partial.write_bytes(manifest.make_manifest(Position(9, 0), b"the whole") + b"half")
     assert partial not in files.paths()
     files.write(Position(2, 0), b"")
     assert not partial.exists()
