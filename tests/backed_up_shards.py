@@ -194,7 +194,7 @@ def restored(stored: Any) -> list[float]:
     """All values of the model's weights in a backup."""
     content = Content.from_bytes(stored.content)
     values = [
-        stored.shards.whole(value, content.replicas) if isinstance(value, VariableInShards) else value
+        stored.shards.read(value, content.replicas) if isinstance(value, VariableInShards) else value
         for name, value in zip(content.names["model"], content.values["model"], strict=True)
         if not name.startswith("seed")
     ]

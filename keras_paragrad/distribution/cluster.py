@@ -13,7 +13,7 @@ from keras_paragrad.exports import modules_of
 
 
 class ClusterDescription(NamedTuple):
-    """The addresses of every job's tasks, and which of them this process is."""
+    """The addresses of each job's tasks, and this process's job and task."""
 
     jobs: dict[str, tuple[str, ...]]
     job: str
@@ -21,16 +21,16 @@ class ClusterDescription(NamedTuple):
 
 
 class ClusterKind(Protocol):
-    """What starts the processes of a cluster, and describes it to them in environment variables.
+    """A scheduler or launcher, which describes a cluster to its processes in environment variables.
 
-    A kind is one module of this folder: a class that derives from this one, and an instance of it named `KIND`.
+    A kind is one module of `keras_paragrad.distribution.clusters`: a subclass of this, and an instance named `KIND`.
 
     Attributes:
         source: Its name, in messages and as `Cluster.source`.
-        precedence: Kinds are asked in ascending order, and the first that finds a cluster is used. What a user sets on
-            purpose comes before what a scheduler sets in every job.
-        run_variables: Variables that tell a run of a cluster from the next one on the same addresses.
-        command: What to type in a job to start `train.py`.
+        precedence: Kinds are tried in ascending order, and the first that finds a cluster is used. Variables that users
+            set come before those that a scheduler sets in every job.
+        run_variables: Variables that distinguish runs on the same addresses.
+        command: The command that starts `train.py` in a job.
     """
 
     source: str
@@ -39,22 +39,22 @@ class ClusterKind(Protocol):
     command: str = "keras-paragrad launch train.py, in each task"
 
     def read(self, environment: Mapping[str, str]) -> ClusterDescription | None:
-        """Finds the cluster that this process was started in. Nothing is looked up on the network.
+        """Finds the cluster that this process was started in, without the network.
 
         Args:
             environment: The environment variables.
 
         Returns:
-            The cluster, or `None` if the process was not started in one of this kind.
+            The cluster, or `None` if there is none of this kind.
 
         Raises:
-            ValueError: A variable is missing or malformed. The message names it, with what was expected.
+            ValueError: A variable is missing or malformed. The message names it and the expected value.
         """
         ...
 
 
 def cluster_kinds() -> list[ClusterKind]:
-    """The kinds in this folder, in the order in which they are asked.
+    """All kinds, in the order in which they are tried.
 
     Example:
 
@@ -73,29 +73,28 @@ def sources_in_words() -> str:
 
 
 DEFAULT_PORT = 2222
-# More would take minutes to write down, and no cluster that trains together has so many.
+# More would take minutes to describe, and no cluster that trains together has as many.
 MOST_TASKS = 10_000
 
 
 def read_integer(environment: Mapping[str, str], name: str, least: int = 0, most: int = 10**18) -> int:
-    """The number in an environment variable.
+    """Reads an integer from an environment variable.
 
     Raises:
         ValueError: It is not set, is not a number, or is less than `least` or more than `most`.
     """
     text = environment.get(name, "").strip()
     if not re.fullmatch(r"[0-9]{1,19}", text) or not least <= int(text) <= most:
-        said = f"is {quote(text)}" if name in environment else "is not set"
+        state = f"is {quote(text)}" if name in environment else "is not set"
         bounds = f"from {least} to {most}" if most < 10**18 else f"of at least {least}"
-        raise ValueError(f"{name} {said}. Expected an integer {bounds}.")
+        raise ValueError(f"{name} {state}. Expected an integer {bounds}.")
     return int(text)
 
 
 def read_port(environment: Mapping[str, str], default: int) -> int:
-    """`KERAS_PARAGRAD_PORT`, or a default where it is not set."""
-    return (
-        read_integer(environment, "KERAS_PARAGRAD_PORT", 1, 65535) if "KERAS_PARAGRAD_PORT" in environment else default
-    )
+    """`KERAS_PARAGRAD_PORT`, or the default."""
+    name = "KERAS_PARAGRAD_PORT"
+    return read_integer(environment, name, 1, 65535) if name in environment else default
 
 
 JOBS = ("chief", "worker", "ps", "evaluator")
@@ -153,12 +152,12 @@ class Cluster:
                 self._refuse(
                     f"the malformed address {quote(address)}. Expected a host and a port from 1 to 65535: 'host0:2222'."
                 )
-        twice = [address for address, count in Counter(addresses).items() if count > 1]
-        if twice:
-            self._refuse(f"{quote(twice)} more than once. Give every task its own address.")
+        duplicates = [address for address, count in Counter(addresses).items() if count > 1]
+        if duplicates:
+            self._refuse(f"{quote(duplicates)} more than once. Give every task its own address.")
 
-    def _refuse(self, found: str) -> None:
-        raise ValueError(f"The cluster from {self.source} has {found}")
+    def _refuse(self, problem: str) -> None:
+        raise ValueError(f"The cluster from {self.source} has {problem}")
 
     @property
     def worker_count(self) -> int:
@@ -194,8 +193,8 @@ class Cluster:
 def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
     """Finds the cluster that this process was started in, from its environment variables.
 
-    Each kind in `keras_paragrad.distribution.clusters` is asked, by precedence: `TF_CONFIG`, SageMaker, Kubernetes,
-    Slurm. Nothing is looked up on the network.
+    Tries each kind in `keras_paragrad.distribution.clusters` by precedence: `TF_CONFIG`, SageMaker, Kubernetes, Slurm.
+    Doesn't use the network.
 
     Args:
         environment: Names and values; usually `os.environ`.
@@ -215,7 +214,7 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
     True
     """
     for kind in cluster_kinds():
-        found = kind.read(environment)
-        if found is not None:
-            return Cluster(found.jobs, found.job, found.task, kind.source)
+        cluster = kind.read(environment)
+        if cluster is not None:
+            return Cluster(*cluster, kind.source)
     return None

@@ -33,7 +33,7 @@ class Probe:
     Attributes:
         works: Whether every replica got the right sum.
         devices: The participating devices.
-        outcome: What happened, as the end of a sentence.
+        outcome: The outcome, as the end of a sentence.
     """
 
     works: bool
@@ -48,22 +48,22 @@ def probed_devices(hardware: Hardware) -> tuple[str, ...]:
 
 
 def run_probe(devices: tuple[str, ...], seconds: float) -> Probe:
-    """All-reduces known numbers over the devices, in a process with a time limit."""
+    """All-reduces known numbers over the devices, in a subprocess with a timeout."""
     safe = ["-P"] if sys.flags.safe_path else []
     command = [sys.executable, *safe, "-m", "keras_paragrad.distribution.diagnosis", *devices]
-    # In a cluster, this process must not join the others.
+    # The subprocess must not join this process's cluster.
     environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
         return Probe(False, devices, f"did not finish within {seconds:g} s, and was killed")
-    if done.returncode:
-        return Probe(False, devices, f"failed with exit status {done.returncode}: {done.stderr.strip()[-600:]}")
-    return check_sums(devices, json.loads(done.stdout.splitlines()[-1]))
+    if result.returncode:
+        return Probe(False, devices, f"failed with exit status {result.returncode}: {result.stderr.strip()[-600:]}")
+    return check_sums(devices, json.loads(result.stdout.splitlines()[-1]))
 
 
 def check_sums(devices: tuple[str, ...], answer: dict[str, Any]) -> Probe:
-    """Compares the replicas' results with the sum of 1, 2, 3..., the numbers that they hold."""
+    """Compares the replicas' results with the sum of their numbers, 1, 2, 3..."""
     expected = len(devices) * (len(devices) + 1) / 2
     sums = [tuple(pair) for pair in answer["least_and_most"]]
     if sums != [(expected, expected)] * len(devices):

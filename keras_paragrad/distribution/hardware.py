@@ -48,7 +48,7 @@ class Hardware:
         memory_bytes: The machine's memory, in bytes, or `None` if unknown.
         devices: The logical devices of all kinds.
         gpus: The physical GPUs, which may be divided into several logical devices.
-        tpus: The TPU's cores; a single entry if only the environment mentions a TPU.
+        tpus: The TPU's cores; one entry if only the environment mentions a TPU.
         cluster: The processes that train together, or `None`.
         tpu_name: The value of `TPU_NAME`.
 
@@ -92,8 +92,7 @@ class Hardware:
 def detect(environment: Mapping[str, str] | None = None) -> Hardware:
     """Detects the hardware to train on.
 
-    Does not initialize TensorFlow's runtime: logical devices and the multi-worker strategy can still be set up
-    afterwards.
+    Doesn't initialize TensorFlow's runtime: logical devices and a multi-worker strategy can still be set up.
 
     Args:
         environment: Environment variables that may describe a cluster or a TPU; by default this process's.
@@ -137,9 +136,9 @@ def logical_devices(gpus: tuple[Device, ...] | None = None, memory: int | None =
     devices: list[Device] = []
     counts = Counter[str]()
     for physical, device in zip([*cpus, *visible_gpus, *tpus], described, strict=True):
-        # Does not trigger their creation.
-        for part in tf.config.get_logical_device_configuration(physical) or [None]:
-            limit = part.memory_limit if part else None
+        # This doesn't create them.
+        for configuration in tf.config.get_logical_device_configuration(physical) or [None]:
+            limit = configuration.memory_limit if configuration else None
             size = int(limit) * 2**20 if limit else device.memory_bytes
             name = f"{device.kind}:{counts[device.kind]}"
             devices.append(Device(name, device.kind, size, device.compute_capability, device.description))
@@ -148,10 +147,9 @@ def logical_devices(gpus: tuple[Device, ...] | None = None, memory: int | None =
 
 
 def memory_by_name() -> dict[str, int]:
-    """Queries `nvidia-smi` for the bytes of memory of each GPU model, by its name; empty if it doesn't answer.
+    """The memory in bytes of each GPU model by name, from `nvidia-smi`; empty if it fails.
 
-    By name rather than index, since TensorFlow and `nvidia-smi` may number GPUs differently. Models with several memory
-    sizes are omitted.
+    By name, since TensorFlow and `nvidia-smi` may number GPUs differently. Models with several sizes are omitted.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -179,7 +177,7 @@ def _gpus(physical: Sequence[tf.config.PhysicalDevice], memory: Mapping[str, int
 
 
 def _tpus_in_environment(environment: Mapping[str, str]) -> tuple[Device, ...]:
-    """A TPU whose cores TensorFlow sees only after connecting to it."""
+    """The TPU in environment variables, whose cores TensorFlow sees only after connecting."""
     variables = [f"{name}={environment[name]}" for name in TPU_VARIABLES if environment.get(name)]
     return (Device("TPU", "TPU", description=", ".join(variables)),) if variables else ()
 

@@ -29,8 +29,8 @@ def canonical_devices(devices: Sequence[str]) -> tuple[str, ...]:
         raise ValueError(f"`devices` names {quote(repeated)} more than once. A device takes one replica.")
     if len({kind_of_device(name) for name in names}) > 1:
         raise ValueError(
-            f"`devices` is {quote(names)}, of several kinds. Name devices of one kind: replicas take equal parts of a "
-            "batch, and all wait for the slowest."
+            f"`devices` is {quote(names)}, of several kinds. Name devices of one kind: replicas take equal replica "
+            "batches, and all wait for the slowest."
         )
     return names
 

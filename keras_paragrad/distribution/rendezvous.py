@@ -1,4 +1,4 @@
-"""Rendezvous of a cluster's workers before TensorFlow starts, which would silently wait an hour for missing ones."""
+"""Rendezvous of a cluster's workers before TensorFlow, which would silently wait an hour for missing ones, starts."""
 
 import contextlib
 import errno
@@ -35,18 +35,18 @@ def port_of(address: str) -> int:
 
 
 def listen_at(address: str, others: Sequence[str], until: float) -> list[socket.socket]:
-    """Listens on an address of this machine, IPv4 or IPv6; on each, if its name resolves to several.
+    """Listens on an IPv4 or IPv6 address of this machine, or on all that its name resolves to.
 
-    A name that can't be resolved yet is retried. Listens on all interfaces, and logs that, only if the address is not
-    one of this machine's (as behind NAT), or if it resolves to 127.0.0.1 while other machines are to connect.
+    A name that can't be resolved yet is retried. Listens on all interfaces, and logs that, only if the address isn't
+    one of this machine (as behind NAT), or resolves to 127.0.0.1 although other machines connect.
 
     Args:
         address: `host:port`.
         others: The addresses of the workers that will connect.
-        until: When to give up, by `time.monotonic()`.
+        until: The deadline, by `time.monotonic()`.
 
     Returns:
-        The sockets; the caller closes them.
+        The sockets, for the caller to close.
 
     Raises:
         ConnectionError: Can't listen on the address. The message says why.
@@ -54,8 +54,8 @@ def listen_at(address: str, others: Sequence[str], until: float) -> list[socket.
     host, port = host_of(address), port_of(address)
     while True:
         try:
-            places = sorted({info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
-            return _open_sockets(address, list(map(str, places)), _is_remote(host, others))
+            hosts = sorted({info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
+            return _open_sockets(address, list(map(str, hosts)), _is_remote(host, others))
         except OSError as error:
             transient = isinstance(error, socket.gaierror) or error.errno == errno.EADDRINUSE
             if not transient or time.monotonic() > until:
@@ -67,30 +67,30 @@ def listen_at(address: str, others: Sequence[str], until: float) -> list[socket.
 
 
 def _is_remote(host: str, others: Sequence[str]) -> bool:
-    """Whether workers connect from other machines, where the name resolves to another address."""
+    """Whether workers connect from other machines, on which the name resolves to another address."""
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host.partition("%")[0])
         return False
     return any(host_of(other) != host for other in others)
 
 
-def _open_sockets(address: str, places: list[str], is_remote: bool) -> list[socket.socket]:
+def _open_sockets(address: str, hosts: list[str], is_remote: bool) -> list[socket.socket]:
     port = port_of(address)
-    if is_remote and any(ipaddress.ip_address(place.partition("%")[0]).is_loopback for place in places):
-        return [_listen_on_all_interfaces(address, port, f"here it resolves to {', '.join(places)}")]
-    with contextlib.ExitStack() as opened:
+    if is_remote and any(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts):
+        return [_listen_on_all_interfaces(address, port, f"here it resolves to {', '.join(hosts)}")]
+    with contextlib.ExitStack() as stack:
         servers, failure = [], None
-        for place in places:
-            family = socket.AF_INET6 if ":" in place else socket.AF_INET
+        for host in hosts:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
             try:
-                servers.append(opened.enter_context(socket.create_server((place, port), family=family, backlog=128)))
+                servers.append(stack.enter_context(socket.create_server((host, port), family=family, backlog=128)))
             except OSError as error:
                 failure = error
         if not servers and failure is not None:
             if failure.errno != errno.EADDRNOTAVAIL:
                 raise failure
             return [_listen_on_all_interfaces(address, port, "it is not an address of this machine")]
-        opened.pop_all()
+        stack.pop_all()
         return servers
 
 
@@ -113,19 +113,19 @@ def rendezvous(
 ) -> None:
     """Waits until all workers have connected and report the same facts; every worker calls this.
 
-    The first worker listens on its own address, which TensorFlow uses afterwards, and sends the others the verdict.
-    Connections that are not of this run are rejected.
+    The first worker listens on its address, which TensorFlow uses afterwards, and sends the verdict to the others.
+    Connections of other runs are rejected.
 
     Args:
         cluster: The cluster.
-        seconds: How long to wait.
-        facts: By name, what must be the same everywhere, such as versions; JSON-serializable.
-        environment: Holds `KERAS_PARAGRAD_TOKEN`, which the launcher sets; `os.environ` by default. Without the token,
-            a run is identified by the cluster's description.
+        seconds: The timeout.
+        facts: Values by name that must be equal on all workers, such as versions; JSON-serializable.
+        environment: Environment variables with the launcher's `KERAS_PARAGRAD_TOKEN`; `os.environ` by default. Without
+            the token, the cluster's description identifies a run.
 
     Raises:
-        ConnectionError: On every worker present: some are missing or unreachable. The message names them.
-        ValueError: On every worker: their facts differ. The message gives them.
+        ConnectionError: On every connected worker: some are missing or unreachable. The message names them.
+        ValueError: On every worker: their facts differ. The message shows them.
     """
     until = time.monotonic() + seconds
     signer = MessageSigner.of(cluster, os.environ if environment is None else environment)
@@ -149,7 +149,7 @@ def rendezvous(
 
 
 def _collect_facts(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, Any], until: float) -> dict[str, str]:
-    """Waits for the others, and sends the verdict to all that connected."""
+    """Waits for the others, compares facts, and sends the verdict to all that connected."""
     addresses = _addresses(cluster)
     servers = listen_at(addresses[0], addresses[1:], until)
     with (
@@ -172,16 +172,16 @@ def _collect_facts(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, 
 
 
 def _compare_facts(addresses: list[str], facts: Mapping[str, Any], server: RendezvousServer) -> dict[str, str]:
-    said = {0: facts, **{rank: caller.message["facts"] for rank, caller in sorted(server.callers.items())}}
-    missing = [f"worker {rank} ({addresses[rank]})" for rank in range(len(addresses)) if rank not in said]
+    facts_by_rank = {0: facts, **{rank: caller.message["facts"] for rank, caller in sorted(server.callers.items())}}
+    missing = [f"worker {rank} ({addresses[rank]})" for rank in range(len(addresses)) if rank not in facts_by_rank]
     if missing:
         listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         return {"missing": listed, "besides": server.in_words()}
-    for name, own in facts.items():
-        others = [rank for rank in said if said[rank].get(name) != own]
+    for name, expected in facts.items():
+        others = [rank for rank in facts_by_rank if facts_by_rank[rank].get(name) != expected]
         if others:
-            found = str(said[others[0]].get(name))[:_LONGEST_REASON]
-            return {"differs": f"worker 0 has {name} {str(own)[:_LONGEST_REASON]}, and worker {others[0]} {found}"}
+            other = str(facts_by_rank[others[0]].get(name))[:_LONGEST_REASON]
+            return {"differs": f"worker 0 has {name} {str(expected)[:_LONGEST_REASON]}, and worker {others[0]} {other}"}
     return {}
 
 
@@ -197,15 +197,15 @@ def _send_verdict(caller: Caller, signer: MessageSigner, verdict: Mapping[str, s
 
 
 def _report_facts(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, Any], until: float) -> dict[str, str]:
-    """Connects to the first worker and returns its verdict."""
+    """Sends the facts to the first worker, and returns its verdict."""
     address = _addresses(cluster)[0]
-    question = signer.sign({"rank": cluster.rank, "facts": facts})
-    began, said = time.monotonic(), False
+    report = signer.sign({"rank": cluster.rank, "facts": facts})
+    start, warned = time.monotonic(), False
     failure: object = "no answer"
     while (left := until - time.monotonic()) > 0:
         try:
             with socket.create_connection((host_of(address), port_of(address)), timeout=min(left, 5.0)) as connection:
-                connection.sendall(question)
+                connection.sendall(report)
                 # The first worker reports missing workers a little after the deadline.
                 answer = _read_line(connection, until + 5)
             verdict = signer.verify(answer) if answer else None
@@ -217,15 +217,15 @@ def _report_facts(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, A
             )
         except OSError as error:
             failure = error
-        if not said and time.monotonic() - began > _WARN_AFTER:
-            said = True
+        if not warned and time.monotonic() - start > _WARN_AFTER:
+            warned = True
             _log.warning("Worker %d is waiting for the first worker at %s: %s", cluster.rank, address, failure)
         time.sleep(_PAUSE)
     return {"missing": f"worker 0 (worker {cluster.rank} could not reach it: {failure})"}
 
 
 def _read_line(connection: socket.socket, until: float) -> bytes:
-    """Reads a line, or what was received of it when the peer closes or has sent too much."""
+    """Reads a line, or an incomplete one if the peer closes or sends too much."""
     line = b""
     while not line.endswith(b"\n") and len(line) <= LONGEST:
         connection.settimeout(max(until - time.monotonic(), 0.01))
@@ -237,7 +237,7 @@ def _read_line(connection: socket.socket, until: float) -> bytes:
 
 
 def _describe_cluster(cluster: Cluster) -> Any:
-    """The cluster's addresses, or a checksum if there are many."""
+    """The cluster's addresses, or a checksum of many."""
     text = json.dumps(cluster.jobs, sort_keys=True)
     if len(text) <= _LONGEST_DESCRIPTION:
         return {job: list(hosts) for job, hosts in cluster.jobs.items()}
@@ -250,7 +250,7 @@ def _addresses(cluster: Cluster) -> list[str]:
 
 
 def await_workers(cluster: Cluster, timeout: float, facts: dict[str, Any], *, instead: str = "") -> None:
-    """Waits for the other workers, and compares what has to be the same on all of them."""
+    """Waits for the other workers, and compares versions and facts."""
     if has_joined_a_cluster():
         # TensorFlow already listens on this worker's address, so a second rendezvous there is impossible.
         raise RuntimeError(
@@ -263,8 +263,8 @@ def await_workers(cluster: Cluster, timeout: float, facts: dict[str, Any], *, in
 def join_workers(
     kind: type[NamedDevicesStrategy], cluster: Cluster, devices: Sequence[str], communication: Any
 ) -> tf.distribute.Strategy:
-    """The strategy by which workers that have met train together."""
-    # TensorFlow configures collectives from this variable, however the cluster was described.
+    """The strategy of workers that have completed a rendezvous."""
+    # TensorFlow configures collectives from this variable.
     os.environ["TF_CONFIG"] = cluster.to_tf_config()
     try:
         return kind(devices, communication)

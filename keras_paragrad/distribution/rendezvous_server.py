@@ -22,8 +22,8 @@ _CODE_BYTES = 64
 class MessageSigner:
     """Writes and reads the messages of one run.
 
-    A message is a line: an HMAC-SHA256 in hexadecimal, a space, and JSON. The JSON is parsed only after the code has
-    been verified, in constant time; the key itself is never sent.
+    A message is a line: an HMAC-SHA256 in hexadecimal, a space, and JSON. The JSON is parsed only after the code is
+    verified, in constant time; the key is never sent.
 
     Args:
         key: The shared key of the run's processes.
@@ -41,13 +41,13 @@ class MessageSigner:
 
     @classmethod
     def of(cls, cluster: Cluster, environment: Mapping[str, str]) -> "MessageSigner":
-        """The seal of a run, keyed by `KERAS_PARAGRAD_TOKEN` if set, else by the cluster's description."""
+        """The signer of a run, keyed by `KERAS_PARAGRAD_TOKEN` if set, else by the cluster's description."""
         token = environment.get(TOKEN)
         if token:
             return cls(token.encode())
         names = [name for kind in cluster_kinds() if kind.source == cluster.source for name in kind.run_variables]
-        run = {name: environment[name] for name in names if name in environment}
-        return cls(hashlib.sha256(json.dumps([cluster.jobs, run], sort_keys=True).encode()).digest())
+        variables = {name: environment[name] for name in names if name in environment}
+        return cls(hashlib.sha256(json.dumps([cluster.jobs, variables], sort_keys=True).encode()).digest())
 
     def sign(self, message: Mapping[str, Any]) -> bytes:
         """A message as a line."""
@@ -58,7 +58,7 @@ class MessageSigner:
         return line
 
     def verify(self, line: bytes) -> dict[str, Any] | None:
-        """The message in a line; `None` if it is not from this run."""
+        """The message in a line; `None` if it is of another run."""
         code, _, body = line.rstrip(b"\n").partition(b" ")
         if len(code) != _CODE_BYTES or not hmac.compare_digest(code, self._code(body)):
             return None
@@ -70,7 +70,7 @@ class MessageSigner:
 
 
 _log = logging.getLogger("keras_paragrad")
-# Seconds within which a caller has to identify itself.
+# Seconds that a caller has to identify itself.
 _PATIENCE = 10.0
 # Connections held open beyond the number of workers; the oldest is closed first.
 _SPARE = 64
@@ -78,14 +78,14 @@ _SPARE = 64
 
 @dataclass
 class Caller:
-    """A connection and what was received on it.
+    """A connection and the data received on it.
 
     Attributes:
         connection: The connection.
         host: The peer's host.
         connected_at: When it connected, by `time.monotonic()`.
         received: The bytes received.
-        message: The decoded message, once verified to be of this run.
+        message: The message, once verified as one of this run.
     """
 
     connection: socket.socket
@@ -96,10 +96,10 @@ class Caller:
 
 
 class RendezvousServer:
-    """Listens to all callers at once, so that none blocks the others.
+    """Serves all callers at once, so that none blocks the others.
 
     Args:
-        selector: Waits for several sockets at once.
+        selector: Waits for all sockets.
         servers: The listening sockets; closed on exit.
         signer: Authenticates the messages of this run.
         workers: Number of workers, including the first.
@@ -161,7 +161,7 @@ class RendezvousServer:
         try:
             connection, address = server.accept()
         except OSError:
-            # It has already disconnected.
+            # The peer has already disconnected.
             return
         connection.setblocking(False)
         caller = Caller(connection, str(address[0]))
@@ -178,7 +178,7 @@ class RendezvousServer:
         except OSError:
             received = b""
         if caller.message:
-            # It has already sent its message: either it disconnected, or it sent too much.
+            # After its message, it has disconnected or sent too much.
             self._disconnected.append(caller.message["rank"])
             del self.callers[caller.message["rank"]]
             self._close(caller)
@@ -190,13 +190,13 @@ class RendezvousServer:
     def _identify(self, caller: Caller) -> None:
         message = self._signer.verify(caller.received) if len(caller.received) <= LONGEST else None
         rank = message.get("rank") if message else None
-        known = isinstance(rank, int) and 0 < rank < self._workers and isinstance(message.get("facts"), dict)  # pyright: ignore
-        if not known or message is None:
+        is_worker = isinstance(rank, int) and 0 < rank < self._workers and isinstance(message.get("facts"), dict)  # pyright: ignore
+        if not is_worker or message is None:
             self._reject(caller, "belongs to another run or has another cluster description")
             return
         before = self.callers.pop(message["rank"], None)
         if before is not None:
-            # It was restarted.
+            # The worker was restarted.
             self._close(before)
         self._unidentified.remove(caller)
         caller.message = message
@@ -209,7 +209,7 @@ class RendezvousServer:
             self._rejections[reason] = 0
         self._rejections[reason] = self._rejections.get(reason, 0) + 1
         self._unidentified.remove(caller)
-        # The reply lets a misconfigured peer report what went wrong: it sees an answer that is not of its run.
+        # A misconfigured peer sees an answer of another run, and reports that.
         with contextlib.suppress(OSError):
             caller.connection.send(b"another run\n")
         self._close(caller)

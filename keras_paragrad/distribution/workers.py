@@ -1,4 +1,4 @@
-"""Exchanges numbers and bytes between workers, and checks that they agree."""
+"""Exchanges numbers and bytes between workers, and checks that they are equal."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -39,7 +39,7 @@ def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarra
 
 
 def _sum(strategy: tf.distribute.Strategy, place: ReplicaPlacement, values: np.ndarray) -> np.ndarray:
-    """The all-reduced sum of the workers' arrays, which the first replica of each worker contributes."""
+    """All-reduces the workers' arrays, each contributed by the worker's first replica."""
 
     def value_of(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
         return tf.constant(values if context.replica_id_in_sync_group == place.first else np.zeros_like(values))
@@ -52,10 +52,10 @@ def from_chief(strategy: tf.distribute.Strategy, content: bytes | None) -> bytes
 
     Args:
         strategy: The workers' strategy.
-        content: The bytes to send, on the chief; `None` on the others.
+        content: The bytes, on the chief; `None` on the others.
 
     Returns:
-        The same bytes everywhere.
+        The chief's bytes, on all workers.
     """
     place = replica_placement(strategy)
     if place.workers == 1:
@@ -70,7 +70,7 @@ def sum_bytes(strategy: tf.distribute.Strategy, array: np.ndarray) -> np.ndarray
 
     Args:
         strategy: The workers' strategy; all its workers call this, with equally many bytes.
-        array: This worker's bytes, with zeros in place of those of others.
+        array: This worker's bytes, with zeros for those of others.
     """
     place = replica_placement(strategy)
     if place.workers == 1:
@@ -91,7 +91,7 @@ def agree(strategy: tf.distribute.Strategy, values: Mapping[str, int], what: str
         strategy: The strategy; all its workers call this.
         values: This worker's numbers by name, with the same names in the same order on every worker. Negative means
             unknown.
-        what: What the numbers describe, in the error message.
+        what: A description of the numbers, for the error message.
         hint: Appended to the error message.
 
     Raises:
@@ -111,11 +111,11 @@ def agree(strategy: tf.distribute.Strategy, values: Mapping[str, int], what: str
 
 
 def all_or_none(strategy: tf.distribute.Strategy, prepare: Callable[[], Result]) -> Result:
-    """Calls `prepare` on every worker; if it fails on one, all raise, so that none waits for that worker.
+    """Calls `prepare` on every worker; if it fails on one, all raise, so that none waits for it.
 
     Raises:
         ValueError: `prepare` failed on another worker.
-        Exception: Whatever `prepare` raised on this worker.
+        Exception: The error that `prepare` raised on this worker.
     """
     failure, result = None, None
     try:

@@ -535,8 +535,8 @@ _DISTRIBUTION = [
     _fault(
         "Slurm's ranks are counted as if every node had as many tasks",
         "distribution/clusters/slurm.py",
-        "return sum(tasks[:node]) + place",
-        "return node * tasks[node] + place",
+        "return sum(tasks[:node]) + task",
+        "return node * tasks[node] + task",
         "distribution/test_cluster.py",
     ),
     _fault(
@@ -573,8 +573,8 @@ _CHECKPOINTS = [
     _fault(
         "a fit that goes on skips one batch too many",
         "distribution/checkpoint/resuming.py",
-        "StepBuilder.of(self.model).skip_batches(self.position.batch, then)",
-        "StepBuilder.of(self.model).skip_batches(self.position.batch + 1, then)",
+        "StepBuilder.of(self.model).skip_batches(self.position.batch, on_resumed)",
+        "StepBuilder.of(self.model).skip_batches(self.position.batch + 1, on_resumed)",
         "distribution/checkpoint/test_backup.py::test_resumed_equals_undisturbed",
     ),
 ]

@@ -36,26 +36,26 @@ _log = logging.getLogger("keras_paragrad")
 
 
 class Backup(keras.callbacks.Callback):
-    """Backs up training while `fit` runs, and makes the next `fit` resume from there, on all workers at the same step.
+    """Backs up training during `fit`, and makes the next `fit` resume from there, on all workers at the same step.
 
     A backup holds the variables of the model, the optimizer (including an open window of an `AccumulatingOptimizer`)
     and the metrics, the states of random seeds, the epoch and batch, and the state of `EarlyStopping`,
-    `ReduceLROnPlateau`, `ModelCheckpoint` and of custom callbacks that have `get_state` and `set_state`. Only the
-    chief writes, but for shards, of which every worker writes its own before; writes are atomic, and checksums are
+    `ReduceLROnPlateau`, `ModelCheckpoint` and custom callbacks with `get_state` and `set_state`. The
+    chief writes it, after every worker has written its shards; writes are atomic, and checksums are
     verified before use. A backup can be restored on a different number of replicas and workers, and under another
     `shard=`. Pass this as the last callback of `fit`, on every worker, and use a separate
     directory for each `fit`. Files in it that are not backups are never touched, whatever their names.
 
-    Data is not backed up: when resuming in the middle of an epoch, batches already trained on are read and skipped, so
-    the data has to come in the same order.
+    Data is not backed up: when resuming within an epoch, batches already trained on are read and skipped, so the data
+    must have the same order.
 
     Args:
-        directory: The directory of the backups; on the other workers it may be on another file system, or empty.
+        directory: The directory of the backups; on other workers it may be on another file system, or empty.
         every: `"epoch"`, or the number of batches between backups.
-        keep: How many of the newest backups to keep.
+        keep: Number of the newest backups to keep.
         on_sigterm: Whether SIGTERM to any worker makes all of them back up after the same batch and leave `fit` with
             `TrainingInterrupted`, exit status 143.
-        check_every: Number of steps between the workers' checks for SIGTERM; about every second, if `None`.
+        check_every: Number of steps between the workers' checks for SIGTERM; `None` checks about every second.
         callbacks: The other callbacks of this `fit`, whose state is backed up too.
         delete_when_done: Whether to remove the backups when `fit` completes; otherwise the next `fit` resumes from
             them.
@@ -63,7 +63,7 @@ class Backup(keras.callbacks.Callback):
     Raises:
         ValueError: An argument is invalid; or when `fit` begins: arguments differ between workers, or the backup is of
             another model, of an epoch or batch that this `fit` does not have, or of epochs of another length.
-        TypeError: When `fit` begins: the state of a callback holds a value that would not be restored exactly.
+        TypeError: When `fit` begins: the state of a callback has a value that can't be restored exactly.
         DamagedBackupError: When `fit` begins: there are backups, but none is intact.
         TrainingInterrupted: After SIGTERM.
 
@@ -136,7 +136,7 @@ class Backup(keras.callbacks.Callback):
             self._skipped = self._backed_up_at = self._resumption.position.batch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Backs up, if it is time to or SIGTERM was received."""
+        """Backs up, if a backup is due or SIGTERM was received."""
         done = batch + 1
         if done <= self._skipped:
             return
@@ -145,7 +145,7 @@ class Backup(keras.callbacks.Callback):
             self._resumption.after_first_batch()
             self._resumption = None
         if done == self.params.get("steps"):
-            # The epoch is about to end; its state is complete only in `on_epoch_end`.
+            # The epoch is about to end, and its state is complete in `on_epoch_end`.
             return
         if self.on_sigterm and self._checks.after_step(self._request.received):
             self._stop()
@@ -154,7 +154,7 @@ class Backup(keras.callbacks.Callback):
             self.save()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Backs up, if it is time to or SIGTERM was received."""
+        """Backs up, if a backup is due or SIGTERM was received."""
         done, self._position, self._ended = self._position.batch, Position(epoch + 1, 0), (epoch, logs or {})
         self._resumption = None
         if self.model.stop_training:
@@ -168,11 +168,11 @@ class Backup(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Removes the backups."""
         if self._resumption:
-            # There was nothing left to do.
+            # No training was left.
             self._resumption.restore_callbacks(self._stateful_callbacks)
         self.leave()
         if self.delete_when_done:
-            # Wait for all workers first: if one failed, a restart would find nothing to resume from.
+            # Wait for all workers: if one failed, a restart needs the backup.
             gather(self._strategy, [0])
             self._remove_all()
 
@@ -188,11 +188,11 @@ class Backup(keras.callbacks.Callback):
         """Backs up now, at the end of a batch or an epoch. Call it on every worker after the same step.
 
         Returns:
-            Whether that succeeded, as far as this worker knows: only the chief writes what isn't in shards.
+            Whether this worker succeeded; only the chief writes what isn't in shards.
         """
         sections = seam.training_variables(self.model)
         values = variable_values(replica_placement(self._strategy), sections)
-        variables = [variable for found in sections.values() for variable in found]
+        variables = [variable for section in sections.values() for variable in section]
         failure, written = None, NO_SHARDS
         try:
             written = write_worker_shards(self._strategy, self.files, self._position, variables)
@@ -202,8 +202,8 @@ class Backup(keras.callbacks.Callback):
             failure = error
             self._log_failure(error)
         self._failing = failure is not None
-        if any(isinstance(value, VariableInShards) for found in values.values() for value in found):
-            # Whether or not this succeeded: shards that no backup names are of no use.
+        if any(isinstance(value, VariableInShards) for section in values.values() for value in section):
+            # Even if this failed: shards that no backup names are useless.
             return remove_unnamed_shards(self._strategy, self.files, written.key) and failure is None
         return failure is None
 
@@ -213,7 +213,7 @@ class Backup(keras.callbacks.Callback):
         values: dict[str, list[np.ndarray | VariableInShards]],
         written: WrittenShards,
     ) -> None:
-        names = {section: [variable.path for variable in found] for section, found in sections.items()}
+        names = {name: [variable.path for variable in section] for name, section in sections.items()}
         states = callback_states(self._stateful_callbacks)
         if self._ended and HISTORY in states:
             states[HISTORY] = append_epoch(states[HISTORY], *self._ended)
@@ -251,7 +251,7 @@ class Backup(keras.callbacks.Callback):
 
     def _remove_all(self) -> None:
         try:
-            # Other workers may have directories of their own.
+            # Other workers' directories may be on other file systems.
             self.files.remove_all(only_shards=not self._is_chief)
         except OSError as error:
             _log.warning("The backups could not be removed: %s. The next fit would resume from them.", error)

@@ -33,7 +33,7 @@ def encode(value: Any, arrays: list[np.ndarray], where: str) -> Any:
         value: `None`, a bool, a number, a string, bytes, a NumPy array or scalar; or lists, tuples and dicts of these,
             whose keys may be any hashable.
         arrays: Arrays and bytes are appended to it.
-        where: Description of the value, for errors.
+        where: A description of the value, for errors.
 
     Returns:
         Input for `json.dumps`.
@@ -89,26 +89,26 @@ def decode(encoded: Any, arrays: list[np.ndarray]) -> Any:
     """Decodes the result of `encode`.
 
     Args:
-        encoded: What it returned.
+        encoded: Its result.
         arrays: The arrays that it appended to.
     """
     if isinstance(encoded, list):
         return [decode(item, arrays) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
-    ((kind, held),) = encoded.items()
+    ((kind, content),) = encoded.items()
     if kind == "int":
-        return int(held, 16)
+        return int(content, 16)
     if kind == "tuple":
-        return tuple(decode(item, arrays) for item in held)
+        return tuple(decode(item, arrays) for item in content)
     if kind == "dict":
-        return {decode(key, arrays): decode(value, arrays) for key, value in held}
-    array = arrays[held]
+        return {decode(key, arrays): decode(value, arrays) for key, value in content}
+    array = arrays[content]
     return array.tobytes() if kind == "bytes" else array if kind == "array" else array[()]
 
 
 def is_storable(dtype: np.dtype) -> bool:
-    """Whether a NumPy archive, with the dtype's name stored beside it, preserves a dtype."""
+    """Whether a NumPy archive, together with the dtype's name, preserves a dtype."""
     if dtype.hasobject:
         return False
     return dtype_name(dtype) is not None or np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(dtype)) == dtype
@@ -126,10 +126,10 @@ class VariableInShards(NamedTuple):
     """A variable whose value is in files of shards.
 
     Attributes:
-        shape: Of the whole.
+        shape: The shape of the whole variable.
         dtype: Its dtype.
-        size: How many elements a replica's shard has; together they are the whole, flat and padded.
-        begin: Where a replica's shard would begin in a file of one replica, in bytes.
+        size: Number of elements of a replica's shard; concatenated, shards are the flat and padded variable.
+        begin: Offset in bytes of a replica's shard in a file of one replica.
     """
 
     shape: tuple[int, ...]
@@ -152,9 +152,9 @@ class Content(NamedTuple):
         values: The variables' values, by owner.
         names: The variables' names, in the same order.
         callbacks: The state of each callback that has any.
-        steps: How many batches an epoch has, or `None` if that was unknown.
-        shards: The files with the values that are in shards, one for each worker.
-        replicas: How many replicas those workers had.
+        steps: Number of batches per epoch, or `None` if unknown.
+        shards: The files of shards, one for each worker.
+        replicas: Number of replicas of those workers.
     """
 
     values: Values
@@ -168,10 +168,10 @@ class Content(NamedTuple):
         """The content as a NumPy archive, which holds no code.
 
         Raises:
-            UnstorableError: A callback's state holds a value that a backup can't.
+            UnstorableError: A callback's state has a value that a backup can't store.
         """
-        everything = [value for values in self.values.values() for value in values]
-        arrays = [value for value in everything if not isinstance(value, VariableInShards)]
+        all_values = [value for values in self.values.values() for value in values]
+        arrays = [value for value in all_values if not isinstance(value, VariableInShards)]
         callbacks = {name: encode(state, arrays, state_in_words(name)) for name, state in self.callbacks.items()}
         described = {
             "names": self.names,
@@ -180,7 +180,7 @@ class Content(NamedTuple):
             "dtypes": [dtype_name(array.dtype) for array in arrays],
         }
         if self.shards:
-            cut = [each.described() if isinstance(each, VariableInShards) else None for each in everything]
+            cut = [each.described() if isinstance(each, VariableInShards) else None for each in all_values]
             described["shards"] = {"files": self.shards, "replicas": self.replicas, "cut": cut}
         description = np.frombuffer(json.dumps(described).encode(), np.uint8)
         with io.BytesIO() as buffer:
@@ -217,7 +217,7 @@ class Content(NamedTuple):
 
 
 def shard_files_of(packed: bytes) -> list[ShardFile]:
-    """The files of shards that a content names, without reading its arrays."""
+    """The files of shards named in a content, without reading its arrays."""
     with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
         return [ShardFile(*file) for file in _read_description(archive).get("shards", {}).get("files", ())]
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad.distribution.cluster import Cluster
 
-_TRACES = (
+_SIGNS = (
     "Collective ops is aborted",
     "coordination service",
     "CoordinationService",
@@ -18,7 +18,7 @@ _TRACES = (
     "failed to connect to all addresses",
     "RecvBuf",
 )
-# A task by itself, not as part of a device name.
+# A task that is not part of a device name.
 _TASK = re.compile(r"/job:(chief|worker)/replica:\d+/task:(\d+)(?![\d/])")
 _ERRORS = (
     tf.errors.UnavailableError,
@@ -37,7 +37,7 @@ class WorkerLostError(RuntimeError):
 def explained_failures(cluster: Cluster | None) -> Iterator[None]:
     """Context in which TensorFlow errors caused by a lost worker are raised as `WorkerLostError`.
 
-    Workers detect this whatever they are waiting for: TensorFlow's coordination service sends heartbeats.
+    TensorFlow's coordination service detects lost workers by heartbeats, whatever the others wait for.
 
     Args:
         cluster: The cluster that this process trains in; `None` changes nothing.
@@ -48,14 +48,14 @@ def explained_failures(cluster: Cluster | None) -> Iterator[None]:
     try:
         yield
     except _ERRORS as error:
-        if cluster is None or cluster.worker_count == 1 or not _is_of_a_lost_worker(error):
+        if cluster is None or cluster.worker_count == 1 or not _is_lost_worker(error):
             raise
         raise WorkerLostError(_explanation(cluster, error)) from error
 
 
-def _is_of_a_lost_worker(error: tf.errors.OpError) -> bool:
+def _is_lost_worker(error: tf.errors.OpError) -> bool:
     text = str(error)
-    return any(trace in text for trace in _TRACES)
+    return any(sign in text for sign in _SIGNS)
 
 
 def _explanation(cluster: Cluster, error: tf.errors.OpError) -> str:
@@ -72,8 +72,8 @@ def _explanation(cluster: Cluster, error: tf.errors.OpError) -> str:
 def _suspects(cluster: Cluster, text: str) -> str:
     """The workers that TensorFlow names, or all others."""
     workers = [*cluster.jobs.get("chief", ()), *cluster.jobs.get("worker", ())]
-    before = {"chief": 0, "worker": len(cluster.jobs.get("chief", ()))}
-    named = {before[job] + int(index) for job, index in _TASK.findall(text)} - {cluster.rank}
+    offsets = {"chief": 0, "worker": len(cluster.jobs.get("chief", ()))}
+    named = {offsets[job] + int(index) for job, index in _TASK.findall(text)} - {cluster.rank}
     others = sorted(named) or [rank for rank in range(len(workers)) if rank != cluster.rank]
     listed = [f"worker {rank} ({workers[rank]})" for rank in others if rank < len(workers)]
     if len(listed) > 8:
@@ -83,4 +83,4 @@ def _suspects(cluster: Cluster, text: str) -> str:
 
 def _first_line(error: tf.errors.OpError) -> str:
     lines = [re.sub(r"^\{\{.*?\}\} ", "", line.strip()) for line in str(error).splitlines()]
-    return next((line for line in lines if any(trace in line for trace in _TRACES)), type(error).__name__)[:300]
+    return next((line for line in lines if any(sign in line for sign in _SIGNS)), type(error).__name__)[:300]

@@ -32,7 +32,7 @@ class StoredBackup(NamedTuple):
         position: The position of training.
         digest: The SHA-256 of the file's content, in hexadecimal.
         content: The bytes that were written.
-        shards: What reads the variables that are in shards, once it is known who has them.
+        shards: Reads the variables in shards, once these are located.
     """
 
     path: Path
@@ -51,15 +51,15 @@ class BackupFiles:
 
     A backup is one file: a manifest (a line of JSON with the position, the length and a checksum), followed by the
     content. It is written under a temporary name, flushed to disk and renamed, so a file with a backup's name is
-    complete even if the writer was killed. The checksum, which covers the manifest too, detects later damage. Variables
-    in shards are in files of their own, one of each worker, which the content names; they are written before it.
+    complete even if the writer was killed. The checksum, which covers the manifest too, detects later damage. Sharded
+    variables are in one more file of each worker, written before and named in the content.
 
     Other files in the directory are never touched: only files with both the name and the manifest of a backup are
     overwritten, renamed or removed.
 
     Args:
         directory: A local or mounted directory; created with the first backup.
-        keep: How many of the newest backups to keep.
+        keep: Number of the newest backups to keep.
 
     Raises:
         ValueError: An argument is invalid.
@@ -83,8 +83,8 @@ class BackupFiles:
 
     def paths(self) -> list[Path]:
         """The files with a backup's name, newest position first."""
-        found = self.directory.iterdir() if self.directory.is_dir() else ()
-        return sorted((path for path in found if path.name == _plain_name(path)), key=_position, reverse=True)
+        paths = self.directory.iterdir() if self.directory.is_dir() else ()
+        return sorted((path for path in paths if path.name == _plain_name(path)), key=_position, reverse=True)
 
     def write(self, position: Position, content: bytes, shards: str = "") -> Path:
         """Writes a backup, then removes all but the newest `keep`.
@@ -92,7 +92,7 @@ class BackupFiles:
         Args:
             position: The position of training.
             content: The content.
-            shards: The key of the shards that it names, if any.
+            shards: The key of its shards, if any.
 
         Returns:
             The new file.
@@ -123,7 +123,7 @@ class BackupFiles:
         """Reads a backup.
 
         Raises:
-            DamagedBackupError: It differs from what was written.
+            DamagedBackupError: It was changed or truncated, or is of another version.
             OSError: It can't be read.
         """
         line, _, content = path.read_bytes().partition(b"\n")
@@ -142,10 +142,7 @@ class BackupFiles:
         return StoredBackup(path, manifest["position"], manifest["sha256"], content)
 
     def newest(self, before: Position | None = None) -> tuple[StoredBackup | None, list[str]]:
-        """The newest intact backup, or `None`, and the damage to each newer one; of those before a position, if given.
-
-        Shards are not looked at.
-        """
+        """The newest intact backup before a position, or `None`, and the damage to newer ones; ignores shards."""
         damage = []
         for path in self.paths():
             if before is not None and _position(path) >= before:
@@ -157,7 +154,7 @@ class BackupFiles:
         return None, damage
 
     def set_aside(self, newer_than: Position) -> None:
-        """Renames backups newer than a position, so that they do not displace those yet to be written."""
+        """Renames backups newer than a position, so that they don't count among the newest `keep`."""
         for path in self.paths():
             if _position(path) > newer_than and is_backup(path):
                 with _new_file(path, "damaged") as aside:
@@ -165,9 +162,9 @@ class BackupFiles:
 
     @property
     def shards(self) -> list[str]:
-        """The keys of the shards that backups in the directory name, damaged ones too."""
-        found = self.directory.iterdir() if self.directory.is_dir() else ()
-        return [manifest["shards"] for path in found if (manifest := read_manifest(path)) and "shards" in manifest]
+        """The keys of the shards of all backups in the directory, damaged ones too."""
+        paths = self.directory.iterdir() if self.directory.is_dir() else ()
+        return [manifest["shards"] for path in paths if (manifest := read_manifest(path)) and "shards" in manifest]
 
     def remove_all(self, *, only_shards: bool = False) -> None:
         """Removes all backups, or all shards, and the directory if that leaves it empty."""
@@ -205,11 +202,11 @@ def _create(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _new_file(path: Path, suffix: str = "partial") -> Iterator[Path]:
-    """Creates a new file beside another; removed on failure."""
+    """Creates a new file next to another; removed on failure."""
     names = (f"{path.name}.{suffix}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
-    made = next(made for made in map(path.with_name, names) if _create(made))
+    new = next(each for each in map(path.with_name, names) if _create(each))
     try:
-        yield made
+        yield new
     except BaseException:
-        made.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
         raise

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FORMAT = 2
-# Of a backup whose variables are in shards, in files of their own.
+# A backup with sharded variables, in further files.
 FORMAT_OF_SHARDS = 3
-# Manifests are far shorter; no more than this is read from a file that may not be a backup.
+# Most bytes read from a file that may not be a backup; manifests are far shorter.
 _LONGEST = 1024
 _NAME = re.compile(r"epoch-(\d{6,18})-batch-(\d{10,18})\.backup(?:\.(?:partial|damaged)(?:-\d+)?)?")
 
@@ -21,7 +21,7 @@ class Position(NamedTuple):
 
     Attributes:
         epoch: The epoch to resume in, counted from 0.
-        batch: How many batches of that epoch have been trained on.
+        batch: Number of batches of that epoch trained on.
     """
 
     epoch: int
@@ -72,12 +72,12 @@ def verifies(manifest: dict[str, Any], line: bytes, content: bytes) -> bool:
 
 
 def is_backup(path: Path) -> bool:
-    """Whether a file is a backup by its name and by its manifest; only such a file is overwritten, moved or removed."""
+    """Whether a file is a backup by its name and manifest; only such a file is overwritten, moved or removed."""
     return read_manifest(path) is not None
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of a file that is a backup by its name and by its first line; `None` of any other."""
+    """The manifest of a file that is a backup by its name and first line; else `None`."""
     position = position_of(path)
     if position is None or path.is_symlink():
         return None

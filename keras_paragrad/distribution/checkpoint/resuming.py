@@ -23,19 +23,19 @@ _NONE, _FOUND, _DAMAGED = range(3)
 
 
 def common_backup(strategy: tf.distribute.Strategy, files: BackupFiles) -> tuple[StoredBackup | None, list[str]]:
-    """The backup to resume from, the same on every worker; every worker calls this.
+    """The backup to resume from, on all workers; every worker calls this.
 
     Args:
         strategy: The workers' strategy.
-        files: The backups that this worker sees.
+        files: The backups in this worker's directory.
 
     Returns:
-        The chief's newest intact backup, whose shards are intact too, or `None` if no worker has any; and, on the
-        chief, the damage to each newer one.
+        The chief's newest backup that is intact, with its shards, or `None` if no worker has any; and, on the chief,
+        the damage to each newer one.
 
     Raises:
-        DamagedBackupError: On every worker: all of the chief's are damaged, or it has none and another worker does.
-            Nothing has been changed.
+        DamagedBackupError: On every worker: all backups of the chief are damaged, or it has none and another worker
+            does. No file has been changed.
     """
     damage: list[str] = []
     before = None
@@ -52,10 +52,10 @@ def common_backup(strategy: tf.distribute.Strategy, files: BackupFiles) -> tuple
 def _newest(
     strategy: tf.distribute.Strategy, files: BackupFiles, before: Position | None, damage: list[str]
 ) -> StoredBackup | None:
-    """The chief's newest intact backup before a position, on all workers; the damage of others is noted."""
+    """The chief's newest intact backup before a position, on all workers; appends to `damage` on the chief."""
     is_chief = replica_placement(strategy).worker == 0
-    mine, found = files.newest(before) if is_chief else (None, [])
-    damage += found
+    mine, damaged = files.newest(before) if is_chief else (None, [])
+    damage += damaged
     state = _FOUND if mine else _DAMAGED if damage else _NONE
     words = digest_words(mine.digest) if mine else [0] * 4
     answers = gather(strategy, np.array([state, *(mine.position if mine else (0, 0)), *words, len(files.paths())]))
@@ -72,7 +72,7 @@ def _newest(
 
 
 def _find_copy(files: BackupFiles, position: tuple[int, int], digest: list[int]) -> StoredBackup | None:
-    """The chief's backup, if this worker sees it intact in its own directory."""
+    """The chief's backup, if an intact copy is in this worker's directory."""
     for path in files.paths():
         try:
             stored = files.read(path)
@@ -91,9 +91,9 @@ def _from_chief(
 
 
 def _refuse_damaged(strategy: tf.distribute.Strategy, files: BackupFiles, damage: list[str]) -> None:
-    said = from_chief(strategy, "; ".join(damage).encode() if damage else None).decode()
+    reasons = from_chief(strategy, "; ".join(damage).encode() if damage else None).decode()
     raise DamagedBackupError(
-        f"None of the backups in {files.directory} is intact, and nothing has been changed. {said}. Restore a good "
+        f"None of the backups in {files.directory} is intact, and nothing has been changed. {reasons}. Restore a good "
         "copy there, or move the directory away to start from scratch."
     )
 
@@ -107,7 +107,7 @@ def _refuse_if_elsewhere(files: BackupFiles, counts: Any) -> None:
         )
 
 
-# Variables that exist before the first step; metrics may create theirs in it.
+# Sections whose variables exist before the first step; metrics may create theirs in it.
 _BUILT_SECTIONS = ("model", "optimizer")
 _ADVICE = "Use the same data, batch_size and steps_per_epoch as before, or another directory to start from scratch."
 
@@ -140,14 +140,14 @@ class Resumption:
 
     @property
     def ends(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether no training is left."""
         return self.position.epoch >= self.epochs
 
     def in_first_epoch(self, epoch: int, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Resumes within the epoch, once Keras and all callbacks have begun it.
 
         Raises:
-            ValueError: `fit` has begun another epoch than that of the backup.
+            ValueError: `fit` started with an epoch other than the backup's.
         """
         seam.set_initial_epoch(self.model, None)
         if epoch != self.position.epoch:
@@ -160,13 +160,13 @@ class Resumption:
             # Restore again: Keras has reset the metrics, and callbacks may have changed state at the epoch's start.
             self._restore(self._fitting_variables())
             self._restore_metrics(seam.assign_all)
-            # If Keras creates the metrics' variables in the first step, a skipped batch is used for that: a real first
-            # step could close a window whose other part is in the backup.
-            then = None if self._metrics_restored else functools.partial(self._restore_metrics, seam.assign_all)
-            StepBuilder.of(self.model).skip_batches(self.position.batch, then)
+            # If Keras creates the metrics' variables in the first step, a skipped batch does that: a real step could
+            # close a window whose first micro-batches are in the backup.
+            on_resumed = None if self._metrics_restored else functools.partial(self._restore_metrics, seam.assign_all)
+            StepBuilder.of(self.model).skip_batches(self.position.batch, on_resumed)
 
     def after_first_batch(self) -> None:
-        """Adds the restored counts to metrics whose variables were created only in the first step."""
+        """Adds the restored values to metrics whose variables the first step created."""
         self._restore_metrics(seam.add_all)
 
     def restore_callbacks(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
@@ -210,15 +210,15 @@ class Resumption:
             seam.assign_all({section: variables[section]}, {section: self._values(section)})
 
     def _values(self, section: str) -> Iterator[np.ndarray]:
-        """The values of variables; those in shards are read one at a time."""
+        """The values of a section's variables; those in shards are read one at a time."""
         for value in self._content.values[section]:
-            yield self._shards.whole(value, self._content.replicas) if isinstance(value, VariableInShards) else value
+            yield self._shards.read(value, self._content.replicas) if isinstance(value, VariableInShards) else value
 
-    def _restore_metrics(self, how: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    def _restore_metrics(self, assign: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
         metrics = {"metrics": seam.training_variables(self.model)["metrics"]}
-        waits = how is seam.assign_all and len(metrics["metrics"]) < len(self._content.values["metrics"])
+        waits = assign is seam.assign_all and len(metrics["metrics"]) < len(self._content.values["metrics"])
         if self._metrics_restored or waits:
             return
         self._content.check_fits("metrics", metrics["metrics"], self._source)
-        how(metrics, {"metrics": self._values("metrics")})
+        assign(metrics, {"metrics": self._values("metrics")})
         self._metrics_restored = True

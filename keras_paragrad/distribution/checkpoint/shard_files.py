@@ -1,4 +1,4 @@
-"""The shards of a backup as files: one of each worker, which the backup names with their checksums."""
+"""The files of a backup's shards: one for each worker, named with its checksum in the backup."""
 
 import contextlib
 import hashlib
@@ -14,17 +14,17 @@ import numpy as np
 from keras_paragrad.distribution.checkpoint.manifest import Position, backup_name
 
 _NAME = re.compile(r"epoch-(\d{6,18})-batch-(\d{10,18})\.backup\.shards-(\d{5})-of-(\d{5})-([0-9a-f]{16})")
-# Headers are shorter; no more than this is read from a file that may not be one of ours.
+# Most bytes read from a file that may not be one of ours; headers are shorter.
 _LONGEST = 256
 
 
 class ShardFile(NamedTuple):
-    """One worker's shards, as the backup names them.
+    """A file of one worker's shards.
 
     Attributes:
         name: The file's name.
-        size: Its bytes.
-        digest: The SHA-256 of all of them, in hexadecimal.
+        size: Its size in bytes.
+        digest: Its SHA-256, in hexadecimal.
     """
 
     name: str
@@ -37,15 +37,15 @@ def shard_file_name(position: Position, key: str, worker: int, workers: int) -> 
 
     Args:
         position: The position of training.
-        key: Of this attempt: a later one at the same position must not overwrite what a backup names.
+        key: The key of this attempt, so that a later one at the same position doesn't overwrite a backup's shards.
         worker: The worker.
-        workers: How many there are.
+        workers: Number of workers.
     """
     return f"{backup_name(position)}.shards-{worker:05d}-of-{workers:05d}-{key}"
 
 
 def write_shards(directory: Path, name: str, shards: Iterable[np.ndarray]) -> ShardFile:
-    """Writes a worker's shards, one at a time; they belong to no backup until one names them.
+    """Writes a worker's shards, one at a time, before the backup that names them.
 
     Args:
         directory: The directory of the backups.
@@ -53,7 +53,7 @@ def write_shards(directory: Path, name: str, shards: Iterable[np.ndarray]) -> Sh
         shards: Flat arrays.
 
     Raises:
-        OSError: They could not be written; nothing is left.
+        OSError: They could not be written; no file is left.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path, header = directory / name, _header(name)
@@ -86,7 +86,7 @@ def has_shard_file(directory: Path, shards: ShardFile) -> bool:
 
 
 def is_intact(directory: Path, shards: ShardFile) -> bool:
-    """Whether a file holds what was written."""
+    """Whether a file has the checksum of what was written."""
     try:
         with (directory / shards.name).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == shards.digest
@@ -95,30 +95,25 @@ def is_intact(directory: Path, shards: ShardFile) -> bool:
 
 
 def read_shards(directory: Path, shards: ShardFile, begin: int, size: int) -> np.ndarray:
-    """Bytes of a worker's shards.
+    """Reads bytes of a worker's shards.
 
     Args:
         directory: The directory of the backups.
         shards: The file.
-        begin: Where they begin, counted from the first shard.
-        size: How many.
+        begin: Their offset from the first shard.
+        size: Their number.
     """
     offset = len(_header(shards.name)) + begin
     return np.fromfile(directory / shards.name, np.uint8, size, offset=offset)
 
 
-def remove_shards(directory: Path, kept: Collection[str] = ()) -> None:
-    """Removes files with shards, of this worker and of others, but for those of some attempts.
-
-    Args:
-        directory: The directory of the backups.
-        kept: The keys of those.
-    """
+def remove_shards(directory: Path, keep: Collection[str] = ()) -> None:
+    """Removes all files of shards, except those of attempts with some keys."""
     # Another worker may remove the same ones.
     with contextlib.suppress(FileNotFoundError):
         for path in list(directory.iterdir()):
             match = _NAME.fullmatch(path.name)
-            if match and match[5] not in kept and _is_ours(path):
+            if match and match[5] not in keep and _is_ours(path):
                 path.unlink(missing_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""The shards of a backup: written by all workers, found again, and read one variable at a time."""
+"""The shards of a backup: written by all workers, located, and read one variable at a time."""
 
 import collections
 import contextlib
@@ -31,11 +31,11 @@ from keras_paragrad.storage.storage import Parts, storage_of
 
 
 class WrittenShards(NamedTuple):
-    """What the workers have written.
+    """The shards that the workers have written.
 
     Attributes:
-        key: The key of this attempt, or `""` if no variable is in shards.
-        files: Each worker's file.
+        key: The key of this attempt, or `""` if no variable is sharded.
+        files: The file of each worker.
     """
 
     key: str
@@ -46,21 +46,21 @@ NO_SHARDS = WrittenShards("", [])
 
 
 def variable_values(place: ReplicaPlacement, sections: dict[str, list[keras.Variable]]) -> Values:
-    """The values of variables, and how those are cut that are divided; every worker calls this.
+    """The values of variables, or the layout of sharded ones; every worker calls this.
 
-    Values of which each replica has a part are summed or averaged over the replicas.
+    Values that each replica has for itself are summed or averaged.
     """
     begin = 0
     values: Values = {}
     for name, variables in sections.items():
-        values[name] = found = []
+        values[name] = section = []
         for variable in variables:
             parts = storage_of(variable).parts(place)
             if parts is None:
-                found.append(np.asarray(variable.numpy()))
+                section.append(np.asarray(variable.numpy()))
                 continue
             dtype = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
-            found.append(VariableInShards(tuple(variable.shape), dtype, parts.size, begin))
+            section.append(VariableInShards(tuple(variable.shape), dtype, parts.size, begin))
             begin += parts.size * dtype.itemsize
     return values
 
@@ -68,16 +68,16 @@ def variable_values(place: ReplicaPlacement, sections: dict[str, list[keras.Vari
 def write_worker_shards(
     strategy: tf.distribute.Strategy, files: BackupFiles, position: Position, variables: Sequence[keras.Variable]
 ) -> WrittenShards:
-    """Writes the shards of variables, each worker those that it has; every worker calls this.
+    """Writes each worker's shards of variables; every worker calls this.
 
     Raises:
-        OSError: On every worker, if one of them could not write its own.
+        OSError: On every worker, if one of them could not write its shards.
     """
     place = replica_placement(strategy)
-    parts = [found for each in variables if (found := storage_of(each).parts(place)) is not None]
+    parts = [each for variable in variables if (each := storage_of(variable).parts(place)) is not None]
     if not parts:
         return NO_SHARDS
-    # The chief's, so that it is the same on all workers.
+    # The chief's, on all workers.
     key = f"{int(gather(strategy, np.array([secrets.randbits(62)]))[0, 0]):016x}"
     names = [shard_file_name(position, key, worker, place.workers) for worker in range(place.workers)]
     mine, failure, shards = None, None, _local_shards(parts)
@@ -85,7 +85,7 @@ def write_worker_shards(
         mine = write_shards(files.directory, names[place.worker], shards)
     except OSError as error:
         failure = error
-        # Other workers may still gather what is left of a mesh.
+        # Reading the rest of a mesh is a collective operation.
         collections.deque(shards, maxlen=0)
     digest = digest_words(mine.digest) if mine else [0] * 4
     answers = gather(strategy, np.array([mine.size if mine else -1, *digest], np.int64))
@@ -103,29 +103,29 @@ def remove_unnamed_shards(strategy: tf.distribute.Strategy, files: BackupFiles, 
     """Removes the shards that no backup of the chief names; every worker calls this.
 
     Returns:
-        Whether one names those of this key.
+        Whether a backup names those with this key.
     """
     chief = replica_placement(strategy).worker == 0
-    kept = json.loads(from_chief(strategy, json.dumps(files.shards).encode() if chief else None))
+    keys = json.loads(from_chief(strategy, json.dumps(files.shards).encode() if chief else None))
     with contextlib.suppress(OSError):
-        remove_shards(files.directory, kept)
-    return key in kept
+        remove_shards(files.directory, keys)
+    return key in keys
 
 
 def locate_shards(
     strategy: tf.distribute.Strategy, directory: Path, files: Sequence[ShardFile]
 ) -> tuple["ShardReader | None", str]:
-    """Finds the shards that a backup names, and verifies them; every worker calls this.
+    """Locates and verifies the shards that a backup names; every worker calls this.
 
-    A file that several workers see is read by one of them, as it may be the same file.
+    A file that several workers see may be the same one, so one of them reads it.
 
     Args:
         strategy: The workers' strategy.
-        directory: The directory of backups that this worker sees.
-        files: What the backup names.
+        directory: This worker's directory of backups.
+        files: The files that the backup names.
 
     Returns:
-        What reads them, or `None` and the reason.
+        Their reader, or `None` and the reason.
     """
     worker = replica_placement(strategy).worker
     seen = gather(strategy, np.array([has_shard_file(directory, file) for file in files], np.int64))
@@ -139,10 +139,10 @@ def locate_shards(
         mine = {index for index, reader in enumerate(readers) if reader == worker} - checked
         damaged = [index in mine and not is_intact(directory, file) for index, file in enumerate(files)]
         checked |= mine
-        found = gather(strategy, np.array(damaged, np.int64))
-        if not found.any():
+        damaged_on_workers = gather(strategy, np.array(damaged, np.int64))
+        if not damaged_on_workers.any():
             return ShardReader(strategy, directory, files, readers), ""
-        intact = intact - found
+        intact = intact - damaged_on_workers
 
 
 class ShardReader:
@@ -150,8 +150,8 @@ class ShardReader:
 
     Args:
         strategy: The workers' strategy.
-        directory: The directory of backups that this worker sees.
-        files: The files, one of each worker that wrote them.
+        directory: This worker's directory of backups.
+        files: The files, one for each worker that wrote.
         readers: For each file, the worker that reads it.
     """
 
@@ -163,20 +163,22 @@ class ShardReader:
         self._parts = len(files)
         self._mine = {index: file for index, file in enumerate(files) if readers[index] == worker}
 
-    def whole(self, cut: VariableInShards, replicas: int) -> np.ndarray:
-        """A variable; every worker calls this.
+    def read(self, variable: VariableInShards, replicas: int) -> np.ndarray:
+        """Reads a whole variable; every worker calls this.
 
         Args:
-            cut: How it is cut.
-            replicas: How many replicas those that wrote it had.
+            variable: The layout of its shards.
+            replicas: Number of replicas that wrote them.
         """
-        of_worker = replicas // self._parts
-        size = of_worker * cut.size * cut.dtype.itemsize
+        replicas_per_worker = replicas // self._parts
+        size = replicas_per_worker * variable.size * variable.dtype.itemsize
         flat = np.zeros(self._parts * size, np.uint8)
         for index, file in self._mine.items():
-            flat[index * size : (index + 1) * size] = read_shards(self._directory, file, of_worker * cut.begin, size)
-        whole = sum_bytes(self._strategy, flat).view(cut.dtype)
-        return whole[: math.prod(cut.shape)].reshape(cut.shape)
+            flat[index * size : (index + 1) * size] = read_shards(
+                self._directory, file, replicas_per_worker * variable.begin, size
+            )
+        whole = sum_bytes(self._strategy, flat).view(variable.dtype)
+        return whole[: math.prod(variable.shape)].reshape(variable.shape)
 
 
 def _local_shards(parts: Iterable[Parts]) -> Iterator[np.ndarray]:

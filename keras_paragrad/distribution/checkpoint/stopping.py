@@ -14,7 +14,7 @@ from keras_paragrad.distribution.checkpoint.files import Position
 from keras_paragrad.distribution.workers import gather
 
 _log = logging.getLogger("keras_paragrad")
-# Between two checks.
+# Time between two checks.
 SECONDS = 1.0
 
 
@@ -26,7 +26,7 @@ class TrainingInterrupted(SystemExit):  # noqa: N818
 
     Args:
         position: The position of training.
-        saved: Whether there is a backup of that position.
+        saved: Whether that position was backed up.
 
     Attributes:
         code: 143, the exit status.
@@ -41,7 +41,7 @@ class TrainingInterrupted(SystemExit):  # noqa: N818
 class StopRequest:
     """Whether SIGTERM has been received since `listen`.
 
-    The previous handler is called too. A second SIGTERM has its usual effect.
+    The previous handler is called too. A second SIGTERM has its default effect.
     """
 
     def __init__(self):
@@ -89,14 +89,14 @@ class StopRequest:
 
 
 class StopChecks:
-    """Determines, on all workers after the same step, whether one of them has been asked to stop.
+    """Checks, on all workers after the same step, whether one of them has received SIGTERM.
 
-    A check is a small all-reduce of some milliseconds. Unless the interval is fixed, it is the number of steps that
-    take about a second by the chief's clock, on all workers.
+    A check is an all-reduce of some milliseconds. Unless the interval is fixed, checks are about a second apart by the
+    chief's clock.
 
     Args:
         strategy: The strategy; all its workers call this.
-        workers: Number of workers; with one, nothing is reduced.
+        workers: Number of workers; one worker doesn't all-reduce.
         every: Number of steps between checks, or `None` for about every second.
     """
 
@@ -104,27 +104,27 @@ class StopChecks:
         self._strategy = strategy
         self._workers = workers
         self._every = every
-        self._interval = self._left = every or 1
-        self._asked = time.monotonic()
+        self._interval = self._remaining = every or 1
+        self._checked_at = time.monotonic()
 
     def after_step(self, received: bool) -> bool:
         """Whether to stop after this step. Call it on every worker after each step."""
-        self._left -= 1
-        return received if self._workers == 1 else self._left <= 0 and self.ask(received)
+        self._remaining -= 1
+        return received if self._workers == 1 else self._remaining <= 0 and self.ask(received)
 
     def ask(self, received: bool) -> bool:
-        """Whether a worker has been asked to stop."""
+        """Whether a worker has received SIGTERM."""
         if self._workers == 1:
             return received
         answers = gather(self._strategy, np.array([received, self._next_interval()], np.int64))
-        self._interval = self._left = int(answers[0, 1])
-        self._asked = time.monotonic()
+        self._interval = self._remaining = int(answers[0, 1])
+        self._checked_at = time.monotonic()
         return bool(answers[:, 0].any())
 
     def _next_interval(self) -> int:
-        steps = self._interval - self._left
+        steps = self._interval - self._remaining
         if self._every or steps <= 0:
             return self._interval
-        seconds = (time.monotonic() - self._asked) / steps
+        seconds = (time.monotonic() - self._checked_at) / steps
         # Grows gradually: the first steps include compilation, and do not predict later ones.
         return max(1, min(int(SECONDS / max(seconds, 1e-6)), 8 * self._interval))

@@ -14,18 +14,18 @@ import keras
 from keras_paragrad.arguments import check_each, check_flag, check_instance
 from keras_paragrad.distribution.checkpoint.content import STORABLE, UnstorableError, encode, state_in_words
 
-# These read variables, which may be a collective operation; the attribute holds the path they write to.
+# These read variables, which may be a collective operation; the attribute is the path they write to.
 _READ_BY_ALL = {keras.callbacks.ModelCheckpoint: "filepath", keras.callbacks.TensorBoard: "log_dir"}
 # These read only the logs.
 _CHIEF_ONLY = (keras.callbacks.CSVLogger, keras.callbacks.RemoteMonitor)
 
 
 def with_one_writer(callbacks: Sequence[keras.callbacks.Callback], is_chief: bool) -> list[keras.callbacks.Callback]:
-    """The callbacks to give to `fit` on a worker, so that no two workers write the same file.
+    """The callbacks for `fit` on a worker, so that no two workers write the same file.
 
-    The chief keeps all of them. On other workers, `ModelCheckpoint` and `TensorBoard` take part in reading the model,
-    and write to a temporary directory that is emptied; `CSVLogger` and `RemoteMonitor` are left out. Other callbacks
-    are unchanged: a custom one that writes has to check which worker it is on.
+    The chief uses all of them. On other workers, `ModelCheckpoint` and `TensorBoard` take part in reading the model,
+    and write to a temporary directory that is emptied; `CSVLogger` and `RemoteMonitor` are omitted. Other callbacks
+    are unchanged: a custom one that writes must check which worker it is on.
 
     Args:
         callbacks: Keras callbacks.
@@ -52,7 +52,7 @@ def with_one_writer(callbacks: Sequence[keras.callbacks.Callback], is_chief: boo
         _refuse(callback)
     if is_chief:
         return callbacks
-    return [kept for callback in callbacks for kept in _without_files(callback)]
+    return [each for callback in callbacks for each in _without_files(callback)]
 
 
 def check_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
@@ -88,7 +88,7 @@ class ScratchDirectory(keras.callbacks.Callback):
     """A directory that exists while `fit` runs, emptied after the callbacks before this one have written to it.
 
     Args:
-        emptied: Whether to remove what was written at once, or only when training ends.
+        emptied: Whether to empty it after each batch and epoch, or only when training ends.
     """
 
     def __init__(self, emptied: bool):
@@ -134,8 +134,8 @@ HISTORY = "History 0"
 class HasState(Protocol):
     """A custom callback whose state is backed up.
 
-    Restored exactly are `None`, numbers, strings, bytes, NumPy arrays, and lists, tuples and dicts of these, with
-    their types and the types of their keys. A state that holds anything else is refused when training begins.
+    `None`, numbers, strings, bytes, NumPy arrays, and lists, tuples and dicts of these are restored exactly, with their
+    types and those of their keys. Any other value is refused when training begins.
     """
 
     def get_state(self) -> dict[str, Any]:
@@ -148,12 +148,12 @@ class HasState(Protocol):
 
 
 def callback_states(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, Any]]:
-    """The state of each callback that has any, by class and index among the callbacks of that class."""
+    """The state of each callback that has any, by its class and index among the callbacks of that class."""
     return {name: _callback_state(callback) for name, callback in _callbacks_by_name(callbacks).items()}
 
 
 def check_callback_states(callbacks: Iterable[keras.callbacks.Callback]) -> None:
-    """Raises an `UnstorableError`, a `TypeError`, if a state would not be restored exactly."""
+    """Raises an `UnstorableError` if a state would not be restored exactly."""
     for name, state in callback_states(callbacks).items():
         try:
             encode(state, [], state_in_words(name))

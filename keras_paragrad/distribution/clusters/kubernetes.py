@@ -19,9 +19,9 @@ _HOSTNAME = re.compile(r"(.+)-(\d{1,9})", re.ASCII)
 class Kubernetes(ClusterKind):
     """The pods of a Job or StatefulSet, if `KERAS_PARAGRAD_WORKERS` says that they train together.
 
-    Kubernetes tells a pod its own name and index, but not how many pods there are, or which service resolves their
-    names. So the manifest has to set `KERAS_PARAGRAD_WORKERS` (how many), `KERAS_PARAGRAD_SERVICE` (the headless
-    service) and, if it isn't 2222, `KERAS_PARAGRAD_PORT`. Pods are named as in
+    A pod knows its name and index, but not the number of pods or the service that resolves their names. So the manifest
+    must set `KERAS_PARAGRAD_WORKERS` (the number of pods), `KERAS_PARAGRAD_SERVICE` (the headless service) and, unless
+    it is 2222, `KERAS_PARAGRAD_PORT`. Pods are named as in
     https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode and
     https://kubernetes.io/docs/concepts/workloads/controllers/statefulset/#stable-network-id.
     """
@@ -49,7 +49,7 @@ class Kubernetes(ClusterKind):
 
 
 def _name_and_ordinal(environment: Mapping[str, str]) -> tuple[str, int]:
-    """The name of the Job or StatefulSet and the pod's number in it, from the pod's host name."""
+    """The name of the Job or StatefulSet and the pod's index, from the pod's host name."""
     host = environment.get("HOSTNAME", "").split(".")[0]
     match = _HOSTNAME.fullmatch(host)
     if match is None:

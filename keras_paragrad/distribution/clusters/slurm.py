@@ -18,7 +18,7 @@ _TASKS = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The nodes that Slurm's short form stands for, in its order.
+    """Expands a list of nodes in Slurm's short form, in order.
 
     Args:
         text: Names with ranges in brackets, as in `SLURM_STEP_NODELIST`.
@@ -46,7 +46,7 @@ def expand_nodes(text: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """How many tasks run on each node, from a form such as `2(x3),1`.
+    """The number of tasks on each node, from a form such as `2(x3),1`.
 
     Raises:
         ValueError: It is not of that form.
@@ -109,7 +109,7 @@ FIRST_PORT, PORTS_A_JOB, JOBS = 15000, 16, 900
 class Slurm(ClusterKind):
     """A step, with the variables of https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES.
 
-    A batch script without `srun` is no step: it runs once, however many tasks it was given.
+    A batch script without `srun` is no step: it runs once, whatever its number of tasks.
     """
 
     source = "Slurm"
@@ -148,20 +148,20 @@ def _tasks_on_nodes(environment: Mapping[str, str], nodes: int) -> list[int]:
 
 
 def _index(environment: Mapping[str, str], tasks: list[int]) -> int:
-    """Which worker this is: by node and task there, since `srun --distribution=cyclic` assigns ranks round-robin."""
+    """This worker's index, by node and task on it, since `srun --distribution=cyclic` assigns ranks round-robin."""
     if "SLURM_NODEID" not in environment or "SLURM_LOCALID" not in environment:
         return read_integer(environment, "SLURM_PROCID")
-    node, place = read_integer(environment, "SLURM_NODEID"), read_integer(environment, "SLURM_LOCALID")
-    if node >= len(tasks) or place >= tasks[node]:
+    node, task = read_integer(environment, "SLURM_NODEID"), read_integer(environment, "SLURM_LOCALID")
+    if node >= len(tasks) or task >= tasks[node]:
         raise ValueError(
-            f"SLURM_NODEID={node} and SLURM_LOCALID={place} name no task of a step with {quote(tasks)} tasks on its "
+            f"SLURM_NODEID={node} and SLURM_LOCALID={task} name no task of a step with {quote(tasks)} tasks on its "
             "nodes. Start the step with srun, and don't change its variables."
         )
-    return sum(tasks[:node]) + place
+    return sum(tasks[:node]) + task
 
 
 def _ports(environment: Mapping[str, str], needed: int) -> list[int]:
-    """A port for each task on a node: those reserved for the step, or some that other jobs are unlikely to use."""
+    """A port for each task on a node: the step's reserved ports, or ports that other jobs are unlikely to use."""
     reserved = environment.get("SLURM_STEP_RESV_PORTS")
     if "KERAS_PARAGRAD_PORT" in environment or not reserved:
         first = read_port(environment, _port_of_job(environment))
@@ -177,7 +177,7 @@ def _ports(environment: Mapping[str, str], needed: int) -> list[int]:
 
 
 def _port_of_job(environment: Mapping[str, str]) -> int:
-    """The same on every node, different for the next jobs and steps, and below the ephemeral ports."""
+    """A port that is the same on all nodes, differs between jobs and steps, and is below the ephemeral ports."""
     job = "SLURM_JOB_ID" if "SLURM_JOB_ID" in environment else "SLURM_JOBID"
     step = "SLURM_STEP_ID" if "SLURM_STEP_ID" in environment else "SLURM_STEPID"
     steps = read_integer(environment, step) if step in environment else 0

@@ -15,7 +15,7 @@ class TfConfig(ClusterKind):
     """The format of https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable."""
 
     source = "TF_CONFIG"
-    # Written for this very process, by hand or by a launcher that runs within a scheduler's job.
+    # Set for this process, by hand or by a launcher within a scheduler's job.
     precedence = 10
 
     def read(self, environment: Mapping[str, str]) -> ClusterDescription | None:
@@ -38,10 +38,10 @@ class TfConfig(ClusterKind):
         )
 
 
-def _expect(found: Any, kind: type, part: str) -> Any:
-    if not isinstance(found, kind):
-        raise ValueError(f"In TF_CONFIG, {part} is {quote(found)}. Expected {EXAMPLE}.")
-    return found
+def _expect(value: Any, kind: type, name: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"In TF_CONFIG, {name} is {quote(value)}. Expected {EXAMPLE}.")
+    return value
 
 
 def _addresses(name: str, hosts: Any) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ class Moments(NamedTuple):
     deviations: np.ndarray
 
     @classmethod
-    def none(cls, shape: tuple[int, ...]) -> "Moments":
+    def empty(cls, shape: tuple[int, ...]) -> "Moments":
         """The moments of no values."""
         return cls(0.0, np.zeros(shape), np.zeros(shape))
 
@@ -42,14 +42,14 @@ class Moments(NamedTuple):
     def of(cls, values: np.ndarray, axes: tuple[int, ...]) -> "Moments":
         """The moments of an array over some of its axes, including the first; computed in chunks to save memory."""
         shape = tuple(size for axis, size in enumerate(values.shape) if axis not in axes)
-        total = cls.none(shape)
+        total = cls.empty(shape)
         rows = max(1, CHUNK_BYTES // max(1, values[:1].size * 8))
         for start in range(0, len(values), rows):
-            part = values[start : start + rows].astype(np.float64)
+            chunk = values[start : start + rows].astype(np.float64)
             with np.errstate(invalid="ignore"):  # Infinity and NaN show in the mean.
-                mean = part.mean(axis=axes, keepdims=True)
-                deviations = np.square(part - mean).sum(axis=axes)
-                total = total.merged(cls(part.size / max(1, mean.size), mean.reshape(shape), deviations))
+                mean = chunk.mean(axis=axes, keepdims=True)
+                deviations = np.square(chunk - mean).sum(axis=axes)
+                total = total.merged(cls(chunk.size / max(1, mean.size), mean.reshape(shape), deviations))
         return total
 
     def merged(self, other: "Moments") -> "Moments":
@@ -82,14 +82,14 @@ def adapt_all(
 ) -> None:
     """Adapts several layers in one pass; each comes with the function that selects its values from an `x`."""
     place = replica_placement(strategy)
-    parts = all_or_none(strategy, lambda: _worker_moments(layers, data, policy, place))
-    vectors = gather(strategy, np.concatenate([part.to_vector() for part in parts]))
+    moments = all_or_none(strategy, lambda: _worker_moments(layers, data, policy, place))
+    vectors = gather(strategy, np.concatenate([each.to_vector() for each in moments]))
     start = 0
-    for (layer, _), part in zip(layers, parts, strict=True):
-        size = part.to_vector().size
-        total = Moments.none(part.mean.shape)
+    for (layer, _), shard in zip(layers, moments, strict=True):
+        size = shard.to_vector().size
+        total = Moments.empty(shard.mean.shape)
         for vector in vectors[:, start : start + size]:
-            total = total.merged(Moments.from_vector(vector, part.mean.shape))
+            total = total.merged(Moments.from_vector(vector, shard.mean.shape))
         start += size
         _assign(layer, total)
 
@@ -97,26 +97,26 @@ def adapt_all(
 def _worker_moments(
     layers: list[tuple[keras.layers.Normalization, Select]], data: Any, policy: str, place: ReplicaPlacement
 ) -> list[Moments]:
-    """This worker's part of the data, for each layer."""
+    """The moments of this worker's shard of the data, for each layer."""
     _check_data(data)
     totals: list[Moments | None] = [None] * len(layers)
     policy = choose_policy(policy, data, place.workers)
     if policy == "file":
         data = shard_files_of_worker(data, place.workers, place.worker)
-    among = place if policy == "data" else ReplicaPlacement(1, 1, 0)
+    sharding = place if policy == "data" else ReplicaPlacement(1, 1, 0)
     for x in _batches(data):
         for index, (layer, select) in enumerate(layers):
             values = _values(select(x))
             axes = _reduced_axes(layer, values)
             before = totals[index]
             if before is None:
-                before = Moments.none(tuple(np.delete(values.shape, axes)))
-            own = np.array_split(values, among.workers)[among.worker]
-            totals[index] = before.merged(Moments.of(own, axes))
-    found = [total for total in totals if total is not None]
-    if len(found) < len(layers):
+                before = Moments.empty(tuple(np.delete(values.shape, axes)))
+            rows = np.array_split(values, sharding.workers)[sharding.worker]
+            totals[index] = before.merged(Moments.of(rows, axes))
+    moments = [total for total in totals if total is not None]
+    if len(moments) < len(layers):
         raise ValueError(NO_ROWS)
-    return found
+    return moments
 
 
 def _check_data(data: Any) -> None:
@@ -141,7 +141,7 @@ def _batches(data: Any) -> Iterator[Any]:
 
 
 def only_input(x: Any) -> Any:
-    """The one input there is; an error if there are several."""
+    """The only input in `x`; an error if there are several."""
     leaves = keras.tree.flatten(x)
     if len(leaves) != 1:
         raise ValueError(
@@ -160,11 +160,11 @@ def _values(leaf: Any) -> np.ndarray:
 
 
 def _reduced_axes(layer: keras.layers.Normalization, values: np.ndarray) -> tuple[int, ...]:
-    """The axes over which the layer's mean is taken; builds the layer if it is not."""
+    """The axes that the layer averages over; builds the layer if necessary."""
     if layer.input_mean is not None:
         raise ValueError(f"The layer {layer.name!r} was created with a mean of its own. Leave mean= and variance= out.")
-    kept = {axis % max(1, values.ndim) for axis in layer.axis}
-    if 0 in kept:
+    feature_axes = {axis % max(1, values.ndim) for axis in layer.axis}
+    if 0 in feature_axes:
         raise ValueError(
             f"The layer {layer.name!r} keeps axis 0, the batch axis, and so has a mean for each row. Give it the axes "
             "of a row: axis=-1 for inputs of shape (rows, features), or axis=None for a single mean."
@@ -173,11 +173,11 @@ def _reduced_axes(layer: keras.layers.Normalization, values: np.ndarray) -> tupl
         layer.build((None, *values.shape[1:]))
     expected = tuple(layer.get_build_config()["input_shape"])
     fits = len(expected) == values.ndim and all(
-        want in (None, found) for want, found in zip(expected[1:], values.shape[1:], strict=True)
+        size in (None, actual) for size, actual in zip(expected[1:], values.shape[1:], strict=True)
     )
     if not fits:
         raise ValueError(f"The layer {layer.name!r} takes inputs of shape {expected}; the data has {values.shape}.")
-    return tuple(axis for axis in range(values.ndim) if axis not in kept)
+    return tuple(axis for axis in range(values.ndim) if axis not in feature_axes)
 
 
 def _assign(layer: keras.layers.Normalization, moments: Moments) -> None:

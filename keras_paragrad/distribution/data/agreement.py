@@ -17,7 +17,7 @@ SEED_IT = (
 
 
 def common_steps(strategy: tf.distribute.Strategy, source: Source, policy: str) -> int | None:
-    """The number of steps per epoch on all workers, after checking that their data agree."""
+    """The number of steps per epoch on all workers; an error if their data differ."""
     agree(strategy, {"checksum": _checksum_of_layout(source)}, "nesting, types or shapes of the data")
     if policy == "data":
         _agree_on_content(strategy, source)
@@ -35,7 +35,7 @@ def _agree_on_content(strategy: tf.distribute.Strategy, source: Source) -> None:
 
 
 def checksum(batch: Any) -> int:
-    """A number that is the same for the same batch."""
+    """A checksum of a batch's values."""
     total = 0
     for leaf in keras.tree.flatten(batch):
         for part in _dense_parts(leaf):
@@ -58,7 +58,7 @@ def _dense_parts(leaf: Any) -> list[Any]:
 
 
 def _checksum_of_layout(source: Source) -> int:
-    # Without the number of rows, which is compared separately.
+    # Without the number of rows, which is compared on its own.
     def without_rows(spec: Any) -> Any:
         known = isinstance(spec, tf.TensorSpec) and spec.shape.rank
         return repr((spec.dtype.name, tuple(spec.shape[1:]))) if known else spec
@@ -67,8 +67,8 @@ def _checksum_of_layout(source: Source) -> int:
     return zlib.crc32(repr(layout).encode())
 
 
-# How many batches are remembered: more than are ever prefetched.
-_REMEMBERED = 4096
+# Capacity of the log, in batches: more than are ever prefetched.
+_CAPACITY = 4096
 # An odd number, so that products keep all bits.
 _FACTOR = 6364136223846793005
 
@@ -76,17 +76,17 @@ _FACTOR = 6364136223846793005
 class Tally:
     """Records the shapes and dtypes of batches as they are read, before they are sharded.
 
-    Batches are prefetched ahead of the steps that take them, so a checksum of all batches so far is recorded with each;
-    which one was the last to be trained on is known only afterwards.
+    Batches are prefetched, and which one was the last to be trained on is known only afterwards: so each is recorded
+    with a checksum of all batches up to it.
     """
 
     def __init__(self):
         self._reading = 0
-        self._notes: Any = None
+        self._log: Any = None
         self._number: Any = None
 
     def begin(self) -> None:
-        """Call when another iterator has been made, which is the next to be read."""
+        """Call when a new iterator is created, before it is read."""
         self._reading += 1
         if self._number is not None:
             self._number.assign(self._reading)
@@ -97,53 +97,53 @@ class Tally:
         return self._reading
 
     def recorded(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """The same batches, recorded as they are read."""
-        if self._notes is None:
+        """The batches, each recorded as it is read."""
+        if self._log is None:
             with tf.init_scope(), tf.device("CPU:0"):
                 self._number = tf.Variable(tf.constant(self._reading, tf.int64), trainable=False)
-                self._notes = tf.Variable(tf.zeros((_REMEMBERED, 3), tf.int64), trainable=False)
+                self._log = tf.Variable(tf.zeros((_CAPACITY, 3), tf.int64), trainable=False)
         layout = zlib.crc32(repr(batches.element_spec).encode())
         start = (tf.constant(0, tf.int64), tf.constant(layout, tf.int64))
 
-        # Converting it takes AutoGraph longer than tracing.
+        # AutoGraph takes longer to convert this than tracing takes.
         @tf.autograph.experimental.do_not_convert
-        def note(state: Any, batch: Any) -> Any:
+        def record(state: Any, batch: Any) -> Any:
             index, total = state
             for size in _sizes(batch):
                 total = (total ^ tf.cast(size, tf.int64)) * _FACTOR
             entry = tf.stack([self._number.read_value(), index, total])
             stored = tf.raw_ops.ResourceScatterUpdate(
-                resource=self._notes.handle, indices=index % _REMEMBERED, updates=entry
+                resource=self._log.handle, indices=index % _CAPACITY, updates=entry
             )
             with tf.control_dependencies([stored] if stored is not None else []):
                 return (index + 1, tf.identity(total)), batch
 
-        return batches.scan(start, note)
+        return batches.scan(start, record)
 
     def up_to(self, reading: int, batches: int) -> tuple[int, int]:
-        """The number of an iterator's first batches that were read, and a checksum of their shapes."""
-        if self._notes is None or not batches:
+        """How many of an iterator's first `batches` were read, and the checksum of their shapes."""
+        if self._log is None or not batches:
             return 0, 0
-        notes = self._notes.numpy()
-        mine = notes[(notes[:, 0] == reading) & (notes[:, 1] < batches)]
-        if not len(mine):
+        log = self._log.numpy()
+        entries = log[(log[:, 0] == reading) & (log[:, 1] < batches)]
+        if not len(entries):
             return 0, 0
-        last = mine[mine[:, 1].argmax()]
+        last = entries[entries[:, 1].argmax()]
         return int(last[1]) + 1, int(last[2])
 
 
 def _sizes(batch: Any) -> list[tf.Tensor]:
-    """The sizes that are not static in a batch's shapes, as scalars."""
-    found = []
+    """The dynamic sizes in a batch's shapes, as scalars."""
+    sizes = []
     for leaf in tf.nest.flatten(batch):
         if isinstance(leaf, tf.SparseTensor):
-            found += [*tf.unstack(leaf.dense_shape, num=leaf.shape.rank), tf.shape(leaf.values)[0]]
+            sizes += [*tf.unstack(leaf.dense_shape, num=leaf.shape.rank), tf.shape(leaf.values)[0]]
         elif isinstance(leaf, tf.RaggedTensor):
-            found += [leaf.nrows(), *(tf.shape(splits)[0] for splits in leaf.nested_row_splits[1:])]
-            found += [tf.shape(leaf.flat_values)[0]]
+            sizes += [leaf.nrows(), *(tf.shape(splits)[0] for splits in leaf.nested_row_splits[1:])]
+            sizes += [tf.shape(leaf.flat_values)[0]]
         elif isinstance(leaf, tf.Tensor) and not leaf.shape.is_fully_defined():
-            found += [tf.rank(leaf), tf.reduce_sum(_weighted(leaf))]
-    return found
+            sizes += [tf.rank(leaf), tf.reduce_sum(_weighted(leaf))]
+    return sizes
 
 
 def _weighted(leaf: tf.Tensor) -> tf.Tensor:

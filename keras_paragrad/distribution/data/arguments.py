@@ -59,7 +59,7 @@ class DataOptions:
             )
 
     def check_data(self, x: Any) -> None:
-        """Refuses data that is incompatible with the other arguments."""
+        """Refuses data that doesn't fit the other arguments."""
         if isinstance(x, tf.distribute.DistributedDataset):
             raise ValueError("The data is already distributed. Pass the tf.data.Dataset that it was made from.")
         if is_batched(x) and self.batch_size and self.batch == "global":
@@ -75,25 +75,25 @@ class DataOptions:
             )
 
     def cache_file(self, worker: int) -> str:
-        """The file that a worker caches its shards in; "" for memory."""
+        """The file that a worker caches its shards in; `""` for memory."""
         return "" if self.cache is True else f"{fspath(self.cache)}-worker{worker}"  # pyright: ignore
 
 
-def check_class_weight(found: Any) -> dict[int, float] | None:
-    """The argument of that name with plain numbers: from class indices to weights."""
-    if found is None:
+def check_class_weight(value: Any) -> dict[int, float] | None:
+    """The argument `class_weight`, from class indices to weights."""
+    if value is None:
         return None
-    if not isinstance(found, dict) or not found:
-        raise refusal("class_weight", found, "a dict from classes to weights, or None", "{0: 1.0, 1: 2.5}")
+    if not isinstance(value, dict) or not value:
+        raise refusal("class_weight", value, "a dict from classes to weights, or None", "{0: 1.0, 1: 2.5}")
     return {
         check_integer("class_weight", label, least=0, example="{0: 1.0, 1: 2.5}"): check_number(
             f"class_weight[{quote(label)}]", weight
         )
-        for label, weight in found.items()
+        for label, weight in value.items()
     }
 
 
-def check_strategy(found: Any) -> tf.distribute.Strategy:
-    """The argument of that name; the current strategy for `None`."""
-    given = check_instance("strategy", found, tf.distribute.Strategy, "a tf.distribute.Strategy", optional=True)
-    return tf.distribute.get_strategy() if given is None else given
+def check_strategy(value: Any) -> tf.distribute.Strategy:
+    """The argument `strategy`; the current strategy for `None`."""
+    strategy = check_instance("strategy", value, tf.distribute.Strategy, "a tf.distribute.Strategy", optional=True)
+    return tf.distribute.get_strategy() if strategy is None else strategy

@@ -14,7 +14,7 @@ AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 
 
 def check_policy(policy: str) -> str:
-    """Checks a shard policy, and returns it."""
+    """The argument `shard_policy`."""
     if isinstance(policy, str) and policy.lower() == "off":
         raise ValueError(
             '`shard_policy` is "off", which would train every worker on all the data it reads. If each worker reads '
@@ -24,7 +24,7 @@ def check_policy(policy: str) -> str:
 
 
 def choose_policy(policy: str, x: Any, workers: int) -> str:
-    """The policy for some data: the requested one, that of the dataset's options, or "data"."""
+    """The requested policy, or for `"auto"` that of the dataset's options, else `"data"`."""
     check_policy(policy)
     if workers == 1:
         return "data"
@@ -38,7 +38,7 @@ def choose_policy(policy: str, x: Any, workers: int) -> str:
 def worker_batches(
     batches: tf.data.Dataset, policy: str, place: ReplicaPlacement
 ) -> tuple[tf.data.Dataset, ReplicaPlacement]:
-    """What this worker reads, and the replicas that it is sharded over."""
+    """The batches that this worker reads, and the replicas that they are sharded over."""
     if policy == "data" or place.workers == 1:
         return batches, place
     if policy == "file":
@@ -47,14 +47,14 @@ def worker_batches(
 
 
 def _policy_of_options(dataset: tf.data.Dataset) -> str:
-    asked = dataset.options().experimental_distribute.auto_shard_policy
-    if asked == AutoShardPolicy.OFF:
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy == AutoShardPolicy.OFF:
         raise ValueError(
             "The dataset's options set AutoShardPolicy.OFF, which would train every worker on all the data it reads. "
             'If each worker reads its own shard, write shard_policy="already_sharded"; if all read the same data, '
             'shard_policy="data".'
         )
-    return "file" if asked == AutoShardPolicy.FILE else "data"
+    return "file" if policy == AutoShardPolicy.FILE else "data"
 
 
 def _check_files(x: Any, workers: int) -> None:
@@ -72,15 +72,15 @@ def _check_files(x: Any, workers: int) -> None:
         )
 
 
-# AutoGraph would take longer to convert these functions, which need none of it, than tracing them takes.
+# AutoGraph takes longer to convert these functions than tracing takes.
 _unconverted = tf.autograph.experimental.do_not_convert
 
 
 def shard_batches(batches: tf.data.Dataset, place: ReplicaPlacement) -> tf.data.Dataset:
-    """Splits each batch into a shard for each replica, in order, and keeps those of this worker."""
+    """Splits each batch into a shard for each replica, in order, and yields those of this worker."""
     if place.local == 1:
-        mine = _unconverted(lambda *batch: shard(_whole(batches, batch), place.first, place.replicas))
-        return batches.map(mine, num_parallel_calls=tf.data.AUTOTUNE)
+        take_shard = _unconverted(lambda *batch: shard(_whole(batches, batch), place.first, place.replicas))
+        return batches.map(take_shard, num_parallel_calls=tf.data.AUTOTUNE)
     rows = _rows_of_every_batch(batches)
     if rows is not None and place.local == place.replicas:
         # Static bounds need no tf.function, and static shapes tell the step that no replica's shard is empty.
@@ -90,14 +90,14 @@ def shard_batches(batches: tf.data.Dataset, place: ReplicaPlacement) -> tf.data.
 
 
 def split_batches(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
-    """Splits each batch into `parts` smaller ones of consecutive rows; empty ones are left out."""
+    """Splits each batch into `parts` smaller ones of consecutive rows, without empty ones."""
     if parts == 1:
         return batches
     return _sharded(batches, range(parts), parts).filter(_unconverted(lambda *batch: count_rows(batch) > 0))
 
 
 def shard(batch: Any, index: Any, shards: int) -> Any:
-    """One of the shards of a batch, by its index."""
+    """Shard `index` of a batch."""
     rows = _static_rows(batch) if isinstance(index, int) else None
     if rows is None:
         rows, index = count_rows(batch), tf.cast(index, tf.int64)
@@ -109,11 +109,11 @@ def count_rows(batch: Any) -> tf.Tensor:
     """The number of rows in a batch; a runtime error if its tensors disagree."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if not _is_absent(leaf)]
     counts = [_rows(leaf) for leaf in leaves]
-    same = [
+    checks = [
         tf.debugging.assert_equal(count, counts[0], "The tensors of a batch have different numbers of rows.")
         for count in counts[1:]
     ]
-    with tf.control_dependencies([check for check in same if check is not None]):
+    with tf.control_dependencies([check for check in checks if check is not None]):
         return tf.identity(counts[0])
 
 
@@ -140,9 +140,9 @@ def check_size(rows: int | None, replicas: int) -> None:
         )
 
 
-def _sharded(batches: tf.data.Dataset, chosen: range, shards: int) -> tf.data.Dataset:
-    """The chosen shards of each batch, one after another."""
-    indices = tf.data.Dataset.range(chosen.start, chosen.stop)
+def _sharded(batches: tf.data.Dataset, selection: range, shards: int) -> tf.data.Dataset:
+    """The selected shards of each batch, one after another."""
+    indices = tf.data.Dataset.range(selection.start, selection.stop)
 
     @_unconverted
     def of_batch(*batch: Any) -> tf.data.Dataset:
@@ -152,7 +152,7 @@ def _sharded(batches: tf.data.Dataset, chosen: range, shards: int) -> tf.data.Da
 
 
 def _whole(batches: tf.data.Dataset, arguments: tuple) -> Any:
-    """An element of a dataset; tf.data unpacks a tuple into the arguments of a function."""
+    """An element of a dataset; tf.data unpacks tuples into arguments."""
     return arguments if isinstance(batches.element_spec, tuple) else arguments[0]
 
 

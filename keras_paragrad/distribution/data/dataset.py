@@ -54,7 +54,7 @@ def distributed_dataset(
             generator of batches.
         y: Targets, if `x` is arrays.
         sample_weight: Weights of the rows, if `x` is arrays.
-        batch_size: Rows in a batch of arrays; 32 if neither it nor `steps_per_epoch` is given.
+        batch_size: Rows in a batch of arrays; 32 by default, unless `steps_per_epoch` is set.
         shuffle: Whether to reshuffle every epoch, the same on every worker: the rows of arrays (with `"batch"`, only
             within each batch) or the batches of a `PyDataset`. The order of other data is unchanged.
         class_weight: As in `fit`.
@@ -62,11 +62,11 @@ def distributed_dataset(
         batch: Whether `batch_size`, or a batch of the data, is divided among the replicas (`"global"`), or is what
             each of them gets (`"per_replica"`).
         shard_policy: How workers share the data. `"data"`: all read the same, and take their rows of each batch.
-            `"file"`: each reads its own files. `"already_sharded"`: each was given its own shard. `"auto"`: as in the
+            `"file"`: each reads its own files. `"already_sharded"`: the data of each is its shard. `"auto"`: as in the
             options of a `tf.data.Dataset`, else `"data"`.
         cache: Whether to keep this worker's shards in memory after the first epoch, or the name of a file for them.
         prefetch: Whether to prefetch batches, or how many.
-        seed: The shuffling seed; the first worker's is used. By default the seed given to
+        seed: The shuffling seed; the first worker's is used. By default the seed of
             `keras.utils.set_random_seed`, else one that the first worker draws.
 
     Returns:
@@ -88,21 +88,21 @@ def distributed_dataset(
     check_instance("strategy", strategy, tf.distribute.Strategy, "a tf.distribute.Strategy")
     place = replica_placement(strategy)
 
-    def checked() -> DataOptions:
+    def check_options() -> DataOptions:
         request = DataOptions(
             batch_size, shuffle, class_weight, steps_per_epoch, batch, shard_policy, cache, prefetch, seed
         )
         request.check_data(x)
         return request
 
-    request = all_or_none(strategy, checked)
+    request = all_or_none(strategy, check_options)
     common = common_seed(strategy, request.seed)
 
-    def opened() -> tuple[str, Source]:
+    def open_data() -> tuple[str, Source]:
         policy = choose_policy(request.shard_policy, x, place.workers)
         return policy, open_source((x, y, sample_weight), request, policy, place, common)
 
-    policy, source = all_or_none(strategy, opened)
+    policy, source = all_or_none(strategy, open_data)
     steps = common_steps(strategy, source, policy) if place.workers > 1 else source.steps
     equal_steps = place.workers == 1 or (policy == "data" and steps is not None)
     tally = Tally() if place.workers > 1 and policy == "data" else None
@@ -112,15 +112,15 @@ def distributed_dataset(
 
 
 def undivided_dataset(strategy: tf.distribute.Strategy, x: Any, *arrays: Any, **options: Any) -> DistributedData:
-    """Data of which every worker reads whole batches, the same ones in the same order."""
+    """Data of which every worker reads the whole batches, in the same order."""
     policy = options.get("shard_policy", "auto")
     if policy not in ("auto", "data"):
         raise ValueError(
-            f"shard_policy={policy!r}, but on a mesh of several workers each of them reads every batch. Give all of "
-            "them the whole data, and leave shard_policy out."
+            f"shard_policy={policy!r}, but on a mesh every worker reads all batches. Pass the whole data "
+            "on all workers, and leave shard_policy out."
         )
-    alone, seed = tf.distribute.get_strategy(), common_seed(strategy, options.get("seed"))
-    data = all_or_none(strategy, lambda: distributed_dataset(alone, x, *arrays, **{**options, "seed": seed}))
+    default, seed = tf.distribute.get_strategy(), common_seed(strategy, options.get("seed"))
+    data = all_or_none(strategy, lambda: distributed_dataset(default, x, *arrays, **{**options, "seed": seed}))
     data.check_same_on_workers(strategy)
     return data
 
@@ -128,7 +128,7 @@ def undivided_dataset(strategy: tf.distribute.Strategy, x: Any, *arrays: Any, **
 def open_source(
     data: tuple[Any, Any, Any], request: DataOptions, policy: str, place: ReplicaPlacement, seed: int
 ) -> Source:
-    """Opens data for reading."""
+    """The source of batches for some data and options."""
     x, reordered = data[0], None
     if request.shuffle and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
         x = reordered = ReorderedDataset(x, seed)
@@ -157,7 +157,7 @@ def _rows_of_array_batches(request: DataOptions, place: ReplicaPlacement) -> int
 
 
 def _rows_of_this_worker(batch_size: int, policy: str, place: ReplicaPlacement) -> int:
-    """The number of rows that this worker reads for a batch."""
+    """Rows of a batch that this worker reads."""
     if policy != "already_sharded":
         return batch_size
     each, rest = divmod(batch_size, place.workers)

@@ -15,7 +15,7 @@ from keras_paragrad.distribution.data.sources import Source
 
 
 class WorkerShards:
-    """This worker's shards of an epoch's batches; created once if epochs do not differ, so that a cache stays valid."""
+    """This worker's shards of an epoch's batches; created once if epochs don't differ, to keep a cache."""
 
     def __init__(
         self, source: Source, request: DataOptions, policy: str, place: ReplicaPlacement, tally: Tally | None = None
@@ -25,17 +25,17 @@ class WorkerShards:
         self._request = request
         self._policy = policy
         self._place = place
-        self._made: tf.data.Dataset | None = None
+        self._dataset: tf.data.Dataset | None = None
 
     def reorder(self, epoch: int) -> None:
-        """Draws the order of an epoch, if the dataset stays the same and is read in another order."""
+        """Draws the order of an epoch, for a source that reorders without a new dataset."""
         self._source.reorder(epoch)
 
     def __call__(self, epoch: int) -> tf.data.Dataset:
         if self._source.changes:
             return self._make(epoch)
-        self._made = self._made or self._make(epoch)
-        return self._made
+        self._dataset = self._dataset or self._make(epoch)
+        return self._dataset
 
     def _make(self, epoch: int) -> tf.data.Dataset:
         batches = self._source.batches(epoch)
@@ -53,15 +53,15 @@ class WorkerShards:
 
 
 class Feed(tf.distribute.DistributedDataset):
-    """Feeds shards of batches to the replicas of this worker.
+    """The shards of batches for the replicas of this worker, epoch after epoch.
 
     Args:
         strategy: The replicas' strategy.
         shards: The shards of each epoch: one for each local replica, batch after batch.
         local: Number of replicas on this worker.
         changes: Whether epochs differ.
-        equal_steps: Whether all replicas are known to have equally many shards.
-        tally: Records the batches that are read, if they are to be compared between workers.
+        equal_steps: Whether all replicas have equally many shards.
+        tally: Records the batches that are read, for workers to compare.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class Feed(tf.distribute.DistributedDataset):
         self._changes = changes
         self._equal_steps = equal_steps
         self._tally = tally
-        self._built: tuple[tuple[int, int], Any] | None = None
+        self._cached: tuple[tuple[int, int], Any] | None = None
         self.begin(0)
 
     def begin(self, epoch: int, skip: int = 0) -> None:
-        """Makes the next iterator that of an epoch, and those after it that of the next one."""
+        """Sets the epoch of the next iterator; later ones continue with the epochs after it."""
         self._epoch, self._skip = epoch, skip
 
     def __iter__(self) -> Iterator[Any]:
         distributed = self._distributed(self._epoch if self._changes else 0, self._skip)
         self._shards.reorder(self._epoch)
-        # Keras makes another iterator in the middle of an epoch when the data runs out.
+        # Keras creates a new iterator in the middle of an epoch when the data runs out.
         self.begin(self._epoch + 1)
         if self._tally:
             self._tally.begin()
@@ -97,21 +97,21 @@ class Feed(tf.distribute.DistributedDataset):
 
     @property
     def element_spec(self) -> Any:
-        """What a replica gets, as TensorFlow describes it."""
+        """The `tf.TypeSpec` of a step's input."""
         return self._distributed(self._epoch if self._changes else 0, 0).element_spec
 
     def _distributed(self, epoch: int, skip: int) -> Any:
-        if self._built is None or self._built[0] != (epoch, skip):
+        if self._cached is None or self._cached[0] != (epoch, skip):
             shards = self._shards(epoch).skip(skip * self._local) if skip else self._shards(epoch)
             distributed = self._strategy.distribute_datasets_from_function(lambda context: shards)
             if self._equal_steps:
                 trust_equal_steps(distributed)
-            self._built = ((epoch, skip), distributed)
-        return self._built[1]
+            self._cached = ((epoch, skip), distributed)
+        return self._cached[1]
 
 
 class DistributedData(CustomAdapter):
-    """What `distributed_dataset` returns: the `x` of `fit`, `evaluate` and `predict`, also as `validation_data`.
+    """The result of `distributed_dataset`: `x` for `fit`, `evaluate` and `predict`, or `validation_data`.
 
     Iterating over it gives the batches of an epoch, one value for each replica on this worker.
 
@@ -120,9 +120,9 @@ class DistributedData(CustomAdapter):
         batch_size: Number of rows in a global batch, if known.
         batch_spec: The nested `tf.TypeSpec` of a global batch.
         shard_policy: "data", "file" or "already_sharded".
-        place: Which replicas are on this worker.
+        place: The replicas on this worker.
         next_epoch: The number of the epoch to read next.
-        tally: Record of the batches' shapes, if several workers read the same data.
+        tally: A record of the batches' shapes, if several workers read the same data.
     """
 
     def __init__(
@@ -165,12 +165,12 @@ class DistributedData(CustomAdapter):
         self._feed.begin(epoch, skip)
 
     def for_validation(self, steps: int | None) -> "DistributedData":
-        """This, read by each validation of a `fit` as Keras reads it, of which nothing was read yet."""
+        """Sets unread data up to be read in each validation of a `fit` as Keras reads it; returns this."""
         read_as_validation(self._source.adapter, steps)
         return self
 
     def check_same_on_workers(self, strategy: tf.distribute.Strategy) -> None:
-        """Raises on every worker if their data differ, where each of them reads all of it."""
+        """Raises an error on every worker if their data, of which each reads all, differ."""
         common_steps(strategy, self._source, "data")
 
     def first_batch(self) -> Any:
@@ -204,7 +204,7 @@ class FollowEpochs(keras.callbacks.Callback):
     """Numbers the epochs of a dataset as `fit` numbers them; without it they are counted as they are read.
 
     Args:
-        data: What `distributed_dataset` returned.
+        data: The result of `distributed_dataset`.
     """
 
     def __init__(self, data: DistributedData):

@@ -1,4 +1,4 @@
-"""Gives `keras.layers.Normalization` the mean and variance of the whole training data, the same on every worker."""
+"""Sets the mean and variance of `keras.layers.Normalization` from the whole training data, equal on every worker."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,7 +32,7 @@ def adapt_normalization(
     `normalize_inputs`, which resets them.
 
     Args:
-        layer: The layer. It is built if it is not.
+        layer: The layer, which is built if necessary.
         data: The training data: arrays, nested or not; or batches of `x`, `(x, y)` or `(x, y, sample_weight)` from a
             `tf.data.Dataset` or a `keras.utils.PyDataset`.
         strategy: The strategy, if there are several workers, which all call this.
@@ -91,7 +91,7 @@ def normalize_inputs(
         )
     pairs = [(layer, selector(model, layer)) for layer in layers]
     adapt_all(pairs, data, strategy, shard_policy)
-    # These were compiled with the old values.
+    # Compiled functions contain the old values.
     model.train_function = model.test_function = model.predict_function = None
 
 
@@ -111,8 +111,8 @@ def normalization_layers(model: keras.Model) -> list[keras.layers.Normalization]
     >>> [layer.name for layer in normalization_layers(model)]
     ['scaled']
     """
-    found = {id(layer): layer for layer in _inside(model) if isinstance(layer, keras.layers.Normalization)}
-    return [layer for layer in found.values() if layer.input_mean is None]
+    layers = {id(layer): layer for layer in _sublayers(model) if isinstance(layer, keras.layers.Normalization)}
+    return [layer for layer in layers.values() if layer.input_mean is None]
 
 
 def selector(model: keras.Model, layer: keras.layers.Normalization) -> Callable[[Any], Any]:
@@ -120,8 +120,8 @@ def selector(model: keras.Model, layer: keras.layers.Normalization) -> Callable[
     if model.layers[:1] == [layer] and isinstance(model, keras.Sequential):
         return lambda x: x
     inputs = list(getattr(model, "inputs", None) or [])
-    fed_by = _input_of(layer)
-    index = next((index for index, tensor in enumerate(inputs) if tensor is fed_by), None)
+    layer_input = _input_of(layer)
+    index = next((index for index, tensor in enumerate(inputs) if tensor is layer_input), None)
     if index is None:
         raise ValueError(f"The layer {layer.name!r} does not normalize an input of the model. {BY_HAND}")
     name = inputs[index].name
@@ -139,10 +139,10 @@ def selector(model: keras.Model, layer: keras.layers.Normalization) -> Callable[
     return select
 
 
-def _inside(layer: Any) -> Iterator[Any]:
-    for part in getattr(layer, "layers", []):
-        yield part
-        yield from _inside(part)
+def _sublayers(layer: Any) -> Iterator[Any]:
+    for sublayer in getattr(layer, "layers", []):
+        yield sublayer
+        yield from _sublayers(sublayer)
 
 
 def _input_of(layer: keras.layers.Layer) -> Any:

@@ -12,13 +12,13 @@ from keras_paragrad.engine.replicas.prepared import use_enqueuer_per_iterator
 
 
 def row_order(rows: int, batch_size: int, shuffle: bool | str, seed: int, epoch: int) -> np.ndarray:
-    """The indices of the rows in the order in which an epoch reads them.
+    """The indices of the rows, in the order of an epoch.
 
     Args:
         rows: Number of rows.
         batch_size: Number of rows per batch.
         shuffle: `True`, `"batch"` to keep every row in its batch, as in `fit`, or `False`.
-        seed: The seed, which is combined with the epoch.
+        seed: The seed, combined with the epoch.
         epoch: The epoch.
 
     Returns:
@@ -40,7 +40,7 @@ def row_order(rows: int, batch_size: int, shuffle: bool | str, seed: int, epoch:
 
 
 def common_seed(strategy: tf.distribute.Strategy, seed: int | None) -> int:
-    """The first worker's seed, on all workers: the one given, else Keras's, else one that it draws."""
+    """The first worker's seed, on all workers: `seed`, else Keras's, else a random one."""
     if seed is None:
         seed = random_seed()
     if seed is None:
@@ -116,7 +116,7 @@ class Source:
         return first_batch(self.adapter)
 
     def reorder(self, epoch: int) -> None:
-        """Call before an iterator is made; one iterator may serve several epochs of `fit`."""
+        """Call before creating an iterator; one iterator may serve several epochs of `fit`."""
 
     def begin(self) -> None:
         """Call before an epoch is read."""
@@ -154,13 +154,13 @@ class ArraySource(Source):
         steps = tf.data.Dataset.range(-(-rows // size))
         order = tf.constant(row_order(rows, size, self._shuffle, self._seed, epoch)) if self._shuffle else None
 
-        # Converting it takes AutoGraph longer than tracing.
+        # AutoGraph takes longer to convert this than tracing takes.
         @tf.autograph.experimental.do_not_convert
         def numbers(step: tf.Tensor) -> tf.Tensor:
             start, stop = step * size, tf.minimum((step + 1) * size, rows)
-            found = tf.range(start, stop) if order is None else order[start:stop]
-            # If all batches have one size, shapes are static, so steps need no branch for empty shards.
-            return tf.ensure_shape(found, [known])
+            indices = tf.range(start, stop) if order is None else order[start:stop]
+            # With a static shape, steps need no branch for empty shards.
+            return tf.ensure_shape(indices, [known])
 
         return self._arrays.batches(steps.map(numbers))
 
@@ -175,7 +175,7 @@ class StreamSource(Source):
     Args:
         adapter: Keras's adapter of the data.
         size: The number of rows to rebatch to, if any.
-        reordered: The dataset that is shuffled before each epoch, if any.
+        reordered: The dataset to shuffle before each epoch, if any.
     """
 
     def __init__(self, adapter: Any, size: int | None = None, reordered: ReorderedDataset | None = None):

@@ -1,4 +1,4 @@
-"""A gang: processes that run and end together, and are started again together."""
+"""A gang: processes that start, end and restart together."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from keras_paragrad.distribution.launch.member import Member, Output
 from keras_paragrad.distribution.launch.tasks import Layout, Task
 
-# Time after the grace period at which a guard that has not killed its process is given up on.
+# Time after the grace period until a guard is considered unresponsive.
 _GUARD_SECONDS = 5.0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -24,7 +24,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Overdue:
-    """Event: a member is killed because it did not end in time."""
+    """Event: a member did not end in time, and is killed."""
 
     member: Member
 
@@ -57,8 +57,8 @@ def launch(layout: Layout, command: Sequence[str], max_restarts: int, grace: flo
 @contextlib.contextmanager
 def _signals_as_events(events: Events) -> Iterator[None]:
     """Turns signals into events; signals that are ignored, as under `nohup`, stay ignored."""
-    followed = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda number, _: events.put(Signalled(number))) for number in followed}
+    signals = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, _: events.put(Signalled(number))) for number in signals}
     try:
         yield
     finally:
@@ -67,19 +67,19 @@ def _signals_as_events(events: Events) -> Iterator[None]:
 
 
 class Gang:
-    """Runs tasks until all have ended; terminates all when one fails or the launcher is told to end.
+    """Runs tasks until all have ended; terminates all when one fails or the launcher receives a signal.
 
     Args:
-        tasks: The tasks. The gang is done when its chief is, or else its workers; the other tasks serve them.
-        command: The command that each of them runs.
-        grace: Seconds between asking a member to end and killing it.
+        tasks: The tasks. The gang ends with its chief, or without one with its workers; other tasks serve them.
+        command: The command of each task.
+        grace: Seconds between terminating and killing a member.
         output: Receives the members' output.
         events: Delivers signals to the launcher.
 
     Attributes:
-        status: The exit status: the failing member's, by the shell's convention (128 plus the signal that killed it);
-            128 plus the signal if the launcher received one; or 0.
-        signalled: Whether the launcher was told to end.
+        status: The exit status: that of the failed member, by the shell's convention (128 plus the signal that killed
+            it); 128 plus the signal that the launcher received; or 0.
+        signalled: Whether the launcher received a signal.
     """
 
     def __init__(self, tasks: Sequence[Task], command: Sequence[str], grace: float, output: Output, events: Events):
@@ -90,7 +90,7 @@ class Gang:
         self._events = events
         self._ending = False
         self._interrupts = 0
-        self._leading = "chief" if any(task.job == "chief" for task in tasks) else "worker"
+        self._leading_job = "chief" if any(task.job == "chief" for task in tasks) else "worker"
         self._running = [
             Member(task, command, number, grace, output, self._note_ended, self._note_overdue)
             for number, task in enumerate(tasks)
@@ -105,7 +105,7 @@ class Gang:
                 self._destroy()
                 continue
             if isinstance(event, Signalled):
-                self._follow(event.number)
+                self._forward(event.number)
             elif isinstance(event, Overdue):
                 self._output.say(f"{event.member.task.label} did not exit within {self._grace:g} s and is killed")
             else:
@@ -129,7 +129,7 @@ class Gang:
                 f"{member.task.label} {_describe_exit(member.status)} after {_format_seconds(member.seconds)}"
             )
             self._end_others()
-        elif not any(other.task.job == self._leading for other in self._running):
+        elif not any(other.task.job == self._leading_job for other in self._running):
             self._end(signal.SIGTERM)
 
     def _end_others(self) -> None:
@@ -146,7 +146,7 @@ class Gang:
             else:
                 member.terminate()
 
-    def _follow(self, number: int) -> None:
+    def _forward(self, number: int) -> None:
         """Forwards a signal once; kills on the second SIGINT."""
         self._interrupts += number == signal.SIGINT
         self.signalled = True

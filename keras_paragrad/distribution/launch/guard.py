@@ -1,7 +1,6 @@
 """Starts one process and makes sure it ends, even if the launcher dies. Run by path; needs only the standard library.
 
-Its standard input is a pipe from the launcher, each byte of which is an order; end of file, for whatever reason, means
-that the launcher is gone. This works wherever there are pipes, and a process is never left unguarded.
+Each byte of standard input, a pipe from the launcher, is an order; end of file means that the launcher has ended.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ class Guard:
         self._say(f"started {self._process.pid}")
 
     def wait(self) -> None:
-        """Waits for the process, kills what it left behind, and reports."""
+        """Waits for the process, kills its remaining children, and reports."""
         status = self._process.wait()
         self._kill_group()
         self._say(f"ended {status}")
@@ -50,7 +49,7 @@ class Guard:
         if self._is_ending:
             return
         self._is_ending = True
-        # To the process alone: it may need its children to save its state.
+        # To the process only: it may need its children to save its state.
         self._process.send_signal(number)
         self._deadline.start()
 
@@ -71,7 +70,7 @@ class Guard:
 def main(report: str, grace: str, *command: str) -> None:
     """Guards a command until it ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Handled rather than ignored: the process would inherit ignored signals.
+        # Not SIG_IGN, which the process would inherit.
         signal.signal(number, lambda *_: None)
     guard = Guard(list(command), float(grace), int(report))
     threading.Thread(target=guard.obey, daemon=True).start()

@@ -20,8 +20,8 @@ from rich.text import Text
 from keras_paragrad.distribution.launch import guard
 from keras_paragrad.distribution.launch.tasks import Task
 
-# How a progress bar returns to the start of its line.
-_BACK = re.compile("[\b]*\r")
+# Characters with which a progress bar returns to the start of its line.
+_CARRIAGE_RETURN = re.compile("[\b]*\r")
 # Lines are cut at this many characters, so that a stream without line ends can't exhaust memory.
 _LONGEST = 1 << 20
 
@@ -29,8 +29,8 @@ _LONGEST = 1 << 20
 class Lines:
     """Splits a process's output into lines that read well in a log.
 
-    A line that is redrawn from its start gives one line, in its final state. Until then, its current state is given at
-    intervals.
+    A line that is redrawn from its start becomes one line, in its final state; until then, its current state is
+    returned at intervals.
 
     Args:
         interval: Seconds between two snapshots of a line that is being redrawn.
@@ -50,7 +50,7 @@ class Lines:
     def __init__(self, interval: float = 10.0, clock: Callable[[], float] = time.monotonic):
         self._interval = interval
         self._clock = clock
-        self._shown = clock()
+        self._snapshot_time = clock()
         # Bytes that are not UTF-8 pass through unchanged.
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._rest = ""
@@ -60,7 +60,7 @@ class Lines:
         *ended, rest = (self._rest + self._decoder.decode(data)).split("\n")
         lines = [*map(_final_state, ended), *self._unfinished(rest)]
         if lines:
-            self._shown = self._clock()
+            self._snapshot_time = self._clock()
         return lines
 
     def close(self) -> list[str]:
@@ -71,33 +71,33 @@ class Lines:
 
     def _unfinished(self, rest: str) -> list[str]:
         """Buffers an incomplete line, and returns it if it is too long or a snapshot is due."""
-        *before, last = _BACK.split(rest)
-        sights = [sight for sight in before if sight.strip()]
-        redrawn = bool(sights) and bool(last.strip("\b"))
-        # Until something is drawn over it, the last sight stands: the line may end here.
-        self._rest = last if redrawn or not sights else f"{sights[-1]}\r{last}"
+        *before, last = _CARRIAGE_RETURN.split(rest)
+        states = [state for state in before if state.strip()]
+        redrawn = bool(states) and bool(last.strip("\b"))
+        # Keep the last state until it is overwritten: the line may end here.
+        self._rest = last if redrawn or not states else f"{states[-1]}\r{last}"
         if len(self._rest) > _LONGEST:
             too_long, self._rest = self._rest, ""
             return [_final_state(too_long)]
-        due = self._clock() - self._shown >= self._interval
-        return [_apply_backspaces(sights[-1])] if redrawn and due else []
+        due = self._clock() - self._snapshot_time >= self._interval
+        return [_apply_backspaces(states[-1])] if redrawn and due else []
 
 
 def _final_state(line: str) -> str:
     """The final state of a line in a terminal."""
-    sights = [sight for sight in _BACK.split(line) if sight.strip()]
-    return _apply_backspaces(sights[-1]) if sights else ""
+    states = [state for state in _CARRIAGE_RETURN.split(line) if state.strip()]
+    return _apply_backspaces(states[-1]) if states else ""
 
 
-def _apply_backspaces(sight: str) -> str:
-    """Applies backspaces, and drops what was shown before the end of the line was erased."""
-    kept = []
-    for character in sight.rstrip("\b"):
+def _apply_backspaces(line: str) -> str:
+    """Applies backspaces, except those at the end."""
+    characters = []
+    for character in line.rstrip("\b"):
         if character == "\b":
-            del kept[-1:]
+            del characters[-1:]
         else:
-            kept.append(character)
-    return "".join(kept)
+            characters.append(character)
+    return "".join(characters)
 
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
@@ -107,13 +107,13 @@ class Output:
     """The launcher's standard output and standard error, with lines never interleaved.
 
     Args:
-        on_closed: Called when the reader has closed the output.
+        on_closed: Called when the reader of the output has closed it.
     """
 
     def __init__(self, on_closed: Callable[[], None]):
         self._on_closed = on_closed
-        self._turn = threading.Lock()
-        self._own = self.prefix("launch", None, sys.stderr)
+        self._lock = threading.Lock()
+        self._launcher_prefix = self.prefix("launch", None, sys.stderr)
 
     def prefix(self, label: str, number: int | None, stream: TextIO) -> str:
         """The prefix of a process's lines, in the colour of its index if the stream supports colours."""
@@ -125,12 +125,12 @@ class Output:
 
     def say(self, message: str) -> None:
         """Prints a message of the launcher to standard error."""
-        self.write(sys.stderr, self._own, [message])
+        self.write(sys.stderr, self._launcher_prefix, [message])
 
     def write(self, stream: TextIO, prefix: str, lines: Iterable[str]) -> None:
         """Writes whole lines."""
         data = "".join(f"{prefix}{line}\n" for line in lines).encode("utf-8", "surrogateescape")
-        with self._turn:
+        with self._lock:
             try:
                 # Bypass Python's buffer, which would retry a failed write at exit.
                 while data:
@@ -139,7 +139,7 @@ class Output:
                 self._on_closed()
 
 
-# How long to wait for output after a process has ended: a process that left the group may hold the pipe open.
+# How long to wait for output after a process has ended: one that left the process group may keep the pipe open.
 _OUTPUT_SECONDS = 2.0
 
 
@@ -150,15 +150,15 @@ class Member:
         task: The task.
         command: Its command line.
         number: Its index in the gang, which determines its colour.
-        grace: Seconds between asking it to end and killing it.
+        grace: Seconds between terminating and killing it.
         output: Receives its output.
-        on_ended: Called with this member, in a separate thread, when the process has ended and its output was read.
-        on_overdue: Called with this member when it is killed because it did not end in time.
+        on_ended: Called with this member, in another thread, when the process has ended and its output was read.
+        on_overdue: Called with this member when it did not end in time and is killed.
 
     Attributes:
         task: The task.
-        status: Its exit status, or minus the signal that killed it; `None` while it runs, and for good if its guard was
-            killed, which also kills the process.
+        status: Its exit status, or minus the signal that killed it; `None` while it runs, or if its guard was killed,
+            which also kills the process.
         seconds: How long it ran.
     """
 
@@ -180,7 +180,7 @@ class Member:
         self._on_overdue = on_overdue
         self._started = time.monotonic()
         reads, writes = os.pipe()
-        # In isolated mode, so that no user code is imported, and without this package, which is slow to import.
+        # Isolated from user code, and without this package, which is slow to import.
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(guard.__file__)), str(writes), str(grace), *command],
             stdin=subprocess.PIPE,
@@ -227,7 +227,7 @@ class Member:
         self._orders.close()
 
     def _order(self, order: bytes) -> None:
-        # A dead guard needs no orders; its death is reported elsewhere.
+        # `_listen` handles a dead guard.
         with contextlib.suppress(BrokenPipeError):
             self._orders.write(order)
 
@@ -235,7 +235,7 @@ class Member:
         """Reads the guard's reports until end of file."""
         with report:
             for line in report:
-                self._note(*line.split())
+                self._handle_report(*line.split())
         self.seconds = time.monotonic() - self._started
         if self.status is None:
             self.destroy()
@@ -244,7 +244,7 @@ class Member:
             pump.join(_OUTPUT_SECONDS)
         self._on_ended(self)
 
-    def _note(self, word: str, number: str = "") -> None:
+    def _handle_report(self, word: str, number: str = "") -> None:
         if word == "started":
             self._pid = int(number)
         elif word == "overdue":

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 HOST = "127.0.0.1"
-# Holds the token by which the processes of a run authenticate each other.
+# The variable of the token by which the processes of a run authenticate each other.
 TOKEN = "KERAS_PARAGRAD_TOKEN"  # noqa: S105 - the name of the variable
 _PORTS = range(1024, 65536)
 
@@ -40,8 +40,8 @@ class Layout:
     Attributes:
         workers: The number of workers.
         servers: The number of parameter servers; if there are any, there is also a chief.
-        devices: The number of GPUs visible to each worker; `None` leaves visibility unchanged.
-        first_port: The lowest port to try; `None` takes any free ports.
+        devices: The number of GPUs visible to each worker; `None` leaves it unchanged.
+        first_port: The lowest port to try; `None` for any free ports.
 
     Example:
 
@@ -55,7 +55,7 @@ class Layout:
     first_port: int | None = None
 
     def tasks(self, environment: Mapping[str, str]) -> list[Task]:
-        """The tasks, on ports that are free now."""
+        """The tasks, on currently free ports."""
         counts = {"chief": min(self.servers, 1), "worker": self.workers, "ps": self.servers}
         members = [(job, index) for job, count in counts.items() for index in range(count)]
         addresses: dict[str, list[str]] = {}
@@ -71,7 +71,7 @@ class Layout:
         return tasks
 
     def _visible(self, job: str, index: int, environment: Mapping[str, str]) -> dict[str, str]:
-        """The GPUs visible to a task: for workers their share, for others none."""
+        """The variable of the GPUs visible to a task: a worker's share, or none for other jobs."""
         if self.devices is None:
             return {}
         if job != "worker":
@@ -89,13 +89,13 @@ class Layout:
 
 def free_ports(count: int, first: int | None = None) -> list[int]:
     """Distinct free ports of this machine."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         candidates = [0] * count if first is None else range(first, _PORTS.stop)
         ports: list[int] = []
         for candidate in candidates:
             if len(ports) == count:
                 break
-            probe = held.enter_context(socket.socket())
+            probe = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 probe.bind((HOST, candidate))
                 ports.append(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Dispatches steps to workers: a limited number at a time, with clear errors if one fails; also those of `predict`."""
+"""Dispatches steps to workers, a limited number at a time, and explains the errors of failed ones."""
 
 import contextlib
 import re
@@ -24,7 +24,7 @@ class Dispatcher:
     Args:
         coordinator: Schedules functions on the workers.
         workers: Number of workers.
-        in_flight: How many steps may be queued or running at a time; two per worker by default.
+        in_flight: Number of steps queued or running at a time; two per worker by default.
     """
 
     def __init__(
@@ -36,19 +36,19 @@ class Dispatcher:
         self._receivers = ThreadPoolExecutor(self.in_flight, thread_name_prefix="keras_paragrad-receiver")
         self._pending: set[Future] = set()
 
-    def send(self, step: Callable[[Any], Any], batch: Any, arrived: Callable[[Any], Any]) -> Future:
+    def send(self, step: Callable[[Any], Any], batch: Any, on_result: Callable[[Any], Any]) -> Future:
         """Runs a step on the next free worker; blocks while too many are in flight.
 
         Args:
             step: A `tf.function`.
             batch: Its argument.
-            arrived: Called in a separate thread with the step's result, as NumPy arrays.
+            on_result: Called in another thread with the step's result, as NumPy arrays.
 
         Returns:
             The future of the step.
 
         Raises:
-            RuntimeError: A step that was sent earlier has failed on its worker.
+            RuntimeError: An earlier step has failed on its worker.
         """
         self._raise_failed()
         self._free.acquire()
@@ -57,7 +57,7 @@ class Dispatcher:
         except Exception as error:
             self._free.release()
             self._fail(error)
-        future = self._receivers.submit(self._receive, remote, arrived)
+        future = self._receivers.submit(self._receive, remote, on_result)
         self._pending.add(future)
         return future
 
@@ -79,9 +79,9 @@ class Dispatcher:
         wait(self._pending)
         self._pending.clear()
 
-    def _receive(self, remote: Any, arrived: Callable[[Any], Any]) -> Any:
+    def _receive(self, remote: Any, on_result: Callable[[Any], Any]) -> Any:
         try:
-            return arrived(self._fetch(remote))
+            return on_result(self._fetch(remote))
         except tf.errors.OpError as error:
             raise RuntimeError(_explain(error)) from error
         finally:
@@ -90,8 +90,8 @@ class Dispatcher:
     def _fetch(self, remote: Any) -> Any:
         with contextlib.suppress(tf.errors.OpError):
             return remote.fetch()
-        # If a worker died with the result, the step is queued again for another worker. If the step itself failed, this
-        # raises its error.
+        # If the worker was lost with the result, the step runs on another worker. If the step failed, this raises its
+        # error.
         self._coordinator.join()
         return remote.fetch()
 
@@ -103,16 +103,16 @@ class Dispatcher:
             self._fail()
 
     def _fail(self, first: Exception | None = None) -> NoReturn:
-        """Raises the error that caused the others."""
+        """Raises the error that caused all others."""
         wait(self._pending)
         errors = [first, *(future.exception() for future in self._pending)]
         self._pending.clear()
         try:
-            # Otherwise the next step would raise an error that is pending here.
+            # Otherwise the next step would raise a pending error.
             self._coordinator.join()
         except Exception as error:
             errors.insert(1, error)
-        # When a step fails, those of other workers are cancelled, which may be reported first.
+        # A failed step cancels those of other workers, which may be reported first.
         causes = [error for error in errors if isinstance(error, Exception)]
         error = min(causes, key=lambda each: isinstance(each.__cause__ or each, tf.errors.CancelledError))
         if isinstance(error, tf.errors.OpError):
@@ -121,12 +121,12 @@ class Dispatcher:
 
 
 class PredictionAdapter(CustomAdapter):
-    """Data for Keras's `predict`: workers predict on later batches while it waits for the result of one.
+    """Data for Keras's `predict`, in which workers predict later batches while it waits for one.
 
     Args:
         data: The batches.
         send: Sends a batch to a worker for prediction.
-        ahead: How many batches may be in flight.
+        ahead: Number of batches in flight.
     """
 
     def __init__(self, data: DistributedData, send: Callable[[Any], Future], ahead: int):
@@ -142,7 +142,7 @@ class PredictionAdapter(CustomAdapter):
         return self._data.batch_size
 
     def get_tf_dataset(self) -> tf.distribute.DistributedDataset:
-        """The dataset for Keras's trainer, which uses a `DistributedDataset` as is."""
+        """The dataset for Keras's trainer, which doesn't convert a `DistributedDataset`."""
         return self._futures
 
 

@@ -38,7 +38,7 @@ class ParameterServers(Parallelism):
             refuse_devices(options)
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
-        decisions = [] if options.given is not None else _decide_places(hardware, options)
+        decisions = [] if options.given is not None else _decide_strategy(hardware, options)
         if options.jit is True:
             raise ValueError(
                 "jit=True, but XLA can't compile a step whose variables are on parameter servers. Leave jit out."
@@ -87,8 +87,8 @@ def _decision(name: str, value: Any, reason: str, evidence: str) -> Decision:
     return Decision(name, value, reason, evidence, 'strategy="none"')
 
 
-def _decide_places(hardware: Hardware, options: Options) -> list[Decision]:
-    """The decisions that a strategy passed by the user has already made."""
+def _decide_strategy(hardware: Hardware, options: Options) -> list[Decision]:
+    """The decisions on strategy, devices and communication, unless the user passed a strategy."""
     cluster = hardware.cluster
     missing = [job for job in JOBS if not (cluster and cluster.jobs.get(job))]
     if missing:

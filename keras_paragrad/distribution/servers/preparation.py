@@ -26,14 +26,14 @@ def prepare_for_servers(
 ) -> "ServerPreparation":
     """Makes a model's own `fit`, `evaluate` and `predict` work under a `ParameterServerStrategy`.
 
-    The chief reads the batches, and each goes to the next free worker: every example once per epoch, with one update
-    per batch. Workers do not wait for each other, so gradients are stale: training differs from that of one device,
-    and between runs. Metrics and counters cover every example and update once; evaluation and prediction are exact.
+    The chief reads the batches, and sends each to the next free worker: every example once per epoch, one update per
+    batch. Workers don't wait for each other, so gradients are stale: training differs from that of one device, and
+    between runs. Metrics and counters cover every example and update once; evaluation and prediction are exact.
 
     Args:
         model: A compiled model, built within the scope of a `ParameterServerStrategy`. Only this instance is changed.
-        coordinator: Dispatches steps to the workers; by default the strategy's own.
-        in_flight: How many batches may be queued or running; two per worker by default.
+        coordinator: Dispatches steps to the workers; by default the strategy's.
+        in_flight: Number of batches queued or running; two per worker by default.
 
     Returns:
         A handle; `undo()` restores the methods of the model's class.
@@ -166,7 +166,7 @@ class ServerPreparation(Preparation):
 
 
 class _CheckModel(keras.callbacks.Callback):
-    """Refuses changes that preceding callbacks made to the training step."""
+    """Refuses a training step that earlier callbacks have changed."""
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         check_server_model(self.model)

@@ -15,9 +15,9 @@ from keras_paragrad.distribution.launch.tasks import HOST, free_ports
 
 _log = logging.getLogger("keras_paragrad")
 JOBS = ("chief", "worker", "ps")
-# In-process servers live as long as the process; they must not be garbage-collected.
+# In-process servers run until the process ends, and must not be garbage-collected.
 _RUNNING: list[tf.distribute.Server] = []
-# Each in-process server has threads.
+# The most in-process servers of a job, as each has threads.
 _MOST = 64
 
 
