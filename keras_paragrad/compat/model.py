@@ -29,10 +29,10 @@ def check_no_row_states(model: keras.Model, parts: str, instead: str) -> None:
     Raises:
         ValueError: There is such a layer. The message names it.
     """
-    found = next((layer for layer in all_layers(model) if getattr(layer, "stateful", False)), None)
-    if found is not None:
+    stateful = next((layer for layer in all_layers(model) if getattr(layer, "stateful", False)), None)
+    if stateful is not None:
         raise ValueError(
-            f"{type(found).__name__}(stateful=True), {found.name!r}, keeps a state for each row of a batch, and "
+            f"{type(stateful).__name__}(stateful=True), {stateful.name!r}, keeps a state for each row of a batch, and "
             f"{parts} parts of it. Write stateful=False, or {instead}."
         )
 
@@ -124,8 +124,8 @@ def fit_frame(frame: FrameType | None, model: Any = None) -> FrameType | None:
     """The innermost call of a model's `fit` from a frame outward, of the given model or of any."""
     while frame is not None:
         if frame.f_code.co_name == "fit":
-            found = frame.f_locals.get("self")
-            if found is model if model is not None else isinstance(found, keras.Model):
+            owner = frame.f_locals.get("self")
+            if owner is model if model is not None else isinstance(owner, keras.Model):
                 return frame
         frame = frame.f_back
     return None

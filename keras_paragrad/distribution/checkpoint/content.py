@@ -69,8 +69,8 @@ def _encode(value: Any, arrays: list[np.ndarray], where: str, depth: int) -> Any
         return {"bytes": _append(np.frombuffer(value, np.uint8), arrays)}
     if (kind is np.ndarray or isinstance(value, np.generic)) and is_storable(np.asarray(value).dtype):
         return {"array" if kind is np.ndarray else "scalar": _append(np.asarray(value), arrays)}
-    said = " ".join(repr(value).split())
-    raise UnstorableError(f"{where} is {said if len(said) < 80 else said[:80] + '...'}, of type {kind.__name__}.")
+    text = " ".join(repr(value).split())
+    raise UnstorableError(f"{where} is {text if len(text) < 80 else text[:80] + '...'}, of type {kind.__name__}.")
 
 
 def _pair(key: Any, value: Any, arrays: list[np.ndarray], where: str, depth: int) -> list[Any]:
@@ -204,10 +204,10 @@ class Content(NamedTuple):
 
     def check_fits(self, section: str, variables: list[keras.Variable], source: Any) -> None:
         """Raises a `ValueError` that names the first variable without a matching value."""
-        wanted = [(variable.path, tuple(variable.shape), variable.dtype) for variable in variables]
+        required = [(variable.path, tuple(variable.shape), variable.dtype) for variable in variables]
         values = zip(self.names[section], self.values[section], strict=True)
-        found = [(name, value.shape, value.dtype.name) for name, value in values]
-        for expected, saved in itertools.zip_longest(wanted, found):
+        stored = [(name, value.shape, value.dtype.name) for name, value in values]
+        for expected, saved in itertools.zip_longest(required, stored):
             if expected is None or saved is None or expected[1:] != saved[1:]:
                 raise ValueError(
                     f"{source} has backups of another model: the {section} of this one has "

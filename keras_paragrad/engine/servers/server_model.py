@@ -93,8 +93,8 @@ _METHODS = (
 class StepSender(Protocol):
     """Sends steps to workers."""
 
-    def send(self, step: Callable[[Any], Any], batch: Any, arrived: Callable[[Any], Any]) -> Future:
-        """Runs a step on the next idle worker, and calls `arrived` with its results as NumPy arrays."""
+    def send(self, step: Callable[[Any], Any], batch: Any, on_result: Callable[[Any], Any]) -> Future:
+        """Runs a step on the next idle worker, and calls `on_result` with its results as NumPy arrays."""
         ...
 
     def join(self) -> None:
