@@ -112,7 +112,7 @@ class Output:
 
     def __init__(self, on_closed: Callable[[], None]):
         self._on_closed = on_closed
-        self._lock = threading.Lock()
+        self._write_lock = threading.Lock()
         self._launcher_prefix = self.prefix("launch", None, sys.stderr)
 
     def prefix(self, label: str, number: int | None, stream: TextIO) -> str:
@@ -130,7 +130,7 @@ class Output:
     def write(self, stream: TextIO, prefix: str, lines: Iterable[str]) -> None:
         """Writes whole lines."""
         data = "".join(f"{prefix}{line}\n" for line in lines).encode("utf-8", "surrogateescape")
-        with self._lock:
+        with self._write_lock:
             try:
                 # Bypass Python's buffer, which would retry a failed write at exit.
                 while data:

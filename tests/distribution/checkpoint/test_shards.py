@@ -109,7 +109,7 @@ def test_a_worker_that_can_not_write_still_reads(tmp_path):
     files = BackupFiles(tmp_path / "backups")
     files.directory.touch()
     with pytest.raises(OSError):
-        shards.write_together(tf.distribute.get_strategy(), files, Position(0, 1), variables)
+        shards.write_worker_shards(tf.distribute.get_strategy(), files, Position(0, 1), variables)
     assert read == variables
 
 
