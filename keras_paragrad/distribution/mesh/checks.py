@@ -54,7 +54,7 @@ def check_mesh_options(options: Options) -> None:
     unused = [name for name in names if getattr(options, name) not in (None, "auto")]
     unused += ["batch"] if options.batch == "per_replica" else []
     if unused:
-        raise ValueError(f"Without effect on a mesh, which counts as one replica: {', '.join(unused)}. Remove them.")
+        raise ValueError(f"These have no effect on a mesh, which is one replica: {', '.join(unused)}. Remove them.")
 
 
 def check_mesh_model(model: Any) -> None:
