@@ -66,14 +66,14 @@ def _batch_matmul(operation: tf.Operation) -> int:
 
 
 def _einsum(operation: tf.Operation) -> int:
-    inputs = operation.get_attr("equation").decode().partition("->")[0].split(",")
+    subscripts = operation.get_attr("equation").decode().partition("->")[0].split(",")
     sizes: dict[str, int] = {}
-    for labels, tensor in zip(inputs, operation.inputs, strict=True):
-        explicit = labels.replace("...", "")
-        if explicit != labels:
+    for labels, tensor in zip(subscripts, operation.inputs, strict=True):
+        if "..." in labels:
             raise ValueError("an ellipsis")
-        sizes.update(zip(explicit, _sizes(tensor), strict=True))
-    return math.prod(sizes.values()) if len(inputs) > 1 else 0
+        sizes.update(zip(labels, _sizes(tensor), strict=True))
+    # A multiplication for each combination of labels; a single operand is only summed.
+    return math.prod(sizes.values()) if len(subscripts) > 1 else 0
 
 
 # Returns a tensor of an operation.

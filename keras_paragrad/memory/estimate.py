@@ -118,7 +118,7 @@ def bytes_in_words(size: int) -> str:
     >>> bytes_in_words(512), bytes_in_words(3 * 2**20 // 2)
     ('512 B', '1.5 MiB')
     """
-    power = next((each for each in range(len(_UNITS) - 1) if size < 1000 * 1024**each), len(_UNITS) - 1)
+    power = next((each for each in range(len(_UNITS) - 1) if size < 999.5 * 1024**each), len(_UNITS) - 1)
     return f"{size:,} B" if power == 0 else f"{size / 1024**power:.3g} {_UNITS[power]}"
 
 

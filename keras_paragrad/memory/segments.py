@@ -213,4 +213,4 @@ def _parts(model: keras.Model) -> tuple[Any, list[Part]]:
 
 
 def _mega(count: float) -> str:
-    return f"{count / 1e6:.3g}"
+    return f"{count / 1e6:.3g}" if count < 999.5e6 else f"{count / 1e6:,.0f}"

@@ -151,7 +151,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         if has_build(self.layer):
             super().build(input_shape)
         else:
-            # Its sublayers are built when it is called.
+            # The sublayers of the wrapped layer are built in its first call.
             self.built = True
         self._allocate(self.capacity)
 

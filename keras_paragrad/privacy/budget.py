@@ -102,14 +102,14 @@ class Privacy(InNotebooks):
 
     @property
     def examples(self) -> int:
-        """Number of examples to draw from.
+        """Number of examples in the data that batches are sampled from.
 
         Raises:
             ValueError: `fit` hasn't seen the data yet, and the number wasn't stated.
         """
         if self._examples is None:
             raise ValueError(
-                "How many examples there are is known once fit() was given data. To know it before, write "
+                "The number of examples is unknown until fit() gets the data. To state it before, write "
                 "make_private(..., examples=60_000)."
             )
         return self._examples

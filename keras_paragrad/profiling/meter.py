@@ -59,13 +59,23 @@ class Meter:
         self._updates = int(self.model.optimizer.iterations.numpy())
 
     def watch(self, updated: Sequence[keras.Variable], known: Sequence[keras.Variable]) -> Sequence[keras.Variable]:
-        """The measured weights: those that the model trains and the optimizer updates."""
+        """The measured weights, chosen in the first call.
+
+        Args:
+            updated: The weights of this update.
+            known: The weights that the optimizer was built with.
+
+        Raises:
+            ValueError: A weight is updated that was not chosen.
+        """
         if not self._weights:
             self._trainable = self.model.trainable_variables
             trainable, of_model = {id(weight) for weight in self._trainable}, {id(each) for each in self.model.weights}
-            built = {id(weight) for weight in known}
-            weights = [weight for weight in self._trainable if id(weight) in built]
+            known_ids = {id(weight) for weight in known}
+            weights = [weight for weight in self._trainable if id(weight) in known_ids]
+            # Frozen after the optimizer was built, and still updated.
             weights += [weight for weight in updated if id(weight) in of_model - trainable]
+            # Weights outside of the model.
             weights += [weight for weight in known if id(weight) not in of_model]
             self._set_weights(weights)
         measured = {id(weight) for weight in self._weights}

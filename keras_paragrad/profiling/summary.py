@@ -43,7 +43,7 @@ class RunInfo:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "RunInfo":
-        """Restores a `RunInfo` from JSON data, also of an earlier version."""
+        """Restores a `RunInfo` from JSON data; earlier versions wrote no `compute_capability`."""
         capability = data.get("compute_capability")
         return cls(
             **{

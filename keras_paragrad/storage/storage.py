@@ -145,9 +145,9 @@ class Whole(Storage):
 
 
 def storage_of(variable: keras.Variable) -> Storage:
-    """The storage of a Keras variable: the attribute `storage` of its value, or else `Whole`."""
+    """The storage of a Keras variable: the attribute `storage` of its value, or `Whole` if it has none."""
     try:
-        # The `__getattr__` of distributed variables looks in a replica's variable, and reads it for some names.
+        # Bypass `__getattr__` of distributed variables: it asks a replica's variable, and reads it for some names.
         return object.__getattribute__(variable._value, "storage")
     except AttributeError:
         return Whole(variable)

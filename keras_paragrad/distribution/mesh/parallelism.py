@@ -44,8 +44,9 @@ class MeshParallel(Parallelism):
         check_mesh_options(options)
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
+        # With `mesh=` the layout is ours, otherwise the `keras.distribution` has one.
         mesh, automatic = planned_mesh(options, hardware), options.mesh is not None
-        layout = "by a layout from its structure" if automatic else "by its distribution"
+        layout = "by a layout that follows from its structure" if automatic else "by its distribution"
         reason = f"requested: a mesh of {mesh.words}, the model divided {layout}"
         override = "devices=None" if automatic else "keras.distribution.DeviceMesh(..., devices=...)"
         count = f"{len(mesh.devices)} devices"
@@ -53,10 +54,10 @@ class MeshParallel(Parallelism):
             Decision("strategy", "mesh", reason, hardware_in_words(hardware), 'strategy="auto"'),
             Decision("devices", mesh.devices, f"a mesh of {mesh.words}", devices_in_words(hardware), override),
             Decision("replicas", 1, "the mesh is one model", count, 'strategy="mirrored"'),
-            no_communication(hardware, options, "mesh", mesh.devices, "DTensor brings its own"),
+            no_communication(hardware, options, "mesh", mesh.devices, "DTensor inserts its own collectives"),
         ]
         if mesh.workers > 1:
-            reason = "each worker reads every batch, and its devices take their parts"
+            reason = "each worker reads every batch, and each of its devices takes a part"
             decisions.append(Decision("shard_policy", "data", reason, f"{mesh.workers} workers", NO_CHOICE))
         return Decisions(decisions, count, mesh.workers > 1)
 

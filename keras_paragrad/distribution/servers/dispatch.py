@@ -90,8 +90,8 @@ class Dispatcher:
     def _fetch(self, remote: Any) -> Any:
         with contextlib.suppress(tf.errors.OpError):
             return remote.fetch()
-        # If the worker was lost with the result, the step runs on another worker. If the step failed, this raises its
-        # error.
+        # If the worker was lost before we read its result, `join` waits until another one has run the step; if the step
+        # failed, it raises that error.
         self._coordinator.join()
         return remote.fetch()
 

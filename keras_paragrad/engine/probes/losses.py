@@ -71,16 +71,17 @@ def gradients_of_parts_add_up(
     """
 
     def undivided(data):
+        """Gradients and loss, times what the loss divides by: those of parts then sum to those of the whole."""
         x, sample_weight, y = data
         with watch_weights(model) as gradients_of:
             y_pred = call_model(model, (x,), training=False)
-            given = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-            # Keras differentiates the sum of a loss that is not reduced.
-            loss = tf.cast(tf.reduce_sum(model._compute_loss(**given, training=True)), "float32")
-        gradients, weight = gradients_of(loss), normalize(given)
+            inputs = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+            # Of an unreduced loss, Keras differentiates the sum.
+            loss = tf.cast(tf.reduce_sum(model._compute_loss(**inputs, training=True)), "float32")
+        gradients, normalizer = gradients_of(loss), normalize(inputs)
         if not gradients:
             raise Inconclusive("the loss has no gradient")
-        factor = 1.0 if weight.summed else weight.value
+        factor = 1.0 if normalizer.summed else normalizer.value
         return [gradient * factor for gradient in gradients], loss * factor
 
     def find(size):

@@ -61,8 +61,8 @@ class _Pair(NamedTuple):
 
     first: Any
     second: Any
-    of_first: slice
-    of_second: slice
+    rows_in_first: slice
+    rows_in_second: slice
     atol: float
 
     def outputs_match(self, first: tf.Tensor, second: tf.Tensor) -> bool:
@@ -70,7 +70,8 @@ class _Pair(NamedTuple):
         sizes = [_row_count(batch) for batch in (self.first, self.second)]
         if [tensor.shape[0] if tensor.shape.rank else None for tensor in (first, second)] != sizes:
             return True
-        one, other = np.asarray(first[self.of_first]), np.asarray(second[self.of_second])
+        one, other = np.asarray(first[self.rows_in_first]), np.asarray(second[self.rows_in_second])
+        # "V" are bfloat16 and float8.
         if one.shape != other.shape or one.dtype.kind not in "fV":
             return np.array_equal(one, other)
         one, other = one.astype("float64"), other.astype("float64")

@@ -210,8 +210,8 @@ def with_batch_size(spec: Any, rows: int, length: int | None) -> Any:
         shape = leaf.shape.as_list() if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank else [None, None]
         if None in shape[1:] and length is None:
             raise ValueError(
-                f"The data leaves sizes open that memory depends on: {leaf}. Estimate it with dist.estimate(model, "
-                "batch_size, length=128), and write shard=None, 'optimizer' or 'parameters'."
+                f"Memory depends on sizes that the data leaves open: {leaf}. Call dist.estimate(model, batch_size, "
+                "length=128), and choose shard=None, 'optimizer' or 'parameters' by it."
             )
         return tf.TensorSpec((rows, *(length if each is None else each for each in shape[1:])), leaf.dtype)
 

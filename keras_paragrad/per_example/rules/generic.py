@@ -114,16 +114,18 @@ class _Batch(NamedTuple):
 
 
 def _by_single_examples(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Reruns the layer on one example at a time; for each weight, the gradients of all examples."""
     variables = call.layer.trainable_variables
     weights = [tf.convert_to_tensor(variable.value) for variable in variables]
     batch = _Batch.of(call)
 
     def gradients_of_example(example):
-        rows, masks, cotangents = keras.tree.map_structure(lambda row: row[tf.newaxis], example)
+        # As a batch of one.
+        rows, masks, cotangents_of_example = keras.tree.map_structure(lambda row: row[tf.newaxis], example)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(weights)
             outputs = batch.rerun(call, rows, masks, zip(variables, weights, strict=True))
-        return _gradients(tape, outputs, weights, cotangents)
+        return _gradients(tape, outputs, weights, cotangents_of_example)
 
     return tf.map_fn(
         gradients_of_example, (batch.rows, batch.masks, cotangents), fn_output_signature=_signature(weights)

@@ -144,7 +144,7 @@ def _comparison(runs: list[Run]) -> dict[str, Any]:
         "title": f"{runs[0].name} and {runs[1].name} compared",
         "runs": list(zip(compare_view.LETTERS, runs, strict=True)),
         "facts": [_facts(run.info) for run in runs],
-        "windows": [window and window_view(window, longest) for window in windows],
+        "windows": [window_view(window, longest) if window else None for window in windows],
         "pairs": compare_view.main_pairs(runs),
         "operation_pairs": compare_view.operation_pairs(runs),
         "layer_pairs": compare_view.layer_pairs(runs),

@@ -55,7 +55,7 @@ def count(value: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """A number with three significant digits, or a non-finite one.
+    """A number with three significant digits, with all digits before the point from 1,000 to a million.
 
     Example:
 
@@ -69,7 +69,7 @@ def number(value: float | None) -> str:
         return "NaN"
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def _signed(value: float, unit: str) -> str:

@@ -281,7 +281,9 @@ def test_only_damaged_backups_stop_it(tmp_path):
 
 def test_a_backup_of_another_model_is_refused(tmp_path):
     fit(plain(), [Backup(tmp_path, delete_when_done=False)])
-    with pytest.raises(ValueError, match=r"sequential_\d+/dense_\d+/kernel of shape \(4, 2\) and float32, where they have"):
+    with pytest.raises(
+        ValueError, match=r"sequential_\d+/dense_\d+/kernel of shape \(4, 2\) and float32, where they have"
+    ):
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         model.compile("adam", "mse")
         model.fit(np.ones((2, 4)), np.ones((2, 2)), verbose=0, callbacks=[Backup(tmp_path)])

@@ -84,6 +84,7 @@ def test_bytes_have_marks_of_whole_units():
         pytest.param(units.share, 0.573, "57%", id="share"),
         pytest.param(units.share, 0.0123, "1.2%", id="small share"),
         pytest.param(units.share, math.nan, "n/a", id="unknown share"),
+        pytest.param(units.number, 999.6, "1,000", id="rounded to four digits"),
         pytest.param(units.number, -math.inf, "−∞", id="infinite"),
         pytest.param(units.operations, 2.5e9, "2.5 GFLOP", id="operations"),
     ],
