@@ -128,7 +128,7 @@ def test_an_adaptive_norm_is_paid_for():
 def test_another_size_of_data_is_refused():
     x, y = some_data()
     private = build(noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="known once fit\\(\\) was given data"):
+    with pytest.raises(ValueError, match="unknown until fit\\(\\) gets the data"):
         _ = private.privacy.sampling_rate
     assert "unknown" in repr(private.privacy)
     private.fit(x, y, verbose=0)
