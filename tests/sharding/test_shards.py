@@ -129,7 +129,8 @@ def test_shards_are_in_memory_of_their_own(optimizer):
     """TensorFlow lets a variable that is assigned a slice keep all of the tensor that it was cut from."""
     (held,) = own_process.call(sharded_training.held_after_updates, optimizer, [SYSTEM_ALLOCATOR], seconds=120)
     # The matrix, two slots, and what else a process comes to hold meanwhile.
-    assert held < 3 + 0.7
+    # That is 0.24; shards that keep a whole tensor make it 0.73 or 1.23.
+    assert held < 3 + 0.5
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
