@@ -16,6 +16,7 @@ from keras_paragrad.cli.main import main
 from keras_paragrad.compat.variables import without_memory
 from keras_paragrad.memory import estimate_memory
 from keras_paragrad.memory.breakdown import MIN_SHARD_BYTES
+from keras_paragrad.memory.estimate import bytes_in_words
 
 WIDE, NARROW = 300 * 400, 400
 
@@ -394,3 +395,8 @@ def test_a_run_takes_what_was_estimated():
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["estimated"] == pytest.approx(found["seen"], rel=0.15), found
+
+
+@pytest.mark.parametrize(("size", "words"), [(999, "999 B"), (1_023_400, "999 KiB"), (1_023_900, "0.976 MiB")])
+def test_bytes_just_below_a_unit(size, words):
+    assert bytes_in_words(size) == words
