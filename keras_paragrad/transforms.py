@@ -216,8 +216,8 @@ def _impure_operations(graph: tf.Graph) -> list[str]:
 def _check(name: str, returned: Any, expected: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Checks that `f` returns as many tensors as it gets, of their shapes and dtypes."""
     if not isinstance(returned, (list, tuple)) or len(returned) != len(expected):
-        found = f"{len(returned)} items" if isinstance(returned, (list, tuple)) else type(returned).__name__
-        raise ValueError(f"Return a list of {len(expected)} {name}, one for each given; this is {found}.")
+        description = f"{len(returned)} items" if isinstance(returned, (list, tuple)) else type(returned).__name__
+        raise ValueError(f"Return a list of {len(expected)} {name}, one for each given; this is {description}.")
     values = [tf.convert_to_tensor(each) for each in returned]
     for place, (value, like) in enumerate(zip(values, expected, strict=True)):
         if value.dtype != like.dtype or not value.shape.is_compatible_with(like.shape):

@@ -283,7 +283,6 @@ def test_layers_frozen_before_the_first_trace_are_frozen():
     assert not np.array_equal(before[2], model.get_weights()[2])
 
 
-@pytest.mark.long
 @pytest.mark.own_process(seconds=120)
 def test_a_forced_trace_on_replicas():
     one = build(sgd(), run_eagerly=True)

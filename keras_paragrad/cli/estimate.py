@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the estimate; returns 0, or 2 if there is no such function, or its model can't be traced."""
     path, name = arguments.model
-    found = vars(_imported(path))
-    if not callable(found.get(name)):
-        functions = [each for each, value in found.items() if callable(value) and not each.startswith("_")]
+    namespace = vars(_imported(path))
+    if not callable(namespace.get(name)):
+        functions = [each for each, value in namespace.items() if callable(value) and not each.startswith("_")]
         return _refuse(f"{path} has no function {name!r}{did_you_mean(name, functions)}")
     import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
     from keras_paragrad.compat.variables import without_memory
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     from keras_paragrad.plain_text import show
 
     with without_memory():
-        model = found[name]()
+        model = namespace[name]()
     try:
         estimate = estimate_memory(model, arguments.batch_size, arguments.devices, length=arguments.length)
     except ValueError as error:

@@ -88,15 +88,15 @@ def _machine(arguments: argparse.Namespace) -> "Hardware":
     from keras_paragrad.distribution.hardware import describe, detect
 
     names = ("cpus", "logical_cpus", "gpus", "gpu_memory_gb", "compute_capability", "tpu_cores", "workers", "ps")
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    return describe(**given) if given else detect()
+    description = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return describe(**description) if description else detect()
 
 
 def _options(arguments: argparse.Namespace) -> "Options":
     from keras_paragrad.distribution.options import Options
 
-    given = {name: value for name, value in vars(arguments).items() if name in Options.__dataclass_fields__}
-    return Options(**{name: JIT[value] if name == "jit" else value for name, value in given.items()})
+    options = {name: value for name, value in vars(arguments).items() if name in Options.__dataclass_fields__}
+    return Options(**{name: JIT[value] if name == "jit" else value for name, value in options.items()})
 
 
 def _capability(text: str) -> tuple[int, int]:

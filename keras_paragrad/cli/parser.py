@@ -57,8 +57,8 @@ def integer(least: int, most: int) -> Callable[[str], int]:
     """For `add_argument(type=...)`: reads an integer within bounds."""
 
     def read(word: str) -> int:
-        found = int(word) if re.fullmatch(rf"[+-]?[0-9]{{1,{_LONGEST_NUMBER}}}", word) else None
-        return _checked(word, lambda: check_integer("it", found, least=least, most=most))
+        value = int(word) if re.fullmatch(rf"[+-]?[0-9]{{1,{_LONGEST_NUMBER}}}", word) else None
+        return _checked(word, lambda: check_integer("it", value, least=least, most=most))
 
     return read
 
@@ -68,10 +68,10 @@ def number(**bounds: Any) -> Callable[[str], float]:
 
     def read(word: str) -> float:
         try:
-            found = float(word) if len(word) <= _LONGEST_NUMBER else None
+            value = float(word) if len(word) <= _LONGEST_NUMBER else None
         except ValueError:
-            found = None
-        return _checked(word, lambda: check_number("it", found, **bounds))
+            value = None
+        return _checked(word, lambda: check_number("it", value, **bounds))
 
     return read
 

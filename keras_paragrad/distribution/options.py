@@ -133,12 +133,12 @@ class Decisions(NamedTuple):
     """A parallelism's part of the plan.
 
     Attributes:
-        made: Its decisions. The functions in `decisions/` make the others.
+        decisions: The parallelism's. The functions in `decisions/` make the others.
         counted: In words such as "2 stages", the parts that the model is divided into; replicas, if empty.
         launched: Whether the processes of a cluster train together, and have to be started together.
     """
 
-    made: Sequence[Decision]
+    decisions: Sequence[Decision]
     counted: str = ""
     launched: bool = False
 

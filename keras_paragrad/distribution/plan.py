@@ -81,7 +81,7 @@ def make_plan(hardware: Hardware, options: Options) -> Plan:
     ('mirrored', 'nccl', 'per_replica')
     """
     planned = planner_of(options, hardware).decide(hardware, options)
-    by_parallelism = {decision.name: decision for decision in planned.made}
+    by_parallelism = {decision.name: decision for decision in planned.decisions}
     known: dict[str, Any] = {"hardware": hardware, "options": options}
     decisions, alike = [], []
     for decider in deciders():

@@ -110,13 +110,13 @@ class Releases:
 
     def sync(self) -> None:
         """Adds the releases of updates and loaded weights to the ledger, and writes it to the variables."""
-        table, updates, made = self._table.numpy(), int(self._updates.numpy()), self._updates_made
+        table, updates, updates_made = self._table.numpy(), int(self._updates.numpy()), self._updates_made
         if (run := self._run) is not None:
-            if made > 0:
-                self.ledger.add([run.with_updates(made)])
-            _UPDATES_MADE[run.run] = max(made, _UPDATES_MADE.get(run.run, 0))
+            if updates_made > 0:
+                self.ledger.add([run.with_updates(updates_made)])
+            _UPDATES_MADE[run.run] = max(updates_made, _UPDATES_MADE.get(run.run, 0))
         written, written_updates, written_made = self._written
-        if updates - written_updates != made - written_made or not np.array_equal(table, written):
+        if updates - written_updates != updates_made - written_made or not np.array_equal(table, written):
             loaded = entries_of(np.asarray(table), updates)
             self.ledger.add(loaded)
             self._loaded, self._foreign = loaded[-1] if loaded else None, True

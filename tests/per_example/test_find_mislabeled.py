@@ -5,12 +5,10 @@ from pathlib import Path
 
 import forked_scripts
 import own_process
-import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "find_mislabeled.py"
 
 
-@pytest.mark.long
 def test_most_wrong_labels_are_found(tmp_path):
     printed = tmp_path / "printed"
     process = own_process.start(forked_scripts.run_script, (str(EXAMPLE), [], str(tmp_path)), {}, printed)

@@ -46,6 +46,7 @@ def attacked(actual_noise):
     return lower_bound(np.sum(there[most]), GUESSES), claimed
 
 
+# In `make test`, test_noise.py and test_update.py hold noise and clipping to what is claimed.
 @pytest.mark.long
 def test_an_attack_learns_less_than_is_claimed():
     found, claimed = attacked(NOISE)

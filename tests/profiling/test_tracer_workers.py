@@ -23,8 +23,7 @@ def trained(folder, per_call):
     return [[step.step for step in summary.steps] for summary in summaries], first.printed
 
 
-# In `make test`, test_shown_by_workers.py has two workers of which the first writes.
-@pytest.mark.long
+@pytest.mark.slow(10)
 def test_the_first_worker_is_traced(tmp_path):
     found, printed = trained(tmp_path, 1)
     # The last two of three windows.

@@ -107,7 +107,7 @@ def test_refusals(caplog):
     assert not caplog.records
 
 
-@pytest.mark.long
+@pytest.mark.slow(15)
 def test_workers_choose_what_fits_all_of_them():
     alone = made(run_eagerly=True)
     alone.fit(X, X[:, :1], batch_size=16, shuffle=False, verbose=0)

@@ -115,7 +115,7 @@ PAIRS = [(before, after) for before in WAYS for after in WAYS if before != after
 @pytest.mark.parametrize(
     "pairs",
     [
-        pytest.param([("(2, 2)", "one device")], marks=pytest.mark.long),
+        [("(2, 2)", "one device")],
         pytest.param([pair for pair in PAIRS if "(" in "".join(pair)], marks=pytest.mark.long),
     ],
     ids=["sample", "all"],
@@ -125,9 +125,8 @@ def test_training_goes_on_elsewhere_in_the_middle_of_a_window(tmp_path, pairs):
     assert max(found) <= CLOSE, dict(zip(pairs, found, strict=True))
 
 
-# In `make test`, test_parallelism.py undoes the preparation of one class that all share.
-@pytest.mark.long
-@pytest.mark.parametrize("options", [["accumulate"], []], ids=str)
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("options", [["accumulate"], pytest.param([], marks=pytest.mark.long)], ids=str)
 def test_undone_between_two_fits_ends_where_one_device_ends(options):
     (found,) = own_process.call(meshed_training.undone, options, [{}], 90)
     assert found <= CLOSE

@@ -175,7 +175,7 @@ def test_two_workers_with_synchronized_statistics(model):
     check([Case(model, "rmsprop", "parameters")], 1, workers=2, evaluated=model == "cnn")
 
 
-@pytest.mark.long
+@pytest.mark.few(1)
 @pytest.mark.own_process
 @pytest.mark.parametrize("prepared_first", [False, True])
 def test_recomputed_loops_are_evaluated_in_shards(prepared_first):

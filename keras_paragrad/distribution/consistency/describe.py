@@ -70,8 +70,8 @@ def describe_training(
     description: dict[str, Any] = {"versions": versions(), "keras": _settings(), "DistributedFit": dict(options or {})}
     if arguments is not None:
         named = {name: value for name, value in arguments.items() if name not in (*_DATA, *_FREE)}
-        given = {name: "given" if arguments.get(name) is not None else "not given" for name in _DATA}
-        description["fit"] = {**named, **given}
+        data = {name: "given" if arguments.get(name) is not None else "not given" for name in _DATA}
+        description["fit"] = {**named, **data}
         callbacks = filter(can_change_training, keras.tree.flatten(arguments.get("callbacks") or []))
         description["callbacks"] = _attributes_by_class(callbacks)
     return _without_automatic_names(to_json({**description, **_describe_model(model)}))
@@ -150,8 +150,8 @@ def _is_lambda(config: Mapping[Any, Any]) -> bool:
 def _describe_object(value: Any) -> dict[str, Any]:
     # Keras leaves the bound arguments out of the config of some losses and metrics, such as Huber.
     config = {**bound_arguments(value), **(_config_of(value) or {})}
-    found = {"class_name": type(value).__name__, "config": to_json(config)}
-    return found if is_of_a_library(type(value)) else {**found, "attributes": _attributes(value)}
+    description = {"class_name": type(value).__name__, "config": to_json(config)}
+    return description if is_of_a_library(type(value)) else {**description, "attributes": _attributes(value)}
 
 
 def _config_of(value: Any) -> dict[str, Any] | None:
@@ -191,12 +191,12 @@ def _is_compared(value: Any) -> bool:
 
 def _attributes_by_class(objects: Iterable[Any]) -> dict[str, Any]:
     """The attributes of objects by the name of their class, with a number from the second of a class."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for each in objects:
         name = type(each).__name__
-        count = sum(other.partition(" ")[0] == name for other in found)
-        found[f"{name} {count + 1}" if count else name] = _attributes(each)
-    return found
+        count = sum(other.partition(" ")[0] == name for other in attributes)
+        attributes[f"{name} {count + 1}" if count else name] = _attributes(each)
+    return attributes
 
 
 def _describe_model(model: Any) -> dict[str, Any]:

@@ -58,8 +58,8 @@ class AgreeEachEpoch(keras.callbacks.Callback):
         """Determines whether a worker may stop between batches."""
         self._reading, self._before, self._taken = None, 0, 0
         mine = [stops_within(self._callbacks, flag) for flag in self._asks]
-        found = gather(self._strategy, np.array(mine, np.int64)).sum(axis=0)
-        self._asks = dict(zip(self._asks, map(bool, found.tolist()), strict=True))
+        counts = gather(self._strategy, np.array(mine, np.int64)).sum(axis=0)
+        self._asks = dict(zip(self._asks, map(bool, counts.tolist()), strict=True))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts counting the epoch's batches."""
@@ -86,12 +86,12 @@ class AgreeEachEpoch(keras.callbacks.Callback):
         stop = self._wants or self.model.stop_training
         numbers = [stop, self._taken, batches, layout // _HALF, layout % _HALF, self._rate(), len(variables)]
         # First the number of variables: vectors of different lengths can't be gathered.
-        found = gather(self._strategy, np.array(numbers, np.float64))
-        self._refuse_differing(epoch, found)
+        of_workers = gather(self._strategy, np.array(numbers, np.float64))
+        self._refuse_differing(epoch, of_workers)
         mine = sketches(self._strategy, variables)
-        all_sketches = gather(self._strategy, mine.reshape(-1)).reshape(len(found), -1, 2)
+        all_sketches = gather(self._strategy, mine.reshape(-1)).reshape(len(of_workers), -1, 2)
         refuse_if_differing(all_sketches, variables, f"after epoch {epoch}, counted from 0")
-        self.model.stop_training = bool(found[:, 0].any())
+        self.model.stop_training = bool(of_workers[:, 0].any())
 
     def _count(self, taken: int) -> None:
         if self.data is None or self.data.tally is None:
@@ -118,7 +118,7 @@ class AgreeEachEpoch(keras.callbacks.Callback):
         ends = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in self._callbacks)
         return ends and not math.isfinite(float((logs or {}).get("loss", 0.0)))
 
-    def _refuse_differing(self, epoch: int, found: np.ndarray) -> None:
+    def _refuse_differing(self, epoch: int, of_workers: np.ndarray) -> None:
         names = {
             1: ("steps", "steps taken"),
             2: ("batches", "batches of data"),
@@ -126,18 +126,18 @@ class AgreeEachEpoch(keras.callbacks.Callback):
             6: ("weights", "weights to compare"),
         }
         for index, (what, name) in names.items():
-            values = found[:, index]
+            values = of_workers[:, index]
             others = np.flatnonzero(~((values == values[0]) | (np.isnan(values) & np.isnan(values[0]))))
             if len(others):
                 raise ValueError(
                     f"The workers differ after epoch {epoch}, counted from 0: {name}: {values[0]:.9g} on worker 0, "
                     f"{values[others[0]]:.9g} on worker {others[0]}. {_ADVICE[what]}"
                 )
-        others = np.flatnonzero((found[:, 3:5] != found[0, 3:5]).any(axis=1))
+        others = np.flatnonzero((of_workers[:, 3:5] != of_workers[0, 3:5]).any(axis=1))
         if len(others):
             raise ValueError(
-                f"The workers differ after epoch {epoch}, counted from 0: the {found[0, 2]:.0f} batches that worker 0 "
-                f"read have other shapes than those of worker {others[0]}. {_ADVICE['batches']}"
+                f"The workers differ after epoch {epoch}, counted from 0: the {of_workers[0, 2]:.0f} batches that "
+                f"worker 0 read have other shapes than those of worker {others[0]}. {_ADVICE['batches']}"
             )
 
 

@@ -34,11 +34,11 @@ class ComparedFit:
     @classmethod
     def of(cls, model: Any, shard_policy: str = "auto") -> "ComparedFit":
         """The one that a model already has, or a new one."""
-        found = model.__dict__.get("fit")
-        if not isinstance(found, cls):
+        installed = model.__dict__.get("fit")
+        if not isinstance(installed, cls):
             return cls(model, shard_policy)
-        found.shard_policy = shard_policy
-        return found
+        installed.shard_policy = shard_policy
+        return installed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the `fit` of the model's class, after checking that all workers are about to do the same."""
@@ -53,8 +53,8 @@ class ComparedFit:
         if any(isinstance(callback, AgreeEachEpoch) for callback in callbacks):
             return fit(*args, **kwargs)
         strategy = self._model.distribute_strategy
-        given = {**arguments, "callbacks": callbacks}
-        check_same_training(strategy, all_or_none(strategy, lambda: describe_training(self._model, None, given)))
+        compared = {**arguments, "callbacks": callbacks}
+        check_same_training(strategy, all_or_none(strategy, lambda: describe_training(self._model, None, compared)))
         check_same_weights(strategy, self._model)
         x = arguments.get("x")
         self._agreement = AgreeEachEpoch(strategy, callbacks, x if isinstance(x, DistributedData) else None)
@@ -67,10 +67,10 @@ class ComparedFit:
 
     def sharded(self, adapter: Any, steps: int | None) -> DistributedData | None:
         """Data sharded so that each batch is that of one device; `None` if it is sharded already."""
-        found = reread(adapter)
-        if found is None:
+        reread_data = reread(adapter)
+        if reread_data is None:
             return None
-        x, options = found
+        x, options = reread_data
         data = distributed_dataset(
             self._model.distribute_strategy, x, steps_per_epoch=steps, shard_policy=self.shard_policy, **options
         )

@@ -41,16 +41,16 @@ def _sketch(value: np.ndarray) -> tuple[float, float]:
     return float(np.sqrt(np.dot(flat, flat))), product
 
 
-def differing(found: np.ndarray) -> tuple[int, int] | None:
+def differing(of_workers: np.ndarray) -> tuple[int, int] | None:
     """The first variable that differs between workers.
 
     Args:
-        found: Every worker's sketches: shape `(workers, variables, 2)`.
+        of_workers: Every worker's sketches: shape `(workers, variables, 2)`.
 
     Returns:
         The indices of the variable and of the worker, or `None` if all are the same.
     """
-    norms, products = found[..., 0], found[..., 1]
+    norms, products = of_workers[..., 0], of_workers[..., 1]
     scale = np.where(np.isfinite(norms[:1]), norms[:1], 1.0)
     close = np.isclose(norms, norms[:1], rtol=TOLERANCE, atol=1e-12, equal_nan=True)
     close &= (np.abs(products - products[:1]) <= TOLERANCE * scale + 1e-12) | ~np.isfinite(products[:1])
@@ -73,19 +73,19 @@ def check_same_weights(strategy: tf.distribute.Strategy, model: Any) -> None:
     if replica_placement(strategy).workers == 1:
         return
     variables = variables_to_compare(model)
-    found = gather(strategy, sketches(strategy, variables).reshape(-1)).reshape(
+    of_workers = gather(strategy, sketches(strategy, variables).reshape(-1)).reshape(
         replica_placement(strategy).workers, -1, 2
     )
-    refuse_if_differing(found, variables)
+    refuse_if_differing(of_workers, variables)
 
 
-def refuse_if_differing(found: np.ndarray, variables: list[Any], when: str = "before the first step") -> None:
+def refuse_if_differing(of_workers: np.ndarray, variables: list[Any], when: str = "before the first step") -> None:
     """Raises if a worker's sketches differ from those of the first."""
-    where = differing(found)
+    where = differing(of_workers)
     if where is None:
         return
     variable, worker = where
-    (norm, product), (other_norm, other_product) = found[0, variable], found[worker, variable]
+    (norm, product), (other_norm, other_product) = of_workers[0, variable], of_workers[worker, variable]
     said = f"norm {norm:.7g}, checksum {product:.7g}", f"norm {other_norm:.7g}, checksum {other_product:.7g}"
     path = variables[variable].path
     raise ValueError(

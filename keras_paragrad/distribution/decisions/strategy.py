@@ -80,7 +80,7 @@ def _choose(hardware: Hardware, options: Options) -> tuple[str, str, str]:
 
 def _check_named(name: str, hardware: Hardware) -> None:
     cluster, workers = hardware.cluster, hardware.worker_count
-    found = f"Found: {hardware_in_words(hardware)}"
+    detected = f"Found: {hardware_in_words(hardware)}"
     has_servers = bool(cluster and cluster.jobs.get("ps"))
     if name == "tpu" and not hardware.tpus:
         raise ValueError(
@@ -90,16 +90,16 @@ def _check_named(name: str, hardware: Hardware) -> None:
     if name == "mirrored" and (workers > 1 or has_servers):
         better = "parameter_server" if has_servers else "multi_worker"
         raise ValueError(
-            f'strategy="mirrored" works within one process. {found}. Write strategy="{better}", or '
+            f'strategy="mirrored" works within one process. {detected}. Write strategy="{better}", or '
             'strategy="none" to train in each process separately.'
         )
     if name == "multi_worker" and has_servers:
         raise ValueError(
-            f'strategy="multi_worker" has no parameter servers. {found}. Write '
+            f'strategy="multi_worker" has no parameter servers. {detected}. Write '
             'strategy="parameter_server", or start the cluster without the job "ps".'
         )
     if name == "multi_worker" and workers < 2:
         raise ValueError(
             f'strategy="multi_worker" needs a cluster of at least two workers, and there is {workers}. '
-            f'{found}. Start them with `{LAUNCH}`, or write strategy="auto".'
+            f'{detected}. Start them with `{LAUNCH}`, or write strategy="auto".'
         )

@@ -60,12 +60,12 @@ def _axes_of(variable: keras.Variable, mesh: Mesh) -> Axes:
 
 def variables_kept_divided(model: keras.Model, axes: dict[int, Axes]) -> set[int]:
     """The `id`s of variables that a step uses divided; it gathers the others where it reads them."""
-    kept: set[int] = set()
+    divided: set[int] = set()
     for layer in all_layers(model):
         by_heads = isinstance(layer, _ATTENTION) and all(_by_heads(each, axes[id(each)]) for each in layer.variables)
         if by_heads or type(layer) in _DIVIDED:
-            kept |= {id(variable) for variable in layer.variables}
-    return kept
+            divided |= {id(variable) for variable in layer.variables}
+    return divided
 
 
 def _head_dimension(variable: keras.Variable) -> int | None:

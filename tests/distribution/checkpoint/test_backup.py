@@ -177,7 +177,7 @@ def test_losses_are_those_of_undisturbed_windows_on_replicas(mirrored, tmp_path)
     check_windows(tmp_path / "backups", ("mask",), (3,), mirrored, MICRO_BATCHES[:3])
 
 
-# In `make test`, test_shards.py goes from two replicas to one.
+# In `make test`, test_shards.py goes from two replicas to one, in shards; accumulation/test_saving.py by files.
 @pytest.mark.long
 @pytest.mark.own_process
 def test_two_replicas_to_one(mirrored, tmp_path):

@@ -50,7 +50,7 @@ def test_clipping(clip):
     assert history["clipped_gradient_norm"][0] < history["gradient_norm"][0]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "more",
     [

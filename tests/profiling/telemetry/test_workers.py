@@ -8,8 +8,7 @@ from telemetry_loops import expected
 from telemetry_worker import reported_by_worker
 
 
-# In `make test`, two replicas are in test_values.py, and two workers in test_shown_by_workers.py.
-@pytest.mark.long
+@pytest.mark.slow(15)
 def test_two_workers(tmp_path):
     first, second = on_workers(reported_by_worker, tmp_path, seconds=180)
     wanted = expected(lambda **more: keras.optimizers.Adam(0.01, **more), 16, epochs=2, clip={"clipnorm": 0.3})
