@@ -117,12 +117,6 @@ def layout_of(mesh: Any, axes: Axes) -> Any:
     return make([axis or dtensor.UNSHARDED for axis in axes], mesh)
 
 
-def axes_of(tensor: Any) -> Axes:
-    """The mesh axis along which each dimension of a DTensor is divided."""
-    specs = dtensor.fetch_layout(tensor).sharding_specs
-    return tuple(None if spec == dtensor.UNSHARDED else spec for spec in specs)
-
-
 def distribute(value: Any, mesh: Any, axes: Axes) -> Any:
     """A DTensor of a value, each part of which is sent to its devices alone.
 
