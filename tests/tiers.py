@@ -78,7 +78,9 @@ class Spent:
             return None
         slow = item.get_closest_marker("slow")
         limit = slow.args[0] if slow else SECONDS
-        if seconds <= limit * _slowness():
+        # Other processes slow a machine down for minutes, so it is measured at this moment. What is left of noise stays
+        # below twice.
+        if seconds <= limit or seconds <= 2 * limit * _slowness():
             return None
         return (
             f"has taken {seconds:.1f} s of processor time, and may take {limit}. Make its case smaller, or mark it "
@@ -91,15 +93,12 @@ def _seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime + own_process.processor_seconds()
 
 
-@functools.cache
 def _slowness() -> float:
     """How many times as long this machine takes as the one that the seconds are meant for, or 1 if it is faster."""
-    found = []
-    for _ in range(3):
-        before = time.process_time()
+    before = time.process_time()
+    for _ in range(5):
         sum(range(2_000_000))
-        found.append(time.process_time() - before)
-    return max(1.0, min(found) / REFERENCE)
+    return max(1.0, (time.process_time() - before) / (5 * REFERENCE))
 
 
 @functools.cache
