@@ -10,8 +10,7 @@ from keras_paragrad.arguments import check_integer, quote, refusal
 from keras_paragrad.compat.optimizer import WrappingOptimizer
 from keras_paragrad.compat.variables import SavedVariables
 from keras_paragrad.engine.step.apply import Contribution
-from keras_paragrad.storage.gradients import reduce_replicated_gradients
-from keras_paragrad.storage.storage import storage_of
+from keras_paragrad.storage.storage import reduce_replicated_gradients, storage_of
 
 Steps = int | Sequence[Sequence[int]] | Callable[[Any], Any]
 

@@ -27,14 +27,14 @@ from keras_paragrad.compat.state import patch_of, replace_methods, restore_metho
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.step.stages import Transform
 from keras_paragrad.engine.telemetry.watch import Observation, UpdateWatch
-from keras_paragrad.storage.gradients import (
+from keras_paragrad.storage.row_gradients import scale_gradient
+from keras_paragrad.storage.storage import (
+    any_divided,
     gather_gradients,
     reduce_divided_gradients,
     reduce_gradients,
     scatter_gradients,
 )
-from keras_paragrad.storage.row_gradients import scale_gradient
-from keras_paragrad.storage.storage import any_divided
 from keras_paragrad.storage.updating import refresh, replace_norms, squared_norms, updating
 
 _REDUCE = "_all_reduce_sum_gradients"

@@ -16,8 +16,8 @@ from keras_paragrad.compat.optimizer import (
     updating_optimizers,
 )
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched
-from keras_paragrad.storage.gradients import gather_gradients
 from keras_paragrad.storage.row_gradients import scale_gradient
+from keras_paragrad.storage.storage import gather_gradients
 
 _REDUCE = "_all_reduce_sum_gradients"
 _ADDITIONS = ("AssignAddVariableOp", "AssignSubVariableOp")
