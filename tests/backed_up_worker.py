@@ -16,10 +16,10 @@ from backed_up import BATCH_SIZE, EPOCHS, build, data
 from keras_paragrad import ExactAccumulation
 from keras_paragrad.distribution import with_one_writer
 from keras_paragrad.distribution.checkpoint.backup import Backup
-from keras_paragrad.distribution.checkpoint.failures import WorkerLostError, explained_failures
 from keras_paragrad.distribution.checkpoint.files import DamagedBackupError
+from keras_paragrad.distribution.checkpoint.interruptions import WorkerLostError, explained_failures
 from keras_paragrad.distribution.cluster import find_cluster
-from keras_paragrad.distribution.replicas.preparation import ReplicaPreparation
+from keras_paragrad.distribution.replicas.parallelism import ReplicaPreparation
 
 
 class SignalAt(keras.callbacks.Callback):

@@ -12,7 +12,7 @@ import keras_paragrad
 from keras_paragrad import DistributedFit, make_private
 from keras_paragrad.distribution import Explanation, Options, describe, make_plan
 from keras_paragrad.distribution.mesh.mesh import Mesh
-from keras_paragrad.distribution.mesh.preparation import Divided, LayoutTable
+from keras_paragrad.distribution.mesh.parallelism import Divided, LayoutTable
 from keras_paragrad.distribution.pipeline.preparation import Stage, StageTable
 from keras_paragrad.memory import Estimate
 from keras_paragrad.memory.breakdown import MemoryBreakdown

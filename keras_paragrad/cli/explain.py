@@ -47,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan; returns 0, or 2 if the arguments are wrong, or contradict the machine."""
     import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
-    from keras_paragrad.distribution.explain import Explanation
-    from keras_paragrad.distribution.plan import make_plan
+    from keras_paragrad.distribution.plan import Explanation, make_plan
     from keras_paragrad.plain_text import show
 
     try:

@@ -7,8 +7,8 @@ from keras_paragrad.exports import lazily
 if TYPE_CHECKING:
     from keras_paragrad.distribution import servers
     from keras_paragrad.distribution.checkpoint.backup import Backup
-    from keras_paragrad.distribution.checkpoint.failures import WorkerLostError
     from keras_paragrad.distribution.checkpoint.files import DamagedBackupError
+    from keras_paragrad.distribution.checkpoint.interruptions import WorkerLostError
     from keras_paragrad.distribution.checkpoint.writers import with_one_writer
     from keras_paragrad.distribution.data import (
         FollowEpochs,
@@ -16,12 +16,11 @@ if TYPE_CHECKING:
         distributed_dataset,
         normalize_inputs,
     )
-    from keras_paragrad.distribution.explain import Explanation
     from keras_paragrad.distribution.fit import DistributedFit
     from keras_paragrad.distribution.hardware import describe, detect
     from keras_paragrad.distribution.options import Options
     from keras_paragrad.distribution.pipeline.pipeline import Pipeline
-    from keras_paragrad.distribution.plan import make_plan
+    from keras_paragrad.distribution.plan import Explanation, make_plan
 
 __all__ = [
     "Backup",
@@ -47,11 +46,11 @@ __getattr__, __dir__ = lazily(
         "Backup": "checkpoint.backup",
         "DamagedBackupError": "checkpoint.files",
         "DistributedFit": "fit",
-        "Explanation": "explain",
+        "Explanation": "plan",
         "FollowEpochs": "data",
         "Options": "options",
         "Pipeline": "pipeline.pipeline",
-        "WorkerLostError": "checkpoint.failures",
+        "WorkerLostError": "checkpoint.interruptions",
         "adapt_normalization": "data",
         "describe": "hardware",
         "detect": "hardware",

@@ -16,10 +16,9 @@ import tensorflow as tf
 import keras_paragrad
 import keras_paragrad.compat
 from keras_paragrad.distribution.cluster import sources_in_words
-from keras_paragrad.distribution.explain import Explanation
 from keras_paragrad.distribution.hardware import Device, Hardware, detect
 from keras_paragrad.distribution.options import Options
-from keras_paragrad.distribution.plan import make_plan
+from keras_paragrad.distribution.plan import Explanation, make_plan
 from keras_paragrad.plain_text import show
 
 NUMBERS = 2**20

@@ -22,12 +22,10 @@ from keras_paragrad.distribution.data import (
 )
 from keras_paragrad.distribution.data.sources import is_batched
 from keras_paragrad.distribution.decisions.shard import choose_shard
-from keras_paragrad.distribution.explain import Explanation, summary_lines
 from keras_paragrad.distribution.hardware import Hardware, detect
 from keras_paragrad.distribution.options import Options
-from keras_paragrad.distribution.parallelism import PlannedRun, build_scope, parallelism_of
-from keras_paragrad.distribution.plan import Plan, make_plan
-from keras_paragrad.distribution.preparation import Preparation
+from keras_paragrad.distribution.parallelism import PlannedRun, Preparation, build_scope, parallelism_of
+from keras_paragrad.distribution.plan import Explanation, Plan, make_plan, summary_lines
 from keras_paragrad.distribution.training import check_fit_arguments, check_overridden_fit, train
 from keras_paragrad.distribution.workers import all_or_none
 from keras_paragrad.engine.replicas.prepared import warn_if_unprepared

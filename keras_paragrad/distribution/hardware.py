@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -11,13 +12,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad.arguments import check_each, check_integer, check_number, refusal
+from keras_paragrad.arguments import check_each, check_integer, check_number, quote, refusal
 from keras_paragrad.distribution.choices import MOST_DESCRIBED
 from keras_paragrad.distribution.cluster import Cluster, find_cluster
 
 KINDS = ("CPU", "GPU", "TPU")
 TPU_VARIABLES = ("TPU_NAME", "TPU_WORKER_ID")
 _SMI_SECONDS = 10
+_DEVICE_NAME = re.compile(r"(?:/?device:|/)?(CPU|GPU|TPU):([0-9]{1,9})", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -260,3 +262,31 @@ def _describe_cluster(workers: int, ps: int) -> Cluster | None:
         servers = tuple(f"ps{index}:2222" for index in range(ps))
         return Cluster({"chief": ("chief0:2222",), "worker": hosts, "ps": servers}, "chief", 0, "a description")
     return Cluster({"worker": hosts}, "worker", 0, "a description") if workers > 1 else None
+
+
+def canonical_devices(devices: Sequence[str]) -> tuple[str, ...]:
+    """Device names in their shortest form, `CPU:0`."""
+    names = check_each("devices", devices, _canonical_device, "names of devices", example="['CPU:0', 'CPU:1']")
+    if not names:
+        raise ValueError("`devices` is empty. Name one or more, such as ['GPU:0'], or leave it out.")
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise ValueError(f"`devices` names {quote(repeated)} more than once. A device takes one replica.")
+    if len({kind_of_device(name) for name in names}) > 1:
+        raise ValueError(
+            f"`devices` is {quote(names)}, of several kinds. Name devices of one kind: replicas take equal replica "
+            "batches, and all wait for the slowest."
+        )
+    return names
+
+
+def kind_of_device(name: str) -> str:
+    """`CPU`, `GPU` or `TPU`."""
+    return name.partition(":")[0]
+
+
+def _canonical_device(argument: str, name: Any) -> str:
+    match = _DEVICE_NAME.fullmatch(name.strip()) if isinstance(name, str) else None
+    if match is None:
+        raise refusal(argument, name, "the name of a device, such as 'CPU:0' or 'GPU:1'")
+    return f"{match[1].upper()}:{int(match[2])}"

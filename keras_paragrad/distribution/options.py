@@ -24,8 +24,7 @@ from keras_paragrad.distribution.choices import (
     WEIGHTINGS,
 )
 from keras_paragrad.distribution.decisions.decision import Decision
-from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.names import canonical_devices, kind_of_strategy
+from keras_paragrad.distribution.hardware import Hardware, canonical_devices
 from keras_paragrad.storage.partition import MIN_SHARD_BYTES
 
 CHOICES = {
@@ -38,6 +37,13 @@ CHOICES = {
     "shard_policy": SHARD_POLICIES,
     "shard": SHARDS,
     "layout": LAYOUTS,
+}
+_STRATEGY_CLASSES = {
+    "one_device": (tf.distribute.OneDeviceStrategy,),
+    "mirrored": (tf.distribute.MirroredStrategy,),
+    "multi_worker": (tf.distribute.MultiWorkerMirroredStrategy,),
+    "tpu": (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy),
+    "parameter_server": (tf.distribute.ParameterServerStrategy,),
 }
 
 
@@ -244,3 +250,20 @@ def _check_precision(precision: Any) -> str | None:
         expected = "'auto', None, or the name of a Keras dtype policy, such as 'float32' or 'mixed_bfloat16'"
         raise refusal("precision", precision, expected) from None
     return name
+
+
+def kind_of_strategy(strategy: tf.distribute.Strategy) -> str:
+    """The plan's name for a strategy."""
+    for kind, classes in _STRATEGY_CLASSES.items():
+        if isinstance(strategy, classes):
+            return kind
+    # Outside any scope, TensorFlow returns its default strategy, which distributes nothing.
+    if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
+        return "none"
+    central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
+    reason = " Under it, Keras's metrics are wrong." if central else ""
+    raise ValueError(
+        f"strategy is a {type(strategy).__name__}, which DistributedFit doesn't support.{reason} Pass a "
+        "OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy or ParameterServerStrategy, or "
+        'write strategy="auto".'
+    )

@@ -1,15 +1,20 @@
-"""`Plan`: the decisions derived from hardware and options, each with its reason."""
+"""`Plan`: the decisions derived from hardware and options, each with its reason; and `Explanation`, which shows it."""
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from keras_paragrad.distribution.cluster import ClusterKind, cluster_kinds
 from keras_paragrad.distribution.decisions.decision import Decision, deciders
+from keras_paragrad.distribution.decisions.strategy import hardware_in_words
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options, planner_of
-
-__all__ = ["Decision", "Plan", "make_plan"]
+from keras_paragrad.plain_text import Printable
 
 
 @dataclass(frozen=True)
@@ -91,3 +96,122 @@ def make_plan(hardware: Hardware, options: Options) -> Plan:
         if decider.alike:
             alike.append(decision.name)
     return Plan(tuple(decisions), tuple(alike), planned.counted, planned.launched)
+
+
+_JIT = {
+    "none": "not compiled by XLA",
+    "whole_step": "compiled by XLA",
+    "per_replica": "compiled by XLA on each replica",
+    "per_stage": "compiled by XLA stage by stage",
+}
+_BATCH = {"global": "each batch divided among the replicas", "per_replica": "a batch for each replica"}
+
+
+class Explanation(Printable):
+    """A plan's summary, the command that starts it, and a table of its decisions; for `print` or a rich console.
+
+    Args:
+        plan: The plan.
+        hardware: The hardware it was made for.
+        estimate: The memory of a step, with `shard="auto"`; or a table of what each device holds, such as the stages of
+            a pipeline.
+
+    Example:
+
+    >>> from keras_paragrad.distribution import describe
+    >>> from keras_paragrad.distribution import Explanation
+    >>> from keras_paragrad.distribution import Options
+    >>> from keras_paragrad.distribution import make_plan
+    >>> machine = describe(cpus=8)
+    >>> print(str(Explanation(make_plan(machine, Options()), machine)).splitlines()[0])
+    Found: 1 CPU in this process; no cluster
+    """
+
+    def __init__(self, plan: Plan, hardware: Hardware, estimate: ConsoleRenderable | None = None):
+        self.plan = plan
+        self.hardware = hardware
+        self.estimate = estimate
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in summary_lines(self.plan, self.hardware):
+            yield Text(line, overflow="fold")
+        table = Table(show_lines=True)
+        for header, ratio in (("Decision", None), ("Value", None), ("Why", 3), ("To change it", 2)):
+            table.add_column(header, ratio=ratio, overflow="fold")
+        for decision in self.plan:
+            value, why = Text(value_in_words(decision.value), "bold"), Text(decision.reason)
+            if decision.evidence:
+                why.append(f"\n{decision.evidence}", "dim")
+            table.add_row(Text(decision.name), value, why, Text(decision.override))
+        yield table
+        if self.estimate is not None:
+            yield self.estimate
+
+
+def value_in_words(value: Any) -> str:
+    """A decision's value on one line."""
+    if isinstance(value, tuple):
+        return " ".join(value if len(value) <= 2 else (value[0], "...", value[-1])) or "-"
+    if value is None:
+        return "-"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def summary_lines(plan: Plan, hardware: Hardware) -> list[str]:
+    """The hardware, the plan, how a step runs, and the command to type.
+
+    Example:
+
+    >>> from keras_paragrad.distribution import describe
+    >>> from keras_paragrad.distribution import Options
+    >>> from keras_paragrad.distribution import make_plan
+    >>> machine = describe(gpus=4, compute_capability=(9, 0))
+    >>> print("\\n".join(summary_lines(make_plan(machine, Options()), machine)))
+    Found: 1 CPU, 4 GPU in this process; no cluster
+    Plan: mirrored, 4 replicas on GPU:0 to GPU:3, all-reduce by nccl
+    Step: compiled by XLA on each replica, float32, each batch divided among the replicas, exact
+    To start it: python train.py
+    """
+    return [
+        f"Found: {hardware_in_words(hardware)}",
+        _plan_line(plan),
+        _step_line(plan),
+        f"To start it: {_command(plan, hardware)}",
+    ]
+
+
+def _plan_line(plan: Plan) -> str:
+    devices, replicas = plan.devices.value, plan.replicas.value
+    where = "" if not devices else f" on {devices[0]}" if len(devices) == 1 else f" on {devices[0]} to {devices[-1]}"
+    if devices and replicas and replicas > len(devices):
+        where += f" of each of {replicas // len(devices)} workers"
+    counted = "replicas" if replicas is None else f"{replicas} replica{'s' if replicas > 1 else ''}"
+    all_reduce = "" if plan.communication.value in ("none", "given") else f", all-reduce by {plan.communication.value}"
+    strategy = plan.strategy.value if plan.strategy.value != "none" else "no strategy"
+    return f"Plan: {strategy}, {plan.counted or counted}{where}{all_reduce}"
+
+
+def _step_line(plan: Plan) -> str:
+    batch = "" if plan.replicas.value == 1 else f", {_BATCH[plan.batch.value]}"
+    exact = "exact" if plan.exact.value else "not exact"
+    return f"Step: {_JIT[plan.jit.value]}, {plan.precision.value}{batch}, {exact}"
+
+
+def _command(plan: Plan, hardware: Hardware) -> str:
+    cluster = hardware.cluster
+    if cluster is None or not plan.launched:
+        return "python train.py"
+    if cluster.source == "a description":
+        tasks = sum(map(len, cluster.jobs.values()))
+        command = (
+            f"keras-paragrad launch train.py in each of {tasks} tasks, with a machine for each: those of a Slurm or "
+            "Kubernetes job, or processes with TF_CONFIG"
+        )
+        if hardware.gpus:
+            # Several workers on one machine would each take all of its GPUs.
+            return command
+        workers, servers = len(cluster.jobs["worker"]), len(cluster.jobs.get("ps", ()))
+        servers = f" --ps {servers}" if servers else ""
+        return f"{command}; to try it here, keras-paragrad launch --workers {workers}{servers} train.py"
+    commands = {kind.source: kind.command for kind in cluster_kinds()}
+    return commands.get(cluster.source, ClusterKind.command)

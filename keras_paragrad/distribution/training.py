@@ -10,7 +10,7 @@ from keras_paragrad.arguments import check_each, check_flag, check_instance, che
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.distribution.checkpoint.backup import Backup
-from keras_paragrad.distribution.checkpoint.failures import explained_failures
+from keras_paragrad.distribution.checkpoint.interruptions import explained_failures
 from keras_paragrad.distribution.checkpoint.writers import check_callbacks, with_one_writer
 from keras_paragrad.distribution.consistency import AgreeEachEpoch, with_agreement
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs

@@ -17,7 +17,7 @@ from keras_paragrad.engine.step.recompute import recompute_layer
 from keras_paragrad.engine.step.segments import recompute_parts
 from keras_paragrad.engine.step.tracing import traced_step
 from keras_paragrad.memory.breakdown import MemoryBreakdown, breakdowns_of
-from keras_paragrad.memory.layer_names import check_layer
+from keras_paragrad.memory.recomputation import check_layer
 from keras_paragrad.memory.segments import cut_where_it_pays
 from keras_paragrad.plain_text import Printable
 from keras_paragrad.storage.partition import MIN_SHARD_BYTES

@@ -6,16 +6,18 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.engine.step.recompute import is_recomputed
 from keras_paragrad.engine.step.segments import (
     Part,
     functional_of,
     join_parts,
     parts_of,
+    recomputes_parts,
     runs_in_segments,
     single_nested_model,
 )
-from keras_paragrad.memory.layer_names import check_nesting
 from keras_paragrad.memory.measure import ModelCost, PartCost, measure_parts
+from keras_paragrad.per_example.wrapper import PerExampleGradients
 
 # Number of sizes tried for the largest segment.
 _TRIED = 40
@@ -210,6 +212,22 @@ def _parts(model: keras.Model) -> tuple[Any, list[Part]]:
     if len(parts) < 2:
         raise ValueError(f"{model.name!r} can't be cut: nowhere does a single tensor go on. {_ADVICE}")
     return functional, parts
+
+
+def check_nesting(layer: keras.layers.Layer, other: keras.layers.Layer) -> None:
+    """Refuses a layer that contains another, or is contained in it, if the other can't be recomputed with it.
+
+    Raises:
+        ValueError: The other is recomputed already, or computes per-example gradients.
+    """
+    if is_recomputed(other) or (isinstance(other, keras.Model) and recomputes_parts(functional_of(other))):
+        raise ValueError(f"{other.name!r} is recomputed already. Call undo() of the handle that recompute returned.")
+    if isinstance(other, PerExampleGradients):
+        raise ValueError(
+            f"{layer.name!r} and the PerExampleGradients layer {other.name!r} are within each other. Per-example "
+            "gradients are computed from the inputs that each layer keeps. To save memory there, train in smaller "
+            "batches with AccumulatingOptimizer, or name layers before the PerExampleGradients layer."
+        )
 
 
 def _mega(count: float) -> str:

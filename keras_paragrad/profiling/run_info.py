@@ -13,8 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
-from keras_paragrad.distribution.hardware import logical_devices
-from keras_paragrad.distribution.names import kind_of_device
+from keras_paragrad.distribution.hardware import kind_of_device, logical_devices
 from keras_paragrad.plain_text import read_json
 from keras_paragrad.profiling.summary import RunInfo
 

@@ -8,10 +8,9 @@ import pytest
 from rich.console import Console
 
 from keras_paragrad.cli.main import main
-from keras_paragrad.distribution.explain import Explanation, value_in_words
 from keras_paragrad.distribution.hardware import describe
 from keras_paragrad.distribution.options import Options
-from keras_paragrad.distribution.plan import make_plan
+from keras_paragrad.distribution.plan import Explanation, make_plan, value_in_words
 from keras_paragrad.plain_text import WIDTH
 
 pytestmark = pytest.mark.fast

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import tensorflow as tf
 
-from keras_paragrad.distribution.names import kind_of_strategy
-from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.options import Options, kind_of_strategy
 
 pytestmark = pytest.mark.fast
 

@@ -14,10 +14,10 @@ from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.decisions import decision as deciding
 from keras_paragrad.distribution.decisions.batch import scaling_factor
 from keras_paragrad.distribution.decisions.computation import compiled_form
-from keras_paragrad.distribution.explain import Explanation
+from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Device, Hardware, describe
 from keras_paragrad.distribution.options import Options
-from keras_paragrad.distribution.plan import Decision, make_plan
+from keras_paragrad.distribution.plan import Explanation, make_plan
 
 pytestmark = pytest.mark.fast
 

@@ -16,7 +16,7 @@ from keras_paragrad import (
     per_example_norms,
     wrap,
 )
-from keras_paragrad.distribution.replicas.preparation import ReplicaPreparation
+from keras_paragrad.distribution.replicas.parallelism import ReplicaPreparation
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 

@@ -558,7 +558,7 @@ _DISTRIBUTION = [
 _CHECKPOINTS = [
     _fault(
         "the checksum of a backup is not compared",
-        "distribution/checkpoint/manifest.py",
+        "distribution/checkpoint/file_format.py",
         'return _line({**described, "position": list(manifest["position"])}, content) == line + b"\\n"',
         'return described["bytes"] == len(content)',
         "distribution/checkpoint/test_files.py",
@@ -624,7 +624,7 @@ _PROFILING = [
     ),
     _fault(
         "charts of long series lose their peaks",
-        "profiling/report/axes.py",
+        "profiling/report/units.py",
         "finite[np.argmax(values[finite])]",
         "finite[-1]",
         "profiling/report/test_drawing.py::test_thinning_keeps_the_extremes",
@@ -746,14 +746,14 @@ _SHARDING = [
     ),
     _fault(
         "a model that is compiled again stays prepared for what it was",
-        "distribution/preparation.py",
+        "distribution/parallelism.py",
         "            before.renew()",
         "            pass",
         "distribution/test_parallelism.py::test_undo_leaves_what_was_compiled_since",
     ),
     _fault(
         "a gradient that differs on a mesh is trained with",
-        "distribution/mesh/preparation.py",
+        "distribution/mesh/parallelism.py",
         "if error > tolerance(self.model):",
         "if error > 1e9:",
         "sharding/test_mesh.py::test_what_is_refused_before_training",

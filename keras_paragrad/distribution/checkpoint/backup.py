@@ -12,6 +12,7 @@ from keras_paragrad.arguments import check_flag, check_integer
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.distribution.checkpoint.content import Content, UnstorableError, VariableInShards
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, StoredBackup
+from keras_paragrad.distribution.checkpoint.interruptions import StopChecks, StopRequest, TrainingInterrupted
 from keras_paragrad.distribution.checkpoint.resuming import Resumption, common_backup
 from keras_paragrad.distribution.checkpoint.shards import (
     NO_SHARDS,
@@ -20,7 +21,6 @@ from keras_paragrad.distribution.checkpoint.shards import (
     variable_values,
     write_worker_shards,
 )
-from keras_paragrad.distribution.checkpoint.stopping import StopChecks, StopRequest, TrainingInterrupted
 from keras_paragrad.distribution.checkpoint.writers import (
     HISTORY,
     append_epoch,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_paragrad.distribution.checkpoint.shard_files import ShardFile
+from keras_paragrad.distribution.checkpoint.file_format import ShardFile
 from keras_paragrad.plain_text import read_json
 
 _DEEPEST = 64

@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keras_paragrad.arguments import check_integer, check_path
-from keras_paragrad.distribution.checkpoint.manifest import (
+from keras_paragrad.distribution.checkpoint.file_format import (
     FORMAT,
     FORMAT_OF_SHARDS,
     Position,
     backup_name,
+    flush_directory,
     is_backup,
     make_manifest,
     parse_manifest,
     position_of,
     read_manifest,
+    remove_shards,
     verifies,
 )
-from keras_paragrad.distribution.checkpoint.shard_files import flush_directory, remove_shards
 
 
 class StoredBackup(NamedTuple):

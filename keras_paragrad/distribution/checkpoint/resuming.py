@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.distribution.checkpoint.content import Content, VariableInShards, shard_files_of
+from keras_paragrad.distribution.checkpoint.file_format import digest_words
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position, StoredBackup
-from keras_paragrad.distribution.checkpoint.manifest import digest_words
 from keras_paragrad.distribution.checkpoint.shards import locate_shards
 from keras_paragrad.distribution.checkpoint.writers import restore_callback_states
 from keras_paragrad.distribution.workers import from_chief, gather

@@ -15,10 +15,10 @@ import tensorflow as tf
 
 from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
 from keras_paragrad.distribution.checkpoint.content import Values, VariableInShards
-from keras_paragrad.distribution.checkpoint.files import BackupFiles
-from keras_paragrad.distribution.checkpoint.manifest import Position, digest_words
-from keras_paragrad.distribution.checkpoint.shard_files import (
+from keras_paragrad.distribution.checkpoint.file_format import (
+    Position,
     ShardFile,
+    digest_words,
     has_shard_file,
     is_intact,
     read_shards,
@@ -26,6 +26,7 @@ from keras_paragrad.distribution.checkpoint.shard_files import (
     shard_file_name,
     write_shards,
 )
+from keras_paragrad.distribution.checkpoint.files import BackupFiles
 from keras_paragrad.distribution.workers import from_chief, gather, sum_bytes
 from keras_paragrad.storage.storage import Parts, storage_of
 

@@ -2,8 +2,7 @@
 
 from keras_paragrad.distribution.consistency.compare import SAME_SCRIPT, check_same_training
 from keras_paragrad.distribution.consistency.describe import describe_training, versions
-from keras_paragrad.distribution.consistency.epochs import AgreeEachEpoch
-from keras_paragrad.distribution.consistency.fitting import ComparedFit, with_agreement
+from keras_paragrad.distribution.consistency.fitting import AgreeEachEpoch, ComparedFit, with_agreement
 from keras_paragrad.distribution.consistency.weights import check_same_weights
 
 __all__ = [

@@ -1,21 +1,191 @@
-"""`fit` of a model on several workers: compared before the first step, on batches sharded as one device's."""
+"""`fit` on several workers: compared before the first step, and once an epoch; all stop after the same step."""
 
 import functools
 import inspect
+import math
 from collections.abc import Sequence
+from types import CodeType, FunctionType
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from keras_paragrad.compat.data import reread
 from keras_paragrad.compat.workers import barrier
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.consistency.compare import check_same_training
-from keras_paragrad.distribution.consistency.describe import arguments_of, describe_training
-from keras_paragrad.distribution.consistency.epochs import AgreeEachEpoch
-from keras_paragrad.distribution.consistency.weights import check_same_weights
+from keras_paragrad.distribution.consistency.describe import arguments_of, describe_training, is_of_a_library
+from keras_paragrad.distribution.consistency.weights import (
+    check_same_weights,
+    refuse_if_differing,
+    sketches,
+    variables_to_compare,
+)
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
-from keras_paragrad.distribution.workers import all_or_none
+from keras_paragrad.distribution.workers import all_or_none, gather
+
+_HALF = 1 << 32
+_BATCH_HOOKS = {
+    "stop_training": ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
+    "stop_evaluating": ("on_test_batch_begin", "on_test_batch_end"),
+}
+
+
+class AgreeEachEpoch(keras.callbacks.Callback):
+    """Makes all workers stop after the same step, and compares their data and weights at the end of each epoch.
+
+    Has to come after the callbacks that may set `model.stop_training`. If one worker stops, all do: at the end of an
+    epoch, or after the same batch if a callback's batch hooks mention `stop_training`; workers then ask each other
+    after each batch. Any other stop within an epoch is postponed to its end.
+
+    Args:
+        strategy: The strategy, of several workers.
+        callbacks: The other callbacks of this `fit`.
+        data: The training data, if known.
+
+    Raises:
+        ValueError: When an epoch ends, on every worker: their data, weights or learning rates differ. The message gives
+            both values.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        callbacks: Sequence[keras.callbacks.Callback],
+        data: DistributedData | None = None,
+    ):
+        super().__init__()
+        self._strategy = strategy
+        self._callbacks = callbacks
+        self.data = data
+        self._asks = {"stop_training": False, "stop_evaluating": False}
+        self._wants = False
+        self._reading: int | None = None
+        self._before = self._taken = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Determines whether a worker may stop between batches."""
+        self._reading, self._before, self._taken = None, 0, 0
+        mine = [stops_within(self._callbacks, flag) for flag in self._asks]
+        counts = gather(self._strategy, np.array(mine, np.int64)).sum(axis=0)
+        self._asks = dict(zip(self._asks, map(bool, counts.tolist()), strict=True))
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Starts counting the epoch's batches."""
+        self._before, self._taken, self._wants = self._before + self._taken, 0, False
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Agrees on whether to stop, if a worker may."""
+        self._count(batch + 1)
+        if self._asks["stop_training"]:
+            self.model.stop_training = self._any(self.model.stop_training)
+        elif self.model.stop_training and not self._is_seen_by_all(logs):
+            # The others would wait for this worker's gradients forever.
+            self._wants, self.model.stop_training = True, False
+
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Agrees on whether to stop an evaluation."""
+        model: Any = self.model
+        model.stop_evaluating = self._asks["stop_evaluating"] and self._any(model.stop_evaluating)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Compares the epoch, and agrees on whether it is the last."""
+        variables = variables_to_compare(self.model)
+        batches, layout = self._tally()
+        stop = self._wants or self.model.stop_training
+        numbers = [stop, self._taken, batches, layout // _HALF, layout % _HALF, self._rate(), len(variables)]
+        # First the number of variables: vectors of different lengths can't be gathered.
+        of_workers = gather(self._strategy, np.array(numbers, np.float64))
+        self._refuse_differing(epoch, of_workers)
+        mine = sketches(self._strategy, variables)
+        all_sketches = gather(self._strategy, mine.reshape(-1)).reshape(len(of_workers), -1, 2)
+        refuse_if_differing(all_sketches, variables, f"after epoch {epoch}, counted from 0")
+        self.model.stop_training = bool(of_workers[:, 0].any())
+
+    def _count(self, taken: int) -> None:
+        if self.data is None or self.data.tally is None:
+            self._taken = taken
+            return
+        if self._reading != self.data.tally.reading and not self._taken:
+            self._reading, self._before = self.data.tally.reading, 0
+        self._taken = taken
+
+    def _tally(self) -> tuple[int, int]:
+        if self.data is None or self.data.tally is None or self._reading is None:
+            return 0, 0
+        return self.data.tally.up_to(self._reading, self._before + self._taken)
+
+    def _rate(self) -> float:
+        rate = getattr(getattr(self.model, "optimizer", None), "learning_rate", math.nan)
+        return float(keras.ops.convert_to_numpy(rate))
+
+    def _any(self, mine: bool) -> bool:
+        return bool(gather(self._strategy, np.array([mine], np.int64)).any())
+
+    def _is_seen_by_all(self, logs: dict[str, Any] | None) -> bool:
+        """Whether `TerminateOnNaN` stopped, which goes by the loss of all workers."""
+        ends = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in self._callbacks)
+        return ends and not math.isfinite(float((logs or {}).get("loss", 0.0)))
+
+    def _refuse_differing(self, epoch: int, of_workers: np.ndarray) -> None:
+        names = {
+            1: ("steps", "steps taken"),
+            2: ("batches", "batches of data"),
+            5: ("learning rate", "learning rate"),
+            6: ("weights", "weights to compare"),
+        }
+        for index, (what, name) in names.items():
+            values = of_workers[:, index]
+            others = np.flatnonzero(~((values == values[0]) | (np.isnan(values) & np.isnan(values[0]))))
+            if len(others):
+                raise ValueError(
+                    f"The workers differ after epoch {epoch}, counted from 0: {name}: {values[0]:.9g} on worker 0, "
+                    f"{values[others[0]]:.9g} on worker {others[0]}. {_ADVICE[what]}"
+                )
+        others = np.flatnonzero((of_workers[:, 3:5] != of_workers[0, 3:5]).any(axis=1))
+        if len(others):
+            raise ValueError(
+                f"The workers differ after epoch {epoch}, counted from 0: the {of_workers[0, 2]:.0f} batches that "
+                f"worker 0 read have other shapes than those of worker {others[0]}. {_ADVICE['batches']}"
+            )
+
+
+def stops_within(callbacks: Sequence[keras.callbacks.Callback], flag: str) -> bool:
+    """Whether a callback with batch hooks mentions `stop_training` or `stop_evaluating`, and so may stop in an epoch.
+
+    `TerminateOnNaN` doesn't count: it goes by the loss, which is the same on all workers.
+    """
+    return any(flag in _names_in(code) for callback in callbacks for code in _codes(callback, _BATCH_HOOKS[flag]))
+
+
+def _codes(callback: keras.callbacks.Callback, hooks: Sequence[str]) -> list[CodeType]:
+    """The code of a custom callback's methods and functions; none if it has no batch hooks of its own."""
+    custom = [base for base in type(callback).__mro__ if not is_of_a_library(base)]
+    has_hooks = any(hook in vars(base) for base in custom for hook in hooks)
+    if not (has_hooks or isinstance(callback, keras.callbacks.LambdaCallback)):
+        return []
+    # A hook may call another of the callback's methods, which stops.
+    members = [member for each in (*custom, callback) for member in vars(each).values()]
+    functions = [inspect.unwrap(getattr(each, "__func__", getattr(each, "fget", each))) for each in members]
+    return [each.__code__ for each in functions if isinstance(each, FunctionType)]
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The attributes and globals that code and the functions in it refer to."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+_ADVICE = {
+    "steps": "Give every worker the same data and the same steps_per_epoch.",
+    "batches": (
+        "Every worker has to read the same batches, and trains on its shard of each: seed any random order, or write "
+        'shard_policy="already_sharded" if every worker reads its own shard.'
+    ),
+    "learning rate": "Set the same on every worker, from values that all of them have: the logs, the epoch, the batch.",
+    "weights": "Don't change `trainable` or replace the optimizer on one worker only.",
+}
 
 
 class ComparedFit:

@@ -1,8 +1,7 @@
 """Decides the all-reduce of gradients, its bucket size, and its timeout."""
 
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, decides
-from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.names import kind_of_device
+from keras_paragrad.distribution.hardware import Hardware, kind_of_device
 from keras_paragrad.distribution.options import Options
 
 NAME = "communication"

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import keras
 
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, decides
-from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.names import kind_of_device
+from keras_paragrad.distribution.hardware import Hardware, kind_of_device
 from keras_paragrad.distribution.options import Options
 
 XLA_ON_CPUS = "on CPUs, XLA runs convolutions in a loop on one core"

@@ -2,8 +2,7 @@
 
 from keras_paragrad.distribution.decisions.decision import Decision, decides
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.names import kind_of_strategy
-from keras_paragrad.distribution.options import Options, Planner
+from keras_paragrad.distribution.options import Options, Planner, kind_of_strategy
 
 NAME = "strategy"
 SHARED_CORES = "logical devices of a CPU share its cores: replicas on them cost time and save none"

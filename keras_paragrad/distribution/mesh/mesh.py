@@ -10,8 +10,7 @@ import keras
 
 from keras_paragrad.arguments import quote, refusal
 from keras_paragrad.distribution.decisions.devices import splitting_cpu
-from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.names import canonical_devices, kind_of_device
+from keras_paragrad.distribution.hardware import Hardware, canonical_devices, kind_of_device
 from keras_paragrad.distribution.options import Options
 
 DISTRIBUTIONS = (keras.distribution.DataParallel, keras.distribution.ModelParallel)

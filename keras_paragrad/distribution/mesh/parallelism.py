@@ -1,28 +1,214 @@
 """`MeshParallel`: the variables and batches of one model, divided over a mesh of devices."""
 
 import contextlib
-from typing import Any, NoReturn
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, NoReturn
 
 import keras
 import tensorflow as tf
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
 
-from keras_paragrad.compat.workers import MeshWorkersStrategy
+from keras_paragrad.compat.model import all_layers, compile_config, overrides_train_step
+from keras_paragrad.compat.variables import variable_bytes
+from keras_paragrad.compat.workers import MeshWorkersStrategy, barrier, set_worker_strategy
 from keras_paragrad.distribution.data import DistributedData, undivided_dataset
 from keras_paragrad.distribution.decisions.communication import no_communication
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
 from keras_paragrad.distribution.decisions.devices import devices_in_words
 from keras_paragrad.distribution.decisions.strategy import hardware_in_words
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.mesh.checks import check_mesh_options
-from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, check_mesh, planned_mesh
-from keras_paragrad.distribution.mesh.preparation import MeshPreparation
+from keras_paragrad.distribution.mesh.checks import check_batch, check_mesh_model, check_mesh_options, check_steps
+from keras_paragrad.distribution.mesh.layouts import (
+    automatic_layout,
+    axes_of_variables,
+    check_layout_map,
+    variables_kept_divided,
+)
+from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, Mesh, check_mesh, planned_mesh
 from keras_paragrad.distribution.options import Decisions, Options
-from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Strategies
+from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation, Strategies
 from keras_paragrad.distribution.plan import Plan
-from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
-from keras_paragrad.engine.mesh.tracing import install_distribute_tensor
-from keras_paragrad.storage.dtensor import span_workers, turn_combine_pass_off
+from keras_paragrad.engine.mesh.comparing import gradient_error
+from keras_paragrad.engine.mesh.running import ModelOnMesh, row_count, take_off_mesh, variables_on_mesh
+from keras_paragrad.engine.mesh.tracing import OutputLayouts, install_distribute_tensor, tracing_for_mesh
+from keras_paragrad.memory.estimate import bytes_in_words
+from keras_paragrad.plain_text import Printable
+from keras_paragrad.storage.dtensor import Axes, bytes_by_device, make_mesh, span_workers, turn_combine_pass_off
+from keras_paragrad.storage.model_variables import build_optimizer
+
+
+class Divided(NamedTuple):
+    """A variable on a mesh.
+
+    Attributes:
+        path: Its path.
+        shape: Its shape as a whole.
+        axes: The axis of the mesh that divides each dimension, or `None`.
+        device_bytes: The bytes of it that each device holds, by the device's name.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    axes: Axes
+    device_bytes: dict[str, int]
+
+
+class LayoutTable(Printable):
+    """A table of how variables are divided, for `print` or a rich console.
+
+    Args:
+        model: The model's name.
+        mesh: The mesh.
+        variables: The model's variables.
+        slots: The bytes of the optimizer's variables that each device holds.
+        total: The bytes of all variables on one device.
+    """
+
+    def __init__(self, model: str, mesh: Mesh, variables: Iterable[Divided], slots: dict[str, int], total: int):
+        self.model, self.mesh, self.variables = model, mesh, tuple(variables)
+        self.slots, self.total = slots, total
+
+    @classmethod
+    def of(cls, model: Any, mesh: Mesh) -> "LayoutTable":
+        """The table of a model that is on a mesh."""
+        weights = {id(variable) for variable in model.variables}
+        rows, slots, total = [], dict.fromkeys(mesh.devices, 0), 0
+        for variable, storage in variables_on_mesh(model):
+            device_bytes = bytes_by_device(storage)
+            total += variable_bytes(variable)
+            if id(variable) in weights:
+                rows.append(Divided(variable.path, tuple(variable.shape), storage.axes, device_bytes))
+            else:
+                slots = {name: slots[name] + device_bytes.get(name, 0) for name in slots}
+        return cls(model.name, mesh, rows, slots, total)
+
+    @property
+    def device_bytes(self) -> dict[str, int]:
+        """The bytes of weights and optimizer state that each device holds, by its name."""
+        return {
+            name: self.slots[name] + sum(each.device_bytes.get(name, 0) for each in self.variables)
+            for name in self.mesh.devices
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title=Text(f"Layout of {self.model} on a mesh of {self.mesh.words}"))
+        for header in ("Variable", "Shape", "Layout", "On each device"):
+            table.add_column(header, overflow="fold", justify="right" if header == "On each device" else "left")
+        for each in self.variables:
+            layout = "whole" if not any(each.axes) else ", ".join(axis or "-" for axis in each.axes)
+            shape = " x ".join(map(str, each.shape)) or "scalar"
+            table.add_row(Text(each.path), shape, layout, bytes_in_words(max(each.device_bytes.values())))
+        table.add_row("optimizer", "", "as its variables", bytes_in_words(max(self.slots.values())))
+        table.add_row(
+            "all", "", f"one device: {bytes_in_words(self.total)}", bytes_in_words(max(self.device_bytes.values()))
+        )
+        yield table
+
+
+# Rounding is 1e-6 of a float32 gradient; the error of a wrong rule is about as large as the gradient itself.
+_TOLERANCES = {"float64": 1e-2, "float32": 1e-2}
+
+
+class MeshPreparation(Preparation):
+    """A model whose `fit`, `evaluate` and `predict` run on a mesh, with the results of one device.
+
+    Args:
+        model: A compiled and built model.
+        mesh: The mesh. Without a distribution, the layout follows from the model's structure.
+        jit: Whether XLA compiles the step; `None` follows the model's `compile`.
+        workers: The strategy for collectives of the mesh's workers, or `None` if there is one.
+
+    Raises:
+        ValueError: A layout doesn't fit, or the model can't be trained on a mesh. The message says what to write.
+        RuntimeError: TensorFlow trains wrong on such a mesh.
+    """
+
+    def start(self) -> None:
+        model, mesh = self.model, self.settings[0]
+        check_mesh_model(model)
+        mesh = mesh if mesh.distribution is not None else automatic_layout(model, mesh)
+        self.mesh = mesh
+        check_layout_map(model, mesh, None)
+        self._axes = axes_of_variables(model, mesh)
+        self._kept_divided = variables_kept_divided(model, self._axes)
+        check_steps(mesh)
+        self._outputs = OutputLayouts(mesh.distribution)
+        devices = make_mesh(mesh.shape, mesh.devices, mesh.workers, mesh.worker)
+        self._on_mesh = ModelOnMesh(model, devices, mesh.batch_axis, self._place, self._tracing, self._check_first)
+        # The compile configuration and trainable variables when a first batch's gradient was compared with one device.
+        self._compared: Any = None
+
+    def renew(self) -> None:
+        check_mesh_model(self.model)
+        _, jit, workers = self.settings
+        if jit is not None:
+            self.set_jit_compile(jit)
+        build_optimizer(self.model)
+        if workers is not None:
+            set_worker_strategy(self.model, workers)
+            methods = ("fit", "evaluate", "predict")
+            self.replace(**{name: functools.partial(_on_workers, name, self.model) for name in methods})
+        self._on_mesh.install()
+
+    def stop(self) -> None:
+        self._on_mesh.uninstall()
+        set_worker_strategy(self.model, None)
+        take_off_mesh(self.model)
+
+    @property
+    def table(self) -> LayoutTable:
+        """How each variable is divided, and the bytes on each device."""
+        return LayoutTable.of(self.model, self.mesh)
+
+    def _place(self, variable: keras.Variable) -> tuple[Axes, bool]:
+        """The variable's axes, and whether steps gather it."""
+        axes = self._axes.get(id(variable), (None,) * len(variable.shape))
+        return axes, id(variable) not in self._kept_divided
+
+    def _check_first(self, data: Any, on_mesh: ModelOnMesh) -> None:
+        """Refuses a first batch of indivisible size, or whose gradient differs from that on one device."""
+        check_batch(row_count(data), self.mesh)
+        # Compiling again may change the loss, and train variables that were frozen.
+        current = compile_config(self.model), [id(variable) for variable in self.model.trainable_variables]
+        if overrides_train_step(self.model) or self._compared == current:
+            return
+        error, path = gradient_error(self.model, data, on_mesh)
+        if error > tolerance(self.model):
+            raise RuntimeError(
+                f"The gradient of {path!r} on this mesh differs from that on one device, by {error:.1e} of its largest "
+                "entry: TensorFlow has a wrong rule for an operation on divided tensors. Give this variable and those "
+                "that are computed with it no layout, so that each device has them whole; or train with "
+                'DistributedFit("mirrored", shard="parameters").'
+            )
+        self._compared = current
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        with tracing_for_mesh(self.model, self._outputs):
+            yield
+        check_layout_map(self.model, self.mesh, self._outputs.requested)
+
+
+def _on_workers(method: str, model: Any, x: Any = None, *arguments: Any, **keywords: Any) -> Any:
+    """Calls a method of the model's class; all workers call it with the same data."""
+    if method == "fit" and not isinstance(x, DistributedData):
+        raise ValueError(
+            "On a mesh of several workers each of them reads every batch, and fit would shuffle differently on each. "
+            "Write dist.fit(model, x, y), or model.fit(dist.dataset(x, y, batch_size=...))."
+        )
+    result = getattr(type(model), method)(model, x, *arguments, **keywords)
+    barrier()
+    return result
+
+
+def tolerance(model: Any) -> float:
+    """The largest error of a gradient, relative to its largest entry."""
+    dtypes = {layer.compute_dtype for layer in all_layers(model)} - {None}
+    return max((_TOLERANCES.get(str(dtype), 0.5) for dtype in dtypes), default=1e-2)
 
 
 class MeshParallel(Parallelism):

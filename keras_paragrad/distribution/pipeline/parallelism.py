@@ -12,13 +12,11 @@ from keras_paragrad.distribution.decisions.computation import ACROSS
 from keras_paragrad.distribution.decisions.decision import Decision, list_of
 from keras_paragrad.distribution.decisions.devices import devices_in_words, requested_devices, splitting_cpu
 from keras_paragrad.distribution.decisions.strategy import hardware_in_words
-from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.names import canonical_devices
+from keras_paragrad.distribution.hardware import Hardware, canonical_devices
 from keras_paragrad.distribution.options import Decisions, Options
-from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun
+from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.distribution.pipeline.preparation import PipelinePreparation
-from keras_paragrad.distribution.preparation import Preparation
 
 
 class PipelineParallel(Parallelism):

@@ -13,9 +13,9 @@ from rich.text import Text
 from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.variables import variable_bytes
+from keras_paragrad.distribution.parallelism import Preparation
 from keras_paragrad.distribution.pipeline.cutting import cut, variables_of_part
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
-from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.engine.losses.normalization import LossNormalization, warn_of_batch_statistics
 from keras_paragrad.engine.pipeline.compiled import CompiledPart
 from keras_paragrad.engine.pipeline.on_device import STAGE, Columns, StageOnDevices

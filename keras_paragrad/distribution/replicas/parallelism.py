@@ -1,20 +1,194 @@
 """`DataParallel`: replicas of the model divide each batch, on one machine or several."""
 
+import functools
+import inspect
+import logging
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.model import may_choose_xla
-from keras_paragrad.compat.workers import NamedDevicesStrategy
+from keras_paragrad.compat.model import (
+    all_layers,
+    check_no_row_states,
+    may_choose_xla,
+    overrides_predict,
+    overrides_train_step,
+)
+from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator
+from keras_paragrad.compat.workers import NamedDevicesStrategy, barrier, replica_placement
+from keras_paragrad.distribution.consistency import ComparedFit
+from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.decisions.strategy import decide_strategy
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Decisions, Options, refuse_devices
-from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Strategies
+from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation, Strategies
 from keras_paragrad.distribution.plan import Plan
-from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
-from keras_paragrad.distribution.replicas.preparation import ReplicaPreparation
+from keras_paragrad.engine.losses.normalization import LossNormalization
+from keras_paragrad.engine.replicas.prepared import (
+    distributing_datasets_with,
+    install_on_replicas,
+    uninstall_from_replicas,
+)
+from keras_paragrad.engine.step.indivisible import DeferredRefusal
+from keras_paragrad.engine.step.stages import Take
+from keras_paragrad.storage.creation import may_be_in_shards
+from keras_paragrad.storage.updating import overridden_method
+
+_log = logging.getLogger("keras_paragrad")
+
+
+class ReplicaPreparation(Preparation):
+    """A model whose `fit`, `evaluate` and `predict` on replicas give the results of one device on whole batches.
+
+    Each replica batch is weighted by its loss normalizer, so uneven and weighted ones are exact; gradients are
+    all-reduced before they are clipped; if any replica overflows under a `LossScaleOptimizer`, all skip the update;
+    metrics cover all examples; with `jit_compile=True` XLA compiles each replica's forward and backward pass.
+
+    Args:
+        model: A compiled model, built with or without a strategy's scope.
+        exact: Whether gradients are weighted and all-reduced before they are clipped.
+        weighting: The weight of a replica batch: `"auto"`, or for a custom `compute_loss` `"examples"`,
+            `"sample_weight"`, `"mask"` or `"sum"`. See `AccumulatingOptimizer`.
+        jit: Whether to compile with XLA; `None` follows the model's `compile`.
+        shard_policy: How several workers share data that isn't a `DistributedData`.
+
+    Raises:
+        ValueError: There are several replicas, and the model has a custom `train_step` or loss, so the weight of a
+            replica batch is unknown. The message says what to write. On one replica, this is logged.
+    """
+
+    changes_in_place = True
+
+    def __init__(
+        self,
+        model: keras.Model,
+        exact: bool = True,
+        weighting: str = "auto",
+        jit: bool | None = None,
+        shard_policy: str = "auto",
+    ):
+        super().__init__(model, exact, weighting, jit, shard_policy)
+
+    def renew(self) -> None:
+        model = self.model
+        exact, weighting, jit, shard_policy = self.settings
+        _check_shards(model)
+        replicas = model.distribute_strategy.num_replicas_in_sync
+        if replicas > 1:
+            check_no_row_states(
+                model, f"each of {replicas} replicas gets", 'train on one device: DistributedFit("none")'
+            )
+        normalize = self._normalization(weighting) if exact else None
+        deferred_refusal = None
+        if normalize and replicas == 1:
+            deferred_refusal = DeferredRefusal(normalize, "is trained on one replica. Two")
+            deferred_refusal.check(model)
+        elif normalize:
+            normalize.check(model)
+            self._warn_of_batch_statistics()
+        if jit is not None:
+            self.set_jit_compile(jit)
+        by_xla = replicas > 1 and bool(model.jit_compile) and not self._all_reduces_in_forward_pass()
+        several = replica_placement(model.distribute_strategy).workers > 1
+        compared = ComparedFit.of(model, shard_policy) if several else None
+        take = Take(None if deferred_refusal else normalize, by_xla, deferred_refusal)
+        install_on_replicas(model, take, compared.sharded if compared else None)
+        if compared:
+            evaluate = functools.partial(_with_barrier, type(model).evaluate, model)
+            predict = functools.partial(_with_barrier, _predict_in_order, model)
+            self.replace(fit=compared, evaluate=evaluate, predict=predict)
+
+    def stop(self) -> None:
+        uninstall_from_replicas(self.model)
+
+    def _normalization(self, weighting: str) -> LossNormalization:
+        accumulator = find_accumulator(self.model.optimizer)
+        stated = accumulator.weighting if accumulator else "auto"
+        # Even if micro-batches are weighted uniformly, their replica batches may be uneven.
+        return LossNormalization(weighting if stated in ("auto", "uniform") else stated, "DistributedFit")
+
+    def _warn_of_batch_statistics(self) -> None:
+        names = [layer.name for layer in self._batch_normalizations() if not layer.synchronized]
+        if names:
+            warnings.warn(
+                f"{', '.join(names)} normalize each replica's part of a batch by its own statistics, so training "
+                "differs from that on the whole batch. Write BatchNormalization(synchronized=True), or set "
+                "trainable=False.",
+                stacklevel=4,
+            )
+
+    def _all_reduces_in_forward_pass(self) -> bool:
+        names = [layer.name for layer in self._batch_normalizations() if layer.synchronized]
+        if names:
+            _log.warning(
+                "%s: statistics are all-reduced in the forward pass, which XLA can't compile, so this model is trained "
+                "without XLA.",
+                ", ".join(names),
+            )
+        return bool(names)
+
+    def _batch_normalizations(self) -> list[keras.layers.BatchNormalization]:
+        layers = all_layers(self.model)
+        return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
+
+
+def _with_barrier(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = method(*args, **kwargs)
+    barrier()
+    return result
+
+
+def _predict_in_order(
+    model: keras.Model,
+    x: Any,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+) -> Any:
+    """`predict` on several workers, with rows in order: TensorFlow's sharding interleaves them."""
+    strategy = model.distribute_strategy
+    if isinstance(x, DistributedData) or not overrides_predict(model):
+        if not isinstance(x, DistributedData):
+            x = distributed_dataset(strategy, x, batch_size=batch_size, steps_per_epoch=steps)
+        return type(model).predict(model, x, verbose=verbose, steps=steps, callbacks=callbacks)
+    # An overridden `predict` makes its own dataset, which is then sharded; it need not accept all arguments of Keras's.
+    arguments = {"batch_size": batch_size, "verbose": verbose, "steps": steps, "callbacks": callbacks}
+    defaults = inspect.signature(keras.Model.predict).parameters
+    arguments = {name: value for name, value in arguments.items() if value is not defaults[name].default}
+    model.make_predict_function()
+    with distributing_datasets_with(model, lambda data: distributed_dataset(strategy, data, steps_per_epoch=steps)):
+        return type(model).predict(model, x, **arguments)
+
+
+def _check_shards(model: Any) -> None:
+    """Refuses a model that would read or update shards as whole variables."""
+    if not may_be_in_shards(model):
+        return
+    if overrides_train_step(model):
+        raise ValueError(
+            f"{type(model).__name__} defines its own train_step, which hands the optimizer whole gradients, and this "
+            "optimizer updates shards. Move what train_step does into compute_loss, or write DistributedFit(..., "
+            "shard=None)."
+        )
+    optimizer = model.optimizer
+    if accumulation_steps(optimizer) > 1:
+        raise ValueError(
+            f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps), in a branch in which "
+            "TensorFlow can't scatter them. Remove that argument, and compile with AccumulatingOptimizer(optimizer, "
+            f"steps={accumulation_steps(optimizer)})."
+        )
+    if method := overridden_method(optimizer):
+        raise ValueError(
+            f"{method} overrides Keras's, and would get shards in place of whole gradients and weights. Move its code "
+            "into update_step, as keras.optimizers.Optimizer documents it, which gets whole ones; or write "
+            "DistributedFit(..., shard=None)."
+        )
+
 
 _ALL_REDUCE = {
     "nccl": tf.distribute.NcclAllReduce,

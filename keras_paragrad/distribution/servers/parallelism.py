@@ -1,21 +1,27 @@
-"""`ParameterServers`: weights on servers, which workers update without waiting for each other."""
+"""`ParameterServers`: weights on servers, which workers update without waiting for each other; and their cluster."""
 
+import logging
+import os
+import signal
+import sys
+import threading
 from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
 
+from keras_paragrad.arguments import check_integer
+from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.decisions.communication import no_communication
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
 from keras_paragrad.distribution.decisions.devices import devices_in_words, requested_devices
 from keras_paragrad.distribution.decisions.strategy import LAUNCH, hardware_in_words
 from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.launch.tasks import HOST, free_ports
 from keras_paragrad.distribution.options import Decisions, Options, refuse_devices
-from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Strategies
+from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation, Strategies
 from keras_paragrad.distribution.plan import Plan
-from keras_paragrad.distribution.preparation import Preparation
 from keras_paragrad.distribution.servers.preparation import ServerPreparation
-from keras_paragrad.distribution.servers.strategy import JOBS, make_parameter_server_strategy, serve_if_asked
 
 _NAME = "parameter_server"
 
@@ -113,3 +119,120 @@ def _decide_strategy(hardware: Hardware, options: Options) -> list[Decision]:
 
 
 PARALLELISM = ParameterServers
+
+
+_log = logging.getLogger("keras_paragrad")
+JOBS = ("chief", "worker", "ps")
+# In-process servers run until the process ends, and must not be garbage-collected.
+_RUNNING: list[tf.distribute.Server] = []
+# The most in-process servers of a job, as each has threads.
+_MOST = 64
+
+
+def make_parameter_server_strategy(cluster: Cluster) -> tf.distribute.ParameterServerStrategy:
+    """Connects the chief to its workers and parameter servers, and waits until all of them are up.
+
+    Args:
+        cluster: A cluster with workers and parameter servers, in which this process is the chief.
+
+    Returns:
+        The strategy to build a model under. Each weight is stored whole on one server, assigned round-robin.
+
+    Raises:
+        ValueError: This process is another task, or there are no workers or servers.
+    """
+    missing = [job for job in JOBS if not cluster.jobs.get(job)]
+    if missing or cluster.job != "chief":
+        raise ValueError(
+            f"This process is {cluster.job} {cluster.index} of a cluster with {', '.join(cluster.jobs)}. Only the "
+            "chief of a cluster with a chief, workers and parameter servers (`ps`) trains; the others call "
+            "serve(cluster)."
+        )
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        _spec(cluster), task_type="chief", task_id=0, rpc_layer="grpc"
+    )
+    return tf.distribute.ParameterServerStrategy(resolver)
+
+
+def in_process_cluster(workers: int = 2, servers: int = 1) -> Cluster:
+    """Starts workers and parameter servers within this process, on free ports of 127.0.0.1, for tests and trials.
+
+    Args:
+        workers: Number of workers; they share this process's cores.
+        servers: Number of parameter servers.
+
+    Returns:
+        The cluster, in which this process is the chief.
+
+    Raises:
+        ValueError: The number of workers or servers is less than 1 or too large.
+
+    Example:
+
+    >>> from keras_paragrad.distribution.servers import in_process_cluster
+    >>> cluster = in_process_cluster(workers=2, servers=1)
+    >>> {job: len(addresses) for job, addresses in cluster.jobs.items()}
+    {'chief': 1, 'worker': 2, 'ps': 1}
+    """
+    workers = check_integer("workers", workers, most=_MOST, example=2)
+    servers = check_integer("servers", servers, most=_MOST, example=1)
+    addresses = [f"{HOST}:{port}" for port in free_ports(1 + workers + servers)]
+    jobs = {
+        "chief": tuple(addresses[:1]),
+        "worker": tuple(addresses[1 : 1 + workers]),
+        "ps": tuple(addresses[1 + workers :]),
+    }
+    cluster = Cluster(jobs, "chief", 0, "in_process_cluster()")
+    for job in ("worker", "ps"):
+        for index in range(len(jobs[job])):
+            _RUNNING.append(_start_server(Cluster(jobs, job, index, cluster.source)))
+    return cluster
+
+
+def serve(cluster: Cluster) -> NoReturn:
+    """Serves the chief until SIGTERM ends the process, with status 0.
+
+    Args:
+        cluster: The cluster, in which this process is a worker or a parameter server.
+
+    Raises:
+        ValueError: It is neither.
+        SystemExit: With status 0, on SIGTERM.
+    """
+    if cluster.job not in ("worker", "ps"):
+        raise ValueError(f"This process is {cluster.job} {cluster.index}. Only workers and parameter servers serve.")
+    terminated = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+    server = _start_server(cluster)
+    _log.info("%s %d serves at %s", cluster.job, cluster.index, server.target)
+    # Not server.join(), during which Python never handles signals.
+    terminated.wait()
+    sys.exit(0)
+
+
+def serve_if_asked(cluster: Cluster | None) -> None:
+    """Serves, and never returns, if this process is a worker or server of a cluster with parameter servers.
+
+    Args:
+        cluster: The cluster that this process is in, or `None`.
+    """
+    if cluster is not None and cluster.jobs.get("ps") and cluster.job in ("worker", "ps"):
+        serve(cluster)
+
+
+def _start_server(cluster: Cluster) -> tf.distribute.Server:
+    """Starts TensorFlow's server for a worker or parameter server."""
+    config = tf.compat.v1.ConfigProto()
+    workers = len(cluster.jobs["worker"])
+    if (os.cpu_count() or 1) <= workers:
+        # Servers wait for each other: https://www.tensorflow.org/tutorials/distribute/parameter_server_training
+        config.inter_op_parallelism_threads = workers + 1
+    return tf.distribute.Server(
+        _spec(cluster), job_name=cluster.job, task_index=cluster.index, config=config, protocol="grpc"
+    )
+
+
+def _spec(cluster: Cluster) -> tf.train.ClusterSpec:
+    """The cluster without its evaluator, which TensorFlow's strategy does not support."""
+    return tf.train.ClusterSpec({job: list(cluster.jobs[job]) for job in JOBS})

@@ -12,7 +12,7 @@ from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.data import split_for_validation
 from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator, updating_optimizers
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs, distributed_dataset
-from keras_paragrad.distribution.preparation import Preparation
+from keras_paragrad.distribution.parallelism import Preparation
 from keras_paragrad.distribution.servers.dispatch import Dispatcher, PredictionAdapter
 from keras_paragrad.engine.servers.server_model import ParameterServerModel
 from keras_paragrad.engine.step.builder import StepBuilder

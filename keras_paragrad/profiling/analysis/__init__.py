@@ -11,8 +11,7 @@ from keras_paragrad.profiling.analysis.operations import (
     longest_operations,
     xprof_operations,
 )
-from keras_paragrad.profiling.analysis.pipeline_stages import pipeline_time
-from keras_paragrad.profiling.analysis.steps import begin_of, step_times
+from keras_paragrad.profiling.analysis.steps import begin_of, pipeline_time, step_times
 from keras_paragrad.profiling.analysis.trace import read_trace, trace_files
 from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from keras_paragrad.distribution.decisions.computation import faster_policy, gains_from_xla
-from keras_paragrad.distribution.names import kind_of_device
+from keras_paragrad.distribution.hardware import kind_of_device
 from keras_paragrad.profiling.analysis.events import Trace
 from keras_paragrad.profiling.analysis.operations import Operation, input_stages, slowest_input_stage
 from keras_paragrad.profiling.summary import Advice, OperationTime, RunInfo, StepTime, shares_of

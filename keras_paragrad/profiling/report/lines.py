@@ -5,9 +5,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keras_paragrad.profiling.report.axes import MOST_POINTS, Axis, Formatter, axis_for, select_points, steps_axis
 from keras_paragrad.profiling.report.runs import Series
-from keras_paragrad.profiling.report.units import count, number, size
+from keras_paragrad.profiling.report.units import (
+    MOST_POINTS,
+    Axis,
+    Formatter,
+    axis_for,
+    count,
+    number,
+    select_points,
+    size,
+    steps_axis,
+)
 
 # As many lines as a reader can tell apart by colour and dashes.
 MOST_LINES = 5

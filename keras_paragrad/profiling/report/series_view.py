@@ -5,10 +5,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from keras_paragrad.profiling.report.axes import axis_for, steps_axis
 from keras_paragrad.profiling.report.lines import MOST_LINES, Line, LineChart, line_chart, sparkline
 from keras_paragrad.profiling.report.runs import Series
-from keras_paragrad.profiling.report.units import count, milliseconds, number, operations, share, size
+from keras_paragrad.profiling.report.units import (
+    axis_for,
+    count,
+    milliseconds,
+    number,
+    operations,
+    share,
+    size,
+    steps_axis,
+)
 
 MOST_LAYERS = 100
 

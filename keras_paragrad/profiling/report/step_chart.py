@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keras_paragrad.profiling.report.axes import Axis, axis_for, select_points
-from keras_paragrad.profiling.report.units import count, milliseconds, share
+from keras_paragrad.profiling.report.units import Axis, axis_for, count, milliseconds, select_points, share
 from keras_paragrad.profiling.summary import PARTS, StepTime, shares_of
 
 MOST_BARS = 60

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from keras_paragrad.profiling.report.axes import Axis, axis_for
 from keras_paragrad.profiling.report.runs import ProfiledWindow
 from keras_paragrad.profiling.report.step_chart import (
     Segment,
@@ -13,7 +12,7 @@ from keras_paragrad.profiling.report.step_chart import (
     shares_bar,
     step_chart,
 )
-from keras_paragrad.profiling.report.units import count, milliseconds, share, size
+from keras_paragrad.profiling.report.units import Axis, axis_for, count, milliseconds, share, size
 from keras_paragrad.profiling.summary import PARTS, PipelineTime, ProfileSummary, StageWork
 
 MOST_DETAILED = 4

@@ -16,8 +16,8 @@ from histories import CASES, MICRO_BATCHES, MicroBatches, assert_same
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
-from keras_paragrad.distribution.checkpoint.stopping import TrainingInterrupted
-from keras_paragrad.distribution.replicas.preparation import ReplicaPreparation
+from keras_paragrad.distribution.checkpoint.interruptions import TrainingInterrupted
+from keras_paragrad.distribution.replicas.parallelism import ReplicaPreparation
 
 
 class BreakOff(keras.callbacks.Callback):

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from keras_paragrad.distribution.checkpoint.failures import WorkerLostError, explained_failures
+from keras_paragrad.distribution.checkpoint.interruptions import WorkerLostError, explained_failures
 from keras_paragrad.distribution.cluster import Cluster
 
 pytestmark = pytest.mark.fast

@@ -9,7 +9,7 @@ from backed_up import NOT_OURS, limited_files
 from covering import examples
 from hypothesis import given
 
-from keras_paragrad.distribution.checkpoint import manifest
+from keras_paragrad.distribution.checkpoint import file_format
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
 
 pytestmark = pytest.mark.fast
@@ -132,7 +132,7 @@ def test_a_backup_under_another_name_is_not_ours_any_more(tmp_path):
 
 def test_a_backup_of_another_format_is_not_called_damaged(tmp_path, monkeypatch):
     files, older, newer = written(tmp_path)
-    monkeypatch.setattr(manifest, "FORMAT", 99)
+    monkeypatch.setattr(file_format, "FORMAT", 99)
     other = files.write(Position(3, 0), b"of the future")
     with pytest.raises(DamagedBackupError, match="another version of keras_paragrad wrote it, in format 99"):
         files.read(other)
@@ -142,7 +142,7 @@ def test_a_backup_of_another_format_is_not_called_damaged(tmp_path, monkeypatch)
 def test_what_a_killed_writer_left_is_no_backup(tmp_path):
     files, _, newer = written(tmp_path)
     partial = newer.with_name("epoch-000009-batch-0000000000.backup.partial")
-    partial.write_bytes(manifest.make_manifest(Position(9, 0), b"the whole") + b"half")
+    partial.write_bytes(file_format.make_manifest(Position(9, 0), b"the whole") + b"half")
     assert partial not in files.paths()
     files.write(Position(2, 0), b"")
     assert not partial.exists()

@@ -14,9 +14,8 @@ from backed_up import NOT_OURS
 from backed_up_shards import STEPS
 
 from keras_paragrad.distribution.checkpoint import shards
+from keras_paragrad.distribution.checkpoint.file_format import Position, remove_shards, shard_file_name, write_shards
 from keras_paragrad.distribution.checkpoint.files import BackupFiles
-from keras_paragrad.distribution.checkpoint.manifest import Position
-from keras_paragrad.distribution.checkpoint.shard_files import remove_shards, shard_file_name, write_shards
 from keras_paragrad.storage.storage import Parts, Whole
 
 SECONDS = 120

@@ -5,8 +5,8 @@ import signal
 import numpy as np
 import pytest
 
-from keras_paragrad.distribution.checkpoint import stopping
-from keras_paragrad.distribution.checkpoint.stopping import StopRequest
+from keras_paragrad.distribution.checkpoint import interruptions
+from keras_paragrad.distribution.checkpoint.interruptions import StopRequest
 
 pytestmark = pytest.mark.fast
 
@@ -59,8 +59,8 @@ class Workers:
 
     def __init__(self, monkeypatch):
         self.now, self.asked, self.other = 0.0, [], 0
-        monkeypatch.setattr(stopping.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(stopping, "gather", self.gather)
+        monkeypatch.setattr(interruptions.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(interruptions, "gather", self.gather)
 
     def gather(self, strategy, values):
         self.asked.append(self.now)
@@ -70,7 +70,7 @@ class Workers:
 @pytest.mark.parametrize("seconds", [0.0001, 0.003, 0.2, 5.0], ids=str)
 def test_about_every_second(monkeypatch, seconds):
     workers = Workers(monkeypatch)
-    checks = stopping.StopChecks(None, 2, None)
+    checks = interruptions.StopChecks(None, 2, None)
     for step in range(100_000):
         # The first is compiled.
         workers.now += 20 if step == 0 else seconds
@@ -84,7 +84,7 @@ def test_about_every_second(monkeypatch, seconds):
 
 def test_a_fixed_number_of_steps(monkeypatch):
     workers = Workers(monkeypatch)
-    checks = stopping.StopChecks(None, 2, 3)
+    checks = interruptions.StopChecks(None, 2, 3)
     found = []
     for step in range(7):
         workers.other = step >= 3
@@ -94,7 +94,7 @@ def test_a_fixed_number_of_steps(monkeypatch):
 
 def test_one_worker_asks_nobody(monkeypatch):
     workers = Workers(monkeypatch)
-    checks = stopping.StopChecks(None, 1, None)
+    checks = interruptions.StopChecks(None, 1, None)
     assert [checks.after_step(received) for received in (False, True)] == [False, True]
     assert checks.ask(True)
     assert workers.asked == []

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from made_runs import PIPELINE, step
 
 from keras_paragrad.profiling.report import units
-from keras_paragrad.profiling.report.axes import axis_for, select_points, steps_axis
 from keras_paragrad.profiling.report.lines import line_chart
 from keras_paragrad.profiling.report.runs import Series
 from keras_paragrad.profiling.report.step_chart import MOST_BARS, figures_of, shares_bar, step_chart
+from keras_paragrad.profiling.report.units import axis_for, select_points, steps_axis
 from keras_paragrad.profiling.report.window_view import stages_chart
 from keras_paragrad.profiling.summary import PARTS
 
