@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 import keras_paragrad.per_example.rules  # noqa: F401  (registers all)
-from keras_paragrad.per_example.registry import registered_by_name
+from keras_paragrad.per_example.rule import registered_by_name
 
 
 class LayerCase(NamedTuple):

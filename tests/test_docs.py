@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from keras_paragrad.cli.main import main
-from keras_paragrad.per_example import registry
+from keras_paragrad.per_example import rule as rule_module
 
 pytestmark = pytest.mark.fast
 
@@ -81,7 +81,7 @@ def test_code_runs(page, tmp_path, monkeypatch):
     """The blocks of a page run in order, as the cells of a notebook."""
     monkeypatch.chdir(tmp_path)
     # A page registers rules, of which other tests know nothing.
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    monkeypatch.setattr(rule_module, "_RULES", dict(rule_module._RULES))
     namespace = {"__name__": "documentation"}
     for code, above in blocks(page, "python"):
         # Tracebacks show the line of the page, and functions that are traced are read from there.

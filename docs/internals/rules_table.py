@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import keras_paragrad.per_example.rules  # noqa: F401  (registers all)
-from keras_paragrad.per_example.registry import registered_by_name
+from keras_paragrad.per_example.rule import registered_by_name
 
 PAGE = Path(__file__).with_name("per_example_rules.md")
 BEGIN, END = "<!-- Written by rules_table.py -->\n", "<!-- End -->\n"

@@ -9,7 +9,7 @@ from typing import Any
 
 from keras_paragrad.arguments import LARGEST, quote
 from keras_paragrad.cli.parser import complete_paths, did_you_mean, integer
-from keras_paragrad.distribution.choices import MOST_DESCRIBED
+from keras_paragrad.distribution.decisions import MOST_DESCRIBED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from keras_paragrad.arguments import LARGEST, quote
 from keras_paragrad.cli.parser import integer, number
-from keras_paragrad.distribution.choices import (
+from keras_paragrad.distribution.decisions import (
     BATCHES,
     COMMUNICATIONS,
     LONGEST_WAIT,

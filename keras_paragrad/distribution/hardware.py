@@ -13,8 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_each, check_integer, check_number, quote, refusal
-from keras_paragrad.distribution.choices import MOST_DESCRIBED
 from keras_paragrad.distribution.cluster import Cluster, find_cluster
+from keras_paragrad.distribution.decisions import MOST_DESCRIBED
 
 KINDS = ("CPU", "GPU", "TPU")
 TPU_VARIABLES = ("TPU_NAME", "TPU_WORKER_ID")

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice, check_integer, check_number, check_text, refusal
-from keras_paragrad.distribution.choices import (
+from keras_paragrad.distribution.decisions import (
     BATCHES,
     COMMUNICATIONS,
     LAYOUTS,

@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     from keras_paragrad.per_example.example_gradients import ExampleGradients
     from keras_paragrad.per_example.functional import per_example_gradients, per_example_norms
     from keras_paragrad.per_example.noise_scale import GradientNoiseScale
-    from keras_paragrad.per_example.registry import register_rule
-    from keras_paragrad.per_example.rule import Rule
+    from keras_paragrad.per_example.rule import Rule, register_rule
     from keras_paragrad.per_example.rules.generic import Generic
     from keras_paragrad.per_example.wrapped_model import wrap
     from keras_paragrad.per_example.wrapper import PerExampleGradients
@@ -38,7 +37,7 @@ __getattr__, __dir__ = lazily(
         "Rule": "rule",
         "per_example_gradients": "functional",
         "per_example_norms": "functional",
-        "register_rule": "registry",
+        "register_rule": "rule",
         "wrap": "wrapped_model",
     },
 )

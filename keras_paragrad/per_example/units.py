@@ -7,8 +7,7 @@ from typing import NamedTuple
 import keras
 
 from keras_paragrad.compat.layers import children
-from keras_paragrad.per_example.registry import rule_for
-from keras_paragrad.per_example.rule import Rule
+from keras_paragrad.per_example.rule import Rule, rule_for
 from keras_paragrad.per_example.rules.generic import Generic
 from keras_paragrad.per_example.rules.normalization import batch_statistics_refusal
 

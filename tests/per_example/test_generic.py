@@ -9,8 +9,9 @@ from every_example import check, quantities
 from keras import layers, ops
 from oracles import gradient_error
 
-from keras_paragrad.per_example import Generic, Rule, register_rule, registry
-from keras_paragrad.per_example.registry import rule_for
+from keras_paragrad.per_example import Generic, Rule, register_rule
+from keras_paragrad.per_example import rule as rule_module
+from keras_paragrad.per_example.rule import rule_for
 
 
 class Scale(layers.Layer):
@@ -107,7 +108,7 @@ def test_subclasses_have_the_rule_unless_they_override_call():
 
 def test_a_rule_of_one_s_own(monkeypatch):
     # Other tests go through all rules.
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    monkeypatch.setattr(rule_module, "_RULES", dict(rule_module._RULES))
 
     class Doubled(Scale):
         def call(self, inputs):

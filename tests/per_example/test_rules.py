@@ -18,7 +18,8 @@ from every_example import check
 from keras import layers
 
 from keras_paragrad.exports import modules_of
-from keras_paragrad.per_example import Generic, Rule, registry, rules
+from keras_paragrad.per_example import Generic, Rule, rules
+from keras_paragrad.per_example import rule as rule_module
 from keras_paragrad.per_example.rules import convolution, folded
 
 LOOPS = [kind for kind, rule in RULES.items() if isinstance(rule, Generic)]
@@ -149,7 +150,7 @@ def test_the_documentation_has_each_rule():
 NEW_RULE = """
 import keras
 
-from keras_paragrad.per_example.registry import register_rule
+from keras_paragrad.per_example.rule import register_rule
 from keras_paragrad.per_example.rule import Rule, RuleCase
 
 
@@ -179,14 +180,14 @@ def test_a_file_is_all_that_a_rule_takes(tmp_path, monkeypatch):
     (tmp_path / "scale.py").write_text(NEW_RULE)
     before = set(modules_of(rules))
     monkeypatch.setattr(rules, "__path__", [*rules.__path__, str(tmp_path)])
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    monkeypatch.setattr(rule_module, "_RULES", dict(rule_module._RULES))
     try:
         (added,) = set(modules_of(rules)) - before
         layer = added.Scale
     finally:
         sys.modules.pop(f"{rules.__name__}.scale", None)
     assert "Scale" in drawn_layers.drawn()
-    rule = registry._RULES[layer]
+    rule = rule_module._RULES[layer]
     case = LayerCase(*rule.case(layer, lambda values: values[0]))
     check(case.model(), case.inputs())
     assert type(rule).calls
@@ -196,7 +197,7 @@ def test_a_file_is_all_that_a_rule_takes(tmp_path, monkeypatch):
 def test_a_rule_without_a_case_or_a_formula_says_so(monkeypatch):
     with pytest.raises(NotImplementedError, match=r"Rule has no test case for Dense\. Implement case\(layer, pick\)"):
         Rule().case(layers.Dense, lambda values: values[0])
-    monkeypatch.setattr(registry, "_RULES", {layers.Dense: Rule()})
+    monkeypatch.setattr(rule_module, "_RULES", {layers.Dense: Rule()})
     with pytest.raises(ValueError, match=r"Rule has no row\. Set its attribute `formula`"):
         rules_table()["table"]()
 

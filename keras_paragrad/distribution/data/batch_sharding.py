@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_choice
 from keras_paragrad.compat.data import count_files, shard_files_of_worker
 from keras_paragrad.compat.workers import ReplicaPlacement
-from keras_paragrad.distribution.choices import SHARD_POLICIES
+from keras_paragrad.distribution.decisions import SHARD_POLICIES
 
 AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 

@@ -9,9 +9,15 @@ import keras
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
 
-from keras_paragrad.compat.layers import called_for_training, copy_mask, mask_of, with_mask
+from keras_paragrad.compat.layers import (
+    ReadScope,
+    called_for_training,
+    copy_mask,
+    current_read_scope,
+    mask_of,
+    with_mask,
+)
 from keras_paragrad.compat.model import added_losses_of
-from keras_paragrad.engine.step.reads import ReadScope, current_read_scope
 from keras_paragrad.engine.step.segments import Part
 
 _COMPILED = "_keras_paragrad_compiled_parts"

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.python.eager.record import record_operation_backprop_only, stop_recording
 
 from keras_paragrad.compat.layers import (
+    ReadScope,
     copy_mask,
     dense_parts,
     full_precision,
@@ -16,7 +17,6 @@ from keras_paragrad.compat.layers import (
     may_be_differentiated,
     pack_dense_parts,
 )
-from keras_paragrad.engine.step.reads import ReadScope
 from keras_paragrad.engine.step.segments import Part
 
 # Profiles attribute operations, and XLA's programs, to stages by these names.

@@ -15,16 +15,17 @@ import tensorflow as tf
 from keras_paragrad.compat.compiled_call import call_compiled
 from keras_paragrad.compat.layers import (
     CallState,
+    ReadScope,
     dense_parts,
     full_precision,
     has_gradient,
+    in_other_scope,
     mask_of,
     may_be_differentiated,
     pack_dense_parts,
 )
 from keras_paragrad.engine.step.gradient_functions import keep_with_graphs
 from keras_paragrad.engine.step.operations import check_repeatable
-from keras_paragrad.engine.step.reads import ReadScope, in_other_scope
 from keras_paragrad.storage.gathering import call_with_gather, install_gather
 from keras_paragrad.storage.storage import storage_of
 

@@ -6,8 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
-from keras_paragrad.per_example.registry import register_rule
-from keras_paragrad.per_example.rule import Pick, RuleCase
+from keras_paragrad.per_example.rule import Pick, RuleCase, register_rule
 from keras_paragrad.per_example.rules.linear import Linear, Product, merge_axes
 from keras_paragrad.per_example.rules.low_rank import (
     FactorGradient,

@@ -8,8 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
-from keras_paragrad.per_example.registry import register_rule
-from keras_paragrad.per_example.rule import Factors, Pick, Rule, RuleCase
+from keras_paragrad.per_example.rule import Factors, Pick, Rule, RuleCase, register_rule
 from keras_paragrad.per_example.rules.linear import Product
 from keras_paragrad.per_example.rules.low_rank import drop_group_axis, make_with_lora
 

@@ -10,8 +10,7 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import full_precision, mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.per_example.calls import Call, widened, widened_dtype
-from keras_paragrad.per_example.registry import register_rule
-from keras_paragrad.per_example.rule import Pick, Rule, RuleCase
+from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, register_rule
 from keras_paragrad.per_example.rules.normalization import batch_statistics_refusal
 from keras_paragrad.per_example.weight_reads import fixed_weights
 

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import attributes
 from keras_paragrad.per_example.calls import Call, widened
-from keras_paragrad.per_example.registry import register_rule
-from keras_paragrad.per_example.rule import Pick, Rule, RuleCase
+from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, register_rule
 from keras_paragrad.per_example.weight_reads import fixed_weights
 
 

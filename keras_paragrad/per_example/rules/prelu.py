@@ -6,8 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
-from keras_paragrad.per_example.registry import register_rule
-from keras_paragrad.per_example.rule import Pick, Rule, RuleCase
+from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, register_rule
 
 
 @register_rule(keras.layers.PReLU)

@@ -7,8 +7,15 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
-from keras_paragrad.per_example.registry import register_rule
-from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, squared_norm, sums_of_biases, weighted_sum
+from keras_paragrad.per_example.rule import (
+    Pick,
+    Rule,
+    RuleCase,
+    register_rule,
+    squared_norm,
+    sums_of_biases,
+    weighted_sum,
+)
 from keras_paragrad.per_example.rules import folded
 from keras_paragrad.per_example.rules.convolution import (
     broadcast_convolution_bias,
