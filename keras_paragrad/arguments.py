@@ -252,6 +252,7 @@ def _plain(value: Any) -> Any:
 
 
 def _chosen(value: Any, choices: Sequence[Any]) -> Any:
+    """The choice that a value is, or `_NO_CHOICE`."""
     plain = _plain(value)
     for choice in choices:
         if plain is choice or (isinstance(plain, str) and plain == choice):
@@ -260,6 +261,7 @@ def _chosen(value: Any, choices: Sequence[Any]) -> Any:
 
 
 def _integer(value: Any) -> int | None:
+    """A value as an int, if it is a whole number; else `None`."""
     plain = _plain(value)
     if isinstance(plain, bool):
         return None
@@ -270,6 +272,7 @@ def _integer(value: Any) -> int | None:
 
 
 def _number(value: Any) -> int | float | None:
+    """A value as an int or a float; `None` if it is not a number, or is NaN."""
     plain = _plain(value)
     if isinstance(plain, (bool, str, bytes, bytearray)):
         return None

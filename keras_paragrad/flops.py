@@ -66,6 +66,7 @@ def _batch_matmul(operation: tf.Operation) -> int:
 
 
 def _einsum(operation: tf.Operation) -> int:
+    """The multiplications of `tf.einsum`."""
     subscripts = operation.get_attr("equation").decode().partition("->")[0].split(",")
     sizes: dict[str, int] = {}
     for labels, tensor in zip(subscripts, operation.inputs, strict=True):

@@ -183,6 +183,7 @@ class _Transform:
         return checked, _check("state", tf.nest.flatten(after), tf.nest.flatten(before))
 
     def _check_storage(self, variables: Sequence[keras.Variable]) -> None:
+        """Refuses variables whose gradients a transform would see in parts."""
         if any_divided(variables):
             raise ValueError(
                 f"The weights of {self.model.name} are in shards, and f takes whole ones. Train with "

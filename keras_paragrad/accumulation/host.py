@@ -59,6 +59,7 @@ class HostSchedule:
         self._counting = True
 
     def _count(self) -> bool:
+        """Counts a batch; whether it ends with an update."""
         self._position += 1
         full = self._position >= self.optimizer.schedule.at(self._update)
         if full:

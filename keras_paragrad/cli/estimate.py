@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _function(word: str) -> tuple[Path, str]:
+    """For `add_argument(type=...)`: reads a file and the name of a function in it."""
     path, _, name = word.rpartition(":")
     if not (path.endswith(".py") and name.isidentifier()):
         raise argparse.ArgumentTypeError(f"{quote(word)} is not a file and a function, such as train.py:build_model")

@@ -64,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _add_options(group: Any) -> None:
+    """Declares an option for each argument of `DistributedFit`."""
     # What isn't given is left to the defaults of `Options`.
     option = functools.partial(group.add_argument, default=argparse.SUPPRESS)
     option("--strategy", choices=STRATEGIES)

@@ -77,6 +77,7 @@ def number(**bounds: Any) -> Callable[[str], float]:
 
 
 def _checked(word: str, check: Callable[[], Any]) -> Any:
+    """Calls a check, whose error becomes argparse's."""
     try:
         return check()
     except ValueError as error:

@@ -145,6 +145,7 @@ def _users(hook: Hook) -> str:
 
 
 def _problem(hook: Hook) -> str | None:
+    """What a hook lacks: the name itself, or a parameter of it; `None` if nothing."""
     try:
         value = _lookup(hook, hook.path)
     except (ImportError, AttributeError):
@@ -157,6 +158,7 @@ def _problem(hook: Hook) -> str | None:
 
 
 def _problem_of_code(hook: Hook) -> str | None:
+    """What is missing of a hook that a class's methods assign; `None` if nothing."""
     owner, _, attribute = hook.path.rpartition(".")
     try:
         cls = _lookup(hook, owner)
@@ -166,6 +168,7 @@ def _problem_of_code(hook: Hook) -> str | None:
 
 
 def _assigns(owner: type, attribute: str) -> bool:
+    """Whether a method of a class, by its bytecode, assigns to an attribute."""
     members = [inspect.unwrap(member) for base in owner.__mro__ for member in vars(base).values() if callable(member)]
     codes = [member.__code__ for member in members if isinstance(member, types.FunctionType)]
     return any(
@@ -177,6 +180,7 @@ def _assigns(owner: type, attribute: str) -> bool:
 
 
 def _problem_of_object(hook: Hook, samples: Iterable[Any]) -> str | None:
+    """What is missing of a hook that only instances have, such as an attribute set in `__init__`; else `None`."""
     owner, _, attribute = hook.path.rpartition(".")
     try:
         cls = _lookup(hook, owner)

@@ -61,6 +61,7 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _all_reduce_sum(tensors: Sequence[Any]) -> list[Any]:
+    """Sums over replicas: small tensors without a collective, large ones each in its own, the rest in buckets."""
     on_cpus = _sums_on_cpus()
     if on_cpus and replicas_are_local() and sum(map(_bytes_of, tensors)) <= SMALL:
         return tf.distribute.get_replica_context().merge_call(_add_replica_values, args=(list(tensors),))

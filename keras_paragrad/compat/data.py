@@ -88,6 +88,8 @@ def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
 # AutoGraph takes longer to convert this than tracing takes.
 @tf.autograph.experimental.do_not_convert
 def _take_rows(numbers: tf.Tensor, arrays: Any) -> Any:
+    """The rows with some numbers, of nested arrays and sparse tensors."""
+
     def take(leaf: Any) -> Any:
         if isinstance(leaf, TensorflowSparseWrapper):
             return slice_tensorflow_sparse_wrapper(leaf, numbers)
@@ -173,6 +175,7 @@ def count_files(dataset: tf.data.Dataset) -> int | None:
 
 
 def _count_names(source: tf.data.Dataset) -> int | None:
+    """The number of file names that a source lists, or `None`."""
     names = getattr(source, "_filenames", source)
     if isinstance(names, tf.Tensor):
         return int(tf.size(names))

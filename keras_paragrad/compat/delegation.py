@@ -142,6 +142,8 @@ def delegate_methods(
 
 
 def _delegated_method(trained: keras.Model, model: keras.Model, name: str) -> Callable[..., Any]:
+    """Makes a method for the trained model that calls the other model's."""
+
     def method(*arguments: Any, **keywords: Any) -> Any:
         with delegated(model, trained):
             return getattr(model, name)(*arguments, **keywords)
@@ -152,6 +154,8 @@ def _delegated_method(trained: keras.Model, model: keras.Model, name: str) -> Ca
 def _delegated_loss(
     trained: keras.Model, model: keras.Model, while_loss: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> Callable[..., Any]:
+    """Makes a `compute_loss` for the trained model that calls the other model's."""
+
     def compute_loss(
         x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
     ) -> Any:

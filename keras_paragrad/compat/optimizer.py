@@ -217,6 +217,8 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
 
 
 def _delegated_setting(name: str) -> property:
+    """A property that reads and writes a setting of the inner optimizer."""
+
     def read(self):
         return getattr(self.inner_optimizer, name) if "inner_optimizer" in self.__dict__ else None
 
@@ -229,6 +231,8 @@ def _delegated_setting(name: str) -> property:
 
 
 def _delegated_method(name: str):
+    """A method that calls the inner optimizer's."""
+
     def method(self, *args, **kwargs):
         return getattr(self.inner_optimizer, name)(*args, **kwargs)
 

@@ -168,6 +168,7 @@ def optimizer_variables(optimizers: Sequence[Any]) -> dict[str, list[keras.Varia
 
 
 def _copy_optimizer(optimizer: Any) -> Any:
+    """A copy from the optimizer's config, with its learning rate schedule."""
     try:
         with warnings.catch_warnings():
             # Keras warns of what it can't serialize, such as a lambda.

@@ -145,6 +145,7 @@ class Cluster:
             )
 
     def _check_addresses(self) -> None:
+        """Refuses addresses without a port, and one given to two tasks."""
         addresses = [address for hosts in self.jobs.values() for address in hosts]
         for address in addresses:
             match = _ADDRESS.fullmatch(address)

@@ -131,6 +131,7 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _describe(hardware: Hardware) -> list[tuple[str, str]]:
+    """The hardware as rows of names and values."""
     rows = [
         ("processors", str(hardware.cpu_count)),
         ("memory", _gibibytes(hardware.memory_bytes)),

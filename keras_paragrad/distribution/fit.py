@@ -126,6 +126,7 @@ class DistributedFit(InNotebooks):
         return "\n".join(["DistributedFit", *summary_lines(self.plan, self.hardware)])
 
     def _create_as_planned(self) -> None:
+        """Has the strategy create variables whole or in shards."""
         if self.plan.shard.value == "none":
             # Another `DistributedFit` may have changed the strategy.
             create_whole(self.strategy)
@@ -191,6 +192,7 @@ class DistributedFit(InNotebooks):
         return self._prepare_checked(model, batch_size)
 
     def _prepare_checked(self, model: keras.Model, batch_size: int, batch_spec: Any = None) -> Preparation:
+        """Decides on `shard="auto"`, and prepares the model."""
         if self.plan.shard.value == "auto":
             decision, self._estimate = choose_shard(model, batch_size, batch_spec, self._run)
             self.plan = self.plan.with_decision(decision)

@@ -248,6 +248,7 @@ def describe(
 
 
 def _check_capability(value: Any) -> tuple[int, int]:
+    """The argument `compute_capability`."""
     expected = "two integers, such as (9, 0)"
     digits = functools.partial(check_integer, least=0, most=99)
     capability = check_each("compute_capability", value, digits, expected, example="(9, 0)")
@@ -257,6 +258,7 @@ def _check_capability(value: Any) -> tuple[int, int]:
 
 
 def _describe_cluster(workers: int, ps: int) -> Cluster | None:
+    """A cluster of made-up addresses."""
     hosts = tuple(f"worker{index}:2222" for index in range(workers))
     if ps:
         servers = tuple(f"ps{index}:2222" for index in range(ps))

@@ -107,6 +107,7 @@ class Options:
         return self.strategy if isinstance(self.strategy, tf.distribute.Strategy) else None
 
     def _check_together(self) -> None:
+        """Refuses arguments that contradict each other."""
         if self.lr_scaling and self.batch == "global":
             raise ValueError(
                 f'lr_scaling="{self.lr_scaling}" scales the learning rate with the batch, but batch="global" keeps the '
@@ -225,6 +226,7 @@ def refuse_devices(options: Options) -> None:
 
 
 def _check_strategy(strategy: Any) -> Any:
+    """The argument `strategy`, of one of the accepted types or names."""
     if isinstance(strategy, (Planner, *(accepted for planner in planners() for accepted in planner.accepts))):
         return strategy
     if isinstance(strategy, tf.distribute.Strategy):
@@ -240,6 +242,7 @@ def _check_strategy(strategy: Any) -> Any:
 
 
 def _check_precision(precision: Any) -> str | None:
+    """The argument `precision`: the name of a dtype policy."""
     if precision is None:
         return None
     try:

@@ -181,6 +181,7 @@ def summary_lines(plan: Plan, hardware: Hardware) -> list[str]:
 
 
 def _plan_line(plan: Plan) -> str:
+    """The strategy, the replicas and their devices, and the collectives, in a line."""
     devices, replicas = plan.devices.value, plan.replicas.value
     where = "" if not devices else f" on {devices[0]}" if len(devices) == 1 else f" on {devices[0]} to {devices[-1]}"
     if devices and replicas and replicas > len(devices):
@@ -192,12 +193,14 @@ def _plan_line(plan: Plan) -> str:
 
 
 def _step_line(plan: Plan) -> str:
+    """Whether a step is compiled, its dtype policy, and what becomes of a batch, in a line."""
     batch = "" if plan.replicas.value == 1 else f", {_BATCH[plan.batch.value]}"
     exact = "exact" if plan.exact.value else "not exact"
     return f"Step: {_JIT[plan.jit.value]}, {plan.precision.value}{batch}, {exact}"
 
 
 def _command(plan: Plan, hardware: Hardware) -> str:
+    """The command that starts training."""
     cluster = hardware.cluster
     if cluster is None or not plan.launched:
         return "python train.py"

@@ -75,6 +75,7 @@ def _is_remote(host: str, others: Sequence[str]) -> bool:
 
 
 def _open_sockets(address: str, hosts: list[str], is_remote: bool) -> list[socket.socket]:
+    """Listens at the first worker's addresses, or on all interfaces if these are not of this machine."""
     port = port_of(address)
     if is_remote and any(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts):
         return [_listen_on_all_interfaces(address, port, f"here it resolves to {', '.join(hosts)}")]
@@ -95,6 +96,7 @@ def _open_sockets(address: str, hosts: list[str], is_remote: bool) -> list[socke
 
 
 def _listen_on_all_interfaces(address: str, port: int, why: str) -> socket.socket:
+    """Listens on all interfaces, and logs why."""
     _log.warning(
         "The first worker listens on port %d of all interfaces, as others can't reach it at %s: %s. Use an address of "
         "this machine in the cluster description to listen on that one only.",
@@ -172,6 +174,7 @@ def _collect_facts(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, 
 
 
 def _compare_facts(addresses: list[str], facts: Mapping[str, Any], server: RendezvousServer) -> dict[str, str]:
+    """What differs between workers, or who is missing; empty if all agree."""
     facts_by_rank = {0: facts, **{rank: caller.message["facts"] for rank, caller in sorted(server.callers.items())}}
     missing = [f"worker {rank} ({addresses[rank]})" for rank in range(len(addresses)) if rank not in facts_by_rank]
     if missing:
@@ -186,6 +189,7 @@ def _compare_facts(addresses: list[str], facts: Mapping[str, Any], server: Rende
 
 
 def _send_verdict(caller: Caller, signer: MessageSigner, verdict: Mapping[str, str]) -> None:
+    """Tells a worker whether to start, and waits until it has disconnected."""
     connection = caller.connection
     try:
         connection.settimeout(5)

@@ -158,6 +158,7 @@ class RendezvousServer:
         return f" Also: {'; '.join(parts)}." if parts else ""
 
     def _accept(self, server: Any) -> None:
+        """Accepts a connection; of too many that have not identified themselves, the oldest is rejected."""
         try:
             connection, address = server.accept()
         except OSError:
@@ -171,6 +172,7 @@ class RendezvousServer:
             self._reject(self._unidentified[0], "sent no message of this run")
 
     def _receive(self, caller: Caller) -> None:
+        """Reads from a connection; a worker that has identified itself is expected to send nothing more."""
         try:
             received = caller.connection.recv(LONGEST)
         except BlockingIOError:
@@ -188,6 +190,7 @@ class RendezvousServer:
             self._identify(caller)
 
     def _identify(self, caller: Caller) -> None:
+        """Takes a connection's message, if it is signed by a worker of this run."""
         message = self._signer.verify(caller.received) if len(caller.received) <= LONGEST else None
         rank = message.get("rank") if message else None
         is_worker = isinstance(rank, int) and 0 < rank < self._workers and isinstance(message.get("facts"), dict)  # pyright: ignore
@@ -203,6 +206,7 @@ class RendezvousServer:
         self.callers[message["rank"]] = caller
 
     def _reject(self, caller: Caller, why: str) -> None:
+        """Closes a connection, and logs why, once for each reason."""
         reason = f"a connection from {caller.host} {why}"
         if reason not in self._rejections and len(self._rejections) < 100:
             _log.warning("The first worker rejected a connection and keeps waiting: %s.", reason)

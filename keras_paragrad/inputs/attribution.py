@@ -74,6 +74,7 @@ def integrated_gradients(
 
 
 def _check_baseline(row: Any) -> np.ndarray:
+    """The baseline as an array of finite numbers."""
     try:
         array = np.asarray(row)
     except Exception:  # whatever a tensor raises
@@ -115,6 +116,7 @@ class _Path(NamedTuple):
         return Derivative([mean * difference for mean, difference in zip(means, differences, strict=True)])
 
     def _rows(self, free: list[tf.Tensor]) -> list[np.ndarray]:
+        """The baseline as a row for each input."""
         rows = self.baseline
         if len(rows) == 1 and rows[0].ndim == 0:
             return rows * len(free)

@@ -90,6 +90,7 @@ class Execution:
         return estimate(forward_bytes, input_bytes, traced.outputs[0].shape[1:].num_elements())
 
     def _run_first_by(self, method: Differentiate, leaves: Any) -> list[np.ndarray]:
+        """Compiles a method, and runs it on the first chunk, on which its result is checked."""
         self._function = self._compile(method, leaves)
         values, is_valid = self._function(leaves, tf.constant(True))
         if not self._gather(is_valid).all():
@@ -100,6 +101,8 @@ class Execution:
         return [self._gather(value) for value in values]
 
     def _compile(self, method: Differentiate, leaves: Any) -> Callable[..., Any]:
+        """A function that differentiates a chunk on all replicas, for one shape."""
+
         def derivative(leaves, check):
             values, is_valid = method(*self._row_function(leaves), check)
             pairs = zip(values, self.selection.dtypes, strict=True)
@@ -145,6 +148,7 @@ class Execution:
         return self.strategy.experimental_distribute_values_from_function(replica_part)
 
     def _gather(self, value: Any) -> np.ndarray:
+        """The rows of all replicas, as an array."""
         parts = [part.numpy() for part in self.strategy.experimental_local_results(value)]
         if len(parts) < self.strategy.num_replicas_in_sync:
             raise ValueError(

@@ -119,6 +119,7 @@ def _to_array(value: Any) -> np.ndarray | None:
 
 
 def _check_labels(labels: np.ndarray) -> np.ndarray:
+    """The labels as a vector of int32."""
     if labels.ndim > 1 and labels.shape[1:] != (1,):
         one_hot = labels.ndim == 2 and labels.shape[1] > 1
         advice = " Write np.argmax(labels, axis=-1) for one-hot labels." if one_hot else ""
@@ -180,6 +181,7 @@ def _output_names(model: keras.Model, outputs: Any) -> list[str]:
 
 
 def _check_value(value: Any, rows: int | None) -> tf.Tensor:
+    """A function's output, `(rows, ...)`, of real numbers."""
     if keras.tree.is_nested(value):
         raise ValueError("`output` returns several tensors. Return one, and call input_jacobian() once for each.")
     value = tf.convert_to_tensor(value)

@@ -153,6 +153,7 @@ def hessian_vector_product(
 def _hessian_vector_product(
     function: RowFunction, free: list[tf.Tensor], extra: Sequence[tf.Tensor], check: tf.Tensor
 ) -> Derivative:
+    """Each row's Hessian times a vector: the gradient of the derivative along that vector."""
     if [vector.shape for vector in extra] != [tensor.shape for tensor in free]:
         raise ValueError(
             f"A row of `vector` has shape {[tuple(vector.shape[1:]) for vector in extra]}, and a row of the inputs "
@@ -175,6 +176,7 @@ def _hessian_vector_product(
 
 
 def _check_second_derivatives(graph: tf.Graph) -> None:
+    """Refuses operations whose gradient TensorFlow takes for a constant."""
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
     constant = sorted({node.op for node in nodes} & _CONSTANT_GRADIENTS)

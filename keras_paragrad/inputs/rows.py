@@ -58,6 +58,7 @@ class InputRows:
             yield _pad(batch, size)
 
     def _arrays(self, batches: Iterator[Any]) -> Iterator[list[np.ndarray]]:
+        """The batches as lists of arrays, whose rows have one shape."""
         expected = None
         for batch in batches:
             keras.tree.assert_same_structure(batch, self.structure)
@@ -229,6 +230,7 @@ def make_sinks(out: Any, nesting: Any, rows: int | None, x: Any) -> list[Growing
 
 
 def _memory_mapped_files(x: Any) -> set[str]:
+    """The files that arrays are mapped from."""
     files = set()
     for array in keras.tree.flatten(x):
         # Slices and plain views of a mapped array have it as their base.

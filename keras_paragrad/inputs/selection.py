@@ -63,6 +63,7 @@ def _declared_inputs(model: keras.Model, structure: Any) -> list[keras.KerasTens
 
 
 def _input_names(structure: Any, declared: list[keras.KerasTensor | None]) -> list[str]:
+    """The name of each input: its key, that of its tensor, or its number."""
     paths = [path for path, _ in keras.tree.flatten_with_path(structure)]
     return [
         path[-1] if path and isinstance(path[-1], str) else getattr(tensor, "name", f"input {number}")
@@ -79,6 +80,7 @@ def _input_numbers(wrt: Any, names: list[str]) -> Any:
 
 
 def _input_number(name: Any, names: list[str]) -> int:
+    """The number of an input that is named by name or number."""
     with contextlib.suppress(ValueError):
         return names.index(check_choice("wrt", name, names))
     try:

@@ -71,6 +71,7 @@ def breakdowns_of(
 def _breakdown(
     model: Any, step: TracedStep, peaks: Peaks, shard: str | None, replicas: int, recompute: bool, least: int
 ) -> MemoryBreakdown:
+    """The bytes on a device with one choice of sharding and recomputation."""
     weight_sharding = Sharding(replicas if shard == "parameters" else 1, least)
     state_sharding = Sharding(replicas if shard else 1, least)
     state = {

@@ -18,7 +18,7 @@ from keras_paragrad.engine.step.segments import recompute_parts
 from keras_paragrad.engine.step.tracing import traced_step
 from keras_paragrad.memory.breakdown import MemoryBreakdown, breakdowns_of
 from keras_paragrad.memory.recomputation import check_layer
-from keras_paragrad.memory.segments import cut_where_it_pays
+from keras_paragrad.memory.recomputed_segments import cut_where_it_pays
 from keras_paragrad.plain_text import Printable
 from keras_paragrad.storage.partition import MIN_SHARD_BYTES
 
@@ -170,6 +170,7 @@ def _recompute_layers(blocks: list[keras.layers.Layer]) -> Callable[[], None]:
 
 
 def _blocks_within(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """The sublayers that repeat, of the same class and shapes, at the outermost depth where some do."""
     groups: dict[Any, list[keras.layers.Layer]] = defaultdict(list)
     for child in children(layer):
         shapes = tuple(tuple(variable.shape) for variable in child.trainable_variables)

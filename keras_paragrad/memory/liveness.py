@@ -129,6 +129,7 @@ class _Execution:
         self._arrived.append(number)
 
     def _begin(self, block: Block, arguments: list[_Value]) -> dict[int, _Value]:
+        """The values of a block's inputs, each owned by the operations that use it."""
         values = dict(zip(block.inputs, arguments, strict=True))
         for number, value in values.items():
             self._keep(value.buffer, block.uses[number])
@@ -143,6 +144,7 @@ class _Execution:
         return [values[number] for number in block.outputs]
 
     def _execute(self, block: Block, operation: TracedOperation, values: dict[int, _Value]) -> None:
+        """Runs an operation: allocates its results, and frees what it is the last to use."""
         inputs = [values[number] for number in operation.inputs]
         gathered = 0
         if operation.kind not in _NAMES:
@@ -166,6 +168,7 @@ class _Execution:
         self._live -= gathered
 
     def _plain(self, operation: TracedOperation, inputs: list[_Value]) -> list[_Value]:
+        """The results of an operation without branches or loops: new memory, or that of an input."""
         kind, known = operation.kind, _known_value(operation, inputs)
         if kind.startswith("TensorList") and (lists := self._of_list(kind, inputs)) is not None:
             return lists
@@ -212,6 +215,7 @@ class _Execution:
         return _Buffer(0, (self._keep(before) or empty, self._keep(added) or empty))
 
     def _control(self, operation: TracedOperation, inputs: list[_Value]) -> list[_Value]:
+        """The results of a loop, a branch or a call."""
         if operation.kind in ("While", "StatelessWhile"):
             condition, body = operation.blocks
             return self._loop(condition, body, inputs)
@@ -227,6 +231,7 @@ class _Execution:
         return self._call(operation.blocks[0], inputs)
 
     def _loop(self, condition: Block, body: Block, state: list[_Value]) -> list[_Value]:
+        """Runs a loop until its memory no longer grows, or its condition is known to be false."""
         steady, before = 0, self._live
         while steady < _STEADY:
             for value in state:
@@ -256,6 +261,7 @@ class _Execution:
         return buffer
 
     def _release(self, buffer: _Buffer | None) -> None:
+        """Drops one owner of a buffer, and frees it and its parts with the last."""
         released = [buffer]
         while released:
             each = released.pop()

@@ -29,14 +29,14 @@ class PartCost(NamedTuple):
     """Memory and work of one part of a model, per example.
 
     Attributes:
-        kept: Bytes of its tensors that the backward pass uses, without its outputs.
-        leaving: Bytes of its outputs that the backward pass uses.
+        stored_bytes: Bytes of its tensors that the backward pass uses, without its outputs.
+        output_bytes: Bytes of its outputs that the backward pass uses.
         work: FLOPs of its forward pass.
         repeatable: Whether it can run again with the same result.
     """
 
-    kept: float
-    leaving: float
+    stored_bytes: float
+    output_bytes: float
     work: float
     repeatable: bool
 
@@ -46,12 +46,12 @@ class ModelCost(NamedTuple):
 
     Attributes:
         parts: The cost of each part.
-        entering: Bytes of each part's floating-point inputs, per example.
+        input_bytes: Bytes of each part's floating-point inputs, per example.
         work: FLOPs of a forward and backward pass of the model, per example.
     """
 
     parts: list[PartCost]
-    entering: list[float]
+    input_bytes: list[float]
     work: float
 
 
@@ -70,8 +70,8 @@ def measure_parts(model: keras.Model, functional: Any, parts: Sequence[Part]) ->
             graph = tf.compat.v1.get_default_graph()
             start = len(graph.get_operations())
             outputs = run(*arguments, **keywords)
-            leaving = {_source(each).name for each in outputs.values() if tf.is_tensor(each)}
-            ranges.append((start, len(graph.get_operations()), leaving))
+            output_names = {_source(each).name for each in outputs.values() if tf.is_tensor(each)}
+            ranges.append((start, len(graph.get_operations()), output_names))
             return outputs
 
         return recorded
@@ -90,14 +90,17 @@ def measure_parts(model: keras.Model, functional: Any, parts: Sequence[Part]) ->
     costs = []
     for part, (start, end, names) in zip(parts, ranges, strict=True):
         sizes = [(each.name in names, _bytes(each) / _EXAMPLES) for index, each in used if start <= index < end]
-        kept = sum(size for is_output, size in sizes if not is_output)
-        leaving = sum(size for is_output, size in sizes if is_output)
-        costs.append(PartCost(kept, leaving, sum(work[start:end]), _repeatable(part.name, operations[start:end])))
-    entering = [sum(_bytes_per_example(tensor, steps) for tensor in part.floats) for part in parts]
-    return ModelCost(costs, entering, sum(work))
+        stored = sum(size for is_output, size in sizes if not is_output)
+        output_bytes = sum(size for is_output, size in sizes if is_output)
+        costs.append(
+            PartCost(stored, output_bytes, sum(work[start:end]), _repeatable(part.name, operations[start:end]))
+        )
+    input_bytes = [sum(_bytes_per_example(tensor, steps) for tensor in part.floats) for part in parts]
+    return ModelCost(costs, input_bytes, sum(work))
 
 
 def _with_open_steps(trace: Callable[[int], Any]) -> Any:
+    """Traces with the first sequence length that the model accepts."""
     *others, last = _OPEN_STEPS
     for steps in others:
         with contextlib.suppress(Exception):

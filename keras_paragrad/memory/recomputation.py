@@ -10,7 +10,7 @@ from keras_paragrad.compat.model import all_layers
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.recompute import recompute_layer
 from keras_paragrad.engine.step.segments import recompute_parts
-from keras_paragrad.memory.segments import check_nesting, cut_every, cut_where_it_pays
+from keras_paragrad.memory.recomputed_segments import check_nesting, cut_every, cut_where_it_pays
 
 
 class recompute:  # noqa: N801  (used as a function and as a context manager, like contextlib's own)
@@ -152,6 +152,7 @@ def check_layer(model: keras.Model, layer: keras.layers.Layer) -> None:
 
 
 def _find_layer(model: keras.Model, name: str) -> keras.layers.Layer:
+    """The layer with a name; one at the top has precedence."""
     layers = all_layers(model)
     matches = [layer for layer in layers if layer.name == name]
     top = [layer for layer in model.layers if layer.name == name]

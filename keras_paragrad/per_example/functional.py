@@ -92,6 +92,7 @@ def _cached(quantity: Quantity, model: keras.Model, loss: Any, training: bool, j
 
 
 def _compile(quantity: Quantity, reference: Any, loss: Any, training: bool, jit_compile: bool) -> Any:
+    """The function that computes a quantity of a batch, compiled once for a model and a loss."""
     losses = [_as_loss(each) for each in keras.tree.flatten(loss)]
 
     @tf.function(jit_compile=jit_compile, reduce_retracing=True, autograph=False)
@@ -111,6 +112,7 @@ def _compile(quantity: Quantity, reference: Any, loss: Any, training: bool, jit_
 
 
 def _terms(losses: list[keras.losses.Loss], y: Any, y_pred: Any, sample_weight: Any) -> list[LossTerm]:
+    """The loss of each output, checked to be a sum over examples."""
     targets, predictions, weights = (keras.tree.flatten(each) for each in (y, y_pred, sample_weight))
     if len(weights) == 1:
         weights *= len(predictions)
@@ -132,6 +134,7 @@ class _FunctionLoss(keras.losses.Loss):
 
 
 def _as_loss(loss: Any) -> keras.losses.Loss:
+    """A `keras.losses.Loss` from its name, config or function."""
     try:
         resolved = keras.losses.get(loss)
     except Exception:  # whatever Keras raises for an invalid loss

@@ -186,6 +186,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         }
 
     def _make_estimate(self) -> NoiseEstimate:
+        """Chooses the gradients of small batches to compare with; refuses a model that has none."""
         model = self.model
         layer = find_per_example_layer(model)
         replicas = model.distribute_strategy.num_replicas_in_sync

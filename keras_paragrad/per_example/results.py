@@ -195,6 +195,7 @@ class FactoredGradients:
         return np.concatenate([np.asarray(each) for each in gradients])
 
     def _index_of(self, factors: Factors) -> int:
+        """The index of the buffers for factors of these shapes; new ones are made if there are none."""
         # Each combination of shapes has its own buffers, unless shapes may vary.
         static = self.capacity is not None
         shapes = [(each.dtype, *(size if static else None for size in each.shape[1:])) for each in factors.tensors]
@@ -205,6 +206,7 @@ class FactoredGradients:
         return len(self.buffers) - 1
 
     def _make_buffers(self, shapes: Sequence[tuple], layout: Callable[..., Any]) -> _Buffers:
+        """The variables that hold factors of these shapes."""
         # The gradients are linear in the last factor, so it alone is scaled.
         scales = [None] * (len(shapes) - 1) + [self.factor]
         rows = [

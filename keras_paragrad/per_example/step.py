@@ -205,6 +205,7 @@ class LossRecord:
         return summed
 
     def _declared_divisor(self, batch: tf.Tensor) -> dict[tuple, tf.Tensor]:
+        """The divisor of a loss that the model computes itself: its batch's size, or 1 for a sum."""
         if self.reduction is None and self._is_custom:
             raise ValueError(
                 f"{type(self.model).__name__} computes its own loss, and whether that is a mean or a sum over the "
@@ -221,6 +222,7 @@ class LossRecord:
 
 
 def _kind(term: LossTerm) -> tuple:
+    """How a loss is reduced: a sum, a mean, or a mean by sample weights."""
     if term.is_sum:
         return ("sum",)
     if term.loss.reduction == "mean_with_sample_weight" and term.sample_weight is not None:
@@ -229,6 +231,7 @@ def _kind(term: LossTerm) -> tuple:
 
 
 def _divisor(term: LossTerm, batch: tf.Tensor) -> tf.Tensor:
+    """The divisor of a loss in a batch."""
     kind, *_ = _kind(term)
     if kind == "sum":
         return tf.constant(1.0)

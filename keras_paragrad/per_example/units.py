@@ -70,6 +70,7 @@ def layer_and_sublayers(layer: keras.layers.Layer) -> Iterator[keras.layers.Laye
 
 
 def _walk(layer: keras.layers.Layer, whole: Collection[int]) -> Iterator[Unit]:
+    """The units of a layer, which may occur repeatedly."""
     if not layer.trainable_variables:
         return
     rule = rule_for(layer)

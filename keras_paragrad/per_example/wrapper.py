@@ -249,6 +249,7 @@ class PerExampleGradients(keras.layers.Wrapper):
             self.__dict__["_results"] = StepResults(self.stored, variables, capacity)
 
     def _stored(self, name: str) -> Any:
+        """A quantity of the last step."""
         if name not in self.stored:
             raise ValueError(
                 f"This layer keeps {' and '.join(sorted(self.stored))}, not {name}. Write "

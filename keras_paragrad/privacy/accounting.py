@@ -184,6 +184,7 @@ def compose_pld(parts: Sequence[Updates]) -> EpsilonOfDelta:
 
 @functools.lru_cache(maxsize=16)
 def _pld_of_update(noise: float, rate: float, interval: float) -> Any:
+    """The privacy loss distribution of one update."""
     from dp_accounting.pld import privacy_loss_distribution  # pyright: ignore[reportMissingImports]
 
     return privacy_loss_distribution.from_gaussian_mechanism(

@@ -60,6 +60,7 @@ class _Copier:
         self.copies: dict[int, tuple[keras.layers.Layer, keras.layers.Layer]] = {}
 
     def _copy_model(self, model: keras.Model, path: str) -> keras.Model:
+        """A copy of a model, whose layers are copied by `copy_layer`."""
         if not model.built:
             raise ValueError(
                 f"The model {path!r} is not built, so the channels of its BatchNormalization are unknown. Begin it "
@@ -97,6 +98,7 @@ class _Copier:
                     new.trainable = old.trainable
 
     def _make_copy(self, layer: keras.layers.Layer, path: str) -> keras.layers.Layer:
+        """A copy of a layer, with `BatchNormalization` replaced."""
         if _is_plain_model(layer):
             return self._copy_model(layer, path)
         if isinstance(layer, keras.layers.Layer):
@@ -122,6 +124,7 @@ def _is_replaced(layer: keras.layers.Layer) -> bool:
 
 
 def _group_normalization(layer: keras.layers.Layer, path: str) -> keras.layers.Layer:
+    """A `GroupNormalization` in place of a `BatchNormalization`, with its settings."""
     channels = layer.moving_mean.shape[0]
     rank = layer.input_spec.ndim
     groups = next(each for each in range(min(channels, _MOST_GROUPS), 0, -1) if channels % each == 0)

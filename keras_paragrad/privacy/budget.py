@@ -270,6 +270,7 @@ class Privacy(InNotebooks):
         )
 
     def _describe_updates(self, entries: Sequence[Entry]) -> str:
+        """How often updates of each kind were made, with their sampling and noise, in sentences."""
         counts: dict[Event, int] = {}
         for entry in entries:
             if not entry.is_unknown and entry.updates:
@@ -289,6 +290,7 @@ class Privacy(InNotebooks):
 
 
 def _describe_unknown(entries: Sequence[Entry]) -> str:
+    """A sentence on updates whose noise isn't known."""
     unknown = next((entry for entry in entries if entry.is_unknown), None)
     if unknown is None:
         return ""

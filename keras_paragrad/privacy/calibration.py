@@ -157,6 +157,7 @@ def gradient_noise_multiplier(noise_multiplier: float, count_noise: float) -> fl
 
 
 def _unmet(target_epsilon: float, updates: int, delta: float, truncation: float) -> ValueError:
+    """The error if no noise meets the target."""
     if updates * truncation * math.exp(min(target_epsilon, 700)) < delta / 2:
         return ValueError(
             f"No noise meets `target_epsilon` {target_epsilon:g} at `delta` {delta:g}: both are too small for Rényi "

@@ -92,6 +92,7 @@ class PrivateGradients(PerExampleGradients):
     def _reweighted_gradients(
         self, quantities: Quantities, norms: tf.Tensor, factor: tf.Tensor, step: Step
     ) -> list[tf.Tensor | None]:
+        """The sums of the clipped gradients, from the examples' norms."""
         _check_losses(step)
         # A NaN or an overflow in one group drops the example from all of them.
         counted = tf.cast(tf.math.is_finite(norms), "float32") * self._scale(step)
@@ -148,6 +149,7 @@ def check_clip(clip: Any) -> ClipNorm:
 
 
 def _check_pattern(pattern: Any) -> str:
+    """The argument, a regular expression."""
     try:
         return re.compile(pattern).pattern
     except (re.error, TypeError) as error:
@@ -178,6 +180,7 @@ def _within(norms: tf.Tensor, bound: tf.Tensor | float, counted: tf.Tensor) -> t
 
 
 def _bounds(model: keras.Model, clip: Mapping[str, float] | str) -> list[tuple[keras.layers.Layer, float]]:
+    """Each layer with its bound: equal shares, or those of the first pattern that matches its path."""
     layers = [unit.layer for unit in units_of(model)]
     if clip == PER_LAYER:
         return [(layer, len(layers) ** -0.5) for layer in layers]

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice, check_flag, check_instance, check_integer, check_number
-from keras_paragrad.engine.losses.normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.extras import require
 from keras_paragrad.per_example.wrapped_model import PerExampleModel
@@ -301,6 +301,7 @@ class PrivateModel(PerExampleModel):
             self._releases.end_fit()
 
     def _install(self, builder: StepBuilder, split: PhysicalBatches, padded: int) -> None:
+        """Fills the step's stages with slices and noise."""
         layer = self.per_example
         layer.rows = padded
         if self._noise is None:

@@ -125,6 +125,7 @@ class _Batches:
 
 
 def _from_dataset(dataset: tf.data.Dataset, class_weight: dict[int, float] | None) -> _Batches:
+    """The batches of a `tf.data.Dataset`, read by their numbers."""
     batches = int(dataset.cardinality())
     if batches < 0:
         raise ValueError(
@@ -151,6 +152,7 @@ def _from_dataset(dataset: tf.data.Dataset, class_weight: dict[int, float] | Non
 
 
 def _with_class_weight(batch: tuple, class_weight: dict[int, float] | None) -> tuple:
+    """A batch with the weights of its labels' classes as sample weights."""
     if class_weight is None:
         return batch
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -167,6 +169,7 @@ def _with_class_weight(batch: tuple, class_weight: dict[int, float] | None) -> t
 
 
 def _rows_in(batch: Any, name: str) -> int:
+    """The number of examples in a batch."""
     shapes = [tuple(leaf.shape) for leaf in keras.tree.flatten(batch) if leaf is not None]
     sizes = {shape[0] if shape else -1 for shape in shapes}
     if len(sizes) != 1 or -1 in sizes:

@@ -235,6 +235,7 @@ class Releases:
         self._write()
 
     def _warn_of_unknown(self, weights: str) -> None:
+        """Warns once that weights were trained in an unknown way."""
         if self.ledger.unknown is not None and not self._warned:
             self._warned = True
             _log.warning(

@@ -101,6 +101,7 @@ class _Parquet:
         self._finish()
 
     def _read_previous(self, path: Path) -> Any:
+        """The table of a file to append to, or `None`."""
         from pyarrow import parquet
 
         if not path.exists():

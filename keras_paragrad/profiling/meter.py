@@ -161,6 +161,7 @@ def weights_of(model: keras.Model, variables: Sequence[keras.Variable]) -> list[
 
 
 def _measure(update: Update, square: Callable[[tf.Tensor | None], tf.Tensor]) -> tf.Tensor:
+    """The vector of an update: its number, learning rate and loss scale, and each weight's half squares."""
     gradients = [square(gradient) for gradient in update.gradients]
     # Without clipping, both are the same tensors.
     clipped = [

@@ -88,6 +88,7 @@ class Session:
             self._clear()
 
     def _move(self, file: Path) -> Path:
+        """Moves the trace into a folder that is named after the time, as TensorBoard expects."""
         # TensorBoard's own names have a resolution of seconds, in which several windows may end.
         name = datetime.now().strftime("%Y_%m_%d_%H_%M_%S_%f")
         folder = self._log_dir / PROFILES / name
@@ -163,6 +164,7 @@ def _is_ours(summary: Path, log_dir: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
+    """Deletes the files of a session, and its folder if nothing else is in it."""
     hosts = {path.name.removesuffix(TRACE) for path in folder.glob(f"*{TRACE}")}
     # TensorBoard caches its results next to the trace, named after the host or ALL_HOSTS.
     prefixes = tuple(f"{host}." for host in (*hosts, "ALL_HOSTS"))

@@ -182,6 +182,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         return int(self.model.optimizer.iterations.numpy())
 
     def _why_no_update(self) -> str:
+        """Why no update was measured, as the end of a sentence."""
         model = self.model
         before, now = self._updates_at_begin, self._updates()
         if not model.trainable_variables:
@@ -197,6 +198,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         return f"updates {before + 1} to {now} were made outside the training step, where they can't be measured."
 
     def _on_update(self, vector: np.ndarray) -> None:
+        """Buffers a measured vector, and takes the logs from it."""
         self._reported = True
         self._recent.append((vector, self._epoch))
         self._vectors.append(vector)
@@ -217,6 +219,7 @@ class GradientTelemetry(keras.callbacks.Callback):
             self._flush()
 
     def _flush(self) -> None:
+        """Writes the buffered measurements, and warns of what the alarms find in them."""
         self._flushed = time.monotonic()
         if not self._vectors:
             return
@@ -260,6 +263,7 @@ class TelemetryFiles:
         self._guard.close(self._table, self._scalars)
 
     def _append(self, reports: Reports) -> None:
+        """Writes reports as rows of the table and as scalars."""
         model = reports.model
         head = [model.gradient_norm, model.clipped_gradient_norm, reports.loss_scale, reports.learning_rate]
         rows = np.concatenate([np.stack(head, 1), *reports.weights], 1)

@@ -148,6 +148,7 @@ class Alarms:
         return bool(least > 0 and self.vanishing * most <= least and most <= self.exploding * lowest)
 
     def _check(self, step: int, norms: np.ndarray, nonfinite: np.ndarray) -> Iterator[str]:
+        """Warnings of an update: layers with gradients that are non-finite, explode, vanish or are zero."""
         finite = np.isfinite(norms)
         alive = finite & (norms > 0)
         problems = {

@@ -67,6 +67,7 @@ def tensorboard_command(log_dir: str | Path) -> str:
 
 
 def _headline(summary: ProfileSummary) -> str:
+    """How long steps took, in a line."""
     if not summary.steps:
         return "Profile without steps"
     durations = [step.duration for step in summary.steps]
@@ -99,6 +100,7 @@ def _operations_table(summary: ProfileSummary, most: int) -> Table:
 
 
 def _peak_memory(summary: ProfileSummary) -> str:
+    """The peak memory of each device, in a line."""
     peaks = [
         f"{device} {'n/a' if peak is None else f'{peak / 2**20:,.0f} MiB'}"
         for device, peak in summary.peak_memory.items()

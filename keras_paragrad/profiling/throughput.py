@@ -159,6 +159,7 @@ class Throughput(keras.callbacks.Callback):
         self._remove_clock()
 
     def _remove_clock(self) -> None:
+        """Restores the train function."""
         if self._clock is not None and self.model.train_function is self._clock:
             self.model.train_function = self._clock.function
         self._clock = None
@@ -167,6 +168,7 @@ class Throughput(keras.callbacks.Callback):
             self._files = None
 
     def _on_call_end(self, iterator: Any, start: float, end: float) -> None:
+        """Times a call of the train function, without compilation and profiling."""
         # This runs in every step.
         if self._last_time:
             self._times.add(self._last_time)
@@ -198,6 +200,7 @@ class Throughput(keras.callbacks.Callback):
         return self._per_call if total is None else max(1, min(self._per_call, total - self._pace.steps))
 
     def _after_compiling(self, iterator: Any, end: float, steps: int) -> None:
+        """Logs retraces; after the first call, records its time and the FLOPs of a step, and restarts the clock."""
         if retraced := self._retraces.update():
             for trace in retraced:
                 _log.warning("%s was retraced, which takes time, for %s.", *trace)
@@ -215,6 +218,7 @@ class Throughput(keras.callbacks.Callback):
         self._pace.begin(self._last_end, self._pace.steps)
 
     def _count_flops(self, iterator: Any, examples: float) -> int | None:
+        """The FLOPs of a step, or `None` if it can't be traced."""
         try:
             spec = batch_spec(iterator)
             return None if spec is None else flops_of(gradient_graph(self.model, spec, round(examples)))

@@ -23,8 +23,8 @@ from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, RequestS
 from keras_paragrad.profiling.session import ProfilerPauses, Session, warn_of_missing
 from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.terminal import WindowFigures, print_figures
+from keras_paragrad.profiling.trace_windows import WindowScheduler, WindowTracer
 from keras_paragrad.profiling.updates import BatchesOfEpoch
-from keras_paragrad.profiling.windows import WindowScheduler, WindowTracer
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -171,6 +171,7 @@ class Profiler(keras.callbacks.Callback):
             self._add(closed)
 
     def _update_next(self) -> None:
+        """Looks up the batch at which the scheduler is due next."""
         if self._scheduler is not None:
             self._next = self._scheduler.next_due(self._batches)
             # A signal, which can arrive between any two lines, may have requested one meanwhile.
@@ -209,6 +210,7 @@ class Profiler(keras.callbacks.Callback):
                 self._safely(lambda: print_figures(figures), "A window's summary was not printed")
 
     def _warn_of_no_window(self) -> None:
+        """Warns that training was too short for a window."""
         first = self.schedule.window(0) if self.schedule else None
         if first is None or self._warned:
             return
@@ -237,6 +239,7 @@ class Profiler(keras.callbacks.Callback):
             _log.warning("%s: %s.%s Training continues.", failure, reason, fix)
 
     def _abandon(self) -> None:
+        """Gives up the window that is traced."""
         if self._scheduler is None:
             return
         try:

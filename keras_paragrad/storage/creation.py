@@ -79,6 +79,7 @@ def add_copies(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
 
 
 def _sharded_variables(model: keras.Model, *sections: str) -> Iterator[tuple[Any, ShardedVariable]]:
+    """The variables of a model's sections that are in shards."""
     variables = training_variables(model)
     for variable in [each for section in sections for each in variables[section]]:
         value = sharded_value(variable)
@@ -116,6 +117,8 @@ def _create(strategy: Any, next_creator: Any, *, copies: bool, min_bytes: float,
 
 
 def _broadcast_from_chief(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
+    """The chief's value on all workers."""
+
     def broadcast() -> tf.Tensor:
         contribution = value if replica_index() == 0 else tf.zeros_like(value)
         context: Any = tf.distribute.get_replica_context()

@@ -67,6 +67,7 @@ def look_up_rows(table: tf.Tensor, indices: tf.Tensor, partition: Partition) -> 
 
 
 def _scatter(gradient: Any, partition: Partition) -> tf.Tensor:
+    """This replica's shard of the sum of all local replicas' gradients."""
     if isinstance(gradient, tf.IndexedSlices):
         return _exchange(lambda gradients, index: _sum_shards(gradients, index, partition), gradient)
     # Divided on the device that has it, so each of the others is sent only its shard.

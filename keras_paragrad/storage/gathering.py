@@ -106,6 +106,7 @@ def watch_gathered(tape: tf.GradientTape) -> Iterator[Callable[[Any], Any]]:
 
 
 def _call(layer: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Replaces a layer's `call`: gathers its weights first, where a collective may run."""
     call: Callable[..., Any] = functools.partial(type(layer).call, layer)
     inputs = keras.tree.flatten((arguments, keywords))
     on_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()

@@ -127,6 +127,7 @@ class _Weight:
         return self._positions.get(operation.name, -1) >= self._before
 
     def _views_of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        """A tensor, and those in the forward pass that are views of it."""
         views = [tensor]
         for use in tensor.consumers():
             if self._is_backward(use):

@@ -10,7 +10,7 @@ import tensorflow as tf
 from oracles import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, GradientTelemetry, microbatch
-from keras_paragrad.engine.losses.normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 
 X = np.random.default_rng(0).normal(size=(14, 5)).astype("float32")
 Y = X[:, :2] - 1

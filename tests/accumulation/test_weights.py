@@ -247,7 +247,7 @@ def test_a_subclassed_model_that_is_not_built():
 
 
 def test_the_weight_is_what_the_loss_divides_by():
-    from keras_paragrad.engine.losses.normalization import LossNormalization
+    from keras_paragrad.engine.losses.loss_normalization import LossNormalization
     from keras_paragrad.engine.losses.terms import recorded_terms
 
     x, y = sequences()

@@ -624,7 +624,7 @@ _PROFILING = [
     ),
     _fault(
         "charts of long series lose their peaks",
-        "profiling/report/units.py",
+        "profiling/report/formatting.py",
         "finite[np.argmax(values[finite])]",
         "finite[-1]",
         "profiling/report/test_drawing.py::test_thinning_keeps_the_extremes",

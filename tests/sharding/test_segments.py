@@ -12,7 +12,7 @@ from recomputed_models import L, attention, check_equal, trained, without
 from keras_paragrad import PerExampleGradients, recompute
 from keras_paragrad.distribution.consistency import describe_training
 from keras_paragrad.memory.measure import ModelCost, PartCost, _bytes, _used_backward
-from keras_paragrad.memory.segments import Span, best_segments, equal_segments, peak_bytes
+from keras_paragrad.memory.recomputed_segments import Span, best_segments, equal_segments, peak_bytes
 
 
 def convolutional():
@@ -119,13 +119,16 @@ costs = st.lists(
 @examples(50, of=200)
 @given(costs, st.integers(1, 4))
 def test_segments_are_a_partition(rows, count):
-    parts = [PartCost(kept, leaving, work, True) for kept, leaving, work, _ in rows]
-    found = ModelCost(parts, [entering for *_, entering in rows], 3 * sum(part.work for part in parts))
+    parts = [PartCost(kept, output_bytes, work, True) for kept, output_bytes, work, _ in rows]
+    found = ModelCost(parts, [input_bytes for *_, input_bytes in rows], 3 * sum(part.work for part in parts))
     for segments in (best_segments(found), equal_segments(count, len(parts))):
         assert [segment.first for segment in segments] == [0, *(segment.last for segment in segments[:-1])]
         assert segments[-1].last == len(parts)
     whole = [Span(0, len(parts), False)]
-    assert peak_bytes(found, whole) == sum(part.kept + part.leaving for part in parts) - parts[-1].leaving
+    assert (
+        peak_bytes(found, whole)
+        == sum(part.stored_bytes + part.output_bytes for part in parts) - parts[-1].output_bytes
+    )
 
 
 @examples(20, of=50)

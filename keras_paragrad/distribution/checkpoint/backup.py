@@ -213,6 +213,7 @@ class Backup(keras.callbacks.Callback):
         values: dict[str, list[np.ndarray | VariableInShards]],
         written: WrittenShards,
     ) -> None:
+        """Writes the backup of this position: variables, states of callbacks, and the names of files with shards."""
         names = {name: [variable.path for variable in section] for name, section in sections.items()}
         states = callback_states(self._stateful_callbacks)
         if self._ended and HISTORY in states:
@@ -227,6 +228,7 @@ class Backup(keras.callbacks.Callback):
         return [*([history] if isinstance(history, keras.callbacks.History) else ()), *self.callbacks]
 
     def _agree_on_settings(self) -> None:
+        """Refuses settings that differ between workers."""
         settings = {
             "batches between backups": 0 if self.every == "epoch" else int(self.every),
             "as on_sigterm": int(self.on_sigterm),
@@ -235,6 +237,7 @@ class Backup(keras.callbacks.Callback):
         agree(self._strategy, settings, "settings of Backup")
 
     def _announce(self, resumption: Resumption, resumed: StoredBackup, damage: list[str]) -> None:
+        """Logs on the chief where training resumes, and sets damaged backups aside."""
         if not self._is_chief:
             return
         if damage:
@@ -257,6 +260,7 @@ class Backup(keras.callbacks.Callback):
             _log.warning("The backups could not be removed: %s. The next fit would resume from them.", error)
 
     def _log_failure(self, error: Exception) -> None:
+        """Warns, once for consecutive failures, that no backup could be written."""
         if self._failing:
             return
         newest = next(iter(self.files.paths()), None)

@@ -53,6 +53,7 @@ def encode(value: Any, arrays: list[np.ndarray], where: str) -> Any:
 
 
 def _encode(value: Any, arrays: list[np.ndarray], where: str, depth: int) -> Any:
+    """A value as JSON, with its arrays and bytes appended to `arrays`."""
     if depth > _DEEPEST:
         raise UnstorableError(f"{where} is nested deeper than {_DEEPEST} levels, or contains itself.")
     kind = type(value)
@@ -228,6 +229,7 @@ def state_in_words(callback: str) -> str:
 
 
 def _read_description(archive: Any) -> dict[str, Any]:
+    """The JSON part of a backup's content."""
     try:
         return read_json(archive[DESCRIPTION].tobytes())
     except ValueError as error:

@@ -214,6 +214,7 @@ def _header(name: str) -> bytes:
 
 
 def _is_ours(path: Path) -> bool:
+    """Whether a file of shards is one of ours, by its first line."""
     try:
         with path.open("rb") as file:
             return not path.is_symlink() and file.read(_LONGEST).startswith(_header(path.name))

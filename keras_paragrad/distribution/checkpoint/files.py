@@ -194,6 +194,7 @@ def _position(path: Path) -> Any:
 
 
 def _create(path: Path) -> bool:
+    """Creates an empty file; whether there was none."""
     try:
         path.touch(exist_ok=False)
     except FileExistsError:

@@ -80,6 +80,7 @@ class StopRequest:
         return installed
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Records the first SIGTERM; a second one ends the process."""
         if self._listening and not self.received:
             self.received = True
         else:
@@ -126,6 +127,7 @@ class StopChecks:
         return bool(answers[:, 0].any())
 
     def _next_interval(self) -> int:
+        """The number of steps until the next check: those of about a second."""
         steps = self._interval - self._remaining
         if self._every or steps <= 0:
             return self._interval
@@ -185,6 +187,7 @@ def _is_lost_worker(error: tf.errors.OpError) -> bool:
 
 
 def _explanation(cluster: Cluster, error: tf.errors.OpError) -> str:
+    """The message of `WorkerLostError`."""
     suspects = _suspects(cluster, str(error))
     return (
         f"Worker {cluster.rank} of {cluster.worker_count} lost its connection to {suspects}. Most likely that process "

@@ -91,6 +91,7 @@ def _from_chief(
 
 
 def _refuse_damaged(strategy: tf.distribute.Strategy, files: BackupFiles, damage: list[str]) -> None:
+    """Raises on all workers if the chief has only damaged backups."""
     reasons = from_chief(strategy, "; ".join(damage).encode() if damage else None).decode()
     raise DamagedBackupError(
         f"None of the backups in {files.directory} is intact, and nothing has been changed. {reasons}. Restore a good "
@@ -99,6 +100,7 @@ def _refuse_damaged(strategy: tf.distribute.Strategy, files: BackupFiles, damage
 
 
 def _refuse_if_elsewhere(files: BackupFiles, counts: Any) -> None:
+    """Raises if other workers see backups that the chief does not."""
     holders = [f"worker {worker} sees {count}" for worker, count in enumerate(counts) if worker and count]
     if holders:
         raise DamagedBackupError(
@@ -178,6 +180,7 @@ class Resumption:
         return f"The backup in {self._source} is at {self.position}."
 
     def _check_run(self, steps: int | None) -> None:
+        """Refuses a `fit` with fewer epochs, or other batches in an epoch, than the backup's."""
         position, before = self.position, self._content.steps
         if position.epoch > self.epochs or (position.batch and self.ends):
             raise ValueError(
@@ -194,6 +197,7 @@ class Resumption:
             raise ValueError(f"{self._where} The epochs of this fit have {steps} batches. {_ADVICE}")
 
     def _fitting_variables(self) -> dict[str, list[keras.Variable]]:
+        """The model's variables to restore, checked against those in the backup."""
         if not self.model.built:
             raise ValueError(
                 "The model has no variables yet to restore a backup into. Build it before fit, by calling it on a "

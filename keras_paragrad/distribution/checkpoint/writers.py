@@ -65,6 +65,7 @@ def check_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
 
 
 def _refuse(callback: keras.callbacks.Callback) -> None:
+    """Raises for callbacks that write the same files on every worker."""
     if isinstance(callback, (keras.callbacks.BackupAndRestore, keras.callbacks.OrbaxCheckpoint)):
         raise ValueError(
             f"{type(callback).__name__} can't be used by several workers: they would write the same files, or resume "
@@ -73,6 +74,7 @@ def _refuse(callback: keras.callbacks.Callback) -> None:
 
 
 def _without_files(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
+    """What replaces a callback on a worker that writes no files: itself, nothing, or a copy that writes elsewhere."""
     if isinstance(callback, _CHIEF_ONLY):
         return []
     attribute = next((name for kind, name in _READ_BY_ALL.items() if isinstance(callback, kind)), None)
@@ -186,6 +188,7 @@ def restore_callback_states(callbacks: Iterable[keras.callbacks.Callback], state
 
 
 def _callbacks_by_name(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.callbacks.Callback]:
+    """Callbacks with a state, by class and number."""
     count: Counter[str] = Counter()
     named = {}
     for callback in callbacks:

@@ -129,6 +129,7 @@ class Slurm(ClusterKind):
 
 
 def _tasks_on_nodes(environment: Mapping[str, str], nodes: int) -> list[int]:
+    """The number of the step's tasks on each node, checked against their total."""
     total = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     expected = read_integer(environment, total, 1, MOST_TASKS)
     if "SLURM_STEP_TASKS_PER_NODE" not in environment and expected % nodes:

@@ -59,6 +59,7 @@ def differences(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, str
 
 
 def _text(value: Any) -> str:
+    """A JSON value as text, abbreviated."""
     if value is _MISSING:
         return "nothing"
     if isinstance(value, list):

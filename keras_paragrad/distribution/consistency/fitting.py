@@ -104,6 +104,7 @@ class AgreeEachEpoch(keras.callbacks.Callback):
         self.model.stop_training = bool(of_workers[:, 0].any())
 
     def _count(self, taken: int) -> None:
+        """Records how many batches of the epoch were taken."""
         if self.data is None or self.data.tally is None:
             self._taken = taken
             return
@@ -129,6 +130,7 @@ class AgreeEachEpoch(keras.callbacks.Callback):
         return ends and not math.isfinite(float((logs or {}).get("loss", 0.0)))
 
     def _refuse_differing(self, epoch: int, of_workers: np.ndarray) -> None:
+        """Raises if workers differ in their steps, batches, learning rates or numbers of weights."""
         names = {
             1: ("steps", "steps taken"),
             2: ("batches", "batches of data"),
@@ -217,6 +219,7 @@ class ComparedFit:
         return history
 
     def _compared(self, *args: Any, **kwargs: Any) -> Any:
+        """Compares model, arguments and weights between workers, and calls `fit` with `AgreeEachEpoch`."""
         fit = functools.partial(type(self._model).fit, self._model)
         arguments = arguments_of(fit, args, kwargs)
         callbacks = given_callbacks(arguments.get("callbacks"))

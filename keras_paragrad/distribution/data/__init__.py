@@ -2,7 +2,7 @@
 
 from keras_paragrad.distribution.data.dataset import distributed_dataset, undivided_dataset
 from keras_paragrad.distribution.data.distributed import DistributedData, FollowEpochs
-from keras_paragrad.distribution.data.normalization import (
+from keras_paragrad.distribution.data.input_normalization import (
     adapt_normalization,
     normalization_layers,
     normalize_inputs,

@@ -151,6 +151,7 @@ def only_input(x: Any) -> Any:
 
 
 def _values(leaf: Any) -> np.ndarray:
+    """A leaf's values as an array."""
     if isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
         raise ValueError(f"A {type(leaf).__name__} can't be normalized. Convert it to a dense tensor first.")
     values = np.asarray(leaf)
@@ -181,6 +182,7 @@ def _reduced_axes(layer: keras.layers.Normalization, values: np.ndarray) -> tupl
 
 
 def _assign(layer: keras.layers.Normalization, moments: Moments) -> None:
+    """Sets a layer's mean and variance."""
     if not moments.size:
         raise ValueError(NO_ROWS)
     if not np.isfinite(moments.mean).all():

@@ -46,6 +46,7 @@ def checksum(batch: Any) -> int:
 
 
 def _dense_parts(leaf: Any) -> list[Any]:
+    """The dense arrays or tensors that a leaf consists of."""
     if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return []
     if isinstance(leaf, tf.SparseTensor):
@@ -58,6 +59,8 @@ def _dense_parts(leaf: Any) -> list[Any]:
 
 
 def _checksum_of_layout(source: Source) -> int:
+    """A checksum of the source's structure, dtypes and shapes of rows."""
+
     # Without the number of rows, which is compared on its own.
     def without_rows(spec: Any) -> Any:
         known = isinstance(spec, tf.TensorSpec) and spec.shape.rank

@@ -47,6 +47,7 @@ def worker_batches(
 
 
 def _policy_of_options(dataset: tf.data.Dataset) -> str:
+    """The policy that a dataset's options ask for."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == AutoShardPolicy.OFF:
         raise ValueError(
@@ -58,6 +59,7 @@ def _policy_of_options(dataset: tf.data.Dataset) -> str:
 
 
 def _check_files(x: Any, workers: int) -> None:
+    """Refuses data that does not read at least one file for each worker."""
     files = count_files(x) if isinstance(x, tf.data.Dataset) else None
     if files is None:
         raise ValueError(
@@ -182,6 +184,7 @@ def _bound(rows: Any, index: Any, shards: int) -> Any:
 
 
 def _rows(leaf: Any) -> tf.Tensor:
+    """The number of rows of a leaf."""
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     if isinstance(leaf, tf.RaggedTensor):
@@ -190,6 +193,7 @@ def _rows(leaf: Any) -> tf.Tensor:
 
 
 def _slice(leaf: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+    """The rows of a leaf from `start` to `stop`."""
     if _is_absent(leaf):
         return None  # As Keras's own step does with an empty Optional.
     if isinstance(leaf, tf.SparseTensor):

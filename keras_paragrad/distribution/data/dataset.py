@@ -165,6 +165,7 @@ def _rows_of_this_worker(batch_size: int, policy: str, place: ReplicaPlacement) 
 
 
 def _rows_of_stream(batches: tf.data.Dataset, request: DataOptions) -> int:
+    """The number of rows in a batch of a stream."""
     rows = request.batch_size or static_rows(batches)
     if rows is None:
         raise ValueError(

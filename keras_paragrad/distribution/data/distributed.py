@@ -38,6 +38,7 @@ class WorkerShards:
         return self._dataset
 
     def _make(self, epoch: int) -> tf.data.Dataset:
+        """The worker's shards of an epoch's batches, cached and prefetched as requested."""
         batches = self._source.batches(epoch)
         batches = self._tally.recorded(batches) if self._tally else batches
         shards = shard_batches(*worker_batches(batches, self._policy, self._place))
@@ -101,6 +102,7 @@ class Feed(tf.distribute.DistributedDataset):
         return self._distributed(self._epoch if self._changes else 0, 0).element_spec
 
     def _distributed(self, epoch: int, skip: int) -> Any:
+        """The distributed dataset of an epoch, without its first batches; the last one is cached."""
         if self._cached is None or self._cached[0] != (epoch, skip):
             shards = self._shards(epoch).skip(skip * self._local) if skip else self._shards(epoch)
             distributed = self._strategy.distribute_datasets_from_function(lambda context: shards)

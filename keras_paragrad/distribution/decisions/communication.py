@@ -96,6 +96,7 @@ def _on(devices: tuple[str, ...]) -> str:
 
 
 def _check_requested(requested: str, hardware: Hardware, strategy: str, devices: tuple[str, ...]) -> None:
+    """Refuses a collective implementation that does not work on these devices."""
     on_gpus = bool(devices) and kind_of_device(devices[0]) == "GPU"
     if requested == "nccl" and (not on_gpus or hardware.has_virtual_gpus):
         others = "parts of a GPU" if on_gpus else _on(devices)

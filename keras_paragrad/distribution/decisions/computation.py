@@ -78,6 +78,7 @@ def _faster(hardware: Hardware, strategy: str, devices: tuple[str, ...]) -> tupl
 
 
 def _caution(policy: str | None, hardware: Hardware) -> str:
+    """What to know about a dtype policy on this hardware."""
     if policy == "mixed_float16" and hardware.tpus:
         return "a TPU has no units for float16; use mixed_bfloat16"
     if policy in ("mixed_float16", "mixed_bfloat16") and not hardware.of_kind("GPU") and not hardware.tpus:

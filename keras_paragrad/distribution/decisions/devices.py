@@ -73,6 +73,7 @@ def devices_in_words(hardware: Hardware) -> str:
 
 
 def _check_available(named: tuple[str, ...], hardware: Hardware) -> None:
+    """Refuses named devices that TensorFlow does not have."""
     available = [device.name for device in hardware.devices]
     missing = [name for name in named if name not in available]
     if not missing:

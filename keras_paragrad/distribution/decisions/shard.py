@@ -131,6 +131,7 @@ def _mesh_arguments(plan: Plan, hardware: Hardware) -> str:
 
 
 def _reshard(model: keras.Model, strategy: tf.distribute.Strategy, shard: str | None, min_bytes: int) -> None:
+    """Changes a model whose parameters are in shards: to copies that are whole, or to whole variables."""
     if shard == "optimizer":
         add_copies(strategy, model)
         create_in_shards(strategy, copies=True, min_bytes=min_bytes)

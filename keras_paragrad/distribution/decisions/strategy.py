@@ -56,6 +56,7 @@ def hardware_in_words(hardware: Hardware) -> str:
 
 
 def _choose(hardware: Hardware, options: Options) -> tuple[str, str, str]:
+    """The strategy for the hardware, why, and what to write for another one."""
     cluster, gpus = hardware.cluster, hardware.of_kind("GPU")
     if cluster and cluster.job == "evaluator":
         return "none", "an evaluator doesn't train with the workers", 'strategy="one_device", devices=["CPU:0"]'
@@ -78,6 +79,7 @@ def _choose(hardware: Hardware, options: Options) -> tuple[str, str, str]:
 
 
 def _check_named(name: str, hardware: Hardware) -> None:
+    """Refuses a named strategy that does not work on this hardware."""
     cluster, workers = hardware.cluster, hardware.worker_count
     detected = f"Found: {hardware_in_words(hardware)}"
     has_servers = bool(cluster and cluster.jobs.get("ps"))

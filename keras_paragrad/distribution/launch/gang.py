@@ -119,6 +119,7 @@ class Gang:
         self._events.put(Overdue(member))
 
     def _handle_exit(self, member: Member) -> None:
+        """Ends the gang if a member failed, or once no process of the leading job runs."""
         self._running.remove(member)
         member.close()
         if self._ending:
@@ -139,6 +140,7 @@ class Gang:
         self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:
+        """Interrupts or terminates all processes that run."""
         self._ending = True
         for member in self._running:
             if number == signal.SIGINT:

@@ -150,6 +150,7 @@ def _two_steps(variables: list[Any], x: Any, y: Any) -> None:
 
 
 def _step(variables: list[Any], x: Any, y: Any) -> None:
+    """A step of gradient descent of a small network."""
     first, second, third, *biases = variables
     with tf.GradientTape() as tape:
         hidden = tf.nn.tanh(x @ first + biases[0])

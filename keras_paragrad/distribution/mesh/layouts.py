@@ -11,7 +11,7 @@ import keras
 from keras_paragrad.arguments import quote
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.distribution.mesh.mesh import Mesh
-from keras_paragrad.engine.mesh.tracing import layout_keys
+from keras_paragrad.engine.mesh.mesh_tracing import layout_keys
 from keras_paragrad.storage.dtensor import Axes
 
 _DIVIDED = (keras.layers.Dense, keras.layers.Embedding, keras.layers.ReversibleEmbedding)
@@ -30,6 +30,7 @@ def axes_of_variables(model: keras.Model, mesh: Mesh) -> dict[int, Axes]:
 
 
 def _axes_of(variable: keras.Variable, mesh: Mesh) -> Axes:
+    """The axis of the mesh for each dimension of a variable, by the user's layout map; refuses invalid layouts."""
     layout = mesh.distribution.get_variable_layout(variable)
     axes, shape = tuple(layout.axes), tuple(variable.shape)
     if layout.device_mesh not in (None, mesh.distribution.device_mesh):

@@ -95,6 +95,7 @@ def planned_mesh(options: Options, hardware: Hardware) -> Mesh:
 
 
 def _choose_devices(shape: Mapping[str, int], named: Sequence[str] | None, hardware: Hardware) -> tuple[str, ...]:
+    """The devices for the places of a mesh: those that are named, or the first of the worker's."""
     workers, places = hardware.worker_count, math.prod(shape.values())
     devices = hardware.of_kind("GPU") or hardware.of_kind("CPU")
     names = list(named) if named else [device.name for device in devices]

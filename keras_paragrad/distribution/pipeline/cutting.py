@@ -135,6 +135,7 @@ def _named_cuts(calls: Calls, cuts: list[str]) -> list[int]:
 
 
 def _refuse_unknown(calls: Calls, name: str) -> NoReturn:
+    """Raises for a cut after a layer that the model does not call itself."""
     for node in calls.nodes:
         inner = all_layers(node.operation) if isinstance(node.operation, keras.layers.Layer) else []
         if name in [layer.name for layer in inner]:

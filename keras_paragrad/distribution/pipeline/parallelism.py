@@ -62,6 +62,7 @@ class PipelineParallel(Parallelism):
         return Decisions([strategy, self._decide_devices(hardware, options), replicas, _decide_jit(options)], stages)
 
     def _decide_devices(self, hardware: Hardware, options: Options) -> Decision:
+        """Decides the stages' devices."""
         if options.devices is not None:
             return requested_devices(tuple(name for stage in _stages(options.devices) for name in stage), hardware)
         names = _available_devices(self.pipeline, hardware)
@@ -92,6 +93,7 @@ def _stages(devices: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _decide_jit(options: Options) -> Decision:
+    """Decides whether XLA compiles each stage."""
     if options.jit == "auto":
         reason = "not every layer can be compiled separately from others; jit_compile=True in compile() holds"
         return Decision("jit", "none", reason, "recurrent layers and added losses can't", "jit=True")
@@ -135,6 +137,7 @@ def _check_pipeline(options: Options, pipeline: Pipeline) -> None:
 
 
 def _check_devices(devices: Sequence[Any], pipeline: Pipeline) -> None:
+    """Refuses devices of another number of stages, and more in a stage than there are micro-batches."""
     if len(devices) != pipeline.count:
         named = [list(stage) if isinstance(stage, tuple) else stage for stage in devices]
         unit, fix = "devices", "Name one device for each stage, in order."

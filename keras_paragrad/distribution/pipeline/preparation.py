@@ -16,7 +16,7 @@ from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.distribution.parallelism import Preparation
 from keras_paragrad.distribution.pipeline.cutting import cut, variables_of_part
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
-from keras_paragrad.engine.losses.normalization import LossNormalization, warn_of_batch_statistics
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization, warn_of_batch_statistics
 from keras_paragrad.engine.pipeline.compiled import CompiledPart
 from keras_paragrad.engine.pipeline.on_device import STAGE, Columns, StageOnDevices
 from keras_paragrad.engine.pipeline.placement import (
@@ -146,6 +146,7 @@ class PipelinePreparation(Preparation):
         return StageTable(self.model.name, stages)
 
     def _micro_batches(self, pipeline: Pipeline, weighting: str, columns: Columns, width: int) -> "MicroBatches":
+        """The filler of *split*, which cuts a batch into micro-batches."""
         accumulator = find_accumulator(self.model.optimizer)
         stated = accumulator.weighting if accumulator else "auto"
         # Even if accumulated batches are weighted uniformly, micro-batches of one may be uneven.

@@ -27,7 +27,7 @@ from keras_paragrad.distribution.options import Decisions, Options, refuse_devic
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
-from keras_paragrad.engine.losses.normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.replicas.prepared import (
     distributing_datasets_with,
     install_on_replicas,
@@ -112,6 +112,7 @@ class ReplicaPreparation(Preparation):
         return LossNormalization(weighting if stated in ("auto", "uniform") else stated, "DistributedFit")
 
     def _warn_of_batch_statistics(self) -> None:
+        """Warns of batch normalization that each replica computes by itself."""
         names = [layer.name for layer in self._batch_normalizations() if not layer.synchronized]
         if names:
             warnings.warn(
@@ -122,6 +123,7 @@ class ReplicaPreparation(Preparation):
             )
 
     def _all_reduces_in_forward_pass(self) -> bool:
+        """Whether batch normalization is synchronized, so that XLA can't compile the step."""
         names = [layer.name for layer in self._batch_normalizations() if layer.synchronized]
         if names:
             _log.warning(
@@ -248,6 +250,7 @@ def _mirrored(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute
 
 
 def _multi_worker(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute.Strategy:
+    """Waits for all workers, and creates their strategy."""
     cluster, timeout = hardware.cluster, plan.collective_timeout.value
     if cluster is None:
         raise ValueError("The plan is for several workers, but the hardware has no cluster.")

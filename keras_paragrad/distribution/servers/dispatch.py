@@ -88,6 +88,7 @@ class Dispatcher:
             self._free.release()
 
     def _fetch(self, remote: Any) -> Any:
+        """A step's result; if its worker was lost, waits until another has run the step."""
         with contextlib.suppress(tf.errors.OpError):
             return remote.fetch()
         # If the worker was lost before we read its result, `join` waits until another one has run the step; if the step
@@ -96,6 +97,7 @@ class Dispatcher:
         return remote.fetch()
 
     def _raise_failed(self) -> None:
+        """Forgets the steps that have succeeded, and raises if one has failed."""
         done = {future for future in self._pending if future.done()}
         failed = {future for future in done if future.exception()}
         self._pending -= done - failed
@@ -167,6 +169,7 @@ class _Futures(tf.distribute.DistributedDataset):
 
 
 def _explain(error: tf.errors.OpError) -> str:
+    """The message for an error of a step on a worker."""
     message = str(error.message)
     lines = [_NODE.sub("", line).strip() for line in message.splitlines() if "root error(s) found" not in line]
     reason = next((line for line in lines if line), "")[:500]

@@ -84,6 +84,7 @@ class ServerPreparation(Preparation):
         self._served.undo()
 
     def _fit(self, *arguments: Any, **keywords: Any) -> keras.callbacks.History:
+        """`fit`, with data that the chief reads, and steps that workers take."""
         check_server_model(self.model)
         bound = self._bind("fit", arguments, keywords)
         if bound["validation_split"] and bound["validation_data"] is None:
@@ -134,6 +135,7 @@ class ServerPreparation(Preparation):
         return [FollowEpochs(data)]
 
     def _read_validation(self, bound: dict[str, Any]) -> DistributedData:
+        """The validation data as batches that the chief reads."""
         if isinstance(bound["validation_data"], DistributedData):
             return bound["validation_data"]
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(bound["validation_data"])
@@ -147,6 +149,7 @@ class ServerPreparation(Preparation):
         )
 
     def _build(self, data: DistributedData) -> None:
+        """Builds an unbuilt model for the data's shapes."""
         if self.model.built:
             return
         x = keras.utils.unpack_x_y_sample_weight(data.batch_spec)[0]
@@ -155,6 +158,7 @@ class ServerPreparation(Preparation):
 
     @contextlib.contextmanager
     def _dispatching(self) -> Iterator[None]:
+        """Context in which steps are dispatched to workers without waiting for each; leaves when all have ended."""
         self._served.install()
         self._served.waits = False
         try:
@@ -208,6 +212,7 @@ def check_server_model(model: Any) -> None:
 
 
 def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses optimizers that accumulate gradients, or overwrite weights with their averages."""
     accumulator = find_accumulator(optimizer)
     if accumulator or accumulation_steps(optimizer) > 1:
         cause = type(accumulator).__name__ if accumulator else "gradient_accumulation_steps"
@@ -223,6 +228,7 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _check_stages(model: keras.Model) -> None:
+    """Refuses a model whose step another component changes."""
     filled = StepBuilder.of(model).stages.filled
     if filled:
         raise ValueError(

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.engine.losses.divisors import without_replica_division
-from keras_paragrad.engine.losses.normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.sums import TrackedLosses
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.probes.trial import is_trial

@@ -189,6 +189,8 @@ def _listen(compiled: Any, listeners: list[_Listener]) -> None:
 
 
 def _unless_untracked(update_state: Callable[..., Any], listeners: list[_Listener]) -> Callable[..., Any]:
+    """An `update_state` that does nothing while a listener has tracking turned off."""
+
     def update(*arguments, **keywords):
         if not any(listener.untracked for listener in _listeners_here(listeners)):
             return update_state(*arguments, **keywords)
@@ -198,6 +200,7 @@ def _unless_untracked(update_state: Callable[..., Any], listeners: list[_Listene
 
 
 def _stop_listening(compiled: Any) -> None:
+    """Restores the compiled loss and its metrics."""
     del compiled.__dict__["build"]
     state_of(compiled).listeners = None
     for tracker in compiled.metrics:

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.model import all_variables
-from keras_paragrad.engine.mesh.tracing import explaining_errors
+from keras_paragrad.engine.mesh.mesh_tracing import explaining_errors
 from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.storage.dtensor import discard_assignments, gather, on_mesh
 from keras_paragrad.storage.storage import storage_of

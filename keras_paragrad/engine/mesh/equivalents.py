@@ -229,6 +229,7 @@ def depthwise_filter_gradient(
 def _padding(
     size: int, window: int, stride: int, count: int, padding: str | bytes, explicit: Sequence[int] = ()
 ) -> list[int]:
+    """The padding before and after an axis."""
     padding = padding.decode() if isinstance(padding, bytes) else padding
     if padding == "EXPLICIT":
         return [int(each) for each in explicit]
@@ -290,6 +291,8 @@ def computing_by_equivalents() -> Iterator[None]:
 
 
 def _replace_on_mesh(plain: Callable[..., Any], equivalent: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that computes `equivalent` while it is traced for a mesh, and `plain` elsewhere."""
+
     @functools.wraps(plain)
     def compute(*arguments: Any, **keywords: Any) -> Any:
         # Other threads may trace for one device.

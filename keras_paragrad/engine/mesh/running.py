@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from keras_paragrad.compat.model import overrides_test_step
 from keras_paragrad.compat.state import replace_methods, restore_methods
+from keras_paragrad.engine.mesh.mesh_tracing import explaining_errors
 from keras_paragrad.engine.mesh.pinning import ROWS
-from keras_paragrad.engine.mesh.tracing import explaining_errors
 from keras_paragrad.engine.pipeline.placement import name_stems
 from keras_paragrad.engine.replicas.evaluation import static_test_step
 from keras_paragrad.engine.replicas.prepared import drop_functions, make_on_demand

@@ -111,7 +111,7 @@ def _find_problems(
     training: bool,
     normalize: Callable | None,
 ) -> _Problems:
-    """Runs the trials, and words their results."""
+    """Runs trials that compare parts of a batch with the whole, and describes what would be wrong or inexact."""
     parts = _PARTS[asked_by]
     wrong = list(_mixing_problems(model, arguments, terms, parts, training))
     inexact = []

@@ -114,7 +114,7 @@ def _add_up_on_average(compute: PureFunction, data: Any, parts: list[Any]) -> bo
 
 
 def _mixes(term: LossTerm, compute: Any, one_value_each: bool, labels: bool, low: float, high: float) -> bool:
-    """Compares the values of rows when others change, and when the batch is split."""
+    """Whether the losses of some rows change when other rows do, or when the batch is split."""
 
     def values(y_true, y_pred):
         losses = np.asarray(compute(y_true, y_pred), "float64")

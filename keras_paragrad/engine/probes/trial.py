@@ -184,6 +184,7 @@ class PureFunction:
         return any(_is_seed(variable) and not np.array_equal(before, after) for variable, before, after in states)
 
     def _compute(self, data: Any, state: State) -> tuple[Any, State]:
+        """Runs the computation with given values of the variables; returns its results and their new values."""
         mapping = list(zip(self.variables, state, strict=True))
         with untouched(self.model, _KnownVariablesScope(mapping, collect_losses=True)) as scope:
             for layer in (self.model, *all_layers(self.model)):

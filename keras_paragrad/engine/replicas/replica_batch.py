@@ -80,6 +80,8 @@ class ReplicaBatch(NamedTuple):
 
 
 def _zero_row(data: Any) -> Any:
+    """A batch of one row of zeros, in place of an empty one."""
+
     def one(tensor):
         if tensor is None:
             return None

@@ -90,6 +90,7 @@ class MetricStates:
 
 
 def _check_logs(model: keras.Model, logs: Any) -> None:
+    """Refuses a step whose logs are not the model's metrics."""
     names = list(type(model).get_metrics_result(model))
     if not isinstance(logs, dict) or set(logs) != set(names):
         returned = list(logs) if isinstance(logs, dict) else type(logs).__name__

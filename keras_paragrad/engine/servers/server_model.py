@@ -164,6 +164,7 @@ class ParameterServerModel:
             self._model.test_function = self._function(self._model.test_step)
 
     def _make_predict_function(self, force: bool = False) -> None:
+        """Replaces `make_predict_function`: batches are predicted on workers, and joined in order."""
         if not force and self._model.predict_function is not None:
             return
         self._predict = None

@@ -202,6 +202,7 @@ def _update_count(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
 
 
 def _overwrite_with_average(per_replica, optimizer: keras.optimizers.Optimizer) -> None:
+    """Replaces weights by their moving averages, and applies constraints."""
     variables = optimizer._trainable_variables
 
     def constrain():

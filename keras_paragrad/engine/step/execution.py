@@ -180,6 +180,7 @@ def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
     """Runs all batches of a call in one graph."""
     per_call = model.steps_per_execution
 
+    # The second step, if there is one, ends with an update; the first accumulates only.
     def pick(update: tf.Tensor, data: Any) -> dict:
         return steps[0](data) if len(steps) == 1 else tf.cond(update, lambda: steps[1](data), lambda: steps[0](data))
 
@@ -262,6 +263,7 @@ def predict_on_batch(model: keras.Model, x: Any) -> Any:
 
 
 def _rows_of_replica(whole: Any, number: int, parts: int) -> Any:
+    """One of `parts` consecutive, nearly equal parts of a batch's rows."""
     rows = int(whole.nrows() if isinstance(whole, tf.RaggedTensor) else whole.shape[0])
     start, stop = (index * (rows // parts) + min(index, rows % parts) for index in (number, number + 1))
     if isinstance(whole, tf.SparseTensor):

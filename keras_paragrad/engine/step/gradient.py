@@ -158,6 +158,7 @@ def replica_weight_of(model: keras.Model) -> tf.Tensor:
 
 @contextlib.contextmanager
 def _with_replica_weight(model: keras.Model, factor: tf.Tensor | None) -> Iterator[None]:
+    """Context in which this replica's loss is multiplied with a factor."""
     if factor is None:
         yield
         return

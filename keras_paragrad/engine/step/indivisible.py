@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad.compat.state import state_of
-from keras_paragrad.engine.losses.normalization import IndivisibleError, LossNormalization
+from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, LossNormalization
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 

@@ -200,6 +200,7 @@ def check_repeatable(name: str, operations: Iterable[tf.Operation]) -> None:
 
 
 def _stateful(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
+    """The stateful operations, also those within functions that are called."""
     for operation in operations:
         if not operation.op_def.is_stateful:
             continue

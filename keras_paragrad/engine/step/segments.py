@@ -187,6 +187,7 @@ class _GraphRunner:
         return run
 
     def _segments_in(self, stage: Part | None) -> list[tuple[Part, Callable[..., Any]]]:
+        """The segments of a stage, or of the whole model, each with the function that runs it."""
         inside = {id(node) for node in stage.nodes} if stage else None
         functions = []
         for part, wrap in self.segments or ():

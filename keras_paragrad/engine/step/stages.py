@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.model import overrides_train_step
-from keras_paragrad.engine.losses.normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.step.gradient import Gradient, Normalize, Present, StepContext, is_slower_in_xla_loop
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.telemetry.watch import Observe, Telemetry

@@ -14,7 +14,7 @@ from keras_paragrad.compat.optimizer import Accumulating, find_accumulator, inne
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import AllReducedResults, run_custom_train_step
-from keras_paragrad.engine.losses.normalization import IndivisibleError
+from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
@@ -130,6 +130,7 @@ class TrainStep(NamedTuple):
         return self.stages.apply.gathering() if self.stages.apply else contextlib.nullcontext()
 
     def _gradient(self, context: StepContext, data: Any) -> Gradient:
+        """The gradient of a replica batch, in slices if it is split."""
         # TensorFlow can't all-gather weights within XLA, or in a loop over slices.
         gather_first = (self._by_xla and not self._by_layer) or self.stages.split
         with gather_before_pass(self.model) if gather_first else compile_by_layer(self._by_layer):
@@ -141,6 +142,7 @@ class TrainStep(NamedTuple):
             return gradient_of(self._context_of(context), data)
 
     def _in_slices(self, split: Split, context: StepContext, data: Any) -> Gradient:
+        """The gradient of a batch, summed over its slices."""
         split.normalize.check(self.model)
         if split.cuts(data) is False:
             # A batch of one slice needs a weight only if it is accumulated with others.
@@ -187,6 +189,8 @@ class _EagerBuild(MethodPatch):
 
 
 def _build_eagerly(build: Callable[..., None]) -> Callable[..., None]:
+    """An optimizer's `build` that creates its variables outside of the traced graph."""
+
     def build_in_init_scope(variables: Any) -> None:
         with tf.init_scope():
             build(variables)

@@ -281,6 +281,7 @@ class UpdateWatch(MethodPatch):
         return step
 
     def _show(self, record: _UpdateRecord, number: Any) -> None:
+        """Passes an update on to the watcher."""
         scale = self.model.optimizer.scale_loss(tf.constant(1.0))
         self.watcher.show(
             Update(

@@ -132,6 +132,7 @@ def _by_single_examples(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tens
 
 
 def _by_repeated_batches(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Every example's gradients: a backward pass for each, with the cotangents of all other examples zeroed."""
     variables = call.layer.trainable_variables
     with full_precision():
         weights = [tf.identity(variable.value) for variable in variables]

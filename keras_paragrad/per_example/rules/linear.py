@@ -184,6 +184,7 @@ class Linear(Rule, abc.ABC):
         return [norms, *(squared_norm(bias, by_xla) for bias in self._biases(calls))]
 
     def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        """The kernel's and the bias's squared norms; in one tensor, if both come from inner products of positions."""
         folded = self.folded_squared_norms(calls)
         if folded is not None:
             return [folded, *map(tf.square, self._biases(calls))]
@@ -227,6 +228,7 @@ class Linear(Rule, abc.ABC):
         return columns == set(bias_axes(call.cotangent, self.broadcast_bias(layer, sizes.rank)))
 
     def _biases(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+        """The per-example gradients of the bias, if there is one."""
         layer = calls[0].layer
         if layer.bias is None:
             return []

@@ -58,6 +58,7 @@ def summarize(
 
 
 def _notes(events: Trace, steps: int, operations: list[Operation]) -> list[str]:
+    """What a reader of the summary should know about its trace."""
     notes = []
     if not steps:
         notes.append("This trace has no step markers. Train with callbacks=[Profiler(log_dir)] to get them.")

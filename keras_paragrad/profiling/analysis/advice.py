@@ -105,6 +105,7 @@ def advise(evidence: Evidence) -> Advice | None:
 
 @recommendation("compile", worth=0.1)
 def _compiling(evidence: Evidence) -> Finding:
+    """Time in which functions are compiled."""
     lines = {marker.line for marker in evidence.trace.markers}
     if any(call.traced > 1 for line in lines for call in evidence.trace.compiling(line)):
         text = "Give all batches one shape: dataset.batch(n, drop_remainder=True), and pad sequences to few lengths."
@@ -154,6 +155,7 @@ def _waiting_for_replicas(evidence: Evidence) -> Finding:
 # The host always works a little between operations, and starting their threads counts as its time.
 @recommendation("host", worth=0.5)
 def _outside_of_operations(evidence: Evidence) -> Finding:
+    """Time in which neither operations run nor input is awaited."""
     shares = evidence.shares
     # The two parts that the terminal and the report show.
     cause = f"runs no operation: {shares['host']:.1%} on the host between operations, {shares['idle']:.1%} idle"
@@ -162,6 +164,7 @@ def _outside_of_operations(evidence: Evidence) -> Finding:
 
 
 def _about_the_host(evidence: Evidence) -> str:
+    """What to do about steps that wait for the host to start operations."""
     run = evidence.run
     compiles = not run.jit and gains_from_xla(evidence.device_kind)
     if run.replicas > 1:
@@ -178,6 +181,7 @@ def _about_the_host(evidence: Evidence) -> str:
 
 
 def _about_computing(evidence: Evidence) -> Advice:
+    """The recommendation where no cause of lost time stands out."""
     steps, run = evidence.steps, evidence.run
     share = sum(step.compute for step in steps) / evidence.total
     median = statistics.median(step.duration for step in steps)

@@ -96,6 +96,7 @@ def read_trace(file: Path) -> Trace:
 
 
 def _add_compiled_stages(trace: Trace, file: Path) -> None:
+    """Adds the runs of XLA's programs that are stages of a pipeline, by the programs' names."""
     from keras_paragrad.engine.pipeline.compiled import program_names
 
     names = program_names(file)
@@ -109,6 +110,7 @@ def _add_compiled_stages(trace: Trace, file: Path) -> None:
 
 
 def _read_device(trace: Trace, plane: _Plane) -> None:
+    """Adds the operations of a GPU or TPU to the trace."""
     for line in plane.lines:
         if not _DEVICE_LINES.search(line.name):
             continue
@@ -118,6 +120,7 @@ def _read_device(trace: Trace, plane: _Plane) -> None:
 
 
 def _read_host(trace: Trace, plane: _Plane) -> None:
+    """Adds the events of the host's threads to the trace."""
     reader = _HostReader(trace)
     for number, line in enumerate(plane.lines):
         if not line.name.startswith(_INPUT_LINES):
@@ -230,6 +233,7 @@ def _classified_events(line: _Line) -> Iterator[tuple[tuple[Kind, ...], _Event]]
 
 
 def _kinds(event: _Event) -> tuple[Kind, ...]:
+    """The readers that record an event."""
     if event.name == _LOCK_RELEASED:
         return (_HostReader.lock_released,)
     if event.name.startswith(_ENCLOSING):
@@ -260,6 +264,7 @@ def _kinds(event: _Event) -> tuple[Kind, ...]:
 
 
 def _kind(name: str, stats: set[str]) -> Kind:
+    """The reader of an event that its name and the keys of its metadata tell."""
     if name.startswith("IteratorGetNext"):
         return _HostReader.input
     if name in (_COLLECTIVE_CALL, _COLLECTIVE_DONE):

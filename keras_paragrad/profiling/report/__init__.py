@@ -12,9 +12,9 @@ import keras_paragrad
 from keras_paragrad.arguments import check_path
 from keras_paragrad.extras import require
 from keras_paragrad.profiling.report import compare_view, series_view
+from keras_paragrad.profiling.report.formatting import UNKNOWN, count, milliseconds, share
 from keras_paragrad.profiling.report.runs import Run, read_run
 from keras_paragrad.profiling.report.step_chart import PART_NAMES, figures_of
-from keras_paragrad.profiling.report.units import UNKNOWN, count, milliseconds, share
 from keras_paragrad.profiling.report.window_view import MOST_DETAILED, overview, window_view
 from keras_paragrad.profiling.summary import PARTS, RunInfo
 
@@ -86,6 +86,7 @@ def write_report(
 
 
 def _refuse_to_replace(path: Path) -> None:
+    """Raises if a file exists that is not one of our reports."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -99,6 +100,7 @@ def _refuse_to_replace(path: Path) -> None:
 # Cached with the compiled templates, as compiling them takes longer than all else.
 @functools.cache
 def _environment() -> Any:
+    """The Jinja environment of the templates."""
     import jinja2
     import markupsafe
 
@@ -122,6 +124,7 @@ def _environment() -> Any:
 
 
 def _report(run: Run) -> dict[str, Any]:
+    """The variables of the report's template."""
     return {
         "title": f"Profile of {run.info.model or run.name}",
         "run": run,
@@ -137,6 +140,7 @@ def _report(run: Run) -> dict[str, Any]:
 
 
 def _comparison(runs: list[Run]) -> dict[str, Any]:
+    """The variables of the comparison's template."""
     windows = [compare_view.newest_window(run) for run in runs]
     figures = [figures_of(window.summary.steps) if window else None for window in windows]
     longest = max((each.longest for each in figures if each), default=0.0)
@@ -153,6 +157,7 @@ def _comparison(runs: list[Run]) -> dict[str, Any]:
 
 
 def _facts(info: RunInfo) -> tuple[tuple[str, str], ...]:
+    """The rows of the table that describes a run."""
     if info == RunInfo():
         return (("What was run", "not known: neither run.json nor a summary of ours is there"),)
     return (
@@ -179,6 +184,7 @@ def _date(written: str) -> str:
 
 
 def _headlines(run: Run) -> tuple[tuple[str, str], ...]:
+    """The main figures of a run, by name."""
     figures = figures_of(compare_view.newest_summary(run).steps)
     speed = series_view.median_of(run.throughput, "examples_per_second")
     headlines = [

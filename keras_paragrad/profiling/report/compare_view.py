@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from keras_paragrad.profiling.report.formatting import change, milliseconds, number, points, share, size
 from keras_paragrad.profiling.report.lines import LineChart
 from keras_paragrad.profiling.report.runs import ProfiledWindow, Run
 from keras_paragrad.profiling.report.series_view import (
@@ -13,7 +14,6 @@ from keras_paragrad.profiling.report.series_view import (
     median_of,
 )
 from keras_paragrad.profiling.report.step_chart import PART_NAMES, figures_of
-from keras_paragrad.profiling.report.units import change, milliseconds, number, points, share, size
 from keras_paragrad.profiling.report.window_view import MOST_OPERATIONS, shorten
 from keras_paragrad.profiling.summary import PARTS, ProfileSummary
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keras_paragrad.profiling.report.runs import Series
-from keras_paragrad.profiling.report.units import (
+from keras_paragrad.profiling.report.formatting import (
     MOST_POINTS,
     Axis,
     Formatter,
@@ -17,6 +16,7 @@ from keras_paragrad.profiling.report.units import (
     size,
     steps_axis,
 )
+from keras_paragrad.profiling.report.runs import Series
 
 # As many lines as a reader can tell apart by colour and dashes.
 MOST_LINES = 5
@@ -157,6 +157,7 @@ def sparkline(series: Series, x_axis: Axis, y_axis: Axis) -> Line:
 
 
 def _line(series: Series, style: int, x_axis: Axis, y_axis: Axis, step_unit: str, most: int = MOST_POINTS) -> Line:
+    """A series drawn between the gaps of its non-finite values, with its statistics."""
     chosen = select_points(series.values, most)
     steps, values = series.steps[chosen], series.values[chosen]
     finite = np.isfinite(values)
@@ -212,6 +213,7 @@ def _table(series: Sequence[Series], formatter: Formatter) -> tuple[tuple[str, .
 
 
 def _notes(series: Sequence[Series], y_axis: Axis) -> tuple[str, ...]:
+    """What the chart leaves out, or draws at its edge."""
     notes = []
     longest = max(len(each.values) for each in series)
     if longest > MOST_POINTS:

@@ -99,6 +99,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _nothing_to_report(folder: Path, notes: list[str]) -> str:
+    """The error for a folder without anything to report on."""
     if notes:
         return f"There is nothing in {folder} to report on. {' '.join(notes)}"
     return (
@@ -151,6 +152,7 @@ def _read_summaries(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
 
 
 def _analyse(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
+    """The summary of a trace that was not analysed yet; a note if that fails."""
     from keras_paragrad.profiling.analysis import summarize
 
     try:
@@ -162,6 +164,7 @@ def _analyse(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
 
 
 def _series(folder: Path, name: str, notes: list[str]) -> tuple[Series, ...]:
+    """The series of a file; a note if it can't be read."""
     try:
         return read_series(folder, name)
     # A Parquet file of a run that is still running, or was killed, has no footer.
@@ -238,6 +241,7 @@ def _csv_rows(path: Path) -> Iterator[Mapping[str, str]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[Mapping[str, str]]:
+    """The rows of a Parquet file."""
     require(f"Reading {path}", "pyarrow")
     from pyarrow import parquet
 

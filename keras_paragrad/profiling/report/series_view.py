@@ -5,9 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from keras_paragrad.profiling.report.lines import MOST_LINES, Line, LineChart, line_chart, sparkline
-from keras_paragrad.profiling.report.runs import Series
-from keras_paragrad.profiling.report.units import (
+from keras_paragrad.profiling.report.formatting import (
     axis_for,
     count,
     milliseconds,
@@ -17,6 +15,8 @@ from keras_paragrad.profiling.report.units import (
     size,
     steps_axis,
 )
+from keras_paragrad.profiling.report.lines import MOST_LINES, Line, LineChart, line_chart, sparkline
+from keras_paragrad.profiling.report.runs import Series
 
 MOST_LAYERS = 100
 
@@ -159,6 +159,7 @@ def median_of(series: Sequence[Series], quantity: str, name: str = "") -> float 
 
 
 def _layer_view(quantity: str, layers: Sequence[Series]) -> LayerView:
+    """The chart and the table of one quantity of all layers."""
     title, is_count = LAYER_QUANTITIES[quantity], quantity == "nonfinite"
     values = sum(len(layer.values) for layer in layers)
     if is_count and not any(layer.values.any() for layer in layers):

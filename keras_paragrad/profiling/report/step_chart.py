@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keras_paragrad.profiling.report.units import Axis, axis_for, count, milliseconds, select_points, share
+from keras_paragrad.profiling.report.formatting import Axis, axis_for, count, milliseconds, select_points, share
 from keras_paragrad.profiling.summary import PARTS, StepTime, shares_of
 
 MOST_BARS = 60
@@ -132,6 +132,7 @@ def _parts(figures: StepFigures) -> tuple[str, ...]:
 
 
 def _bar(step: StepTime, left: float, width: float, y_axis: Axis) -> Bar:
+    """The bar of a step: a segment for each part of its time, from the bottom."""
     segments: list[Segment] = []
     start = 0.0
     for part in PARTS:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from keras_paragrad.profiling.report.formatting import Axis, axis_for, count, milliseconds, share, size
 from keras_paragrad.profiling.report.runs import ProfiledWindow
 from keras_paragrad.profiling.report.step_chart import (
     Segment,
@@ -12,7 +13,6 @@ from keras_paragrad.profiling.report.step_chart import (
     shares_bar,
     step_chart,
 )
-from keras_paragrad.profiling.report.units import Axis, axis_for, count, milliseconds, share, size
 from keras_paragrad.profiling.summary import PARTS, PipelineTime, ProfileSummary, StageWork
 
 MOST_DETAILED = 4
@@ -117,6 +117,7 @@ def overview(windows: Sequence[ProfiledWindow]) -> tuple[tuple[str, ...], ...]:
 
 
 def _row(window: ProfiledWindow) -> tuple[str, ...]:
+    """The cells of a window in the overview."""
     figures = figures_of(window.summary.steps)
     if figures is None:
         return (window.name, "0", *["n/a"] * (2 + len(PARTS)))
@@ -147,6 +148,7 @@ def stages_chart(times: PipelineTime) -> StagesChart:
 
 
 def _lane(times: PipelineTime, key: tuple[int, int], top: float, height: float, x_axis: Axis) -> Lane:
+    """The lane of a stage's device, with a box for each piece of its work."""
     stage, column = key
     name = f"stage {stage}{_letters(column) if times.columns > 1 else ''}"
     work = sorted((each for each in times.work if (each.stage, each.column) == key), key=lambda each: each.begins)
@@ -160,6 +162,7 @@ def _letters(column: int) -> str:
 
 
 def _box(work: StageWork, later: Sequence[StageWork], name: str, x_axis: Axis) -> Box:
+    """The box of a stage's work on a micro-batch."""
     left, right = x_axis.position(work.begins), x_axis.position(work.begins + work.duration)
     kind = "backward" if work.backward else "forward"
     tooltip = f"{name}, micro-batch {work.micro_batch}, {kind}: {milliseconds(work.duration)}"

@@ -10,11 +10,11 @@ from covering import examples
 from hypothesis import strategies as st
 from made_runs import PIPELINE, step
 
-from keras_paragrad.profiling.report import units
+from keras_paragrad.profiling.report import formatting
+from keras_paragrad.profiling.report.formatting import axis_for, select_points, steps_axis
 from keras_paragrad.profiling.report.lines import line_chart
 from keras_paragrad.profiling.report.runs import Series
 from keras_paragrad.profiling.report.step_chart import MOST_BARS, figures_of, shares_bar, step_chart
-from keras_paragrad.profiling.report.units import axis_for, select_points, steps_axis
 from keras_paragrad.profiling.report.window_view import stages_chart
 from keras_paragrad.profiling.summary import PARTS
 
@@ -61,32 +61,32 @@ def test_axis_holds_its_values(values, may_be_logarithmic, binary):
 @cases
 @hypothesis.given(st.integers(0, 10**9), st.integers(0, 10**9))
 def test_steps_are_whole(first, length):
-    axis = steps_axis(first, first + length, units.count)
+    axis = steps_axis(first, first + length, formatting.count)
     assert all(mark == int(mark) and axis.low <= mark <= axis.high for mark in axis.marks)
     assert 1 <= len(axis.marks) <= 6
 
 
 def test_bytes_have_marks_of_whole_units():
-    axis = axis_for([1.3 * 2**30], units.size, binary=True)
+    axis = axis_for([1.3 * 2**30], formatting.size, binary=True)
     assert [name for _, name in axis.ticks] == ["0", "512 MiB", "1 GiB", "1.5 GiB"]
 
 
 @pytest.mark.parametrize(
     ("written", "value", "expected"),
     [
-        pytest.param(units.milliseconds, 0.0, "0", id="no time"),
-        pytest.param(units.milliseconds, 0.0004, "0.4 µs", id="short"),
-        pytest.param(units.milliseconds, 61000.0, "61 s", id="long"),
-        pytest.param(units.milliseconds, None, "n/a", id="unknown time"),
-        pytest.param(units.size, 3 * 2**30, "3 GiB", id="size"),
-        pytest.param(units.size, 1023.0, "1,023 B", id="bytes"),
-        pytest.param(units.size, None, "n/a", id="unknown size"),
-        pytest.param(units.share, 0.573, "57%", id="share"),
-        pytest.param(units.share, 0.0123, "1.2%", id="small share"),
-        pytest.param(units.share, math.nan, "n/a", id="unknown share"),
-        pytest.param(units.number, 999.6, "1,000", id="rounded to four digits"),
-        pytest.param(units.number, -math.inf, "−∞", id="infinite"),
-        pytest.param(units.operations, 2.5e9, "2.5 GFLOP", id="operations"),
+        pytest.param(formatting.milliseconds, 0.0, "0", id="no time"),
+        pytest.param(formatting.milliseconds, 0.0004, "0.4 µs", id="short"),
+        pytest.param(formatting.milliseconds, 61000.0, "61 s", id="long"),
+        pytest.param(formatting.milliseconds, None, "n/a", id="unknown time"),
+        pytest.param(formatting.size, 3 * 2**30, "3 GiB", id="size"),
+        pytest.param(formatting.size, 1023.0, "1,023 B", id="bytes"),
+        pytest.param(formatting.size, None, "n/a", id="unknown size"),
+        pytest.param(formatting.share, 0.573, "57%", id="share"),
+        pytest.param(formatting.share, 0.0123, "1.2%", id="small share"),
+        pytest.param(formatting.share, math.nan, "n/a", id="unknown share"),
+        pytest.param(formatting.number, 999.6, "1,000", id="rounded to four digits"),
+        pytest.param(formatting.number, -math.inf, "−∞", id="infinite"),
+        pytest.param(formatting.operations, 2.5e9, "2.5 GFLOP", id="operations"),
     ],
 )
 def test_numbers_in_words(written, value, expected):
@@ -96,11 +96,11 @@ def test_numbers_in_words(written, value, expected):
 @pytest.mark.parametrize(
     ("compared", "before", "after", "expected"),
     [
-        pytest.param(units.change, 2.0, 3.0, "+50.0%", id="more"),
-        pytest.param(units.change, 2.0, 2.0, "0%", id="the same"),
-        pytest.param(units.change, 0.0, 2.0, "n/a", id="from nothing"),
-        pytest.param(units.change, 2.0, None, "n/a", id="to unknown"),
-        pytest.param(units.points, 0.5, 0.25, "-25.0 points", id="shares"),
+        pytest.param(formatting.change, 2.0, 3.0, "+50.0%", id="more"),
+        pytest.param(formatting.change, 2.0, 2.0, "0%", id="the same"),
+        pytest.param(formatting.change, 0.0, 2.0, "n/a", id="from nothing"),
+        pytest.param(formatting.change, 2.0, None, "n/a", id="to unknown"),
+        pytest.param(formatting.points, 0.5, 0.25, "-25.0 points", id="shares"),
     ],
 )
 def test_changes_in_words(compared, before, after, expected):
@@ -140,7 +140,7 @@ def test_the_script_is_given_the_values_drawn():
     (line,) = line_chart("Norm", [Series("gradient_norm", "", "", steps, values)]).lines
     drawn = np.cumsum([int(gap) for gap in line.steps.split()])
     assert (drawn[0], drawn[-1]) == (7, 3004)
-    assert line.values.split("|") == [units.number(values[(step - 7) // 3]) for step in drawn]
+    assert line.values.split("|") == [formatting.number(values[(step - 7) // 3]) for step in drawn]
 
 
 def test_a_chart_of_no_number_is_a_chart():

@@ -25,7 +25,7 @@ from keras_paragrad.profiling.session import ProfilerPauses
 from keras_paragrad.profiling.summary import ProfileSummary, StepTime
 from keras_paragrad.profiling.telemetry import GradientTelemetry
 from keras_paragrad.profiling.throughput import Throughput
-from keras_paragrad.profiling.windows import WindowTracer
+from keras_paragrad.profiling.trace_windows import WindowTracer
 
 PAUSE = 0.02
 # What is left out of the figures, and no other step takes.

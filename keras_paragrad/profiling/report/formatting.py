@@ -15,7 +15,7 @@ def milliseconds(value: float | None) -> str:
 
     Example:
 
-    >>> from keras_paragrad.profiling.report.units import milliseconds
+    >>> from keras_paragrad.profiling.report.formatting import milliseconds
     >>> milliseconds(0.25), milliseconds(2.5), milliseconds(12345)
     ('250 µs', '2.5 ms', '12.3 s')
     """
@@ -63,7 +63,7 @@ def number(value: float | None) -> str:
 
     Example:
 
-    >>> from keras_paragrad.profiling.report.units import number
+    >>> from keras_paragrad.profiling.report.formatting import number
     >>> number(0.00001234), number(0.5), number(12345.0), number(float("nan"))
     ('1.23e-05', '0.5', '12,345', 'NaN')
     """
@@ -144,7 +144,7 @@ def axis_for(
 
     Example:
 
-    >>> from keras_paragrad.profiling.report.units import axis_for
+    >>> from keras_paragrad.profiling.report.formatting import axis_for
     >>> axis_for([0.2, 3.7]).marks
     (0.0, 1.0, 2.0, 3.0, 4.0)
     >>> axis_for([0.001, 20.0]).marks
@@ -166,6 +166,7 @@ def steps_axis(first: float, last: float, formatter: Formatter) -> Axis:
 
 
 def _linear(low: float, high: float, formatter: Formatter, binary: bool) -> Axis:
+    """A linear axis, with about four round gaps between marks."""
     if low == high:
         high = low + 1.0
     gap = 2.0 ** math.ceil(math.log2((high - low) / 4)) if binary else _round_gap((high - low) / 4)

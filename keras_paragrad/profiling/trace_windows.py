@@ -133,6 +133,7 @@ class WindowTracer:
 
     @ProfilerPauses.timed()
     def _begin(self, batch: int) -> None:
+        """Prepares a window, aligned to updates: its session, markers and memory samples."""
         window = self.window
         assert window is not None
         updates = UpdateCount(self._model.optimizer)

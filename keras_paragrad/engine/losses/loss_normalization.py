@@ -82,6 +82,7 @@ class LossNormalization:
     def _refuse_mixing(
         self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm], *, training: bool
     ) -> None:
+        """Raises if parts of a batch do not give the loss and the states of the whole."""
         normalize = _undivided if self.weighting == "sum" else _STATED.get(self.weighting)
         refusal = independence_refusal(
             model, arguments, terms, asked_by=self.asked_by, training=training, normalize=normalize
@@ -164,6 +165,7 @@ class LossNormalization:
 
     @property
     def _advice(self) -> str:
+        """What to write where the weighting is unknown."""
         if not self._takes_weighting:
             return "For training with differential privacy, let each loss return one value per example."
         return (

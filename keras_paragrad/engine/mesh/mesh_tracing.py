@@ -65,6 +65,7 @@ def tracing_for_mesh(model: keras.Model, outputs: OutputLayouts) -> Iterator[Non
 
 @contextlib.contextmanager
 def _distribution_set(distribution: Any) -> Iterator[None]:
+    """Context in which `keras.distribution.distribution()` is set."""
     before = keras.distribution.distribution()
     keras.distribution.set_distribution(distribution)
     try:

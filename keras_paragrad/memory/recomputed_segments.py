@@ -40,8 +40,8 @@ class Span(NamedTuple):
     last: int
     recomputed: bool
 
-    def kept(self) -> "Span":
-        """The same, not recomputed."""
+    def without_recomputation(self) -> "Span":
+        """The same span, not recomputed."""
         return Span(self.first, self.last, False)
 
 
@@ -55,10 +55,10 @@ def best_segments(model_cost: ModelCost) -> list[Span]:
     """The segments that need the least memory; those that free enough bytes per FLOP are recomputed."""
     costs = model_cost.parts
     cuts = _best_cuts(model_cost)
-    whole = sum(cost.kept + cost.leaving for cost in costs), sum(cost.work for cost in costs)
+    whole = sum(cost.stored_bytes + cost.output_bytes for cost in costs), sum(cost.work for cost in costs)
     segments = []
     for first, last in zip(cuts[:-1], cuts[1:], strict=True):
-        freed = _kept_bytes(costs[first:last]) - (model_cost.entering[first] - _input_bytes(costs, first))
+        freed = _stored_bytes(costs[first:last]) - (model_cost.input_bytes[first] - _stored_input_bytes(costs, first))
         work = sum(cost.work for cost in costs[first:last])
         worth = freed * whole[1] > _WORTH * work * whole[0] and all(cost.repeatable for cost in costs[first:last])
         segments.append(Span(first, last, worth))
@@ -69,7 +69,7 @@ def _keep_last_segments(model_cost: ModelCost, segments: list[Span]) -> list[Spa
     """Stops recomputing segments at the end that don't lower the peak: they are freed before others run again."""
     peak = peak_bytes(model_cost, segments)
     for index in reversed(range(len(segments))):
-        fewer = [*segments[:index], segments[index].kept(), *segments[index + 1 :]]
+        fewer = [*segments[:index], segments[index].without_recomputation(), *segments[index + 1 :]]
         if peak_bytes(model_cost, fewer) > _SAME * peak:
             break
         segments = fewer
@@ -80,32 +80,32 @@ def peak_bytes(model_cost: ModelCost, segments: Sequence[Span]) -> float:
     """The peak of bytes: after the forward pass, or while a segment is recomputed."""
     held, peak = 0.0, 0.0
     for first, last, recomputed in segments:
-        inside = _kept_bytes(model_cost.parts[first:last])
+        inside = _stored_bytes(model_cost.parts[first:last])
         if recomputed:
-            held += model_cost.entering[first]
+            held += model_cost.input_bytes[first]
             peak = max(peak, held + inside)
         else:
-            held += _input_bytes(model_cost.parts, first) + inside
+            held += _stored_input_bytes(model_cost.parts, first) + inside
     return max(held, peak)
 
 
-def _kept_bytes(costs: Sequence[PartCost]) -> float:
+def _stored_bytes(costs: Sequence[PartCost]) -> float:
     """Bytes that a segment stores, without its inputs and outputs."""
-    return sum(cost.kept for cost in costs) + sum(cost.leaving for cost in costs[:-1])
+    return sum(cost.stored_bytes for cost in costs) + sum(cost.output_bytes for cost in costs[:-1])
 
 
-def _input_bytes(costs: Sequence[PartCost], first: int) -> float:
+def _stored_input_bytes(costs: Sequence[PartCost], first: int) -> float:
     """Bytes of a segment's inputs that are stored if it is not recomputed."""
-    return costs[first - 1].leaving if first else 0.0
+    return costs[first - 1].output_bytes if first else 0.0
 
 
 def _best_cuts(model_cost: ModelCost) -> list[int]:
     """The cuts with the smallest sum of the largest segment and all segments' inputs."""
-    total, least = _kept_bytes(model_cost.parts), max(cost.kept for cost in model_cost.parts)
+    total, least = _stored_bytes(model_cost.parts), max(cost.stored_bytes for cost in model_cost.parts)
     sizes = [least + (total - least) * (step / _TRIED) ** 2 for step in range(_TRIED + 1)]
     cuts = [_cuts_of_size(size, model_cost) for size in sizes]
-    entering = [sum(model_cost.entering[cut] for cut in each[:-1]) for each in cuts]
-    return min(zip(sizes, entering, cuts, strict=True), key=lambda each: each[0] + each[1])[2]
+    input_bytes = [sum(model_cost.input_bytes[cut] for cut in each[:-1]) for each in cuts]
+    return min(zip(sizes, input_bytes, cuts, strict=True), key=lambda each: each[0] + each[1])[2]
 
 
 def _cuts_of_size(size: float, model_cost: ModelCost) -> list[int]:
@@ -114,10 +114,12 @@ def _cuts_of_size(size: float, model_cost: ModelCost) -> list[int]:
     for last in range(1, len(model_cost.parts) + 1):
         held, options = 0.0, []
         for first in range(last - 1, -1, -1):
-            held += model_cost.parts[first].kept + (model_cost.parts[first].leaving if first < last - 1 else 0)
+            held += model_cost.parts[first].stored_bytes + (
+                model_cost.parts[first].output_bytes if first < last - 1 else 0
+            )
             if held > size * (1 + 1e-9) and options:
                 break
-            options.append((best[first][0] + model_cost.entering[first], first))
+            options.append((best[first][0] + model_cost.input_bytes[first], first))
         best.append(min(options))
     cuts = [len(model_cost.parts)]
     while cuts[-1]:
@@ -167,7 +169,7 @@ def cut_where_it_pays(model: keras.Model) -> Cut:
     after = peak_bytes(costs, segments)
     chosen = [segment for segment in segments if segment.recomputed]
     if not chosen or after > _WORTHWHILE * before:
-        segments = [segment.kept() for segment in segments]
+        segments = [segment.without_recomputation() for segment in segments]
         expects = (
             f"recompute: nothing in {model.name!r} runs again. Its parts keep about {_mega(before)} MB for an example, "
             "and recomputing them would not free much of that."
