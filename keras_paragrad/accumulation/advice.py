@@ -1,13 +1,13 @@
 """Checks an accumulating optimizer's arguments and its model, with errors that suggest code."""
 
 import warnings
-from typing import Any
 
 import keras
 
 from keras_paragrad.arguments import refusal
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator, unwrap_loss_scale
+from keras_paragrad.compat.types import Config
 from keras_paragrad.engine.losses.loss_normalization import warn_of_batch_statistics
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
@@ -17,7 +17,7 @@ TAILS = ("flush", "carry", "drop")
 ACCUMULATOR_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
 
 
-def check_inner_optimizer(inner_optimizer: Any) -> keras.optimizers.Optimizer:
+def check_inner_optimizer(inner_optimizer: keras.optimizers.Optimizer | str | Config) -> keras.optimizers.Optimizer:
     """Resolves a name, config or instance to an optimizer that can accumulate.
 
     Raises:
@@ -48,7 +48,7 @@ def check_inner_optimizer(inner_optimizer: Any) -> keras.optimizers.Optimizer:
     return inner
 
 
-def _optimizer_refusal(value: Any) -> ValueError:
+def _optimizer_refusal(value: object) -> ValueError:
     expected = "a Keras optimizer: its name, its config or an instance"
     return refusal("inner_optimizer", value, expected, "keras.optimizers.Adam(1e-3)")
 

@@ -1,13 +1,12 @@
 """`ExactAccumulation`: gives an accumulating optimizer the micro-batch weights and epoch ends of `fit`."""
 
-from typing import Any
-
 import keras
 
 from keras_paragrad.accumulation.advice import missing_accumulation_message
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 from keras_paragrad.compat.optimizer import find_accumulator
+from keras_paragrad.compat.types import Logs
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, warn_of_batch_statistics
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
@@ -48,30 +47,30 @@ class ExactAccumulation(keras.callbacks.Callback):
         super().__init__()
         self._schedule: HostSchedule | None = None
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Installs the weighting of micro-batches and the schedule of updates."""
         StepBuilder.of(self.model).begin_fit(self._fillers)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Starts counting the epoch's batches."""
         if self._schedule:
             self._schedule.begin_epoch(self.params.get("steps"))
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Closes a window left open by an interrupted epoch, so that validation sees its update."""
         self._end_epoch()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Closes a window left open by an interrupted epoch."""
         self._end_epoch()
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Restores the model's own training step."""
         if self._schedule:
             StepBuilder.of(self.model).end_fit(self._fillers)
             self._schedule = None
 
-    def _fillers(self) -> dict[str, Any]:
+    def _fillers(self) -> dict[str, object]:
         """The fillers for the optimizer that the model is compiled with now."""
         optimizer = accumulating_optimizer(self.model)
         normalize = None if optimizer.weighting == "uniform" else LossNormalization(optimizer.weighting)

@@ -101,7 +101,7 @@ class HostSchedule:
             self.optimizer.end_epoch()
             self._counting = False
 
-    def gathering(self) -> contextlib.AbstractContextManager[Any]:
+    def gathering(self) -> contextlib.AbstractContextManager[object]:
         """The context in which the optimizer only accumulates."""
         return self.optimizer.gathering()
 

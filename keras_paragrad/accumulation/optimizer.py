@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import keras
@@ -20,9 +20,10 @@ from keras_paragrad.accumulation.advice import (
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.window import GradientWindow, Steps, StepsSchedule
 from keras_paragrad.arguments import check_choice, check_flag, check_text
-from keras_paragrad.compat.collectives import cross_replica, first_replica_value, replica_count, run_if
+from keras_paragrad.compat.collectives import OnReplicas, cross_replica, first_replica_value, replica_count, run_if
 from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import WrappingOptimizer
+from keras_paragrad.compat.types import Config, Gradients
 from keras_paragrad.engine.step.apply import apply_everywhere, installed_transform
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.telemetry.watch import observe_gradient
@@ -83,11 +84,11 @@ class AccumulatingOptimizer(WrappingOptimizer):
     accumulates = True
     _with_gradient: dict[int, bool]
     # Returns the model whose `fit` has built the optimizer, or `None`.
-    _model: Callable[[], Any]
+    _model: Callable[[], keras.Model | None]
 
     def __init__(
         self,
-        inner_optimizer: Any,
+        inner_optimizer: keras.optimizers.Optimizer | str | Config,
         steps: Steps = 4,
         *,
         weighting: str = "auto",
@@ -139,7 +140,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
             raise ValueError(f"{self.name} has not been built. Write optimizer.build(model.trainable_variables) first.")
         return self._window
 
-    def apply(self, grads: Sequence, trainable_variables: Sequence[keras.Variable] | None = None) -> None:
+    def apply(self, grads: Gradients, trainable_variables: Sequence[keras.Variable] | None = None) -> None:
         """Adds a micro-batch's gradients to the window, and updates the variables if the window is full.
 
         Args:
@@ -158,7 +159,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         variables = self.trainable_variables if trainable_variables is None else trainable_variables
         observe_gradient(self, [g for g, v in zip(grads, variables, strict=True) if v is not self.gradient_weight])
         pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
-        contribution = next((g for g, v in pairs if v is self.gradient_weight), None)
+        contribution: Any = next((g for g, v in pairs if v is self.gradient_weight), None)
         pairs = [(g, v) for g, v in pairs if v is not self.gradient_weight]
         if not pairs:
             raise ValueError("No gradients provided for any variable: the loss depends on none of them.")
@@ -181,7 +182,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         return self.window.weight
 
     @contextlib.contextmanager
-    def gathering(self) -> Iterator[None]:
+    def gathering(self) -> Generator[None]:
         """Context in which `apply` only accumulates; `end_micro_batch` has to follow."""
         self._gathering += 1
         try:
@@ -198,7 +199,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         if not self.built:
             return  # The model has no trainable weights.
 
-        def end(per_replica):
+        def end(per_replica: OnReplicas) -> None:
             position = self.window.position
             last = position + 1 >= self.schedule(self.iterations) if update is None else update
             position.assign_add(1)
@@ -206,7 +207,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
         cross_replica(end)
 
-    def _update(self, per_replica) -> None:
+    def _update(self, per_replica: OnReplicas) -> None:
         """Updates the variables with the mean of the window, and clears it."""
         window, all_variables = self.window, self.trainable_variables
         # A variable that was frozen since gets no update, not even by its momentum.
@@ -216,7 +217,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         # After a restore, it is unknown which variables get gradients.
         indices = sorted(self._with_gradient.keys() - frozen) or places
 
-        def mean():
+        def mean() -> Any:
             means, weight = window.mean(indices, [all_variables[index] for index in indices])
             gradients = dict(zip(indices, means, strict=True))
             present = [gradients.get(index) for index in places]
@@ -288,7 +289,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
             self._advised = True
             recommend_callback(self.name, self._model())
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """The constructor's arguments, serialized."""
         return {
             **super().get_config(),

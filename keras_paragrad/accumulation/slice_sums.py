@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.optimizer import unwrap_loss_scale
+from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
 from keras_paragrad.engine.losses.sums import zero_sums
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, gradient_of
@@ -21,7 +22,7 @@ class RunningSums(NamedTuple):
         losses: The sum of the `LossSums`' vectors.
     """
 
-    gradients: list[Any]
+    gradients: Gradients
     divisor: tf.Tensor
     losses: tf.Tensor
 
@@ -51,10 +52,10 @@ class SliceSums:
         """The sums to start from as tensors, for a loop."""
         return self._running_sums([tf.zeros(variable.shape, _dtype(variable)) for variable in self.variables])
 
-    def _running_sums(self, gradients: list[Any]) -> RunningSums:
+    def _running_sums(self, gradients: Gradients) -> RunningSums:
         return RunningSums(gradients, tf.constant(0.0), zero_sums(self.model))
 
-    def add(self, total: RunningSums, data: Any, rows: Any, **fields: Any) -> RunningSums:
+    def add(self, total: RunningSums, data: Batch, rows: tf.Tensor | int, **fields: Any) -> RunningSums:
         """Adds a slice to the sums.
 
         Args:
@@ -87,7 +88,7 @@ class SliceSums:
                 gradients[index] = self._accumulate(index, gradients[index], gradient, tf.constant(1.0))
         return RunningSums(gradients, total.divisor + other.divisor, total.losses + other.losses)
 
-    def _accumulate(self, index: int, total: Any, gradient: Any, factor: tf.Tensor) -> Any:
+    def _accumulate(self, index: int, total: Any, gradient: Any, factor: tf.Tensor) -> GradientTensor:
         """Adds a gradient, times a factor, to a variable's sum."""
         variable = self.variables[index]
         dtype = _dtype(variable)
@@ -108,7 +109,7 @@ class SliceSums:
         value = value if self.equal_weights else factor * value
         return value if total is None else total + value
 
-    def gradient(self, total: RunningSums, rows: Any) -> Gradient:
+    def gradient(self, total: RunningSums, rows: tf.Tensor | int) -> Gradient:
         """The gradient of the batch.
 
         Args:
@@ -118,10 +119,10 @@ class SliceSums:
         divisor = tf.constant(1.0) if self.last.weight.summed else total.divisor
         factor = tf.math.reciprocal_no_nan(divisor)
 
-        def mean(index: int, variable: keras.Variable):
+        def mean(index: int, variable: keras.Variable) -> tf.Tensor | None:
             if index not in self.present:
                 return None
-            gradient = total.gradients[index]
+            gradient: Any = total.gradients[index]
             if not getattr(variable, "overwrite_with_gradient", False):
                 gradient = scale_gradient(gradient, factor)
             return tf.cast(gradient, variable.dtype)
@@ -130,7 +131,7 @@ class SliceSums:
         return self.last.of_all(gradients, tf.convert_to_tensor(rows), divisor, total.losses)
 
 
-def rows_at(data: Any, first: Any, count: Any, *, in_bounds: bool = False) -> Any:
+def rows_at(data: Batch, first: tf.Tensor | int, count: tf.Tensor | int, *, in_bounds: bool = False) -> Batch:
     """Consecutive rows of every tensor in a batch.
 
     Args:

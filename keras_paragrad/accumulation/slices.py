@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS
 from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_at
 from keras_paragrad.arguments import check_choice, check_instance, check_integer
+from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, warn_of_batch_statistics
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -98,18 +99,18 @@ class Slices(NamedTuple):
         """The first sentence of the error for a batch that can't be cut."""
         return f"A batch has more than size={self.size} examples, and can't be split into slices."
 
-    def cuts(self, data: Any) -> bool | None:
+    def cuts(self, data: Batch) -> bool | None:
         """Whether a batch has more examples than a slice; `None` if its size isn't static."""
         rows = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]
         return None if rows is None else rows > self.size
 
-    def __call__(self, context: StepContext, data: Any) -> Gradient:
+    def __call__(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch, accumulated over slices of `size` rows; the last one may be smaller."""
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         static_rows = tensors[0].shape[0]
         sums = self.make_accumulator(context, data)
 
-        def add_remainder(total):
+        def add_remainder(total: RunningSums):
             # Computed in the branch: XLA can't treat a captured value as a compile-time constant.
             rows = rows_of(tensors)
             first = rows // self.size * self.size
@@ -125,19 +126,24 @@ class Slices(NamedTuple):
             total = add_remainder(total)
         return sums.gradient(total, rows)
 
-    def make_accumulator(self, context: StepContext, data: Any, *, equal_weights: bool = False) -> SliceSums:
+    def make_accumulator(self, context: StepContext, data: Batch, *, equal_weights: bool = False) -> SliceSums:
         """Builds the model's weights and losses, and returns the `SliceSums` of a batch."""
         if not context.model.built:
-            context.model(rows_at(data, 0, 1)[0])
+            context.model(keras.utils.unpack_x_y_sample_weight(rows_at(data, 0, 1))[0])
         build_losses(context.model, rows_at(data, 0, 1))
         return SliceSums(context, equal_weights=equal_weights)
 
     def accumulate(
-        self, sums: SliceSums, slices: Any, slice_at: Callable[[Any], Any], rows: Any, **fields: Any
+        self,
+        sums: SliceSums,
+        slices: tf.Tensor | int,
+        slice_at: Callable[[tf.Tensor], Batch],
+        rows: tf.Tensor | int,
+        **fields: Any,
     ) -> RunningSums:
         """Sums `slices` slices, which `slice_at` cuts from a batch of `rows`; `fields` as in `SliceSums.add`."""
 
-        def add_slice(index, total):
+        def add_slice(index: tf.Tensor, total: RunningSums):
             return index + 1, sums.add(total, slice_at(index), rows, in_loop=True, **fields)
 
         start = tf.constant(0), sums.zero()

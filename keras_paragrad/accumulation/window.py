@@ -1,18 +1,19 @@
 """The window: how many micro-batches it has, and each replica's weighted sum of their gradients."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer, quote, refusal
 from keras_paragrad.compat.optimizer import WrappingOptimizer
+from keras_paragrad.compat.types import GradientTensor, Scalar
 from keras_paragrad.compat.variables import SavedVariables
 from keras_paragrad.engine.step.apply import Contribution
+from keras_paragrad.storage.row_gradients import scale_gradient
 from keras_paragrad.storage.storage import reduce_replicated_gradients, storage_of
 
-Steps = int | Sequence[Sequence[int]] | Callable[[Any], Any]
+Steps = int | Sequence[Sequence[int]] | Callable[[tf.Tensor], Scalar]
 
 _EXPECTED = (
     "an integer of at least 1, pairs of (first update, steps) such as [(0, 2), (100, 8)], or a function of the update "
@@ -68,7 +69,7 @@ class StepsSchedule:
         """Whether every update takes a single micro-batch."""
         return self.is_constant and self.at(0) == 1
 
-    def __call__(self, update: Any) -> tf.Tensor:
+    def __call__(self, update: tf.Tensor) -> tf.Tensor:
         """The steps of the window that ends with `update`, as an int64 scalar; can be traced."""
         update = tf.cast(tf.convert_to_tensor(update), tf.int64)
         if self.function:
@@ -90,7 +91,7 @@ class StepsSchedule:
         return int(steps)
 
 
-def _check_pairs(steps: Any) -> list[tuple[int, int]]:
+def _check_pairs(steps: object) -> list[tuple[int, int]]:
     """The steps as pairs `(first update, steps)`."""
     listed = steps if isinstance(steps, (list, tuple)) else [(0, steps)]
     try:
@@ -147,7 +148,12 @@ class GradientWindow(SavedVariables):
         ]
 
     def add_gradients(
-        self, indices: Sequence[int], gradients: Sequence, contribution: tf.Tensor | None, *, drop_nonfinite: bool
+        self,
+        indices: Sequence[int],
+        gradients: Sequence[GradientTensor],
+        contribution: tf.Tensor | None,
+        *,
+        drop_nonfinite: bool,
     ) -> None:
         """Adds a micro-batch's gradients, or starts a window with them after an update.
 
@@ -172,7 +178,9 @@ class GradientWindow(SavedVariables):
             self.weight.value.assign(weight)
         storages = [storage_of(accumulator) for accumulator in self.accumulators]
         pairs = zip(indices, gradients, strict=True)
-        replaced = {index for index, each in pairs if storages[index].replaces and not _is_sparse(each)}
+        replaced = {
+            index for index, each in pairs if storages[index].replaces and not isinstance(each, tf.IndexedSlices)
+        }
         added = set(indices) - replaced
         for index, storage in enumerate(storages):
             # Sums that are never replaced are cleared by each update: adding single rows must not touch the others.
@@ -183,19 +191,25 @@ class GradientWindow(SavedVariables):
         for index, gradient in zip(indices, gradients, strict=True):
             self._add(index, gradient, scale, finite, first)
 
-    def _add(self, index: int, gradient: Any, scale: Any, finite: Any, first: Any) -> None:
+    def _add(
+        self,
+        index: int,
+        gradient: GradientTensor,
+        scale: Scalar | None,
+        finite: tf.Tensor | None,
+        first: tf.Tensor | bool,
+    ) -> None:
         """Adds a gradient to a variable's sum, or replaces the sum with it if `first`."""
         storage = storage_of(self.accumulators[index])
-        rows = gradient.indices if _is_sparse(gradient) else None
-        values: Any = gradient if rows is None else gradient.values
-        values = tf.cast(values, storage.local.dtype)
+        sparse = isinstance(gradient, tf.IndexedSlices)
+        values = tf.cast(gradient.values if sparse else gradient, storage.local.dtype)
         if finite is not None:
             values = tf.where(finite, values, tf.zeros_like(values))
         if self.overwrites[index]:
             storage.local.assign(tf.maximum(tf.where(first, tf.zeros_like(values), storage.local), values))
         else:
-            shape = None if rows is None else gradient.dense_shape
-            storage.accumulate(values if rows is None else tf.IndexedSlices(values, rows, shape), scale, first)
+            added = tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if sparse else values
+            storage.accumulate(added, scale, first)
 
     def mean(self, indices: Sequence[int], variables: Sequence[keras.Variable]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The mean gradient of the window over all replicas, in one reduction, and the weight that it is divided by.
@@ -215,7 +229,7 @@ class GradientWindow(SavedVariables):
         # One reciprocal, then multiplications: TensorFlow's `div_no_nan` of a tensor is several times slower.
         factor = tf.math.reciprocal_no_nan(weight)
         for place, total in zip(averaged, totals, strict=True):
-            sums[place] = total * tf.cast(factor, total.dtype)
+            sums[place] = scale_gradient(total, factor)
         return sums, weight
 
     def clear(self) -> None:
@@ -226,10 +240,6 @@ class GradientWindow(SavedVariables):
                 storage_of(accumulator).reset(True)
 
 
-def _is_sparse(gradient: Any) -> bool:
-    return isinstance(gradient, tf.IndexedSlices)
-
-
-def _all_finite(gradients: Sequence) -> tf.Tensor:
-    values = [gradient.values if _is_sparse(gradient) else gradient for gradient in gradients]
+def _all_finite(gradients: Sequence[GradientTensor]) -> tf.Tensor:
+    values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -29,6 +29,10 @@ def replica_index() -> int:
     return 0 if index is None else int(index)
 
 
+# Runs a function, with its arguments, on every replica.
+OnReplicas: TypeAlias = Callable[..., Any]
+
+
 def cross_replica(body: Callable[..., None], *values: Any) -> None:
     """Calls `body(per_replica, *values)` once for all replicas; `per_replica(fn, *args)` calls `fn` on each of them.
 
@@ -42,18 +46,18 @@ def cross_replica(body: Callable[..., None], *values: Any) -> None:
         body(lambda fn, *args: fn(*args), *values)
         return
 
-    def merged(strategy, *grouped):
+    def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> None:
         body(lambda fn, *args: strategy.extended.call_for_each_replica(fn, args=args), *grouped)
 
     tf.distribute.get_replica_context().merge_call(merged, args=values)
 
 
-def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
     """Sums each tensor over the replicas: one collective per dtype, or a faster way on CPUs."""
     if replica_count() == 1:
         return list(tensors)
     # Not every collective supports integers. A float64 holds counts up to 2**53.
-    floats = [tf.cast(each, "float64") if each.dtype.is_integer else each for each in tensors]
+    floats: list[Any] = [tf.cast(each, "float64") if each.dtype.is_integer else each for each in tensors]
     return [
         tf.cast(total, each.dtype) if each.dtype.is_integer else total
         for total, each in zip(_all_reduce_sum(floats), tensors, strict=True)

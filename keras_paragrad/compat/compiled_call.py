@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -26,7 +26,7 @@ _COMPILE = _CompileByLayer()
 
 
 @contextlib.contextmanager
-def compile_by_layer(enabled: bool = True) -> Iterator[None]:
+def compile_by_layer(enabled: bool = True) -> Generator[None]:
     """Context in which XLA compiles each layer of this replica that gathers weights."""
     before = _COMPILE.enabled
     _COMPILE.enabled = enabled

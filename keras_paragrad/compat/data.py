@@ -1,7 +1,8 @@
 """Keras's data adapters, and private functions of TensorFlow's datasets."""
 
 import itertools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -20,6 +21,18 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from tensorflow.python.distribute.input_ops import auto_shard_dataset
 
 from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.types import Batch, Dataset
+
+
+class EpochIterator(Protocol):
+    """Keras's iterator over the steps of an epoch, each with how many are done and the iterator over batches."""
+
+    data_adapter: DataAdapter
+    steps_per_epoch: int | None
+
+    def __iter__(self) -> Iterator[tuple[int, int, Iterator[Batch]]]:
+        """Iterates over an epoch."""
+        ...
 
 
 def split_for_validation(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any]:
@@ -59,15 +72,15 @@ class ArrayRows:
         arrays = convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
         self._arrays = tf.data.Dataset.from_tensors(keras.tree.lists_to_tuples(arrays)).repeat()
 
-    def batches(self, numbers: tf.data.Dataset) -> tf.data.Dataset:
+    def batches(self, numbers: Dataset) -> Dataset:
         """A batch of rows for each vector of indices."""
         return self._mapped(numbers, _take_rows)
 
-    def batches_with(self, elements: tf.data.Dataset) -> tf.data.Dataset:
+    def batches_with(self, elements: Dataset) -> Dataset:
         """The elements `(indices, other)`, with a batch of rows in place of the indices."""
         return self._mapped(elements, _take_rows_with)
 
-    def _mapped(self, elements: tf.data.Dataset, take: Any) -> tf.data.Dataset:
+    def _mapped(self, elements: Dataset, take: Any) -> Dataset:
         dataset = tf.data.Dataset.zip((elements, self._arrays)).map(take, num_parallel_calls=tf.data.AUTOTUNE)
         options = tf.data.Options()
         # As Keras does: the pipeline optimizer would serialize the arrays.
@@ -75,7 +88,7 @@ class ArrayRows:
         return without_autotuning(dataset.with_options(options))
 
 
-def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def without_autotuning(dataset: Dataset) -> Dataset:
     """The dataset without TensorFlow's autotuner.
 
     Its thread sleeps for ever longer intervals, and the end of an iterator may wait for it as long as the epoch took.
@@ -165,7 +178,7 @@ def random_seed() -> int | None:
     return get_global_attribute("global_random_seed")
 
 
-def count_files(dataset: tf.data.Dataset) -> int | None:
+def count_files(dataset: Dataset) -> int | None:
     """The number of files that a dataset reads; `None` if it reads none, or it is unknown before iteration."""
     sources = dataset._inputs()
     if not sources:
@@ -174,7 +187,7 @@ def count_files(dataset: tf.data.Dataset) -> int | None:
     return min(counts, default=None)
 
 
-def _count_names(source: tf.data.Dataset) -> int | None:
+def _count_names(source: Dataset) -> int | None:
     """The number of file names that a source lists, or `None`."""
     names = getattr(source, "_filenames", source)
     if isinstance(names, tf.Tensor):
@@ -183,7 +196,7 @@ def _count_names(source: tf.data.Dataset) -> int | None:
     return count if names.element_spec == tf.TensorSpec((), tf.string) and count >= 0 else None
 
 
-def shard_files_of_worker(dataset: tf.data.Dataset, workers: int, worker: int) -> tf.data.Dataset:
+def shard_files_of_worker(dataset: Dataset, workers: int, worker: int) -> Dataset:
     """The dataset of one worker's share of the files.
 
     Raises:

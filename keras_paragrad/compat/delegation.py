@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import keras
@@ -117,7 +117,7 @@ class _Delegation(MethodPatch):
 
 
 @contextlib.contextmanager
-def delegated(model: keras.Model, trained: keras.Model) -> Iterator[None]:
+def delegated(model: keras.Model, trained: keras.Model) -> Generator[None]:
     """Context in which `model` has the loss, metrics and optimizer of `trained`, a compiled model."""
     with patched(model, lambda: _Delegation(model, trained)):
         yield

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import keras
@@ -72,7 +72,7 @@ def copy_mask(origin: Any, tensor: Any) -> None:
 
 
 @contextlib.contextmanager
-def full_precision() -> Iterator[None]:
+def full_precision() -> Generator[None]:
     """Context in which weights are read in their own dtype, without autocasting."""
     with AutocastScope(None):
         yield
@@ -88,7 +88,7 @@ class CallState:
         self.dtype = scope and scope.dtype
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> Generator[None]:
         """Context with that state, for a part of the call that runs again."""
         before = get_global_attribute("current_call_ctx")
         set_global_attribute("current_call_ctx", copy.copy(self.context))
@@ -100,7 +100,7 @@ class CallState:
 
 
 @contextlib.contextmanager
-def attributes(layer: keras.layers.Layer, **values: Any) -> Iterator[None]:
+def attributes(layer: keras.layers.Layer, **values: Any) -> Generator[None]:
     """Context that sets attributes of a layer, bypassing Keras's tracking."""
     attributes = vars(layer)
     before = {name: attributes[name] for name in values if name in attributes}

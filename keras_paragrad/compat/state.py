@@ -2,7 +2,7 @@
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Generic, TypeVar
 
 _KEY = "_keras_paragrad"
@@ -138,7 +138,7 @@ def patch_of(owner: Any, kind: type[Patch]) -> Patch | None:
 
 
 @contextlib.contextmanager
-def patched(owner: Any, make: Callable[[], Patch]) -> Iterator[Patch]:
+def patched(owner: Any, make: Callable[[], Patch]) -> Generator[Patch]:
     """Replaces methods while a step is traced in it; entered on every replica.
 
     Args:

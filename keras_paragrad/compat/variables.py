@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import keras
@@ -95,7 +95,7 @@ def variable_bytes(variable: keras.Variable) -> int:
 
 
 @contextlib.contextmanager
-def without_memory() -> Iterator[None]:
+def without_memory() -> Generator[None]:
     """Context in which Keras creates variables of more than a few kilobytes without memory, in every thread.
 
     They can be traced and assigned, but have no value before an assignment. Initializers don't run.

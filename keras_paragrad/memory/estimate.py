@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import keras
@@ -134,7 +134,7 @@ class Recomputation(NamedTuple):
     begin: Callable[[], Callable[[], None]]
 
     @contextlib.contextmanager
-    def in_effect(self) -> Iterator[None]:
+    def in_effect(self) -> Generator[None]:
         """Context in which they are recomputed by functions traced in it."""
         end = self.begin()
         try:

@@ -122,9 +122,10 @@ def _closed(shape: Sequence[int | None], steps: int) -> list[int]:
 def _traced(model: keras.Model, steps: int) -> tuple[list[tf.Operation], int]:
     """The operations of a forward and backward pass, and the number of those in the forward pass."""
     variables = list({id(variable): variable for variable in model.variables}.values())
+    functional: Any = functional_of(model)
     inputs = keras.tree.map_structure(
         lambda each: tf.TensorSpec(_closed(each.shape, steps) if each.shape else [], each.dtype),
-        functional_of(model).input,
+        functional.input,
     )
     marks = []
 

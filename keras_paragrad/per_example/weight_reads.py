@@ -1,7 +1,7 @@
 """Scopes that track which layer reads which weight, so that no use of a weight escapes its rule."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -34,7 +34,7 @@ class WeightReads(keras.StatelessScope):
         return bool(self.readable)
 
     @contextlib.contextmanager
-    def by(self, layer: keras.layers.Layer) -> Iterator[None]:
+    def by(self, layer: keras.layers.Layer) -> Generator[None]:
         """Allows a layer's weights to be read."""
         previous = self.readable
         self.readable = previous | {id(variable) for variable in layer.trainable_variables}
@@ -61,7 +61,7 @@ class WeightReads(keras.StatelessScope):
         assign_now(*update)
 
     @contextlib.contextmanager
-    def recording_assignments(self) -> Iterator[list[tuple[keras.Variable, Any]]]:
+    def recording_assignments(self) -> Generator[list[tuple[keras.Variable, Any]]]:
         """On exit, fills the yielded list with the variables assigned inside and their previous values."""
         previous, self.overwritten = self.overwritten, {}
         assignments: list[tuple[keras.Variable, Any]] = []

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -193,7 +193,7 @@ def _pld_of_update(noise: float, rate: float, interval: float) -> Any:
 
 
 @contextlib.contextmanager
-def _without_convergence_warnings() -> Iterator[None]:
+def _without_convergence_warnings() -> Generator[None]:
     """Hides dp-accounting's warning for each order whose series diverges; the other orders still give a bound."""
 
     def keep(record: logging.LogRecord) -> bool:

@@ -1,12 +1,11 @@
 """Adaptive clipping: the clip norm follows a quantile of the examples' gradient norms, privately."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_number
 from keras_paragrad.compat.collectives import sum_over_replicas
+from keras_paragrad.compat.types import Config, Structure
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
@@ -57,7 +56,7 @@ class AdaptiveClip:
         """Standard deviation of the noise on the number of examples within the norm."""
         return expected_batch_size / 20 if self.count_noise is None else float(self.count_noise)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """The constructor's arguments."""
         return {
             "quantile": self.quantile,
@@ -67,7 +66,7 @@ class AdaptiveClip:
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "AdaptiveClip":
+    def from_config(cls, config: Config) -> "AdaptiveClip":
         return cls(**config)
 
 
@@ -92,7 +91,7 @@ class ClipState:
         """The clip norm, a float32 scalar."""
         return self.adaptive.initial * tf.exp(tf.convert_to_tensor(self._log.value))
 
-    def count(self, norms: tf.Tensor, sample_weight: Any) -> None:
+    def count(self, norms: tf.Tensor, sample_weight: Structure) -> None:
         """Counts this replica's examples within the norm, without rows of weight 0."""
         weights = tf.reshape(keras.tree.flatten(sample_weight)[0], [tf.shape(norms)[0], -1])[:, 0]
         # Centered, so that one example more changes the sum by one half rather than one.

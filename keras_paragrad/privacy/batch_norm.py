@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from keras_paragrad.arguments import check_instance
+from keras_paragrad.compat.types import Structure
 from keras_paragrad.per_example.units import layer_and_sublayers
 
 _MOST_GROUPS = 32
@@ -113,7 +114,7 @@ class _Copier:
         return type(layer).from_config(layer.get_config())
 
 
-def _call(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Any:
+def _call(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Structure:
     """Calls a copy as its layer was called; group normalization takes no mask and no mode."""
     return layer(*arguments) if isinstance(layer, keras.layers.GroupNormalization) else layer(*arguments, **keywords)
 

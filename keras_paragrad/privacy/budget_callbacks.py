@@ -2,11 +2,11 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
 
+from keras_paragrad.compat.types import Logs
 from keras_paragrad.privacy.accounting import ACCOUNTANTS
 from keras_paragrad.privacy.budget import Privacy
 from keras_paragrad.privacy.ledger import Entry
@@ -38,7 +38,7 @@ class UpdateCounter(keras.callbacks.Callback):
         self.end: int | None = None
         self.spent: list[Entry] = []
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Reads the ledger, with what weights loaded since have released.
 
         Raises:
@@ -84,11 +84,11 @@ class EpsilonLogs(keras.callbacks.Callback):
         self.privacy, self._counter = privacy, counter
         self._epsilon, self._epoch = 0.0, 0
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Notes the epoch."""
         self._epoch = epoch
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Logs epsilon, and stops training after the last update of the budget."""
         counter, settings = self._counter, self.privacy.settings
         if ACCOUNTANTS[settings.accountant].fast:
@@ -105,7 +105,7 @@ class EpsilonLogs(keras.callbacks.Callback):
                 *(self.privacy.updates, settings.target_epsilon, settings.epochs),
             )
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Logs the epsilon of all updates, which may take a second with privacy loss distributions."""
         self._epsilon = self.privacy.epsilon
         if logs is not None:

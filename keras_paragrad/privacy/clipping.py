@@ -3,7 +3,7 @@
 import contextlib
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_number, refusal
 from keras_paragrad.compat.layers import may_be_differentiated
 from keras_paragrad.compat.model import added_losses
+from keras_paragrad.compat.types import Config, Structure
 from keras_paragrad.engine.probes.states import layers_storing_examples
 from keras_paragrad.engine.probes.trial import is_trial
 from keras_paragrad.engine.step.symbolic import build_by_calling
@@ -38,21 +39,22 @@ class PrivateGradients(PerExampleGradients):
     """
 
     def __init__(self, layer: keras.Model, clip: ClipNorm, expected_batch_size: int, **kwargs: Any):
-        super().__init__(layer, **{**kwargs, "transform": tf.ones_like})
+        options: dict[str, Any] = {**kwargs, "transform": tf.ones_like}
+        super().__init__(layer, **options)
         self.clip = clip
         self.expected_batch_size = expected_batch_size
         self.rows: tf.Tensor | int | None = None
         # Bypasses Keras's tracking: the model owns its variables.
         self.__dict__["state"] = None
 
-    def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, inputs: Structure, *args: Any, **kwargs: Any) -> Structure:
         if may_be_differentiated() and not is_trial():
             # Before any example could change a state.
             build_by_calling(self.layer, inputs)
             self._check_states(inputs)
         return super().call(inputs, *args, **kwargs)
 
-    def _check_states(self, inputs: Any) -> None:
+    def _check_states(self, inputs: Structure) -> None:
         """Refuses layers whose states depend on the examples: states get no noise."""
         if self.layer not in _STATEFUL:
             _STATEFUL[self.layer] = layers_storing_examples(self.layer, inputs)
@@ -68,7 +70,7 @@ class PrivateGradients(PerExampleGradients):
         return _bounds(self.layer, self.clip) if isinstance(self.clip, str | Mapping) else []
 
     @contextlib.contextmanager
-    def averaging(self, rows: tf.Tensor) -> Iterator[None]:
+    def averaging(self, rows: tf.Tensor) -> Generator[None]:
         """Context in which steps are traced whose means divide by `rows`, counted over all replicas."""
         previous = self.rows
         # Bypasses Keras's tracking.
@@ -118,20 +120,20 @@ class PrivateGradients(PerExampleGradients):
             )
         return (1.0 if all(term.is_sum for term in terms) else self.rows) / self.expected_batch_size
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         config = super().get_config()
         clip = dict(self.clip) if isinstance(self.clip, Mapping) else self.clip
         added = {"clip": keras.saving.serialize_keras_object(clip), "expected_batch_size": self.expected_batch_size}
         return {**{name: value for name, value in config.items() if name not in ("transform", "clip_norm")}, **added}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "PrivateGradients":
+    def from_config(cls, config: Config, custom_objects: dict[str, type] | None = None) -> "PrivateGradients":
         config = {**config, "transform": None}
         config["clip"] = keras.saving.deserialize_keras_object(config["clip"], custom_objects)
         return super().from_config(config, custom_objects)  # pyright: ignore[reportReturnType]
 
 
-def check_clip(clip: Any) -> ClipNorm:
+def check_clip(clip: object) -> ClipNorm:
     """Checks the argument `clip_norm` of `make_private`."""
     if isinstance(clip, AdaptiveClip) or (isinstance(clip, str) and clip == PER_LAYER):
         return clip

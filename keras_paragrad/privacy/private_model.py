@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import keras
@@ -9,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice, check_flag, check_instance, check_integer, check_number
+from keras_paragrad.compat.types import Config, FitData
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.extras import require
@@ -192,12 +194,12 @@ class PrivateModel(PerExampleModel):
         super().set_weights(weights)
         self._releases.sync()
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: MutableMapping[str, np.ndarray]) -> None:
         """Saves the weights with the current ledger."""
         self._releases.sync()
         super().save_own_variables(store)
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """Loads the weights, and adds their ledger to the model's."""
         self._releases.sync()
         stored = {name: store[name] for name in store.keys()}  # noqa: SIM118
@@ -214,22 +216,22 @@ class PrivateModel(PerExampleModel):
 
     def fit(
         self,
-        x: Any = None,
-        y: Any = None,
+        x: FitData = None,
+        y: FitData = None,
         batch_size: int | None = None,
         epochs: int = 1,
         verbose: str | int = "auto",
         callbacks: Any = None,
         validation_split: float = 0.0,
-        validation_data: Any = None,
+        validation_data: FitData = None,
         shuffle: bool = True,
         class_weight: dict[int, float] | None = None,
-        sample_weight: Any = None,
+        sample_weight: FitData = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
-        validation_freq: Any = 1,
+        validation_freq: int | Sequence[int] = 1,
     ) -> keras.callbacks.History:
         """Trains with differential privacy: each batch is an update, of a Poisson sample of all examples.
 
@@ -333,14 +335,14 @@ class PrivateModel(PerExampleModel):
                 "are computed from private rows without noise: don't publish them."
             )
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """The constructor's arguments, serialized, with the number of examples if it is known."""
         # The layer's config has the clip norm.
         settings = {**vars(self.privacy.settings), "clip_norm": None, "examples": self.privacy.known_examples}
         return {**super().get_config(), "settings": settings}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "PrivateModel":
+    def from_config(cls, config: Config, custom_objects: dict[str, type] | None = None) -> "PrivateModel":
         config = dict(config)
         layer = keras.saving.deserialize_keras_object(config.pop("per_example"), custom_objects)
         settings = config.pop("settings")

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.data import ArrayRows, adapter_of, reads_arrays
+from keras_paragrad.compat.types import Batch, Dataset, FitData, Structure
 
 # Examples that `digest_of_examples` reads.
 _DIGESTED = 8
@@ -19,13 +20,13 @@ class Examples(Protocol):
 
     count: int
 
-    def gather(self, draws: tf.data.Dataset) -> tf.data.Dataset:
+    def gather(self, draws: Dataset) -> Dataset:
         """Replaces the numbers in elements `(numbers, present)` by the batch of these examples."""
         ...
 
 
 def examples_of(
-    x: Any, y: Any = None, sample_weight: Any = None, class_weight: dict[int, float] | None = None
+    x: FitData, y: FitData = None, sample_weight: FitData = None, class_weight: dict[int, float] | None = None
 ) -> Examples:
     """The examples in the data that `fit` gets.
 
@@ -43,7 +44,10 @@ def examples_of(
             "as well. Leave them out, and let batches be (x, y, sample_weight)."
         )
     if isinstance(x, keras.utils.PyDataset):
-        return _Batches(len(x), lambda index: _with_class_weight(tuple(x[index]), class_weight), type(x).__name__)
+        batches: Any = x
+        return _Batches(
+            len(batches), lambda index: _with_class_weight(tuple(batches[index]), class_weight), type(x).__name__
+        )
     if isinstance(x, tf.data.Dataset):
         return _from_dataset(x, class_weight)
     if isinstance(x, Iterator) or callable(x):
@@ -67,14 +71,14 @@ class _Arrays:
         self._rows = ArrayRows(adapter)
         self.count = self._rows.count
 
-    def gather(self, draws: tf.data.Dataset) -> tf.data.Dataset:
+    def gather(self, draws: Dataset) -> Dataset:
         return self._rows.batches_with(draws)
 
 
 class _Batches:
     """Examples in `batches` batches, which `read` returns by number; all but the last have the size of the first."""
 
-    def __init__(self, batches: int, read: Callable[[int], Any], name: str):
+    def __init__(self, batches: int, read: Callable[[int], Batch], name: str):
         if batches < 1:
             raise ValueError(f"{name} is empty.")
         self._read, self._name, self._batches = read, name, batches
@@ -84,12 +88,12 @@ class _Batches:
         self.count = (batches - 1) * self.size + self._last
         self._spec = keras.tree.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), first)
 
-    def _batch(self, index: int) -> Any:
+    def _batch(self, index: int) -> Batch:
         return keras.tree.map_structure(
             lambda leaf: leaf if leaf is None else keras.ops.convert_to_numpy(leaf), self._read(index)
         )
 
-    def take(self, numbers: np.ndarray) -> Any:
+    def take(self, numbers: np.ndarray) -> Batch:
         """The batch of the examples with these numbers."""
         places = np.empty(len(numbers), np.int64)
         parts, start = [], 0
@@ -108,10 +112,10 @@ class _Batches:
             start += len(in_batch)
         return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves)[places], *parts)
 
-    def gather(self, draws: tf.data.Dataset) -> tf.data.Dataset:
+    def gather(self, draws: Dataset) -> Dataset:
         specs = keras.tree.flatten(self._spec)
 
-        def take(numbers: tf.Tensor, present: tf.Tensor) -> Any:
+        def take(numbers: tf.Tensor, present: tf.Tensor) -> Batch:
             leaves = tf.numpy_function(
                 lambda numbers: tuple(keras.tree.flatten(self.take(numbers))),
                 [numbers],
@@ -124,7 +128,7 @@ class _Batches:
         return draws.map(tf.autograph.experimental.do_not_convert(take))
 
 
-def _from_dataset(dataset: tf.data.Dataset, class_weight: dict[int, float] | None) -> _Batches:
+def _from_dataset(dataset: Dataset, class_weight: dict[int, float] | None) -> _Batches:
     """The batches of a `tf.data.Dataset`, read by their numbers."""
     batches = int(dataset.cardinality())
     if batches < 0:
@@ -133,7 +137,7 @@ def _from_dataset(dataset: tf.data.Dataset, class_weight: dict[int, float] | Non
             "depends on how many there are. Pass arrays, or tf.data.Dataset.from_tensor_slices(...).batch(...)."
         )
 
-    def read(index: int) -> Any:
+    def read(index: int) -> Batch:
         try:
             batch = tf.data.experimental.at(dataset, index)
         except (
@@ -151,7 +155,7 @@ def _from_dataset(dataset: tf.data.Dataset, class_weight: dict[int, float] | Non
     return _Batches(batches, read, "the tf.data.Dataset")
 
 
-def _with_class_weight(batch: tuple, class_weight: dict[int, float] | None) -> tuple:
+def _with_class_weight(batch: tuple[Structure, ...], class_weight: dict[int, float] | None) -> tuple[Structure, ...]:
     """A batch with the weights of its labels' classes as sample weights."""
     if class_weight is None:
         return batch
@@ -168,7 +172,7 @@ def _with_class_weight(batch: tuple, class_weight: dict[int, float] | None) -> t
     return x, y, weights if sample_weight is None else weights * np.asarray(sample_weight)
 
 
-def _rows_in(batch: Any, name: str) -> int:
+def _rows_in(batch: Batch, name: str) -> int:
     """The number of examples in a batch."""
     shapes = [tuple(leaf.shape) for leaf in keras.tree.flatten(batch) if leaf is not None]
     sizes = {shape[0] if shape else -1 for shape in shapes}

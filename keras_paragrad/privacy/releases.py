@@ -255,7 +255,7 @@ class Releases:
         with self._scope():
             variable.assign(value)
 
-    def _scope(self) -> contextlib.AbstractContextManager[Any]:
+    def _scope(self) -> contextlib.AbstractContextManager[object]:
         strategy = self._model.distribute_strategy
         inside = tf.distribute.has_strategy() or strategy is tf.distribute.get_strategy()
         return contextlib.nullcontext() if inside else strategy.scope()
@@ -302,18 +302,18 @@ def _digest_of_state(model: keras.Model) -> bytes:
     return digest.digest()
 
 
-def _describe_compile(model: keras.Model) -> list[Any]:
+def _describe_compile(model: keras.Model) -> list[object]:
     """The optimizer and the losses as plain values, equal in all processes."""
     return [_describe(each) for each in (model.optimizer, *keras.tree.flatten(model.loss))]
 
 
-def _describe(part: Any) -> list[Any]:
+def _describe(part: Any) -> list[object]:
     config = part.get_config() if hasattr(part, "get_config") else {}
     name = str(part) if isinstance(part, str | None) else getattr(part, "__name__", type(part).__name__)
     return [name, _plain({name: value for name, value in config.items() if name not in _VARYING})]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, dict):
         return [(str(name), _plain(each)) for name, each in sorted(value.items(), key=lambda item: str(item[0]))]
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer, check_number
 from keras_paragrad.compat.data import without_autotuning
+from keras_paragrad.compat.types import Batch, Dataset, Structure
 from keras_paragrad.privacy.random_access import Examples
 
 # Draws per call from TensorFlow into Python, which takes as long as some of them.
@@ -64,9 +65,7 @@ class PoissonSampling:
         return Draw(*map(np.stack, zip(*map(self.draw, updates), strict=True)))
 
 
-def private_batches(
-    examples: Examples, sampling: PoissonSampling, updates: Callable[[], np.ndarray]
-) -> tf.data.Dataset:
+def private_batches(examples: Examples, sampling: PoissonSampling, updates: Callable[[], np.ndarray]) -> Dataset:
     """Makes a dataset of the padded batches `(x, y, sample_weight)` of the updates that `updates` returns."""
 
     def update_numbers(_: tf.Tensor) -> tf.Tensor:
@@ -87,13 +86,13 @@ def private_batches(
 
 
 @tf.autograph.experimental.do_not_convert
-def _weigh_rows(batch: Any, present: tf.Tensor) -> tuple[Any, Any, Any]:
+def _weigh_rows(batch: Batch, present: tf.Tensor) -> tuple[Structure, Structure, Structure]:
     """Gives padding the sample weight -0.0, which counts for nothing and differs from a user's own 0.0."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     if y is None:
         raise ValueError("There are no targets. Call fit(x, y), or pass data of (inputs, targets).")
 
-    def weigh(targets: tf.Tensor, weights: Any = None) -> tf.Tensor:
+    def weigh(targets: tf.Tensor, weights: tf.Tensor | None = None) -> tf.Tensor:
         weights = tf.ones_like(present, "float32") if weights is None else tf.convert_to_tensor(weights)
         weights = weights if weights.dtype.is_floating else tf.cast(weights, "float32")
         # Expanded to the targets' rank, as Keras would broadcast weights of a lower one along other axes.
@@ -107,7 +106,7 @@ def _weigh_rows(batch: Any, present: tf.Tensor) -> tuple[Any, Any, Any]:
     return x, y, keras.tree.map_structure(lambda targets: weigh(targets, sample_weight), y)
 
 
-def present_rows(batch: Any) -> tf.Tensor:
+def present_rows(batch: Batch) -> tf.Tensor:
     """Fills the *present* stage: tells the drawn rows of a padded batch from padding."""
     *_, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     weights = tf.convert_to_tensor(keras.tree.flatten(sample_weight)[0])

@@ -10,9 +10,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.accumulation.slice_sums import rows_at
+from keras_paragrad.accumulation.slice_sums import RunningSums, rows_at
 from keras_paragrad.accumulation.slices import Slices
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
+from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.losses.logs import has_metrics
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, is_slower_in_xla_loop
@@ -66,7 +67,7 @@ class PhysicalBatches(Slices):
         """Starts the error for a model that allows no physical batches."""
         return "An update can't be computed in physical batches."
 
-    def __call__(self, context: StepContext, data: Any) -> Gradient:
+    def __call__(self, context: StepContext, data: Batch) -> Gradient:
         """Sums the gradients of the physical batches that have drawn rows."""
         model = context.model
         drawn = tf.math.count_nonzero(present_rows(data), dtype=tf.int32)
@@ -76,7 +77,7 @@ class PhysicalBatches(Slices):
         rows = batches * size
         sums = self.make_accumulator(context, data, equal_weights=True)
 
-        def accumulate(data, **how):
+        def accumulate(data: Batch, **how: Any) -> RunningSums:
             # The batch is padded, so no slice ends beyond it.
             return self.accumulate(
                 sums, batches, lambda at: rows_at(data, at * size, size, in_bounds=True), rows, **how
@@ -178,7 +179,7 @@ def _keyed_normals(seed: tf.Tensor, place: int, shape: Sequence[int], deviation:
     """
     key: Any = tf.random.fold_in(seed, place, alg=_ALGORITHM)
     count = math.prod(shape)
-    full_range = {"minval": None, "maxval": None, "dtype": tf.uint32}
+    full_range: dict[str, Any] = {"minval": None, "maxval": None, "dtype": tf.uint32}
     bits = tf.random.stateless_uniform([2, (count + 1) // 2], key, alg=_ALGORITHM, **full_range)
     radius, angle = tf.unstack(tf.cast(bits, "float32"))
     # Half a step above 0, where the logarithm is infinite.

@@ -3,13 +3,14 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import first_replica_values, replica_index
+from keras_paragrad.compat.types import TensorVariable
 from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.storage.model_variables import rename_keys, replace_value, training_variables
 from keras_paragrad.storage.partition import Partition
@@ -40,7 +41,7 @@ def create_whole(strategy: tf.distribute.Strategy) -> None:
 
 
 @contextlib.contextmanager
-def creating_whole(strategy: tf.distribute.Strategy) -> Iterator[None]:
+def creating_whole(strategy: tf.distribute.Strategy) -> Generator[None]:
     """The strategy's scope, in which variables are created whole."""
     before = vars(strategy.extended).pop(_CREATE, None)
     try:
@@ -51,7 +52,7 @@ def creating_whole(strategy: tf.distribute.Strategy) -> Iterator[None]:
             vars(strategy.extended)[_CREATE] = before
 
 
-def may_be_in_shards(model: Any) -> bool:
+def may_be_in_shards(model: keras.Model) -> bool:
     """Whether a model has sharded variables, or may get some when it is built."""
     create = vars(model.distribute_strategy.extended).get(_CREATE)
     creates = create is not None and create.keywords["min_bytes"] < math.inf
@@ -60,7 +61,7 @@ def may_be_in_shards(model: Any) -> bool:
 
 def unshard(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Makes the variables of a model and its optimizer whole on each replica; called on every worker."""
-    optimizer: Any = model.optimizer
+    optimizer: keras.optimizers.Optimizer = model.optimizer
     keys = {}
     for variable, value in _sharded_variables(model, "model", "optimizer"):
         old = optimizer._var_key(variable)
@@ -74,11 +75,12 @@ def add_copies(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Gives each replica a whole copy of the model's sharded variables; called on every worker."""
     for _, value in _sharded_variables(model, "model"):
         with creating_whole(strategy):
-            value.copies = tf.Variable(value.numpy(), aggregation=value.aggregation)
+            whole: Any = value.numpy()
+            value.copies = tf.Variable(whole, aggregation=value.aggregation)
         value.copies_are_current = True
 
 
-def _sharded_variables(model: keras.Model, *sections: str) -> Iterator[tuple[Any, ShardedVariable]]:
+def _sharded_variables(model: keras.Model, *sections: str) -> Iterator[tuple[keras.Variable, ShardedVariable]]:
     """The variables of a model's sections that are in shards."""
     variables = training_variables(model)
     for variable in [each for section in sections for each in variables[section]]:
@@ -87,7 +89,14 @@ def _sharded_variables(model: keras.Model, *sections: str) -> Iterator[tuple[Any
             yield variable, value
 
 
-def _create(strategy: Any, next_creator: Any, *, copies: bool, min_bytes: float, **kwargs: Any) -> Any:
+def _create(
+    strategy: tf.distribute.Strategy,
+    next_creator: Callable[..., tf.Variable],
+    *,
+    copies: bool,
+    min_bytes: float,
+    **kwargs: Any,
+) -> TensorVariable:
     """`StrategyExtended._create_variable`: one initial value is drawn, and every replica gets its shard."""
     create = functools.partial(type(strategy.extended)._create_variable, strategy.extended, next_creator)
     reference = kwargs.get("colocate_with")
@@ -98,7 +107,7 @@ def _create(strategy: Any, next_creator: Any, *, copies: bool, min_bytes: float,
     with tf.device("CPU:0"):
         initial = kwargs.pop("initial_value")
         value: Any = initial() if callable(initial) else initial
-        whole = tf.convert_to_tensor(value, kwargs.get("dtype"))
+        whole: Any = tf.convert_to_tensor(value, kwargs.get("dtype"))
     same_shape = slot_of is not None and tuple(whole.shape) == slot_of.shape
     large = whole.dtype.is_floating and whole.shape.num_elements() * whole.dtype.size >= min_bytes
     if not (same_shape or (trained and large)):
@@ -128,8 +137,13 @@ def _broadcast_from_chief(strategy: tf.distribute.Strategy, value: tf.Tensor) ->
 
 
 def _update(
-    strategy: Any, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True
-) -> Any:
+    strategy: tf.distribute.Strategy,
+    var: TensorVariable,
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    group: bool = True,
+) -> object:
     """`StrategyExtended.update`: outside of a step, as in callbacks, `fn` gets whole variables instead of shards.
 
     Raises:

@@ -3,17 +3,22 @@
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.dtensor.python import api
 from tensorflow.experimental import dtensor  # pyright: ignore[reportMissingModuleSource]
 
+from keras_paragrad.compat.types import Array
+
 # With this pass, the all-reduces of a step on a mesh that divides the batch give wrong sums, without an error.
 COMBINE_PASS = "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"
 
+# The stubs of DTensor lack methods.
+Mesh: TypeAlias = dtensor.Mesh | Any
+Layout: TypeAlias = dtensor.Layout | Any
 # For each dimension of a tensor, the name of the mesh axis along which it is divided, or `None`.
 Axes = tuple[str | None, ...]
 
@@ -26,7 +31,7 @@ class _MeshContext(threading.local):
         assigned: Discarded assignments by the `id` of the variable; `None` if assignments are carried out.
     """
 
-    mesh: Any = None
+    mesh: Mesh | None = None
     assigned: dict[int, Any] | None = None
 
 
@@ -62,7 +67,7 @@ def span_workers(workers: Sequence[str], worker: int) -> None:
     os.environ |= {"DTENSOR_CLIENT_ID": str(worker), "DTENSOR_NUM_CLIENTS": str(len(workers))}
 
 
-def make_mesh(shape: Mapping[str, int], devices: Sequence[str], workers: int = 1, worker: int = 0) -> Any:
+def make_mesh(shape: Mapping[str, int], devices: Sequence[str], workers: int = 1, worker: int = 0) -> Mesh:
     """Makes a mesh of this process's devices, or of those of all workers.
 
     Args:
@@ -80,7 +85,7 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[str], workers: int = 1
 
 
 @contextlib.contextmanager
-def on_mesh(mesh: Any) -> Iterator[None]:
+def on_mesh(mesh: Mesh) -> Generator[None]:
     """Context in which functions run on a mesh, and its variables are read and assigned as DTensors."""
     before, error = CONTEXT.mesh, None
     with dtensor.default_mesh(mesh):
@@ -97,7 +102,7 @@ def on_mesh(mesh: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def discard_assignments() -> Iterator[None]:
+def discard_assignments() -> Generator[None]:
     """Context in which a step on a mesh reads back what it assigns to variables, which keep their values."""
     CONTEXT.assigned = {}
     try:
@@ -111,13 +116,18 @@ def computing_on_mesh() -> bool:
     return CONTEXT.mesh is not None
 
 
-def layout_of(mesh: Any, axes: Axes) -> Any:
+def layout_of(mesh: Mesh, axes: Axes) -> Layout:
     """The DTensor layout of a tensor that is divided along axes of a mesh."""
     make: Any = dtensor.Layout
     return make([axis or dtensor.UNSHARDED for axis in axes], mesh)
 
 
-def distribute(value: Any, mesh: Any, axes: Axes) -> Any:
+def axis_size(mesh: Mesh, axis: str) -> int:
+    """The number of devices along an axis of a mesh."""
+    return cast("Any", mesh).dim_size(axis)
+
+
+def distribute(value: Array, mesh: Mesh, axes: Axes) -> tf.Tensor:
     """A DTensor of a value, each part of which is sent to its devices alone.
 
     Args:
@@ -127,24 +137,24 @@ def distribute(value: Any, mesh: Any, axes: Axes) -> Any:
     """
     layout = layout_of(mesh, axes)
     whole: Any = tf.convert_to_tensor(value)
-    sizes = [size // mesh.dim_size(axis) if axis else size for size, axis in zip(whole.shape, axes, strict=True)]
+    sizes = [size // axis_size(mesh, axis) if axis else size for size, axis in zip(whole.shape, axes, strict=True)]
     positions = _local_positions(layout)
     parts = {position: _part(whole, position, sizes) for position in set(positions)}
     return dtensor.pack([parts[position] for position in positions], layout)
 
 
-def _local_positions(layout: Any) -> list[tuple[int, ...]]:
+def _local_positions(layout: Layout) -> list[tuple[int, ...]]:
     """For each of this process's devices, the position of its part in the tensor."""
     positions = [tuple(position) for position in layout.offset_to_shard()]
     return [positions[index] for index in layout.mesh.local_device_ids()]
 
 
-def _is_whole_on_each_worker(layout: Any) -> bool:
+def _is_whole_on_each_worker(layout: Layout) -> bool:
     positions, local = [tuple(position) for position in layout.offset_to_shard()], len(layout.mesh.local_device_ids())
     return all(set(positions[i : i + local]) == set(positions) for i in range(0, len(positions), local))
 
 
-def _part(whole: Any, position: Sequence[int], sizes: Sequence[int]) -> Any:
+def _part(whole: tf.Tensor, position: Sequence[int], sizes: Sequence[int]) -> tf.Tensor:
     begin = [index * size for index, size in zip(position, sizes, strict=True)]
     return tf.slice(whole, begin, sizes) if sizes else whole
 
@@ -171,7 +181,7 @@ def gather(tensor: Any) -> tf.Tensor:
         return tf.constant(whole)
 
 
-def relayout(tensor: Any, axes: Axes, gradient: Axes | None = None) -> Any:
+def relayout(tensor: tf.Tensor, axes: Axes, gradient: Axes | None = None) -> tf.Tensor:
     """`dtensor.relayout` on the mesh of the step that is being traced, with a layout for the gradient too.
 
     Args:
@@ -184,16 +194,17 @@ def relayout(tensor: Any, axes: Axes, gradient: Axes | None = None) -> Any:
         return dtensor.relayout(tensor, layout)
 
     @tf.custom_gradient
-    def forward(tensor: Any) -> Any:
+    def forward(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         return dtensor.relayout(tensor, layout), backward
 
-    def backward(cotangent: Any) -> Any:
+    def backward(cotangent: tf.Tensor) -> tf.Tensor:
         # DTensor's own gradient restores the layout of the input, which is not always known in a trace. It also lacks
         # rules for some divided gradients: so they are divided last.
         cotangent = dtensor.relayout(cotangent, layout)
         return cotangent if gradient is None else dtensor.relayout(cotangent, layout_of(CONTEXT.mesh, gradient))
 
-    return forward(tensor)
+    moved: Any = forward(tensor)
+    return moved
 
 
 def bytes_by_device(storage: Any) -> dict[str, int]:
@@ -208,6 +219,6 @@ def bytes_by_device(storage: Any) -> dict[str, int]:
     return total
 
 
-def make_variable(value: Any, *, mesh: Any, axes: Axes, name: str, trainable: bool) -> Any:
+def make_variable(value: Array, *, mesh: Mesh, axes: Axes, name: str, trainable: bool) -> tf.Variable:
     """Makes a `DVariable` of a value, an array or a tensor, divided along axes of a mesh."""
     return dtensor.DVariable(distribute(value, mesh, axes), name=name, trainable=trainable)

@@ -7,6 +7,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.values import PerReplica
 
 from keras_paragrad.compat.collectives import replica_index, replicas_are_local, sum_over_replicas
+from keras_paragrad.compat.types import GradientTensor, Structure
 from keras_paragrad.storage.partition import Partition
 
 _NO_SUCH_ROW = "An embedding is asked for rows that its table does not have. Rows of the table, and rows asked for:"
@@ -21,7 +22,7 @@ def all_gather(shard: tf.Tensor) -> tf.Tensor:
     return context.all_gather(tf.identity(shard), axis=0)
 
 
-def reduce_scatter(gradients: Sequence[Any], partitions: Sequence[Partition]) -> list[tf.Tensor]:
+def reduce_scatter(gradients: Sequence[GradientTensor], partitions: Sequence[Partition]) -> list[tf.Tensor]:
     """This replica's shards of the sums of all replicas' gradients; called on every replica.
 
     Args:
@@ -52,7 +53,7 @@ def look_up_rows(table: tf.Tensor, indices: tf.Tensor, partition: Partition) -> 
     indices = _check_rows(indices, partition)
     if replicas_are_local():
 
-        def look_up(requests: Sequence[Any], index: int) -> tf.Tensor:
+        def look_up(requests: Sequence[tf.Tensor], index: int) -> tf.Tensor:
             wanted = requests[index][1]
             return tf.add_n([_rows_in(shard, at, wanted, rows, width) for at, (shard, _) in enumerate(requests)])
 
@@ -66,7 +67,7 @@ def look_up_rows(table: tf.Tensor, indices: tf.Tensor, partition: Partition) -> 
     return all_rows[begin : begin + tf.size(indices)]
 
 
-def _scatter(gradient: Any, partition: Partition) -> tf.Tensor:
+def _scatter(gradient: GradientTensor, partition: Partition) -> tf.Tensor:
     """This replica's shard of the sum of all local replicas' gradients."""
     if isinstance(gradient, tf.IndexedSlices):
         return _exchange(lambda gradients, index: _sum_shards(gradients, index, partition), gradient)
@@ -91,7 +92,7 @@ def _rows_in(shard: tf.Tensor, index: int, indices: tf.Tensor, rows: int, width:
     return tf.where(inside[:, tf.newaxis], values, tf.zeros_like(values))
 
 
-def _sum_shards(gradients: Sequence[Any], index: int, partition: Partition) -> tf.Tensor:
+def _sum_shards(gradients: Sequence[tf.Tensor], index: int, partition: Partition) -> tf.Tensor:
     """One shard of a sum of gradients."""
     if not all(isinstance(each, tf.IndexedSlices) for each in gradients):
         return tf.add_n([partition.shard(tf.convert_to_tensor(each), index) for each in gradients])
@@ -106,7 +107,7 @@ def _sum_shards(gradients: Sequence[Any], index: int, partition: Partition) -> t
     return tf.reshape(tf.math.unsorted_segment_sum(values, local, partition.rows), [-1])
 
 
-def _exchange(compute: Callable[[Sequence[Any], int], tf.Tensor], value: Any) -> tf.Tensor:
+def _exchange(compute: Callable[[Sequence[Any], int], tf.Tensor], value: Structure) -> tf.Tensor:
     """Computes each replica's result, on its device, from the values of all replicas in this process."""
 
     def merge(strategy: tf.distribute.Strategy, grouped: Any) -> PerReplica:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras_paragrad.compat.compiled_call import can_compile_by_layer, compiled_call, is_compiled_by_layer
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.types import Structure
 from keras_paragrad.storage.creation import may_be_in_shards
 from keras_paragrad.storage.exchange import look_up_rows
 from keras_paragrad.storage.reading import READING, read_as
@@ -64,7 +65,7 @@ def install_gather(layer: keras.layers.Layer) -> None:
         del attributes[_CALL]
 
 
-def call_with_gather(layer: Any, *arguments: Any, **keywords: Any) -> Any:
+def call_with_gather(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Structure:
     """Runs the `call` of a layer's class, after gathering the weights if the layer is to."""
     if state_of(layer).gathers:
         return _call(layer, *arguments, **keywords)
@@ -77,7 +78,7 @@ def compiles_each_layer(model: keras.Model) -> bool:
 
 
 @contextlib.contextmanager
-def gather_before_pass(model: keras.Model) -> Iterator[None]:
+def gather_before_pass(model: keras.Model) -> Generator[None]:
     """Context in which this replica has all of a model's weights whole, for a pass in which collectives can't run."""
     with read_as({id(value): value.gathered() for value in _not_copied(model.variables)}):
         yield
@@ -89,7 +90,7 @@ def _not_copied(variables: Sequence[keras.Variable]) -> list[ShardedVariable]:
 
 
 @contextlib.contextmanager
-def watch_gathered(tape: tf.GradientTape) -> Iterator[Callable[[Any], Any]]:
+def watch_gathered(tape: tf.GradientTape) -> Generator[Callable[[keras.Variable], Any]]:
     """Context of a pass for which weights were gathered before.
 
     Args:
@@ -105,9 +106,9 @@ def watch_gathered(tape: tf.GradientTape) -> Iterator[Callable[[Any], Any]]:
         yield lambda variable: inner.get(id(sharded_value(variable)), variable)
 
 
-def _call(layer: Any, *arguments: Any, **keywords: Any) -> Any:
+def _call(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Structure:
     """Replaces a layer's `call`: gathers its weights first, where a collective may run."""
-    call: Callable[..., Any] = functools.partial(type(layer).call, layer)
+    call: Callable[..., Structure] = functools.partial(type(layer).call, layer)
     inputs = keras.tree.flatten((arguments, keywords))
     on_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
     if not on_replica or in_symbolic_scope() or in_stateless_scope() or not layer.built:
@@ -133,7 +134,7 @@ def _call(layer: Any, *arguments: Any, **keywords: Any) -> Any:
         return call(*arguments, **keywords)
 
 
-def _compute_dtypes(layer: Any) -> dict[int, str]:
+def _compute_dtypes(layer: keras.layers.Layer) -> dict[int, str]:
     """The dtype to which Keras casts each sharded weight of a layer, by `id`, if it differs from the weight's."""
     dtypes = {}
     for each in layer._flatten_layers():
@@ -144,11 +145,11 @@ def _compute_dtypes(layer: Any) -> dict[int, str]:
     return dtypes
 
 
-def _graph() -> Any:
+def _graph() -> tf.Graph | None:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-def _looks_up_rows(layer: Any, missing: Sequence[ShardedVariable], keywords: dict[str, Any]) -> bool:
+def _looks_up_rows(layer: keras.layers.Layer, missing: Sequence[ShardedVariable], keywords: dict[str, Any]) -> bool:
     """Whether a call reads only the rows of one matrix that its input names."""
     calls = (keras.layers.Embedding.call, keras.layers.ReversibleEmbedding.call)
     plain = type(layer).call in calls and not layer.lora_enabled and layer.quantization_mode is None
@@ -156,8 +157,8 @@ def _looks_up_rows(layer: Any, missing: Sequence[ShardedVariable], keywords: dic
 
 
 def _call_embedding(
-    call: Callable[..., Any], table: ShardedVariable, indices: Any, *arguments: Any, **keywords: Any
-) -> Any:
+    call: Callable[..., Structure], table: ShardedVariable, indices: tf.Tensor, *arguments: Any, **keywords: Any
+) -> Structure:
     """Calls an embedding with a table of the rows that it looks up, and their numbers in that table."""
     if any(arguments):
         with read_as({id(table): table.gathered()}):
@@ -165,7 +166,7 @@ def _call_embedding(
     flat = tf.reshape(tf.cast(indices, "int32"), [-1])
 
     @tf.custom_gradient
-    def look_up(shard: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
+    def look_up(shard: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.IndexedSlices]]:
         rows = look_up_rows(shard, flat, table.partition)
         return rows, lambda gradient: tf.IndexedSlices(gradient, flat, tf.constant(table.partition.shape))
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,12 @@ import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
+from keras_paragrad.compat.types import Array, GradientTensor, Scalar, TensorVariable
 from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.storage.dtensor import (
     CONTEXT,
     Axes,
+    Mesh,
     computing_on_mesh,
     distribute,
     gather,
@@ -31,9 +33,11 @@ _IN_GRAPH = (
     "its weights into one that was built without DistributedFit."
 )
 # The methods of `tf.Variable` that write a part of it.
-_WRITES = ("scatter_update", "scatter_max", "scatter_min", "scatter_mul", "scatter_div", "batch_scatter_update")
-_WRITES += ("scatter_nd_add", "scatter_nd_sub", "scatter_nd_update", "scatter_nd_max", "scatter_nd_min")
-_WRITES += ("_strided_slice_assign",)
+_WRITES = (
+    *("scatter_update", "scatter_max", "scatter_min", "scatter_mul", "scatter_div", "batch_scatter_update"),
+    *("scatter_nd_add", "scatter_nd_sub", "scatter_nd_update", "scatter_nd_max", "scatter_nd_min"),
+    "_strided_slice_assign",
+)
 
 
 # Not a `ResourceVariable`, as DTensor's are: TensorFlow's operations read the handles of those directly.
@@ -54,7 +58,7 @@ class MeshVariable(BaseResourceVariable):
         whole_in_steps: Whether a step, too, reads it whole on each device. Its gradient is divided again.
     """
 
-    def __init__(self, *, value: Any, mesh: Any, axes: Axes, name: str, trainable: bool):
+    def __init__(self, *, value: Array, mesh: Mesh, axes: Axes, name: str, trainable: bool):
         # Keeps the handle's resource alive.
         self._dvariable = dvariable = make_variable(value, mesh=mesh, axes=axes, name=name, trainable=trainable)
         super().__init__(
@@ -75,11 +79,11 @@ class MeshVariable(BaseResourceVariable):
         """The variable's `Storage`."""
         return Meshed(self)
 
-    def divided_value(self) -> Any:
+    def divided_value(self) -> tf.Tensor:
         """The value as a DTensor."""
         return super()._read_variable_op()
 
-    def _read_variable_op(self, no_copy: bool = False) -> Any:
+    def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
         if computing_on_mesh():
             if CONTEXT.assigned is not None and id(self) in CONTEXT.assigned:
                 return CONTEXT.assigned[id(self)]
@@ -94,18 +98,20 @@ class MeshVariable(BaseResourceVariable):
         whole: Any = _gather_with_gradient(value)
         return whole
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype: np.typing.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.numpy(), dtype)
 
-    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """Gathers rows."""
         return tf.gather(self.value(), indices, name=name)
 
-    def gather_nd(self, indices: Any, name: str | None = None) -> Any:
+    def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """Gathers slices."""
         return tf.gather_nd(self.value(), indices, name=name)
 
-    def assign(self, value: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
+    def assign(
+        self, value: Array, use_locking: bool | None = None, name: str | None = None, read_value: bool = True
+    ) -> TensorVariable:
         """Assigns a whole value, or in a step a DTensor."""
         if computing_on_mesh():
             if CONTEXT.assigned is not None:
@@ -117,7 +123,9 @@ class MeshVariable(BaseResourceVariable):
             super().assign(parts, read_value=False)
         return self
 
-    def assign_add(self, delta: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
+    def assign_add(
+        self, delta: Array, use_locking: bool | None = None, name: str | None = None, read_value: bool = True
+    ) -> TensorVariable:
         """Adds a whole value, or in a step a DTensor."""
         if computing_on_mesh():
             if CONTEXT.assigned is not None:
@@ -125,7 +133,9 @@ class MeshVariable(BaseResourceVariable):
             return super().assign_add(delta, use_locking, name, read_value)
         return self.assign(self.read_value() + tf.cast(delta, self.dtype))
 
-    def assign_sub(self, delta: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
+    def assign_sub(
+        self, delta: Array, use_locking: bool | None = None, name: str | None = None, read_value: bool = True
+    ) -> TensorVariable:
         """Subtracts a whole value, or in a step a DTensor."""
         if computing_on_mesh():
             if CONTEXT.assigned is not None:
@@ -133,15 +143,19 @@ class MeshVariable(BaseResourceVariable):
             return super().assign_sub(delta, use_locking, name, read_value)
         return self.assign(self.read_value() - tf.cast(delta, self.dtype))
 
-    def scatter_add(self, sparse_delta: Any, use_locking: bool = False, name: str | None = None) -> Any:
+    def scatter_add(
+        self, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> TensorVariable:
         """Adds to rows."""
         return self.assign_add(self._dense(sparse_delta))
 
-    def scatter_sub(self, sparse_delta: Any, use_locking: bool = False, name: str | None = None) -> Any:
+    def scatter_sub(
+        self, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> TensorVariable:
         """Subtracts from rows."""
         return self.assign_sub(self._dense(sparse_delta))
 
-    def _dense(self, rows: Any) -> Any:
+    def _dense(self, rows: tf.IndexedSlices) -> tf.Tensor:
         return tf.convert_to_tensor(tf.IndexedSlices(rows.values, rows.indices, tf.constant(self.shape)))
 
     def write(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
@@ -156,7 +170,7 @@ class MeshVariable(BaseResourceVariable):
             value = whole.read_value()
         return self.assign(value)
 
-    def _record(self, value: Any) -> Any:
+    def _record(self, value: tf.Tensor) -> Any:
         assert CONTEXT.assigned is not None
         CONTEXT.assigned[id(self)] = value
         return value
@@ -176,23 +190,25 @@ class MeshVariable(BaseResourceVariable):
 class Meshed(Whole):
     """The storage of a variable whose value is a `MeshVariable`: in a step it acts as on one device."""
 
+    # A `MeshVariable`.
+    variable: Any
     # `tf.where` on tensors with different layouts crashes the process.
     replaces = False
 
     @property
-    def mesh(self) -> Any:
+    def mesh(self) -> Mesh:
         return self.variable.mesh
 
     @property
-    def local(self) -> Any:
+    def local(self) -> MeshVariable:
         return self.variable
 
-    def accumulate(self, gradient: Any, scale: Any, first: Any) -> None:
+    def accumulate(self, gradient: GradientTensor, scale: Scalar | None, first: tf.Tensor | bool) -> None:
         # Operations on the variable's handle crash the process.
         value = tf.convert_to_tensor(gradient)
         self.variable.assign_add(value if scale is None else value * tf.cast(scale, value.dtype))
 
-    def reset(self, first: Any) -> None:
+    def reset(self, first: tf.Tensor | bool) -> None:
         self.variable.assign(self.variable * tf.cast(tf.logical_not(first), self.variable.dtype))
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
@@ -216,6 +232,6 @@ for _method in _WRITES:
 
 
 @tf.custom_gradient
-def _gather_with_gradient(value: Any) -> Any:
+def _gather_with_gradient(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
     # The gradient is whole and on no mesh, as the value.
     return gather(value), lambda gradient: gradient

@@ -1,13 +1,13 @@
 """The variables of a model and its optimizer: listed, assigned, and moved to another `tf.Variable`."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import keras
 import numpy as np
 
 from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.types import Array
 from keras_paragrad.compat.variables import SavedVariables
 
 Sections = dict[str, list[keras.Variable]]
@@ -45,20 +45,20 @@ def add_all(sections: Sections, values: dict[str, Iterable[np.ndarray]]) -> None
             variable.assign(variable.numpy() + value)
 
 
-def build_optimizer(model: Any) -> None:
+def build_optimizer(model: keras.Model) -> None:
     """Builds the optimizer if no step has."""
     if model.optimizer is not None and not model.optimizer.built:
         with model.distribute_strategy.scope():
             model.optimizer.build(model.trainable_variables)
 
 
-def set_initial_epoch(model: Any, epoch: int | None) -> None:
+def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     """Sets the epoch at which the running `fit` and later ones begin; `None` resets it."""
     check_objects()
     model._initial_epoch = epoch
 
 
-def nested_optimizers(optimizer: Any) -> list[Any]:
+def nested_optimizers(optimizer: keras.optimizers.Optimizer | None) -> list[keras.optimizers.Optimizer]:
     """An optimizer and all optimizers inside it."""
     if optimizer is None:
         return []
@@ -66,7 +66,7 @@ def nested_optimizers(optimizer: Any) -> list[Any]:
     return [optimizer, *(part for each in inner for part in nested_optimizers(each))]
 
 
-def variables_of(optimizer: Any) -> list[keras.Variable]:
+def variables_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """An optimizer's variables, with its accumulators."""
     return [
         *optimizer.variables,
@@ -74,13 +74,13 @@ def variables_of(optimizer: Any) -> list[keras.Variable]:
     ]
 
 
-def accumulated_variables(optimizer: Any) -> dict[int, keras.Variable]:
+def accumulated_variables(optimizer: keras.optimizers.Optimizer) -> dict[int, keras.Variable]:
     """The model's variable for each accumulator of its gradient, by the accumulator's `id`."""
     saved = [each for part in nested_optimizers(optimizer) for each in _saved_variables(part)]
     return {accumulator: variable for each in saved for accumulator, variable in each.counterparts.items()}
 
 
-def replace_value(variable: Any, value: Any) -> None:
+def replace_value(variable: keras.Variable, value: Array) -> None:
     """Moves a Keras variable to a new `tf.Variable` with a value; tapes watch it if they watched the old one."""
     # Keras's flag is that of the moment: a layer that is frozen now may be trained later.
     trainable = variable.trainable
@@ -91,7 +91,7 @@ def replace_value(variable: Any, value: Any) -> None:
         variable.trainable = trainable
 
 
-def rename_keys(optimizer: Any, keys: dict[str, str]) -> None:
+def rename_keys(optimizer: keras.optimizers.Optimizer, keys: dict[str | int, str | int]) -> None:
     """Replaces an optimizer's keys of variables, which change with the `tf.Variable` that holds them.
 
     Args:
@@ -110,5 +110,5 @@ def rename_keys(optimizer: Any, keys: dict[str, str]) -> None:
                 attribute.update(keys[key] for key in old)
 
 
-def _saved_variables(optimizer: Any) -> Iterator[SavedVariables]:
+def _saved_variables(optimizer: keras.optimizers.Optimizer) -> Iterator[SavedVariables]:
     return (attribute for attribute in vars(optimizer).values() if isinstance(attribute, SavedVariables))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -26,7 +26,7 @@ class Partition(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, shape: Sequence[Any], shards: int) -> "Partition":
+    def of(cls, shape: Sequence[int], shards: int) -> "Partition":
         """The partition of a variable: a matrix with many rows is divided between rows."""
         sizes = tuple(int(size) for size in shape)
         if len(sizes) == 2 and sizes[0] >= ROWS * shards:
@@ -45,19 +45,19 @@ class Partition(NamedTuple):
             return self.size // self.shape[1]
         return None
 
-    def shard(self, whole: Any, index: int) -> tf.Tensor:
+    def shard(self, whole: tf.Tensor, index: int) -> tf.Tensor:
         """One shard of a tensor of the variable's shape."""
         flat = tf.reshape(whole, [-1])
         begin, end = (min(place * self.size, self.elements) for place in (index, index + 1))
         missing = self.size - (end - begin)
         return tf.pad(flat[begin:end], [[0, missing]]) if missing else flat[begin:end]
 
-    def all_shards(self, whole: Any) -> list[tf.Tensor]:
+    def all_shards(self, whole: tf.Tensor) -> list[tf.Tensor]:
         """All shards of a tensor of the variable's shape, with few operations."""
         flat, missing = tf.reshape(whole, [-1]), self.size * self.shards - self.elements
         return tf.split(tf.pad(flat, [[0, missing]]) if missing else flat, self.shards)
 
-    def copy_shard(self, whole: Any, index: int) -> tf.Tensor:
+    def copy_shard(self, whole: tf.Tensor, index: int) -> tf.Tensor:
         """A copy of one shard, to assign: a slice would keep the whole tensor in memory."""
         return tf.raw_ops.DeepCopy(x=self.shard(whole, index))
 

@@ -2,12 +2,13 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_index
+from keras_paragrad.compat.types import TensorVariable
 
 
 class Reading(threading.local):
@@ -22,7 +23,7 @@ class Reading(threading.local):
     def __init__(self) -> None:
         self.values: Mapping[int, tf.Tensor] = {}
         self.cast: Mapping[int, tf.Tensor] = {}
-        self.assigned: dict[int, tuple[Any, tf.Tensor]] | None = None
+        self.assigned: dict[int, tuple[TensorVariable, tf.Tensor]] | None = None
 
 
 READING = Reading()
@@ -31,7 +32,7 @@ READING = Reading()
 class AssignmentRecorder:
     """Takes the place of a variable and records its assignments."""
 
-    def __init__(self, variable: Any, assigned: dict[int, tuple[Any, tf.Tensor]]):
+    def __init__(self, variable: TensorVariable, assigned: dict[int, tuple[TensorVariable, tf.Tensor]]):
         self._variable, self._assigned = variable, assigned
 
     def assign(self, value: tf.Tensor, **_: Any) -> None:
@@ -45,7 +46,7 @@ class AssignmentRecorder:
 
 
 @contextlib.contextmanager
-def assigning_whole() -> Iterator[None]:
+def assigning_whole() -> Generator[None]:
     """Context in which this replica assigns whole values to sharded variables; its shards are stored at the end."""
     READING.assigned = {}
     try:
@@ -57,7 +58,7 @@ def assigning_whole() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def read_as(tensors: Mapping[int, tf.Tensor], cast: Mapping[int, tf.Tensor] | None = None) -> Iterator[None]:
+def read_as(tensors: Mapping[int, tf.Tensor], cast: Mapping[int, tf.Tensor] | None = None) -> Generator[None]:
     """Context in which this replica reads tensors in place of sharded variables.
 
     Args:

@@ -2,12 +2,14 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+from keras_paragrad.compat.types import DType, TensorVariable
 
 # Operations whose output shares the weight's buffer, or is as large as the weight and computed from it alone.
 _VIEWS = ("Cast", "ExpandDims", "Identity", "IdentityN", "Reshape", "Squeeze", "Transpose")
@@ -21,20 +23,20 @@ class _Gathered(threading.local):
     """The weights that this replica has gathered: variable, the dtype of the gather, and tensor."""
 
     def __init__(self) -> None:
-        self.weights: list[tuple[Any, Any, tf.Tensor]] = []
+        self.weights: list[tuple[TensorVariable, DType | None, tf.Tensor]] = []
 
 
 _GATHERED = _Gathered()
 
 
-def record_gather(variable: Any, dtype: Any, tensor: tf.Tensor) -> None:
+def record_gather(variable: TensorVariable, dtype: DType | None, tensor: tf.Tensor) -> None:
     """Records that this replica has gathered a weight."""
     if not tf.executing_eagerly():
         _GATHERED.weights.append((variable, dtype, tensor))
 
 
 @contextlib.contextmanager
-def regather_in_backward(loss: tf.Tensor) -> Iterator[None]:
+def regather_in_backward(loss: tf.Tensor) -> Generator[None]:
     """Context of `tape.gradient` that gathers weights again for the backward pass.
 
     A weight is gathered when the first gradient arrives that needs it. So the tensor of the forward pass is freed at
@@ -65,7 +67,13 @@ def regather_in_backward(loss: tf.Tensor) -> Iterator[None]:
 class _Weight:
     """A gathered weight, and the backward pass's uses of it and of its views."""
 
-    def __init__(self, gathered: Any, before: int, positions: dict[str, int], collectives: list[tuple[int, Any]]):
+    def __init__(
+        self,
+        gathered: tuple[TensorVariable, DType | None, tf.Tensor],
+        before: int,
+        positions: dict[str, int],
+        collectives: list[tuple[int, tf.Operation]],
+    ):
         self._variable, self._dtype, self._tensor = gathered
         self._before, self._positions, self._collectives = before, positions, collectives
         # The regathered counterparts of views, by `id`.
@@ -112,7 +120,7 @@ class _Weight:
                     then._add_control_input(first)
         return tensor
 
-    def _collectives_behind(self, tensor: tf.Tensor) -> list[Any]:
+    def _collectives_behind(self, tensor: tf.Tensor) -> list[tf.Operation]:
         """The collectives that gathered a tensor."""
         visited, waiting = {}, [tensor.op]
         while waiting:
@@ -122,7 +130,7 @@ class _Weight:
                 waiting += [each.op for each in operation.inputs]
         return [each for each in visited.values() if _is_collective(each)]
 
-    def _is_backward(self, operation: Any) -> bool:
+    def _is_backward(self, operation: tf.Operation) -> bool:
         # Operations that gather another weight again have no position.
         return self._positions.get(operation.name, -1) >= self._before
 
@@ -138,7 +146,7 @@ class _Weight:
                 views += [view for output in use.outputs for view in self._views_of(output)]
         return views
 
-    def _counterpart(self, view: Any) -> tf.Tensor:
+    def _counterpart(self, view: tf.Tensor) -> tf.Tensor:
         """A view of the regathered weight; copies the operations that made the view."""
         if id(view) in self._regathered:
             return self._regathered[id(view)]
@@ -167,12 +175,12 @@ class _Weight:
         return self._regathered[id(view)]
 
 
-def _is_collective(operation: Any) -> bool:
+def _is_collective(operation: tf.Operation) -> bool:
     return operation.type.startswith("Collective")
 
 
 @contextlib.contextmanager
-def _separate_collective_order() -> Iterator[None]:
+def _separate_collective_order() -> Generator[None]:
     """Context in which collectives don't wait for those that were traced outside of it."""
     CollectiveReplicaLauncher._get_ordering_token = _second_token
     try:
@@ -188,12 +196,12 @@ def _second_token(launcher: Any) -> tf.Tensor:
     return getattr(launcher, _SECOND_TOKEN).handle
 
 
-def _body(call: Any) -> Any:
+def _body(call: tf.Operation) -> tf.Graph:
     """The graph of the function that an operation calls."""
     return call.graph._get_function(call.get_attr("f").name).graph
 
 
-def _outputs_viewing(call: Any, tensor: Any) -> list[Any]:
+def _outputs_viewing(call: tf.Operation, tensor: tf.Tensor) -> list[tf.Tensor]:
     """The outputs of a call that are views of an input: a function returns what its backward pass reads."""
     body = _body(call)
     parameters = {id(inner) for outer, inner in zip(call.inputs, body.inputs, strict=True) if outer is tensor}
@@ -201,7 +209,7 @@ def _outputs_viewing(call: Any, tensor: Any) -> list[Any]:
     return [outer for outer, inner in pairs if id(_origin(inner)) in parameters]
 
 
-def _origin(tensor: Any) -> Any:
+def _origin(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor that a tensor is a view of."""
     operation = tensor.op
     inputs = [each for each in operation.inputs if each.op.type != "Const"]

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import sum_over_replicas
+from keras_paragrad.compat.types import GradientTensor, Scalar
 
 _IDENTITIES = {"Identity", "Reshape", "Cast", "StopGradient", "Snapshot"}
 _UNIQUE = {"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"}
@@ -13,7 +14,7 @@ _SEGMENTS = {f"SparseSegment{reduction}GradV2" for reduction in ("Sum", "Mean", 
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 
 
-def sum_gradients(gradients: Sequence[Any]) -> list[Any]:
+def sum_gradients(gradients: Sequence[GradientTensor]) -> list[GradientTensor]:
     """Sums gradients over the replicas, dense or `tf.IndexedSlices`; other tensors as well.
 
     A product with a sparse matrix looks up each row once, so on one device its gradient has each row once. Where
@@ -24,7 +25,7 @@ def sum_gradients(gradients: Sequence[Any]) -> list[Any]:
     return [_concatenate([_merge_rows(next(sums), read) for read in group]) for group in reads]
 
 
-def scale_gradient(gradient: Any, factor: tf.Tensor) -> Any:
+def scale_gradient(gradient: GradientTensor | None, factor: Scalar) -> Any:
     """A gradient, dense or `tf.IndexedSlices` or `None`, times a scalar."""
     if gradient is None:
         return None
@@ -34,7 +35,7 @@ def scale_gradient(gradient: Any, factor: tf.Tensor) -> Any:
     return gradient * tf.cast(factor, gradient.dtype)
 
 
-def _merge_rows(total: Any, read: Any) -> Any:
+def _merge_rows(total: Any, read: GradientTensor) -> Any:
     """A sum with each row once, if the summed gradients had each row once."""
     if not isinstance(read, tf.IndexedSlices) or not _has_unique_rows(read.indices):
         return total
@@ -43,7 +44,7 @@ def _merge_rows(total: Any, read: Any) -> Any:
     return tf.IndexedSlices(values, rows, total.dense_shape)
 
 
-def _split_reads(gradient: Any) -> list[Any]:
+def _split_reads(gradient: GradientTensor) -> Sequence[GradientTensor]:
     """Splits a gradient by reads of the variable, if one of them reads each row once."""
     if not isinstance(gradient, tf.IndexedSlices):
         return [gradient]

@@ -1,9 +1,10 @@
 """`ShardedVariable`: a variable of which each replica holds a shard, and `Sharded`, its storage."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
@@ -13,6 +14,7 @@ from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
 
 from keras_paragrad.compat.collectives import replica_index
+from keras_paragrad.compat.types import DType, GradientTensor, Scalar, TensorVariable
 from keras_paragrad.compat.workers import ReplicaPlacement, barrier, replica_placement
 from keras_paragrad.storage.exchange import all_gather, reduce_scatter
 from keras_paragrad.storage.partition import Partition
@@ -39,12 +41,12 @@ class ShardedVariable(DistributedVariable):
 
     def __init__(
         self,
-        strategy: Any,
-        values: Sequence[Any],
+        strategy: tf.distribute.Strategy,
+        values: Sequence[tf.Variable],
         partition: Partition,
-        aggregation: Any,
+        aggregation: tf.VariableAggregation,
         policy: Any,
-        copies: Any = None,
+        copies: TensorVariable | None = None,
     ):
         super().__init__(strategy, values, aggregation, var_policy=policy)
         self._packed_var = None
@@ -69,21 +71,22 @@ class ShardedVariable(DistributedVariable):
         return self.shape
 
     @property
-    def handle(self) -> Any:
+    def handle(self) -> tf.Tensor:
         """On a replica, the handle that tapes watch: of the copy if there is one, or of the shard."""
         if self.copies_are_current and _on_replica():
             return self.local_copy.handle
         return super().handle
 
     @property
-    def shard(self) -> Any:
+    def shard(self) -> TensorVariable:
         """This replica's shard, a `tf.Variable`."""
         return self._values[_local_index()]
 
     @property
-    def local_copy(self) -> Any:
+    def local_copy(self) -> TensorVariable:
         """This replica's whole copy, a `tf.Variable`."""
-        return self.copies.values[_local_index()]
+        copies: Any = self.copies
+        return copies.values[_local_index()]
 
     def read_value(self) -> tf.Tensor:
         """The whole, or within an update the shard."""
@@ -93,14 +96,16 @@ class ShardedVariable(DistributedVariable):
         """The whole, or within an update the shard."""
         return tf.convert_to_tensor(self._read())
 
-    def numpy(self) -> Any:
+    def numpy(self) -> np.ndarray:
         """The whole, gathered; called on every worker."""
         return self.value().numpy()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype: np.typing.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.numpy(), dtype)
 
-    def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
+    def _dense_var_to_tensor(
+        self, dtype: DType | None = None, name: str | None = None, as_ref: bool = False
+    ) -> tf.Tensor:
         return tf.convert_to_tensor(self._read(), dtype=dtype, name=name)
 
     def _get(self) -> Any:
@@ -113,7 +118,7 @@ class ShardedVariable(DistributedVariable):
             raise AttributeError(name)
         return getattr(self._primary, name)
 
-    def _read(self) -> Any:
+    def _read(self) -> tf.Tensor:
         update = get_update_replica_id()
         if update is not None:
             return self._values[update]
@@ -130,7 +135,7 @@ class ShardedVariable(DistributedVariable):
             return READING.values[id(self)]
         return self.local_copy if self.copies_are_current else self.gathered()
 
-    def gathered(self, dtype: Any = None, after: Sequence[tf.Tensor] = ()) -> tf.Tensor:
+    def gathered(self, dtype: DType | None = None, after: Sequence[tf.Tensor] = ()) -> tf.Tensor:
         """The whole on this replica, from all replicas' shards. The gradient of the shard is that of the whole.
 
         Args:
@@ -142,11 +147,11 @@ class ShardedVariable(DistributedVariable):
         record_gather(self, dtype, whole)
         return whole
 
-    def whole(self, shard: tf.Tensor, dtype: Any = None) -> tf.Tensor:
+    def whole(self, shard: tf.Tensor, dtype: DType | None = None) -> tf.Tensor:
         """The whole, gathered from what each replica has read of its shard."""
 
         @tf.custom_gradient
-        def gather(shard: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
+        def gather(shard: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             shards = all_gather(tf.cast(shard, dtype or shard.dtype))
             # *Combine* scatters the gradient, weighted against those of other replicas and micro-batches.
             return self.partition.whole(shards), lambda gradient: tf.cast(gradient, self.dtype)
@@ -170,13 +175,13 @@ class ShardedVariable(DistributedVariable):
         """The whole from all shards. Its gradient is that of the first shard, which tapes outside of replicas watch."""
 
         @tf.custom_gradient
-        def join(_: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
+        def join(_: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             return self.partition.whole(tf.stop_gradient(shards)), lambda gradient: gradient
 
         whole: Any = join(self._primary.read_value())
         return whole
 
-    def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+    def _update_cross_replica(self, update_fn: Callable[..., object], value: Any, **kwargs: Any) -> object:
         if isinstance(value, tf.IndexedSlices):
             # They are rows of the whole.
             written = tf.Variable(self._gather_outside(), trainable=False)
@@ -192,7 +197,7 @@ class ShardedVariable(DistributedVariable):
                     update_fn(self.copies.values[index], whole, **kwargs)
         return updates[0]
 
-    def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+    def _update_replica(self, update_fn: Callable[..., object], value: Any, **kwargs: Any) -> object:
         whole = tf.convert_to_tensor(value, dtype=self.dtype)
         if READING.assigned is not None:
             update_fn(AssignmentRecorder(self, READING.assigned), whole)
@@ -217,13 +222,15 @@ class ShardedVariable(DistributedVariable):
 class Sharded(Whole):
     """The storage of a variable whose value is a `ShardedVariable`."""
 
+    # A `ShardedVariable`.
+    variable: Any
     divided = True
 
     def read(self) -> tf.Tensor:
         return self.variable.value()
 
     @property
-    def local(self) -> Any:
+    def local(self) -> TensorVariable:
         return self.variable.shard
 
     def is_replicated(self) -> bool:
@@ -235,24 +242,30 @@ class Sharded(Whole):
         return tf.identity(self.local.read_value()), self.variable.whole
 
     @staticmethod
-    def reduce(gradients: Sequence[Any], storages: Sequence[Any]) -> list[Any]:
+    def reduce(gradients: Sequence[GradientTensor], storages: Sequence[Any]) -> list[tf.Tensor]:
         return reduce_scatter(gradients, [each.variable.partition for each in storages])
 
-    def gather(self, gradient: Any) -> Any:
+    def gather(self, gradient: GradientTensor) -> tf.Tensor:
         # The identity takes on control dependencies.
         return self.variable.partition.whole(all_gather(tf.identity(gradient)))
 
-    def scatter(self, gradient: Any) -> Any:
+    def scatter(self, gradient: tf.Tensor) -> tf.Tensor:
         return self.variable.partition.shard(gradient, replica_index())
 
-    def accumulate(self, gradient: Any, scale: Any, first: Any) -> None:
+    def accumulate(self, gradient: GradientTensor, scale: Scalar | None, first: tf.Tensor | bool) -> None:
         # It was scaled when it was reduced. A slice of the sum would keep the whole sum in memory.
         super().accumulate(tf.raw_ops.DeepCopy(x=gradient), None, first)
 
-    def takes_steps_of(self, optimizer: Any) -> bool:
+    def takes_steps_of(self, optimizer: keras.optimizers.Optimizer) -> bool:
         return is_elementwise(optimizer)
 
-    def update(self, optimizer: Any, gradient: Any, learning_rate: Any, after: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradient: GradientTensor,
+        learning_rate: Scalar,
+        after: Sequence[tf.Tensor],
+    ) -> list[tf.Tensor]:
         """Gathers value and gradient, runs the optimizer's step, and stores this replica's shard."""
         check_being_updated([self.variable])
         with tf.control_dependencies(after), assigning_whole():
@@ -261,7 +274,7 @@ class Sharded(Whole):
             return [tf.identity(whole)]
 
     @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self) -> Generator[None]:
         self.variable.being_updated = True
         # Until `refresh`, reads gather.
         self.variable.copies_are_current = False
@@ -296,7 +309,7 @@ def check_being_updated(variables: Iterable[ShardedVariable]) -> None:
             )
 
 
-def sharded_value(variable: Any) -> ShardedVariable | None:
+def sharded_value(variable: object) -> ShardedVariable | None:
     """The `ShardedVariable` of a Keras or TensorFlow variable, or `None` for any other variable."""
     value = getattr(variable, "_value", variable)
     return value if isinstance(value, ShardedVariable) else None
@@ -306,7 +319,7 @@ def _on_replica() -> bool:
     return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
 
 
-def _on_replica_of(strategy: Any) -> bool:
+def _on_replica_of(strategy: tf.distribute.Strategy) -> bool:
     return _on_replica() and tf.distribute.get_strategy() is strategy
 
 

@@ -11,7 +11,9 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import run_if
 from keras_paragrad.compat.layers import compiled_by_xla
+from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar, TensorVariable, Variable
 from keras_paragrad.compat.workers import ReplicaPlacement
+from keras_paragrad.storage.dtensor import Mesh
 from keras_paragrad.storage.row_gradients import scale_gradient, sum_gradients
 
 
@@ -37,13 +39,13 @@ class Storage(Protocol):
         mesh: The mesh on which functions have to run that use the variable, or `None`.
     """
 
-    variable: Any
+    variable: Variable
     divided: bool = False
     replaces: bool = True
-    mesh: Any = None
+    mesh: Mesh | None = None
 
     @property
-    def local(self) -> Any:
+    def local(self) -> TensorVariable:
         """The `tf.Variable` with this replica's part of the value."""
         return self.variable.value
 
@@ -60,15 +62,15 @@ class Storage(Protocol):
         return getattr(self.local, "synchronization", None) != tf.VariableSynchronization.ON_READ
 
     @staticmethod
-    def reduce(gradients: Sequence[Any], storages: Sequence[Any]) -> list[Any]:
+    def reduce(gradients: Sequence[GradientTensor], storages: Sequence[Any]) -> Sequence[GradientTensor]:
         """Sums whole gradients over the replicas, in one exchange for several storages of this class."""
         return sum_gradients(gradients)
 
-    def gather(self, gradient: Any) -> Any:
+    def gather(self, gradient: GradientTensor) -> Any:
         """The whole gradient from a reduced one."""
         return gradient
 
-    def scatter(self, gradient: Any) -> Any:
+    def scatter(self, gradient: tf.Tensor) -> tf.Tensor:
         """This replica's part of a whole gradient, to update with."""
         return gradient
 
@@ -76,7 +78,7 @@ class Storage(Protocol):
         """The squared norm of this replica's part of a reduced gradient."""
         return tf.reduce_sum(tf.square(gradient))
 
-    def accumulate(self, gradient: Any, scale: Any, first: Any) -> None:
+    def accumulate(self, gradient: GradientTensor, scale: Scalar | None, first: tf.Tensor | bool) -> None:
         """Adds a gradient to an accumulator.
 
         Args:
@@ -86,7 +88,7 @@ class Storage(Protocol):
         """
         target = self.local
 
-        def scaled() -> Any:
+        def scaled() -> tf.Tensor:
             values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
             return values if scale is None else values * tf.cast(scale, values.dtype)
 
@@ -104,7 +106,7 @@ class Storage(Protocol):
         else:
             run_if(first, lambda: target.assign(scaled()), add)
 
-    def reset(self, first: Any) -> None:
+    def reset(self, first: tf.Tensor | bool) -> None:
         """Zeroes an accumulator if `first`, a boolean scalar or a Python bool, is true."""
         zeros = functools.partial(tf.zeros, self.local.shape, self.local.dtype)
         if first is not True and compiled_by_xla():
@@ -112,23 +114,29 @@ class Storage(Protocol):
         else:
             run_if(first, lambda: self.local.assign(zeros()))
 
-    def takes_steps_of(self, optimizer: Any) -> bool:
+    def takes_steps_of(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Whether a Keras optimizer can update the variable by its usual `_backend_update_step`."""
         return True
 
-    def update(self, optimizer: Any, gradient: Any, learning_rate: Any, after: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradient: GradientTensor,
+        learning_rate: Scalar,
+        after: Sequence[tf.Tensor],
+    ) -> list[tf.Tensor]:
         """Runs an optimizer's step after some tensors, and returns the tensors that the next step waits for."""
         type(optimizer)._backend_update_step(optimizer, [gradient], [self.variable], learning_rate)
         return list(after)
 
-    def updating(self) -> contextlib.AbstractContextManager[Any]:
+    def updating(self) -> contextlib.AbstractContextManager[object]:
         """The context in which optimizers update the value, entered in cross-replica context."""
         return contextlib.nullcontext()
 
     def refresh(self) -> None:
         """Ends an update; called on every replica."""
 
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
+    def computing(self) -> contextlib.AbstractContextManager[object]:
         """The context in which functions run that use the variable."""
         return contextlib.nullcontext()
 
@@ -140,7 +148,7 @@ class Storage(Protocol):
 class Whole(Storage):
     """The storage of a variable that is whole on every replica: all defaults."""
 
-    def __init__(self, variable: Any):
+    def __init__(self, variable: Variable):
         self.variable = variable
 
 
@@ -158,20 +166,20 @@ def any_divided(variables: Sequence[keras.Variable]) -> bool:
     return any(storage_of(variable).divided for variable in variables)
 
 
-def mesh_of(variables: Sequence[keras.Variable]) -> Any:
+def mesh_of(variables: Sequence[keras.Variable]) -> Mesh | None:
     """The mesh on which functions have to run that use the variables, or `None`."""
     return next((mesh for each in variables if (mesh := storage_of(each).mesh) is not None), None)
 
 
-def computing_with(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
+def computing_with(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[object]:
     """The context in which functions run that use the variables."""
     storages = map(storage_of, variables)
     return next((each.computing() for each in storages if each.mesh is not None), contextlib.nullcontext())
 
 
 def reduce_gradients(
-    gradients: Sequence[Any], variables: Sequence[keras.Variable], others: Sequence[tf.Tensor] = ()
-) -> tuple[list[Any], list[tf.Tensor]]:
+    gradients: Gradients, variables: Sequence[keras.Variable], others: Sequence[tf.Tensor] = ()
+) -> tuple[list[GradientTensor | None], list[tf.Tensor]]:
     """Sums gradients over the replicas; called on every replica.
 
     Args:
@@ -186,8 +194,8 @@ def reduce_gradients(
 
 
 def reduce_divided_gradients(
-    gradients: Sequence[Any], variables: Sequence[keras.Variable], scale: Any = None
-) -> list[Any]:
+    gradients: Gradients, variables: Sequence[keras.Variable], scale: Scalar | None = None
+) -> list[GradientTensor | None]:
     """Scales and sums the gradients of divided variables, and leaves the others as they are."""
     storages = [storage_of(variable) for variable in variables]
     indices = [index for index, each in enumerate(storages) if each.divided and gradients[index] is not None]
@@ -196,8 +204,8 @@ def reduce_divided_gradients(
 
 
 def reduce_replicated_gradients(
-    gradients: Sequence[Any], variables: Sequence[keras.Variable], others: Sequence[tf.Tensor] = ()
-) -> tuple[list[Any], list[tf.Tensor]]:
+    gradients: Gradients, variables: Sequence[keras.Variable], others: Sequence[tf.Tensor] = ()
+) -> tuple[list[GradientTensor | None], list[tf.Tensor]]:
     """Sums the gradients of replicated variables, and other tensors, and leaves other gradients as they are."""
     storages = [*map(storage_of, variables), *(Whole(None) for _ in others)]
     indices = [index for index, each in enumerate(storages) if not each.divided]
@@ -207,7 +215,7 @@ def reduce_replicated_gradients(
 
 
 def _replace_by_sums(
-    gradients: Sequence[Any], scaled: Sequence[Any], storages: Sequence[Any], indices: Sequence[int]
+    gradients: Gradients, scaled: Sequence[GradientTensor | None], storages: Sequence[Storage], indices: Sequence[int]
 ) -> list[Any]:
     """Replaces gradients at some indices by sums over replicas, in one exchange for each class of storage."""
     results, by_reduction = list(gradients), {}
@@ -220,7 +228,7 @@ def _replace_by_sums(
     return results
 
 
-def gather_gradients(gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> list[Any]:
+def gather_gradients(gradients: Gradients, variables: Sequence[keras.Variable]) -> list[Any]:
     """The whole gradients from reduced ones; called on every replica."""
     return [
         None if gradient is None else storage_of(variable).gather(gradient)
@@ -228,7 +236,7 @@ def gather_gradients(gradients: Sequence[Any], variables: Sequence[keras.Variabl
     ]
 
 
-def scatter_gradients(gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> list[Any]:
+def scatter_gradients(gradients: Sequence[tf.Tensor | None], variables: Sequence[keras.Variable]) -> list[Any]:
     """This replica's parts of whole gradients, to update with."""
     return [
         None if gradient is None else storage_of(variable).scatter(gradient)

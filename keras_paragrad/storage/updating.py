@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import keras
@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import replica_index, sum_over_replicas
 from keras_paragrad.compat.optimizer import nested_optimizers, updating_optimizers
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar, TensorVariable
 from keras_paragrad.storage.storage import storage_of
 
 # Optimizers whose steps compute each element from that element alone; all others get whole variables, one at a time.
@@ -29,11 +30,13 @@ _ELEMENTWISE = {
     )
 }
 # Methods that get gradients or weights, and might look at more than single elements.
-_METHODS = ("apply", "apply_gradients", "_backend_apply_gradients", "_backend_update_step")
-_METHODS += ("_clip_gradients", "_clip_by_norm", "_update_model_variables_moving_average")
+_METHODS = (
+    *("apply", "apply_gradients", "_backend_apply_gradients", "_backend_update_step"),
+    *("_clip_gradients", "_clip_by_norm", "_update_model_variables_moving_average"),
+)
 
 
-def overridden_method(optimizer: Any) -> str | None:
+def overridden_method(optimizer: keras.optimizers.Optimizer) -> str | None:
     """A method, other than `update_step`, that a user's optimizer overrides, and that would get shards."""
     for part in (*nested_optimizers(optimizer), *updating_optimizers(optimizer)):
         for name in _METHODS:
@@ -42,12 +45,14 @@ def overridden_method(optimizer: Any) -> str | None:
     return None
 
 
-def is_elementwise(optimizer: Any) -> bool:
+def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether an optimizer can update shards one by one."""
     return type(optimizer).update_step in _ELEMENTWISE and "update_step" not in vars(optimizer)
 
 
-def squared_norms(optimizer: Any, gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> list[Any]:
+def squared_norms(
+    optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: Sequence[keras.Variable]
+) -> list[tf.Tensor | None]:
     """The squared norms of whole gradients, as the innermost optimizer gets them; called on every replica.
 
     Args:
@@ -73,7 +78,9 @@ def squared_norms(optimizer: Any, gradients: Sequence[Any], variables: Sequence[
     return squares
 
 
-def replace_norms(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> None:
+def replace_norms(
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable]
+) -> None:
     """Makes an optimizer clip by the norms of these whole, unscaled gradients, and not by `squared_norms`.
 
     Called on every replica, within `updating`.
@@ -88,7 +95,7 @@ def replace_norms(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Seq
     norms[replica_index()] = [changed.get(key, old) for key, old in zip(keys, norms[replica_index()], strict=True)]
 
 
-def install_storages(optimizer: Any, variables: Sequence[keras.Variable]) -> None:
+def install_storages(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
     """Makes an optimizer, and those it delegates to, update variables by their storages; may be called again."""
     storages = [storage_of(variable) for variable in variables]
     for part in updating_optimizers(optimizer):
@@ -103,7 +110,11 @@ def install_storages(optimizer: Any, variables: Sequence[keras.Variable]) -> Non
 
 
 @contextlib.contextmanager
-def updating(optimizer: Any, variables: Sequence[keras.Variable], norms: dict[int, list[Any]]) -> Iterator[None]:
+def updating(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
+    norms: dict[int, Sequence[tf.Tensor | None]],
+) -> Generator[None]:
     """Context in which an optimizer updates variables by their storages; entered in cross-replica context.
 
     Args:
@@ -127,12 +138,12 @@ def refresh(variables: Sequence[keras.Variable]) -> None:
         storage_of(variable).refresh()
 
 
-def _unscale(gradient: Any, scale: Any) -> tf.Tensor:
+def _unscale(gradient: GradientTensor, scale: Scalar | None) -> tf.Tensor:
     value = tf.cast(tf.convert_to_tensor(gradient), "float32")
     return value if scale is None else value / scale
 
 
-def _clip(part: Any, grads: Sequence[Any]) -> list[Any]:
+def _clip(part: keras.optimizers.Optimizer, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """`_clip_gradients`, by the norms of whole gradients."""
     state = state_of(part).norms
     if not state or not (part.clipnorm or part.global_clipnorm):
@@ -152,12 +163,12 @@ def _clip(part: Any, grads: Sequence[Any]) -> list[Any]:
     return [_clip_to(gradient, part.global_clipnorm, norm) for gradient in grads]
 
 
-def _clip_to(gradient: Any, limit: float, norm: tf.Tensor) -> tf.Tensor:
+def _clip_to(gradient: GradientTensor, limit: float, norm: tf.Tensor) -> tf.Tensor:
     factor = tf.cast(limit / tf.maximum(norm, limit), gradient.dtype)
     return tf.convert_to_tensor(gradient) * factor
 
 
-def _average(part: Any, trainable_variables: Sequence[keras.Variable]) -> None:
+def _average(part: keras.optimizers.Optimizer, trainable_variables: Sequence[keras.Variable]) -> None:
     """`_update_model_variables_moving_average`, without gathering the weights."""
     if not part.use_ema:
         return
@@ -168,19 +179,24 @@ def _average(part: Any, trainable_variables: Sequence[keras.Variable]) -> None:
         (each, average) for each, average in zip(trainable_variables, averages, strict=True) if average is not None
     ]
 
-    def merge(strategy: Any, momentum: Any) -> None:
+    def merge(strategy: tf.distribute.Strategy, momentum: tf.Tensor) -> None:
         for variable, average in pairs:
             strategy.extended.update(average.value, _blend, args=(variable.value, momentum), group=False)
 
     tf.distribute.get_replica_context().merge_call(merge, args=(momentum,))
 
 
-def _blend(average: Any, value: Any, momentum: Any) -> Any:
+def _blend(average: TensorVariable, value: TensorVariable, momentum: tf.Tensor) -> object:
     momentum = tf.cast(momentum, average.dtype)
     return average.assign(momentum * average + (1 - momentum) * tf.convert_to_tensor(value))
 
 
-def _step(part: Any, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any) -> None:
+def _step(
+    part: keras.optimizers.Optimizer,
+    grads: Sequence[GradientTensor],
+    trainable_variables: Sequence[keras.Variable],
+    learning_rate: Scalar,
+) -> None:
     """`_backend_update_step`, one variable after another by its storage."""
     after: list[tf.Tensor] = []
     for gradient, variable in zip(grads, trainable_variables, strict=True):

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import keras.src.losses.loss as keras_loss
@@ -10,6 +10,8 @@ import tensorflow as tf
 
 from keras_paragrad.engine.losses.terms import LossTerm
 
+# What a divisor is of: a word, and the identities of tensors.
+DivisorKey = tuple[Any, ...]
 SUM = ("sum",)
 SIZE = ("size",)
 
@@ -33,7 +35,7 @@ class UnknownDivisorError(ValueError):
     """The divisor of a loss is unknown."""
 
 
-def divisor_of(term: LossTerm) -> tuple[tuple, tf.Tensor]:
+def divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
     """The divisor of one loss.
 
     Returns:
@@ -64,7 +66,7 @@ def divisor_of(term: LossTerm) -> tuple[tuple, tf.Tensor]:
     return SIZE if inner.is_fully_defined() else ("size", id(values)), size
 
 
-def gradient_divisor_of(term: LossTerm) -> tuple[tuple, tf.Tensor]:
+def gradient_divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
     """The divisor of one loss's gradient, as in `divisor_of`.
 
     It differs from the loss's for a mean of the examples' masked means, which is divided by the number of examples.
@@ -79,11 +81,11 @@ _SCALE = "scale_loss_for_distribution"
 _lock = threading.Lock()
 _local = threading.local()
 _contexts = 0
-_original: Any = None
+_original: Callable[[tf.Tensor], tf.Tensor] = keras_loss.scale_loss_for_distribution
 
 
 @contextlib.contextmanager
-def without_replica_division() -> Iterator[None]:
+def without_replica_division() -> Generator[None]:
     """Context in which losses on a replica are not divided by the number of replicas, on this thread.
 
     Keras divides means, but no sums, scalars, or terms that `compute_loss` adds, so the total can't be corrected
@@ -109,5 +111,5 @@ def _count_contexts(change: int) -> None:
         setattr(keras_loss, _SCALE, _scale_on_other_threads if _contexts else _original)
 
 
-def _scale_on_other_threads(value: Any) -> Any:
+def _scale_on_other_threads(value: tf.Tensor) -> tf.Tensor:
     return value if getattr(_local, "depth", 0) else _original(value)

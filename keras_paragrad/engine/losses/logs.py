@@ -2,14 +2,14 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.state import MethodPatch, patched
+from keras_paragrad.compat.types import Batch, LossArguments, Scalar, StepLogs, Structure
 from keras_paragrad.engine.losses.divisors import without_replica_division
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.sums import TrackedLosses
@@ -27,7 +27,7 @@ def _overrides_compute_metrics(model: keras.Model) -> bool:
     return type(model).compute_metrics is not keras.Model.compute_metrics or "compute_metrics" in vars(model)
 
 
-def update_metrics(model: keras.Model, batch: dict[str, Any]) -> None:
+def update_metrics(model: keras.Model, batch: LossArguments) -> None:
     """Updates a model's metrics with a part of a batch, for `get_metrics_result` after the last part.
 
     Raises:
@@ -70,7 +70,7 @@ class AllReducedResults:
         if losses is not None:
             self.parts.append(losses.part)
 
-    def results(self, sums: Sequence[tf.Tensor]) -> dict[str, Any]:
+    def results(self, sums: Sequence[tf.Tensor]) -> StepLogs:
         """The result of `get_metrics_result` for the all-reduced `parts`."""
         state = {}
         for group, total in zip(self._groups, sums, strict=False):
@@ -82,13 +82,13 @@ class AllReducedResults:
             return self.model.get_metrics_result()
 
 
-def all_reduced_results(model: keras.Model, losses: TrackedLosses | None = None) -> dict[str, Any]:
+def all_reduced_results(model: keras.Model, losses: TrackedLosses | None = None) -> StepLogs:
     """The model's metrics over the examples of all replicas, in one collective; called on every replica."""
     results = AllReducedResults(model, losses)
     return results.results(sum_over_replicas(results.parts))
 
 
-def run_custom_test_step(model: keras.Model, data: Any, normalize: LossNormalization | None) -> dict[str, Any]:
+def run_custom_test_step(model: keras.Model, data: Batch, normalize: LossNormalization | None) -> StepLogs:
     """Runs a custom `test_step` on every replica, and returns the logs of the whole batch.
 
     The states of metrics are summed over the replicas. Scalars per replica, such as a returned loss or the argument of
@@ -113,7 +113,7 @@ def run_custom_test_step(model: keras.Model, data: Any, normalize: LossNormaliza
     return logs
 
 
-def run_custom_train_step(model: keras.Model, data: Any) -> dict[str, Any]:
+def run_custom_train_step(model: keras.Model, data: Batch) -> StepLogs:
     """Runs a custom `train_step` on every replica, and returns its logs over the whole batch, weighted by examples."""
     replica_batch = ReplicaBatch.of(data)
     reducer = _LogReducer(model, data, replica_batch, None, ())
@@ -127,7 +127,7 @@ class _LogReducer:
     def __init__(
         self,
         model: keras.Model,
-        data: Any,
+        data: Batch,
         batch: ReplicaBatch,
         normalize: LossNormalization | None,
         terms: Sequence[LossTerm],
@@ -135,10 +135,10 @@ class _LogReducer:
         self.model, self.data, self.batch, self.normalize, self.terms = model, data, batch, normalize, terms
         # An overridden `metrics` property may leave some out.
         every = [*model.metrics, *keras.Model.metrics.fget(model)]  # pyright: ignore
-        self.metrics: list[Any] = list({id(metric): metric for metric in every}.values())
+        self.metrics: list[keras.metrics.Metric] = list({id(metric): metric for metric in every}.values())
         self.variables = [variable for metric in self.metrics for variable in metric.variables]
         self._before = {} if batch.nonempty is None else {id(each): tf.identity(each.value) for each in self.variables}
-        self._results: list[Any] = []
+        self._results: list[tf.Tensor] = []
         self._weight: tuple[tf.Tensor, bool] | None = None
 
     def weight(self, what: str) -> tuple[tf.Tensor, bool]:
@@ -154,7 +154,7 @@ class _LogReducer:
             self._weight = tf.math.divide_no_nan(value, total), summed
         return self._weight
 
-    def reduce(self, scalar: Any, what: str) -> tf.Tensor:
+    def reduce(self, scalar: Scalar, what: str) -> tf.Tensor:
         """The weighted mean of a scalar over the replicas, or its sum."""
         scalar = _as_scalar(scalar)
         if not scalar.dtype.is_floating:
@@ -170,7 +170,7 @@ class _LogReducer:
         nonempty = self.batch.nonempty
         return value if nonempty is None else tf.where(nonempty, value, self._before[id(variable)])
 
-    def result(self, metric: keras.metrics.Metric, compute: Callable[[], Any]) -> Any:
+    def result(self, metric: keras.metrics.Metric, compute: Callable[[], Structure]) -> Structure:
         """A metric's result over the examples of all replicas."""
         variables = metric.variables
         if any(variable.aggregation != "sum" for variable in variables):
@@ -181,10 +181,10 @@ class _LogReducer:
         self._results += tf.nest.flatten(result)
         return result
 
-    def reduce_logs(self, logs: Any) -> Any:
+    def reduce_logs(self, logs: StepLogs) -> StepLogs:
         """Reduces the logs that are not results of metrics."""
 
-        def reduce(path: tuple, leaf: Any) -> Any:
+        def reduce(path: tuple[str | int, ...], leaf: Scalar) -> Scalar:
             is_result = any(leaf is each for each in self._results)
             return leaf if is_result else self.reduce(leaf, f"{'.'.join(map(str, path))!r} in its logs")
 
@@ -198,7 +198,7 @@ class _LogReducer:
                 variable.assign(self.state(variable))
 
 
-def _as_scalar(value: Any) -> tf.Tensor:
+def _as_scalar(value: Scalar) -> tf.Tensor:
     """A tensor. Keras's mean over no elements is an empty vector if its shape is static, and otherwise a scalar."""
     value = tf.convert_to_tensor(value)
     return tf.zeros((), value.dtype) if value.shape == (0,) else value
@@ -221,7 +221,7 @@ class _ReducingMetrics(MethodPatch):
                 update = functools.partial(self._update_mean, metric, metric.update_state, scale)
                 self.replace(metric, "update_state", update)
 
-    def _result(self, metric: keras.metrics.Metric, compute: Callable[[], Any]) -> Any:
+    def _result(self, metric: keras.metrics.Metric, compute: Callable[[], Structure]) -> Structure:
         return compute() if is_trial() else self.reducers[replica_index()].result(metric, compute)
 
     def _update_mean(
@@ -229,8 +229,8 @@ class _ReducingMetrics(MethodPatch):
         metric: keras.metrics.Metric,
         update: Callable[..., None],
         scale: float,
-        values: Any,
-        sample_weight: Any = None,
+        values: Scalar,
+        sample_weight: tf.Tensor | None = None,
     ) -> None:
         """Updates a `Mean` with values per example as before, and with a scalar reduced over the replicas."""
         values = _as_scalar(values)
@@ -245,7 +245,7 @@ class _ReducingMetrics(MethodPatch):
 
 
 @contextlib.contextmanager
-def _reducing_metrics(reducer: _LogReducer, outputs_scale: float) -> Iterator[None]:
+def _reducing_metrics(reducer: _LogReducer, outputs_scale: float) -> Generator[None]:
     with patched(reducer.model, lambda: _ReducingMetrics(reducer, outputs_scale)) as replacement:
         replacement.reducers[replica_index()] = reducer
         yield

@@ -3,7 +3,6 @@
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -14,7 +13,8 @@ from keras_paragrad.compat.model import (
     overrides_train_step,
     summed_by_keras,
 )
-from keras_paragrad.engine.losses.divisors import SUM, Normalizer, UnknownDivisorError, gradient_divisor_of
+from keras_paragrad.compat.types import Batch, LossArguments
+from keras_paragrad.engine.losses.divisors import SUM, DivisorKey, Normalizer, UnknownDivisorError, gradient_divisor_of
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.independence import independence_refusal
 from keras_paragrad.engine.replicas.replica_batch import rows_of
@@ -69,18 +69,18 @@ class LossNormalization:
                 f"{name} defines its own compute_loss, so the normalizer of its loss is unknown. {self._advice}"
             )
 
-    def __call__(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer:
+    def __call__(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
         """The normalizer of the loss that was just computed; see `keras_paragrad.engine.step.gradient.Normalize`."""
         weight = self._weight(model, arguments, terms)
         self._refuse_mixing(model, arguments, terms, training=True)
         return weight
 
-    def _weight(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer:
+    def _weight(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
         stated = self._stated(model, arguments, terms)
         return _normalizer_of_terms(model, terms, self._advice) if stated is None else stated
 
     def _refuse_mixing(
-        self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm], *, training: bool
+        self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, training: bool
     ) -> None:
         """Raises if parts of a batch do not give the loss and the states of the whole."""
         normalize = _undivided if self.weighting == "sum" else _STATED.get(self.weighting)
@@ -91,12 +91,12 @@ class LossNormalization:
             anyway = f" To train anyway, {_TO_TRAIN_ANYWAY[self.asked_by]}." if self._takes_weighting else ""
             raise IndivisibleError(f"{refusal}{anyway}")
 
-    def in_evaluation(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer | None:
+    def in_evaluation(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
         """The weight of a part of a batch in evaluation, or `None` if each output's loss has its own."""
         self._refuse_mixing(model, arguments, terms, training=False)
         return self._stated(model, arguments, terms)
 
-    def in_custom_step(self, model: keras.Model, data: Any, terms: Sequence[LossTerm], what: str) -> Normalizer:
+    def in_custom_step(self, model: keras.Model, data: Batch, terms: Sequence[LossTerm], what: str) -> Normalizer:
         """The weight of a part of a batch in a custom `test_step`, for a scalar that errors call `what`.
 
         Raises:
@@ -115,7 +115,7 @@ class LossNormalization:
             f"write {self._configured_by}(..., weighting='examples')."
         )
 
-    def _stated(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> Normalizer | None:
+    def _stated(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
         """The weight as the user states it or as added losses determine it; `None` to derive it from the losses."""
         by_example = any(term.by_example for term in terms)
         if by_example and self.weighting in ("sample_weight", "mask"):
@@ -187,25 +187,25 @@ def warn_of_batch_statistics(model: keras.Model) -> None:
         )
 
 
-def _undivided(arguments: dict[str, Any]) -> Normalizer:
+def _undivided(arguments: LossArguments) -> Normalizer:
     return Normalizer(tf.constant(1.0), summed=True)
 
 
-def _examples(arguments: dict[str, Any]) -> Normalizer:
+def _examples(arguments: LossArguments) -> Normalizer:
     return Normalizer(tf.cast(rows_of(arguments["x"]), "float32"))
 
 
-def _sample_weight(arguments: dict[str, Any]) -> Normalizer:
+def _sample_weight(arguments: LossArguments) -> Normalizer:
     weights = keras.tree.flatten(arguments["sample_weight"])
     return Normalizer(_sum(weights[0])) if weights and weights[0] is not None else _examples(arguments)
 
 
-def _mask(arguments: dict[str, Any]) -> Normalizer:
+def _mask(arguments: LossArguments) -> Normalizer:
     mask = LossTerm(keras.losses.MeanSquaredError(), None, arguments["y_pred"], None).prediction_mask
     return Normalizer(_sum(mask)) if mask is not None else _examples(arguments)
 
 
-_STATED: dict[str, Callable[[dict[str, Any]], Normalizer]] = {
+_STATED: dict[str, Callable[[LossArguments], Normalizer]] = {
     "examples": _examples,
     "sample_weight": _sample_weight,
     "mask": _mask,
@@ -244,17 +244,17 @@ def _normalizer_of_sum(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
     return Normalizer(tf.constant(1.0), summed=True)
 
 
-def _divisor(term: LossTerm, advice: str) -> tuple[tuple, tf.Tensor]:
+def _divisor(term: LossTerm, advice: str) -> tuple[DivisorKey, tf.Tensor]:
     try:
         return gradient_divisor_of(term)
     except UnknownDivisorError as error:
         raise IndivisibleError(f"{error} {advice}") from None
 
 
-def _name_kinds(divisors: list[tuple[tuple, tf.Tensor]]) -> str:
+def _name_kinds(divisors: list[tuple[DivisorKey, tf.Tensor]]) -> str:
     names = {"sum": "nothing", "weights": "sample weights", "mask": "a mask", "size": "the number of elements"}
     return ", ".join(names[kind[0]] for kind, _ in divisors)
 
 
-def _sum(tensor: Any) -> tf.Tensor:
+def _sum(tensor: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(tf.cast(tensor, "float32"))

@@ -1,7 +1,7 @@
 """The losses of a batch as sums over its parts, and their way into Keras's loss trackers."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -145,7 +145,7 @@ class _Outputs:
             self.numerators[index] += value if divisor is None else value * divisor
             self.divisors[index] += zero if divisor is None else divisor
 
-    def _divisor(self, term: LossTerm, unknown: tf.Tensor, dtype: str) -> tuple[bool, Any]:
+    def _divisor(self, term: LossTerm, unknown: tf.Tensor, dtype: str) -> tuple[bool, tf.Tensor | None]:
         """Whether Keras may have divided the result by the number of replicas, and its other divisor."""
         if term.result.shape.rank != 0:
             # Not reduced. Keras logs the mean of the elements.
@@ -196,7 +196,7 @@ class TrackedLosses:
     """
 
     def __init__(self, model: keras.Model, sums: LossSums, window: LossWindow | None = None, *, ends: bool = False):
-        self.model: Any = model
+        self.model: keras.Model = model
         self.form: LossForm = sums.form
         self.window, self.ends = window, ends
         # Sums, and then the totals and counts that the trackers have of the window: see `LossWindow`.
@@ -220,7 +220,7 @@ class TrackedLosses:
         return self._add(total, replica_count())
 
     @property
-    def _trackers(self) -> list[Any]:
+    def _trackers(self) -> list[keras.metrics.Mean]:
         return [self.model._loss_tracker, *(self.model._compile_loss.metrics if self.model._compile_loss else ())]
 
     def _add(self, total: tf.Tensor, replicas: int) -> list[tuple[keras.Variable, tf.Tensor]]:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import keras
@@ -14,6 +14,7 @@ from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or
 from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.collectives import replica_index
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.probes.untouched import untouched, without_assignments
 
 MEANS = ("sum_over_batch_size", "mean")
@@ -31,9 +32,9 @@ class LossTerm:
     """
 
     loss: keras.losses.Loss
-    y_true: Any
-    y_pred: Any
-    sample_weight: Any
+    y_true: Structure
+    y_pred: Structure
+    sample_weight: tf.Tensor | None
     result: Any = None
     by_example: bool = False
 
@@ -51,7 +52,7 @@ class LossTerm:
     def values(self) -> tf.Tensor:
         """The loss of every element, before the reduction."""
 
-        def convert(tensor):
+        def convert(tensor: tf.Tensor):
             return keras.ops.convert_to_tensor(tensor, dtype=self.loss.dtype)
 
         arguments = (keras.tree.map_structure(convert, each) for each in (self.y_true, self.y_pred))
@@ -59,17 +60,17 @@ class LossTerm:
             return tf.convert_to_tensor(self.loss.call(*arguments))
 
     @property
-    def prediction_mask(self) -> Any:
+    def prediction_mask(self) -> tf.Tensor | None:
         """The mask that the model's output carries, or `None`."""
         return get_keras_mask(self.y_pred)
 
     @property
-    def masks(self) -> list[Any]:
+    def masks(self) -> list[tf.Tensor]:
         """The masks of the model's output and of the loss's values: none, one or both."""
         return [mask for mask in (self.prediction_mask, get_keras_mask(self.values)) if mask is not None]
 
     @functools.cached_property
-    def mask(self) -> Any:
+    def mask(self) -> tf.Tensor | None:
         """Selects the values that count; all do, if `None`."""
         return functools.reduce(tf.logical_and, self.masks) if self.masks else None
 
@@ -83,7 +84,7 @@ class LossTerm:
         )
         return apply_mask(weight, mask, dtype=dtype, reduction=self.loss.reduction)
 
-    def result_with_gradient_by_example(self) -> Any:
+    def result_with_gradient_by_example(self) -> tf.Tensor:
         """The result, with the gradient of the mean of the examples' masked means if `by_example`."""
         if not self.by_example or self.reduces_itself or self.loss.reduction not in MEANS or self.mask is None:
             return self.result
@@ -120,7 +121,7 @@ class _Recording:
     def __init__(self, loss: keras.losses.Loss, listeners: list[_Listener]):
         self.loss, self.listeners = loss, listeners
 
-    def __call__(self, y_true, y_pred, sample_weight=None):
+    def __call__(self, y_true: Structure, y_pred: Structure, sample_weight: tf.Tensor | None = None):
         result = self.loss(y_true, y_pred, sample_weight)
         listeners = _listeners_here(self.listeners)
         by_example = any(listener.by_example for listener in listeners)
@@ -138,7 +139,7 @@ def _listeners_here(listeners: list[_Listener]) -> list[_Listener]:
 @contextlib.contextmanager
 def recorded_terms(
     model: keras.Model, *, untracked: bool = False, by_example: bool = False
-) -> Iterator[list[LossTerm]]:
+) -> Generator[list[LossTerm]]:
     """Context in which `model.compute_loss` appends the terms of the compiled loss to the yielded list.
 
     Several contexts may be open at a time, and close in any order.
@@ -169,7 +170,7 @@ def recorded_terms(
             _stop_listening(compiled)
 
 
-def _listen(compiled: Any, listeners: list[_Listener]) -> None:
+def _listen(compiled: keras.losses.Loss, listeners: list[_Listener]) -> None:
     """Replaces a compiled loss's losses and trackers by ones that inform the listeners."""
     build = compiled.build
 
@@ -178,7 +179,7 @@ def _listen(compiled: Any, listeners: list[_Listener]) -> None:
         for tracker in compiled.metrics:
             tracker.__dict__["update_state"] = _unless_untracked(tracker.update_state, listeners)
 
-    def build_and_record(y_true, y_pred):
+    def build_and_record(y_true: Structure, y_pred: Structure):
         build(y_true, y_pred)
         record()
 
@@ -188,10 +189,10 @@ def _listen(compiled: Any, listeners: list[_Listener]) -> None:
     compiled.__dict__["build"] = build_and_record
 
 
-def _unless_untracked(update_state: Callable[..., Any], listeners: list[_Listener]) -> Callable[..., Any]:
+def _unless_untracked(update_state: Callable[..., None], listeners: list[_Listener]) -> Callable[..., None]:
     """An `update_state` that does nothing while a listener has tracking turned off."""
 
-    def update(*arguments, **keywords):
+    def update(*arguments: Any, **keywords: Any):
         if not any(listener.untracked for listener in _listeners_here(listeners)):
             return update_state(*arguments, **keywords)
         return None
@@ -199,7 +200,7 @@ def _unless_untracked(update_state: Callable[..., Any], listeners: list[_Listene
     return update
 
 
-def _stop_listening(compiled: Any) -> None:
+def _stop_listening(compiled: keras.losses.Loss) -> None:
     """Restores the compiled loss and its metrics."""
     del compiled.__dict__["build"]
     state_of(compiled).listeners = None
@@ -212,6 +213,6 @@ def _stop_listening(compiled: Any) -> None:
         ]
 
 
-def bound_arguments(loss_or_metric: Any) -> dict[str, Any]:
+def bound_arguments(loss_or_metric: keras.losses.Loss | keras.metrics.Metric) -> dict[str, Any]:
     """The keyword arguments, such as `delta`, of the function that a loss or metric wraps."""
     return dict(getattr(loss_or_metric, "_fn_kwargs", None) or {})

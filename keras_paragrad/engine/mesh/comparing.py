@@ -1,12 +1,14 @@
 """Compares a model's gradient on a mesh with that on one device."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.model import all_variables
+from keras_paragrad.compat.types import Batch, GradientTensor, TensorVariable
 from keras_paragrad.engine.mesh.mesh_tracing import explaining_errors
 from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.storage.dtensor import discard_assignments, gather, on_mesh
@@ -21,7 +23,7 @@ _TINY = 1e-30
 _ZERO = tf.UnconnectedGradients.ZERO
 
 
-def gradient_error(model: keras.Model, data: Any, model_on_mesh: "ModelOnMesh") -> tuple[float, str]:
+def gradient_error(model: keras.Model, data: Batch, model_on_mesh: "ModelOnMesh") -> tuple[float, str]:
     """The error of a model's gradient for a batch on a mesh, relative to that on one device, without dropout.
 
     Returns:
@@ -55,7 +57,7 @@ def _to_numpy(gradient: tf.Tensor) -> np.ndarray:
     return np.asarray(gather(gradient)).astype("float64")
 
 
-def _gradients_on_one_device(model: keras.Model, data: Any, trainable: list[keras.Variable]) -> list[tf.Tensor]:
+def _gradients_on_one_device(model: keras.Model, data: Batch, trainable: list[keras.Variable]) -> list[tf.Tensor]:
     # In the host's memory, where the model was made.
     with tf.device("CPU:0"):
         variables = all_variables(model)
@@ -63,7 +65,7 @@ def _gradients_on_one_device(model: keras.Model, data: Any, trainable: list[kera
 
         # In a graph, as in `fit`: executed eagerly, Keras's layers lose some masks.
         @tf.function(autograph=False)
-        def gradients(data: Any, values: list[Any]) -> list[Any]:
+        def gradients(data: Batch, values: list[tf.Tensor]) -> list[tf.Tensor]:
             sources = [values[places[id(variable)]] for variable in trainable]
             with tf.GradientTape() as tape:
                 tape.watch(sources)
@@ -77,20 +79,20 @@ def _gradients_on_one_device(model: keras.Model, data: Any, trainable: list[kera
 
 
 def _gradients_on_mesh(
-    model: keras.Model, data: Any, trainable: list[keras.Variable], model_on_mesh: "ModelOnMesh"
+    model: keras.Model, data: Batch, trainable: list[keras.Variable], model_on_mesh: "ModelOnMesh"
 ) -> list[tf.Tensor]:
     with model_on_mesh.tracing():
         with tf.GradientTape() as tape, untouched(model, discard_assignments()):
             loss = _loss(model, data)
-        sources: list[Any] = [storage_of(variable).local for variable in trainable]
+        sources: list[TensorVariable] = [storage_of(variable).local for variable in trainable]
         return _dense(tape.gradient(loss, sources, unconnected_gradients=_ZERO))
 
 
-def _loss(model: keras.Model, data: Any) -> Any:
+def _loss(model: keras.Model, data: Batch) -> tf.Tensor:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
     return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
 
 
-def _dense(gradients: list[Any]) -> list[tf.Tensor]:
+def _dense(gradients: Sequence[GradientTensor]) -> list[tf.Tensor]:
     return [tf.convert_to_tensor(gradient) for gradient in gradients]

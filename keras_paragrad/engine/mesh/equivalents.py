@@ -6,7 +6,7 @@ Each function has the signature of the operation that it replaces, and returns `
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,11 +14,12 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import array_ops, gen_array_ops, gen_manip_ops, gen_nn_ops
 
+from keras_paragrad.compat.types import Array
 from keras_paragrad.engine.mesh.pinning import pin_on_mesh
 from keras_paragrad.storage.dtensor import computing_on_mesh, relayout
 
 
-def reverse(tensor: Any, axis: Any, name: str | None = None) -> Any:
+def reverse(tensor: tf.Tensor, axis: Array, name: str | None = None) -> tf.Tensor | None:
     """`tf.reverse`; `None` unless the axes are static."""
     tensor, axes = tf.convert_to_tensor(tensor), tf.get_static_value(axis)
     if axes is None:
@@ -28,7 +29,7 @@ def reverse(tensor: Any, axis: Any, name: str | None = None) -> Any:
     return tensor
 
 
-def roll(input: Any, shift: Any, axis: Any, name: str | None = None) -> Any:
+def roll(input: tf.Tensor, shift: Array, axis: Array, name: str | None = None) -> tf.Tensor | None:
     """`tf.roll`; `None` unless shifts and axes are static."""
     tensor, shifts, axes = tf.convert_to_tensor(input), tf.get_static_value(shift), tf.get_static_value(axis)
     if shifts is None or axes is None:
@@ -38,7 +39,7 @@ def roll(input: Any, shift: Any, axis: Any, name: str | None = None) -> Any:
     return tensor
 
 
-def space_to_batch(input: Any, block_shape: Any, paddings: Any, name: str | None = None) -> Any:
+def space_to_batch(input: tf.Tensor, block_shape: Array, paddings: Array, name: str | None = None) -> tf.Tensor | None:
     """`tf.space_to_batch_nd`, with the blocks of an example in consecutive rows, and so on its device.
 
     `None` unless the sizes are static.
@@ -57,7 +58,7 @@ def space_to_batch(input: Any, block_shape: Any, paddings: Any, name: str | None
     return tf.reshape(tensor, [rows * math.prod(block), *inner, *others])
 
 
-def batch_to_space(input: Any, block_shape: Any, crops: Any, name: str | None = None) -> Any:
+def batch_to_space(input: tf.Tensor, block_shape: Array, crops: Any, name: str | None = None) -> tf.Tensor | None:
     """`tf.batch_to_space` for the result of `space_to_batch`."""
     block, crops = _static_pair(block_shape, crops)
     if block is None:
@@ -74,7 +75,7 @@ def batch_to_space(input: Any, block_shape: Any, crops: Any, name: str | None = 
     return tensor[(slice(None), *(slice(a, size - b) for size, (a, b) in zip(whole, crops, strict=True)))]
 
 
-def _static_sizes(tensor: Any) -> list[int]:
+def _static_sizes(tensor: tf.Tensor) -> list[Any]:
     return tensor.shape.as_list()
 
 
@@ -84,17 +85,17 @@ def _static_pair(block_shape: Any, pairs: Any) -> tuple[list[int] | None, list[l
 
 
 def strided_slice(
-    input: Any,
-    begin: Any,
-    end: Any,
-    strides: Any,
+    input: tf.Tensor,
+    begin: Array,
+    end: Array,
+    strides: Array,
     begin_mask: int = 0,
     end_mask: int = 0,
     ellipsis_mask: int = 0,
     new_axis_mask: int = 0,
     shrink_axis_mask: int = 0,
     name: str | None = None,
-) -> Any:
+) -> tf.Tensor | None:
     """`tf.strided_slice` that keeps the indexed axes, and a `tf.squeeze` of them.
 
     DTensor otherwise mistakes which of the other axes is divided. `None` if no axis is indexed, or if indices aren't
@@ -112,18 +113,19 @@ def strided_slice(
     return tf.squeeze(tf.strided_slice(tensor, first, last, strides, begin_mask, end_mask), axes)
 
 
-def _permute(tensor: Any, axis: int, reorder: Callable[[np.ndarray], np.ndarray]) -> Any:
+def _permute(tensor: tf.Tensor, axis: int, reorder: Callable[[np.ndarray], np.ndarray]) -> tf.Tensor:
     axis %= len(tensor.shape)
-    order = reorder(np.arange(tensor.shape[axis]))
+    order = reorder(np.arange(_static_sizes(tensor)[axis]))
 
     @tf.custom_gradient
-    def permute(tensor: Any) -> Any:
+    def permute(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         return _take(tensor, axis, order), lambda cotangent: _take(cotangent, axis, np.argsort(order))
 
-    return permute(tensor)
+    permuted: Any = permute(tensor)
+    return permuted
 
 
-def _take(tensor: Any, axis: int, order: np.ndarray) -> Any:
+def _take(tensor: tf.Tensor, axis: int, order: np.ndarray) -> tf.Tensor:
     """Reorders a tensor along an axis; devices exchange rows if it is that of rows."""
     exchange = axis == 0 and computing_on_mesh()
     local = relayout(tensor, (None,) * len(tensor.shape)) if exchange else pin_on_mesh(tensor)
@@ -131,20 +133,21 @@ def _take(tensor: Any, axis: int, order: np.ndarray) -> Any:
 
 
 def average_pool_gradient(
-    orig_input_shape: Any,
-    grad: Any,
+    orig_input_shape: tf.Tensor,
+    grad: tf.Tensor,
     ksize: Sequence[int],
     strides: Sequence[int],
     padding: str,
     data_format: str | None = None,
     name: str | None = None,
-) -> Any:
+) -> tf.Tensor | None:
     """`tf.raw_ops.AvgPoolGrad` and `AvgPool3DGrad`: along each axis, a product with the weights of the windows."""
-    shape, gradient = tf.get_static_value(orig_input_shape), pin_on_mesh(grad)
+    shape: Any = tf.get_static_value(orig_input_shape)
+    gradient = pin_on_mesh(grad)
     for axis, (size, window, stride) in enumerate(zip(shape, ksize, strides, strict=True)):
         if window == stride == 1:
             continue
-        count = int(grad.shape[axis])
+        count = _static_sizes(grad)[axis]
         before = _padding(size, window, stride, count, padding)[0]
         positions, first = np.arange(size), np.arange(count)[:, np.newaxis] * stride - before
         inside = ((positions >= first) & (positions < first + window)).astype("float64")
@@ -153,16 +156,16 @@ def average_pool_gradient(
 
 
 def depthwise_input_gradient(
-    input_sizes: Any,
-    filter: Any,
-    out_backprop: Any,
+    input_sizes: tf.Tensor,
+    filter: tf.Tensor,
+    out_backprop: tf.Tensor,
     strides: Sequence[int],
     padding: str,
     explicit_paddings: Sequence[int] = (),
     data_format: str = "NHWC",
     dilations: Sequence[int] = (1, 1, 1, 1),
     name: str | None = None,
-) -> Any:
+) -> tf.Tensor | None:
     """`tf.raw_ops.DepthwiseConv2dNativeBackpropInput`, for which DTensor has no sharding rule, as a convolution of the
     cotangent with the flipped kernel; `None` with dilations.
     """
@@ -170,10 +173,10 @@ def depthwise_input_gradient(
         return None
     layout = _ChannelsLast(data_format)
     sizes, gradient = layout.order(tf.get_static_value(input_sizes)), pin_on_mesh(layout.to(out_backprop))
-    height, width, channels, multiplier = filter.shape
+    height, width, channels, multiplier = _static_sizes(filter)
     paddings = [[0, 0]]
     for axis, (window, stride) in enumerate(zip((height, width), layout.order(strides)[1:3], strict=True), 1):
-        output_size = int(gradient.shape[axis])
+        output_size = _static_sizes(gradient)[axis]
         before = _padding(sizes[axis], window, stride, output_size, padding, layout.pair(explicit_paddings, axis))[0]
         dilated_size = (output_size - 1) * stride + 1
         if stride > 1:
@@ -189,16 +192,16 @@ def depthwise_input_gradient(
 
 
 def depthwise_filter_gradient(
-    input: Any,
-    filter_sizes: Any,
-    out_backprop: Any,
+    input: tf.Tensor,
+    filter_sizes: tf.Tensor,
+    out_backprop: tf.Tensor,
     strides: Sequence[int],
     padding: str,
     explicit_paddings: Sequence[int] = (),
     data_format: str = "NHWC",
     dilations: Sequence[int] = (1, 1, 1, 1),
     name: str | None = None,
-) -> Any:
+) -> tf.Tensor | None:
     """`tf.raw_ops.DepthwiseConv2dNativeBackpropFilter`: for each weight of the kernel, a sum over its inputs.
 
     `None` with dilations.
@@ -208,11 +211,11 @@ def depthwise_filter_gradient(
     layout = _ChannelsLast(data_format)
     inputs, cotangent = pin_on_mesh(layout.to(input)), pin_on_mesh(layout.to(out_backprop))
     height, width, channels, multiplier = (int(size) for size in tf.get_static_value(filter_sizes))
-    rows, down, along = cotangent.shape[:3]
+    rows, down, along = _static_sizes(cotangent)[:3]
     steps = layout.order(strides)[1:3]
     paddings, dtype = [[0, 0]], tf.float64 if inputs.dtype == tf.float64 else tf.float32
     for axis, (window, stride) in enumerate(zip((height, width), steps, strict=True), 1):
-        shape = inputs.shape[axis], window, stride, int(cotangent.shape[axis])
+        shape = _static_sizes(inputs)[axis], window, stride, _static_sizes(cotangent)[axis]
         paddings.append(_padding(*shape, padding, layout.pair(explicit_paddings, axis)))
     inputs = tf.expand_dims(tf.pad(tf.cast(inputs, dtype), [*paddings, [0, 0]]), -1)
     cotangent = tf.reshape(tf.cast(cotangent, dtype), [rows, down, along, channels, multiplier])
@@ -237,7 +240,7 @@ def _padding(
     return [total // 2, total - total // 2]
 
 
-def _multiply_along(tensor: Any, axis: int, matrix: Any) -> Any:
+def _multiply_along(tensor: tf.Tensor, axis: int, matrix: tf.Tensor) -> tf.Tensor:
     """Multiplies a tensor with a matrix along an axis."""
     letters = "abcdef"[: len(tensor.shape)]
     return tf.einsum(f"{letters},{letters[axis]}z->{letters.replace(letters[axis], 'z')}", tensor, matrix)
@@ -256,14 +259,14 @@ class _ChannelsLast:
         axis = axis + 1 if self._first else axis
         return pairs[2 * axis : 2 * axis + 2]
 
-    def to(self, tensor: Any) -> Any:
+    def to(self, tensor: tf.Tensor) -> tf.Tensor:
         return tf.transpose(tensor, (0, 2, 3, 1)) if self._first else tensor
 
-    def back(self, tensor: Any) -> Any:
+    def back(self, tensor: tf.Tensor) -> tf.Tensor:
         return tf.transpose(tensor, (0, 3, 1, 2)) if self._first else tensor
 
 
-EQUIVALENTS: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
+EQUIVALENTS: tuple[tuple[ModuleType, str, Callable[..., tf.Tensor | None]], ...] = (
     (tf, "reverse", reverse),
     (array_ops, "reverse", reverse),
     (array_ops, "reverse_v2", reverse),
@@ -280,7 +283,7 @@ EQUIVALENTS: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
 
 
 @contextlib.contextmanager
-def computing_by_equivalents() -> Iterator[None]:
+def computing_by_equivalents() -> Generator[None]:
     """Context in which this process computes these operations by others while it traces a step for a mesh."""
     with contextlib.ExitStack() as stack:
         for module, name, equivalent in EQUIVALENTS:
@@ -290,11 +293,13 @@ def computing_by_equivalents() -> Iterator[None]:
         yield
 
 
-def _replace_on_mesh(plain: Callable[..., Any], equivalent: Callable[..., Any]) -> Callable[..., Any]:
+def _replace_on_mesh(
+    plain: Callable[..., tf.Tensor], equivalent: Callable[..., tf.Tensor | None]
+) -> Callable[..., tf.Tensor]:
     """A function that computes `equivalent` while it is traced for a mesh, and `plain` elsewhere."""
 
     @functools.wraps(plain)
-    def compute(*arguments: Any, **keywords: Any) -> Any:
+    def compute(*arguments: Any, **keywords: Any) -> tf.Tensor:
         # Other threads may trace for one device.
         result = equivalent(*arguments, **keywords) if computing_on_mesh() else None
         return plain(*arguments, **keywords) if result is None else result

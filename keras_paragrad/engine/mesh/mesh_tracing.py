@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import keras
@@ -11,9 +11,10 @@ from keras.src.backend.tensorflow import distribution_lib
 
 from keras_paragrad.compat.layers import attributes
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.mesh.equivalents import computing_by_equivalents
 from keras_paragrad.engine.mesh.pinning import pinning_between_layers
-from keras_paragrad.storage.dtensor import computing_on_mesh, relayout
+from keras_paragrad.storage.dtensor import Layout, computing_on_mesh, relayout
 
 
 class OutputLayouts:
@@ -26,26 +27,26 @@ class OutputLayouts:
         requested: The paths of the outputs.
     """
 
-    def __init__(self, distribution: Any):
+    def __init__(self, distribution: keras.distribution.ModelParallel):
         self._distribution = distribution
         self.requested: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._distribution, name)
 
-    def get_tensor_layout(self, path: str) -> Any:
+    def get_tensor_layout(self, path: str) -> Layout | None:
         """The layout of an output, or `None`."""
         self.requested.add(path)
         return self._distribution.get_tensor_layout(path)
 
 
-def layout_keys(distribution: Any) -> list[str]:
+def layout_keys(distribution: keras.distribution.ModelParallel) -> list[str]:
     """The keys of a distribution's layout map, if it has one."""
     return list(getattr(distribution, "_layout_map", ()))
 
 
 @contextlib.contextmanager
-def tracing_for_mesh(model: keras.Model, outputs: OutputLayouts) -> Iterator[None]:
+def tracing_for_mesh(model: keras.Model, outputs: OutputLayouts) -> Generator[None]:
     """Context in which to trace a step that runs on a mesh.
 
     Raises:
@@ -64,7 +65,7 @@ def tracing_for_mesh(model: keras.Model, outputs: OutputLayouts) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def _distribution_set(distribution: Any) -> Iterator[None]:
+def _distribution_set(distribution: keras.distribution.ModelParallel) -> Generator[None]:
     """Context in which `keras.distribution.distribution()` is set."""
     before = keras.distribution.distribution()
     keras.distribution.set_distribution(distribution)
@@ -79,12 +80,12 @@ def install_distribute_tensor() -> None:
     vars(distribution_lib).setdefault("distribute_tensor", _distribute_tensor)
 
 
-def _distribute_tensor(tensors: Any, layout: Any) -> Any:
+def _distribute_tensor(tensors: Structure, layout: Layout) -> Structure:
     """Lays the outputs of a layer out, as `keras.distribution` asks."""
     if not computing_on_mesh():
         return tensors
 
-    def distribute(tensor: Any) -> Any:
+    def distribute(tensor: tf.Tensor) -> tf.Tensor:
         if len(tensor.shape) != len(layout.axes):
             raise ValueError(
                 f"The layout {layout.axes} has {len(layout.axes)} dimensions, and the output that it is for has the "
@@ -96,7 +97,7 @@ def _distribute_tensor(tensors: Any, layout: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _with_constants(model: keras.Model) -> Iterator[None]:
+def _with_constants(model: keras.Model) -> Generator[None]:
     """Context in which tensors that layers hold, such as means and variances, are constants of the graph.
 
     A step on a mesh can't capture tensors.
@@ -109,14 +110,16 @@ def _with_constants(model: keras.Model) -> Iterator[None]:
         yield
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return isinstance(value, tf.Tensor) and hasattr(value, "numpy") and bool(value.shape.rank)
 
 
 @contextlib.contextmanager
-def _unrolled(model: keras.Model) -> Iterator[None]:
+def _unrolled(model: keras.Model) -> Generator[None]:
     """Context in which recurrent layers unroll their loops, which DTensor can't run."""
-    layers: list[Any] = [each for each in all_layers(model) if isinstance(each, keras.layers.RNN) and not each.unroll]
+    layers: list[keras.layers.RNN] = [
+        each for each in all_layers(model) if isinstance(each, keras.layers.RNN) and not each.unroll
+    ]
     for layer in layers:
         layer.unroll = True
     try:
@@ -134,7 +137,7 @@ _UNSUPPORTED = re.compile(
 _OPERATION = re.compile(r"\btf\.([A-Z]\w+)")
 
 
-def check_mesh_operations(model: keras.Model, operations: Iterable[Any]) -> None:
+def check_mesh_operations(model: keras.Model, operations: Iterable[tf.Operation]) -> None:
     """Raises an error that names the layer if a traced step has operations that a mesh can't run."""
     for operation in operations:
         if _UNSUPPORTED.fullmatch(operation.type):
@@ -142,7 +145,7 @@ def check_mesh_operations(model: keras.Model, operations: Iterable[Any]) -> None
 
 
 @contextlib.contextmanager
-def explaining_errors(model: keras.Model) -> Iterator[None]:
+def explaining_errors(model: keras.Model) -> Generator[None]:
     """Context in which errors of DTensor name the layer and what to write.
 
     Raises:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import keras
@@ -12,6 +12,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_paragrad.compat.layers import attributes, children, copy_mask
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.types import Structure
 from keras_paragrad.storage.dtensor import computing_on_mesh, relayout
 
 # DTensor computes these right for any layout, so one Dense layer can take what another has divided by units.
@@ -39,7 +40,7 @@ ROWS = TracedRows()
 
 
 @contextlib.contextmanager
-def pinning_between_layers(model: keras.Model) -> Iterator[None]:
+def pinning_between_layers(model: keras.Model) -> Generator[None]:
     """Context in which the inputs and outputs of layers are divided by rows, and by nothing else.
 
     Where DTensor chooses layouts, it computes some operations wrong, such as a concatenation along a divided dimension
@@ -63,11 +64,11 @@ def _descendants(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
         yield from _descendants(each)
 
 
-def _pin_call(call: Callable[..., Any]) -> Callable[..., Any]:
+def _pin_call(call: Callable[..., Structure]) -> Callable[..., Structure]:
     """Wraps a layer's `call` so that its inputs and outputs are pinned."""
 
     @functools.wraps(call)
-    def pinned(*arguments: Any, **keywords: Any) -> Any:
+    def pinned(*arguments: Any, **keywords: Any) -> Structure:
         if in_symbolic_scope() or not computing_on_mesh():
             return call(*arguments, **keywords)
         inputs = arguments, keywords
@@ -83,7 +84,7 @@ def _pin_call(call: Callable[..., Any]) -> Callable[..., Any]:
     return pinned
 
 
-def pin(tensor: Any) -> Any:
+def pin(tensor: object) -> Any:
     """Divides a tensor of a step on a mesh by rows if it has as many as the batch; otherwise makes it whole."""
     if not isinstance(tensor, tf.Tensor) or tensor.shape.rank in (None, 0) or tensor.dtype in (tf.resource, tf.variant):
         return tensor
@@ -93,6 +94,6 @@ def pin(tensor: Any) -> Any:
     return pinned
 
 
-def pin_on_mesh(tensor: Any) -> Any:
+def pin_on_mesh(tensor: tf.Tensor) -> tf.Tensor:
     """Pins a tensor if this thread traces a step for a mesh."""
     return pin(tensor) if computing_on_mesh() else tensor

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.model import overrides_test_step
 from keras_paragrad.compat.state import replace_methods, restore_methods
+from keras_paragrad.compat.types import Batch, Step, StepLogs, Structure
 from keras_paragrad.engine.mesh.mesh_tracing import explaining_errors
 from keras_paragrad.engine.mesh.pinning import ROWS
 from keras_paragrad.engine.pipeline.placement import name_stems
@@ -17,7 +18,7 @@ from keras_paragrad.engine.replicas.prepared import drop_functions, make_on_dema
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.engine.step.symbolic import build_from_data
-from keras_paragrad.storage.dtensor import Axes, distribute, gather, on_mesh
+from keras_paragrad.storage.dtensor import Axes, Mesh, axis_size, distribute, gather, on_mesh
 from keras_paragrad.storage.mesh_variable import MeshVariable
 from keras_paragrad.storage.model_variables import accumulated_variables, rename_keys, replace_value, training_variables
 
@@ -25,7 +26,7 @@ from keras_paragrad.storage.model_variables import accumulated_variables, rename
 Placement = tuple[Axes, bool]
 
 
-def put_on_mesh(model: keras.Model, mesh: Any, place: Callable[[keras.Variable], Placement]) -> None:
+def put_on_mesh(model: keras.Model, mesh: Mesh, place: Callable[[keras.Variable], Placement]) -> None:
     """Moves all variables of a step to a mesh, except those that are there.
 
     `place` maps one of the model's variables to its placement. An optimizer's slot of the same shape is divided like
@@ -83,7 +84,7 @@ def _owner_of(slot: keras.Variable, by_name: dict[str, keras.Variable]) -> keras
     return owner if owner is not None and tuple(owner.shape) == tuple(slot.shape) else None
 
 
-def _key(optimizer: keras.optimizers.Optimizer | None, variable: keras.Variable) -> Any:
+def _key(optimizer: keras.optimizers.Optimizer | None, variable: keras.Variable) -> str | int:
     return optimizer._var_key(variable) if optimizer is not None else id(variable)
 
 
@@ -116,13 +117,13 @@ class ModelOnMesh:
     def __init__(
         self,
         model: keras.Model,
-        mesh: Any,
+        mesh: Mesh,
         batch_axis: str | None,
         place: Callable[[keras.Variable], Placement],
         tracing: Callable[[], contextlib.AbstractContextManager[None]],
-        check: Callable[[Any, "ModelOnMesh"], None],
+        check: Callable[[Batch, "ModelOnMesh"], None],
     ):
-        self.model: Any = model
+        self.model: keras.Model = model
         self.mesh, self.batch_axis, self.place, self.tracing = mesh, batch_axis, place, tracing
         self.check = check
 
@@ -147,7 +148,7 @@ class ModelOnMesh:
         """Moves the variables that aren't on the mesh yet."""
         put_on_mesh(self.model, self.mesh, self.place)
 
-    def wrap(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def wrap(self, step: Step) -> Step:
         """Makes a compiled training step run on the mesh, with batches from the host.
 
         Raises:
@@ -163,15 +164,15 @@ class ModelOnMesh:
             )
         return self._wrap(step, lambda data: self.check(data, self))
 
-    def wrap_evaluation_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def wrap_evaluation_step(self, step: Step) -> Step:
         """Makes a compiled evaluation step run on the mesh, with batches of any size."""
         return self._wrap(step, lambda data: None)
 
-    def _wrap(self, step: Callable[[Any], Any], check: Callable[[Any], None]) -> Callable[[Any], Any]:
+    def _wrap(self, step: Callable[[Batch], Structure], check: Callable[[Batch], None]) -> Callable[[Batch], Any]:
         """Moves batches to the mesh for a step, and its logs back; prepares the model with the first batch."""
         ready = False
 
-        def run(data: Any) -> Any:
+        def run(data: Batch) -> Structure:
             nonlocal ready
             if not ready:
                 # A step can't create variables on the mesh, such as those of metrics.
@@ -187,14 +188,14 @@ class ModelOnMesh:
 
         return run
 
-    def batch(self, data: Any) -> Any:
+    def batch(self, data: Batch) -> Batch:
         """Moves a batch to the mesh, divided by rows; whole on each device if its size can't be divided."""
         rows = row_count(data)
-        even = self.batch_axis is not None and rows and rows % self.mesh.dim_size(self.batch_axis) == 0
+        even = self.batch_axis is not None and rows and rows % axis_size(self.mesh, self.batch_axis) == 0
         # For the trace of a step, if this batch causes one.
         ROWS.count, ROWS.axis = rows, self.batch_axis if even else None
 
-        def put(leaf: Any) -> Any:
+        def put(leaf: tf.Tensor) -> tf.Tensor:
             if leaf is None:
                 return None
             _check_dense(leaf)
@@ -205,33 +206,33 @@ class ModelOnMesh:
 
         return keras.tree.map_structure(put, data)
 
-    def _test_function(self) -> Callable[[Any], dict]:
-        def step(data: Any) -> dict:
+    def _test_function(self) -> Step:
+        def step(data: Batch) -> StepLogs:
             with self.tracing():
                 model = self.model
                 return model.test_step(data) if overrides_test_step(model) else static_test_step(model, data)
 
         return compile_steps(self.model, [step], mesh=_Evaluation(self))
 
-    def _predict_function(self) -> Callable[[list], Any]:
+    def _predict_function(self) -> Callable[[list[Batch]], Structure]:
         """Builds `model.predict_function`."""
 
-        def step(data: Any) -> Any:
+        def step(data: Batch) -> Structure:
             with self.tracing():
                 return self.model.predict_step(data)
 
-        compiled: Any = step
+        compiled: Callable[[Batch], Structure] = step
         if not self.model.run_eagerly:
             compiled = tf.function(step, jit_compile=self.model.jit_compile or None, autograph=False)
 
-        def run(data: Any) -> Any:
+        def run(data: Batch) -> Structure:
             self.put_variables()
             batch = self.batch(data)
             with on_mesh(self.mesh), explaining_errors(self.model):
                 outputs = compiled(batch)
             return keras.tree.map_structure(gather, outputs)
 
-        def predict(batches: list) -> Any:
+        def predict(batches: list[Batch]) -> Structure:
             outputs = [run(batch) for batch in batches]
             with tf.device("CPU:0"):
                 return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
@@ -244,12 +245,12 @@ class _Evaluation(NamedTuple):
 
     model: ModelOnMesh
 
-    def wrap(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def wrap(self, step: Step) -> Step:
         """Makes a compiled evaluation step run on the mesh."""
         return self.model.wrap_evaluation_step(step)
 
 
-def row_count(data: Any) -> int:
+def row_count(data: Batch) -> int:
     """The number of rows of a batch; 0 if it has none."""
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     return next((int(leaf.shape[0]) for leaf in leaves if len(leaf.shape)), 0)

@@ -1,7 +1,7 @@
 """Compiles a stage of a pipeline with XLA, and reads the programs' names from a trace."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from keras_paragrad.compat.layers import (
     with_mask,
 )
 from keras_paragrad.compat.model import added_losses_of
-from keras_paragrad.engine.step.segments import Part
+from keras_paragrad.engine.step.segments import OperationFn, Part, Tensors
 
 _COMPILED = "_keras_paragrad_compiled_parts"
 
@@ -49,7 +49,7 @@ class CompiledPart:
     def __init__(self, part: Part, run: Callable[..., dict[int, Any]], name: str):
         self.part, self.run, self.name = part, run, name
 
-    def __call__(self, inputs: dict[int, Any], operation_fn: Callable[..., Any]) -> dict[int, Any]:
+    def __call__(self, inputs: Tensors, operation_fn: OperationFn) -> Tensors:
         """Runs the part; see `StageOnDevices`."""
         if tf.executing_eagerly():
             return self.run(inputs, operation_fn=operation_fn)
@@ -75,12 +75,12 @@ class CompiledPart:
         return {place: with_mask(*pair) for place, *pair in zip(trace.outputs, values, masks, strict=True)}
 
     def _function(
-        self, indices: tuple[int, ...], variables: list[keras.Variable], operation_fn: Callable[..., Any]
-    ) -> tuple[Any, _Trace]:
+        self, indices: tuple[int, ...], variables: list[keras.Variable], operation_fn: OperationFn
+    ) -> tuple[Callable[..., Any], _Trace]:
         """The function that XLA compiles, and what its trace will show."""
         trace = _Trace([], [], [])
 
-        def compiled(values, masks, weights):
+        def compiled(values: Sequence[tf.Tensor], masks: Sequence[tf.Tensor | None], weights: Sequence[tf.Tensor]):
             inputs = dict(zip(indices, map(with_mask, values, masks), strict=True))
             outer = current_read_scope()
             inner = outer and ReadScope(outer.name, list(zip(variables, weights, strict=True)), outer.reason, once=True)

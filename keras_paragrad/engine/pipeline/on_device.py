@@ -1,7 +1,7 @@
 """Runs a stage of a pipeline on its devices, forward and backward."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import keras
@@ -17,13 +17,14 @@ from keras_paragrad.compat.layers import (
     may_be_differentiated,
     pack_dense_parts,
 )
-from keras_paragrad.engine.step.segments import Part
+from keras_paragrad.compat.types import TensorVariable
+from keras_paragrad.engine.step.segments import OperationFn, Part, Tensors
 
 # Profiles attribute operations, and XLA's programs, to stages by these names.
 STAGE = "pipeline_stage_{stage}_column_{column}"
 _SCOPE = STAGE + "_micro_batch_{micro_batch}"
 # Maps the values of a part's inputs, by their indices, to those of its outputs.
-Run = Callable[..., dict[int, Any]]
+Run = Callable[..., Tensors]
 _REMOTE_WEIGHT = (
     "its device is not the one that this micro-batch is computed on. Name one device for each stage, as in "
     'devices=["GPU:0", "GPU:1"].'
@@ -42,10 +43,10 @@ class Columns:
 
     def __init__(self):
         self.micro_batch = 0
-        self._copies: dict[tuple[int, str], tuple[Any, tf.Tensor]] | None = None
+        self._copies: dict[tuple[int, str], tuple[TensorVariable, tf.Tensor]] | None = None
 
     @contextlib.contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self) -> Generator[None]:
         """Context of one batch, between two updates."""
         self._copies = {}
         try:
@@ -88,7 +89,7 @@ class StageOnDevices:
         self.part, self.index, self.runs, self.columns, self.owner = part, index, runs, columns, owner
         self.devices = list(runs)
 
-    def __call__(self, inputs: dict[int, Any], operation_fn: Callable[..., Any]) -> dict[int, Any]:
+    def __call__(self, inputs: Tensors, operation_fn: OperationFn) -> Tensors:
         """Maps the values of the stage's inputs, by index, to those of its outputs."""
         differentiated = may_be_differentiated()
         column = self.columns.micro_batch % len(self.devices) if differentiated else 0
@@ -110,7 +111,7 @@ class _StageCall:
         remote: Whether the stage's variables are on another device.
     """
 
-    def __init__(self, stage: StageOnDevices, inputs: dict[int, Any], device: str, *, remote: bool):
+    def __init__(self, stage: StageOnDevices, inputs: Tensors, device: str, *, remote: bool):
         self.stage, self.inputs, self.device, self.remote = stage, inputs, device, remote
         self.leaves = list(inputs.values())
         self.tensors = [part for leaf in self.leaves for part in dense_parts(leaf)]
@@ -119,12 +120,12 @@ class _StageCall:
         self.weights = [variable for variable in variables.values() if variable.trainable]
         self.state = [variable for variable in variables.values() if not variable.trainable]
 
-    def __call__(self, operation_fn: Callable[..., Any]) -> dict[int, Any]:
-        outputs: dict[int, Any] = {}
+    def __call__(self, operation_fn: OperationFn) -> Tensors:
+        outputs: Tensors = {}
         scopes: list[ReadScope] = []
 
         @tf.custom_gradient
-        def run(*arguments):
+        def run(*arguments: tf.Tensor):
             with tf.GradientTape(persistent=True) as tape:
                 # Two inputs may be the same tensor, and an output may be an input: each has its own gradient.
                 sources = [tf.identity(each) for each in arguments]
@@ -138,7 +139,7 @@ class _StageCall:
                     copy_mask(inputs[place], leaf)
                 targets = _differentiable(outputs, scope)
 
-            def gradient(*cotangents: Any, variables: Any = ()) -> Any:
+            def gradient(*cotangents: Any, variables: Sequence[tf.Variable] = ()) -> Any:
                 with tf.device(self.device):
                     gradients = tape.gradient(targets, [*sources, *variables], list(cotangents))
                 of_sources, of_variables = gradients[: len(sources)], gradients[len(sources) :]
@@ -158,7 +159,7 @@ class _StageCall:
             variable.assign(value)
         return dict(zip(outputs, pack_dense_parts(results, parts), strict=True))
 
-    def _with_inputs(self, sources: Sequence[tf.Tensor]) -> dict[int, Any]:
+    def _with_inputs(self, sources: Sequence[tf.Tensor]) -> Tensors:
         """The inputs, with their differentiable tensors replaced."""
         replaced = list(self.tensors)
         for place, tensor in zip(self.places, sources, strict=False):
@@ -177,6 +178,6 @@ class _StageCall:
         return ReadScope(self.stage.part.name, values, _REMOTE_WEIGHT, once=True)
 
 
-def _differentiable(outputs: dict[int, Any], scope: ReadScope | None) -> list[tf.Tensor]:
+def _differentiable(outputs: Tensors, scope: ReadScope | None) -> list[tf.Tensor]:
     parts = [part for leaf in outputs.values() for part in dense_parts(leaf)]
     return [part for part in parts if has_gradient(part)] + (scope.losses if scope else [])

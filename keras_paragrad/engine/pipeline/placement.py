@@ -3,7 +3,7 @@
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import keras
@@ -15,12 +15,14 @@ from keras_paragrad.storage.model_variables import nested_optimizers, rename_key
 
 _REDUCE = "_all_reduce_sum_gradients"
 # The operations within these are placed one by one.
-_CALLS = {"Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf", "StatelessWhile"}
-_CALLS |= {"StatefulCase", "While"}
+_CALLS = {
+    *("Case", "If", "While", "PartitionedCall", "StatefulPartitionedCall"),
+    *("StatefulCase", "StatelessCase", "StatelessIf", "StatelessWhile"),
+}
 
 
 @contextlib.contextmanager
-def placing_by_inputs(model: keras.Model) -> Iterator[None]:
+def placing_by_inputs(model: keras.Model) -> Generator[None]:
     """Context in which operations of a graph run on the device of their largest input, unless they are placed.
 
     So the loss runs on the last stage's device, and a gradient is summed, clipped and applied on its variable's.
@@ -41,18 +43,18 @@ def placing_by_inputs(model: keras.Model) -> Iterator[None]:
             del each[_REDUCE]
 
 
-def _device_function() -> Callable[[Any], str]:
+def _device_function() -> Callable[[tf.Operation], str]:
     """A function for `tf.Graph.device` that maps an operation to its device."""
-    captures: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+    captures: weakref.WeakKeyDictionary[tf.Graph, dict[str, tf.Tensor | None]] = weakref.WeakKeyDictionary()
 
-    def captured(tensor: Any) -> Any:
+    def captured(tensor: tf.Tensor) -> tf.Tensor | None:
         """The outer tensor that a function's placeholder captures, or `None`."""
         by_name = captures.setdefault(tensor.graph, {})
         if tensor.op.name not in by_name:
             by_name.update((inner.op.name, outer) for outer, inner in getattr(tensor.graph, "captures", ()))
         return by_name.setdefault(tensor.op.name, None)
 
-    def device_of_tensor(tensor: Any) -> str:
+    def device_of_tensor(tensor: tf.Tensor) -> str:
         if not tf.is_symbolic_tensor(tensor):
             return tensor.device
         operation = tensor.op

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.types import LossArguments, Structure
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.losses import gradients_of_parts_add_up, loss_mixes_rows
@@ -38,12 +39,12 @@ class _Problems(NamedTuple):
 
 def independence_refusal(
     model: keras.Model,
-    arguments: dict[str, Any],
+    arguments: LossArguments,
     terms: list[LossTerm],
     *,
     asked_by: str,
     training: bool = True,
-    normalize: Callable[[dict[str, Any]], Normalizer] | None = None,
+    normalize: Callable[[LossArguments], Normalizer] | None = None,
 ) -> str | None:
     """Says why parts of a batch can't be combined into the whole; tried once for each `compile`.
 
@@ -68,7 +69,7 @@ def independence_refusal(
     return None
 
 
-def check_metrics(model: keras.Model, y: Any, y_pred: Any, sample_weight: Any) -> None:
+def check_metrics(model: keras.Model, y: Structure, y_pred: Structure, sample_weight: Structure) -> None:
     """Refuses metrics that can't be combined over replicas, and warns of those that depend on how batches are split.
 
     Raises:
@@ -81,7 +82,9 @@ def check_metrics(model: keras.Model, y: Any, y_pred: Any, sample_weight: Any) -
     _warn(problems.inexact)
 
 
-def _cached(key: tuple, model: keras.Model, arguments: dict[str, Any], find: Callable[[], _Problems]) -> _Problems:
+def _cached(
+    key: tuple[object, ...], model: keras.Model, arguments: LossArguments, find: Callable[[], _Problems]
+) -> _Problems:
     """The result of `find`, computed once for each `compile` and each signature of the arguments."""
     key = (*key, replica_count() > 1, *map(_signature, keras.tree.flatten(arguments)))
     configuration = model._compile_config
@@ -94,7 +97,7 @@ def _cached(key: tuple, model: keras.Model, arguments: dict[str, Any], find: Cal
     return cache[key]
 
 
-def _signature(tensor: Any) -> Any:
+def _signature(tensor: Any) -> object:
     return (tensor.dtype, *tensor.shape[1:]) if tf.is_tensor(tensor) and tensor.shape.rank else None
 
 
@@ -105,11 +108,11 @@ def _warn(problems: list[str]) -> None:
 
 def _find_problems(
     model: keras.Model,
-    arguments: dict[str, Any],
+    arguments: LossArguments,
     terms: list[LossTerm],
     asked_by: str,
     training: bool,
-    normalize: Callable | None,
+    normalize: Callable[[LossArguments], Normalizer] | None,
 ) -> _Problems:
     """Runs trials that compare parts of a batch with the whole, and describes what would be wrong or inexact."""
     parts = _PARTS[asked_by]
@@ -139,7 +142,7 @@ def _find_problems(
 
 
 def _mixing_problems(
-    model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm], parts: str, training: bool
+    model: keras.Model, arguments: LossArguments, terms: list[LossTerm], parts: str, training: bool
 ) -> Iterator[str]:
     """Messages about layers and losses that mix examples."""
     layer = find_mixing_layer(model, arguments["x"], training=training)
@@ -156,7 +159,7 @@ def _mixing_problems(
         )
 
 
-def _metric_problems(model: keras.Model, arguments: dict[str, Any]) -> _Problems:
+def _metric_problems(model: keras.Model, arguments: LossArguments) -> _Problems:
     """Messages about metrics that depend on how a batch is split."""
     on_replicas = replica_count() > 1
     even, uneven = split_dependent_metrics(model, **arguments, on_replicas=on_replicas)

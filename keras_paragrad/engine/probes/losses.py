@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.compat.types import Batch, LossArguments, Structure
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.row_independence import has_value_per_example
@@ -61,7 +62,7 @@ def loss_mixes_rows(term: LossTerm, *, one_value_each: bool = False) -> bool:
 
 
 def gradients_of_parts_add_up(
-    model: keras.Model, arguments: dict[str, Any], normalize: Callable[[dict[str, Any]], Normalizer]
+    model: keras.Model, arguments: LossArguments, normalize: Callable[[LossArguments], Normalizer]
 ) -> bool:
     """Whether a batch's gradient, times the loss's divisor, is the sum of those of its two parts.
 
@@ -70,7 +71,7 @@ def gradients_of_parts_add_up(
     loss can't be computed on synthetic rows.
     """
 
-    def undivided(data):
+    def undivided(data: LossArguments):
         """Gradients and loss, times what the loss divides by: those of parts then sum to those of the whole."""
         x, sample_weight, y = data
         with watch_weights(model) as gradients_of:
@@ -84,7 +85,7 @@ def gradients_of_parts_add_up(
         factor = 1.0 if normalizer.summed else normalizer.value
         return [gradient * factor for gradient in gradients], loss * factor
 
-    def find(size):
+    def find(size: int):
         x, y, weights = (arguments[name] for name in ("x", "y", "sample_weight"))
         targets = synthetic_rows(y, _ROWS, seed=0, size=size, labels=True)
         data = [*synthetic_rows((x, weights), _ROWS, seed=1, size=size), targets]
@@ -100,10 +101,10 @@ def gradients_of_parts_add_up(
     return run_trial(find, *SIZES, otherwise=True, question="whether the loss is divided by what `weighting` says")
 
 
-def _add_up_on_average(compute: PureFunction, data: Any, parts: list[Any]) -> bool:
+def _add_up_on_average(compute: PureFunction, data: Batch, parts: list[Batch]) -> bool:
     """Whether random losses of the parts may sum to the batch's: a wrong divisor is usually off by a multiple."""
 
-    def losses(rows, offset):
+    def losses(rows: Batch, offset: int) -> np.ndarray:
         states = (compute.reseed(by=offset + draw) for draw in range(_SAMPLES))
         return np.array([float(compute(rows, state)[0][1]) for state in states])
 
@@ -113,19 +114,21 @@ def _add_up_on_average(compute: PureFunction, data: Any, parts: list[Any]) -> bo
     return abs(whole.mean() - summed.mean()) <= max(0.1 * abs(whole.mean()), 5 * error)
 
 
-def _mixes(term: LossTerm, compute: Any, one_value_each: bool, labels: bool, low: float, high: float) -> bool:
+def _mixes(
+    term: LossTerm, compute: Callable[..., tf.Tensor], one_value_each: bool, labels: bool, low: float, high: float
+) -> bool:
     """Whether the losses of some rows change when other rows do, or when the batch is split."""
 
-    def values(y_true, y_pred):
+    def values(y_true: Structure, y_pred: Structure) -> np.ndarray:
         losses = np.asarray(compute(y_true, y_pred), "float64")
         # The elements of an example may be flattened with the examples.
         rows = len(keras.tree.flatten(y_pred)[0])
         return losses if len(losses) % rows or one_value_each else losses.reshape(rows, -1)
 
-    def match(one, other):
+    def match(one: np.ndarray, other: np.ndarray) -> bool:
         return np.allclose(one, other, atol=1e-5 * np.abs(one[np.isfinite(one)]).max(initial=1.0), equal_nan=True)
 
-    def draw(seed):
+    def draw(seed: int) -> tuple[Any, Any]:
         y_true = synthetic_rows(term.y_true, _ROWS, seed=seed, labels=labels)
         return y_true, synthetic_rows(term.y_pred, _ROWS, seed=seed + 1, low=low, high=high)
 

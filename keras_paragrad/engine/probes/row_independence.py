@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -13,6 +14,7 @@ from keras.src.ops.numpy import Add, Divide, Multiply, Subtract
 from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.layers import attributes
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.losses.terms import bound_arguments
 from keras_paragrad.engine.probes.trial import (
     SIZES,
@@ -59,8 +61,8 @@ def find_mixing_layer(model: keras.layers.Layer, *arguments: Any, training: bool
 class _Pair(NamedTuple):
     """Two batches, and the rows of each whose outputs must be equal."""
 
-    first: Any
-    second: Any
+    first: Batch
+    second: Batch
     rows_in_first: slice
     rows_in_second: slice
     atol: float
@@ -79,7 +81,7 @@ class _Pair(NamedTuple):
         return np.allclose(one, other, rtol=0, atol=self.atol * scale, equal_nan=True)
 
 
-def _find_mixing(model: keras.layers.Layer, first: Any, second: Any, may_train: bool) -> str | None:
+def _find_mixing(model: keras.layers.Layer, first: Batch, second: Batch, may_train: bool) -> str | None:
     """Compares outputs and gradients of batches with equal rows, in training and, if they are random, in inference."""
     half_precision = uses_half_precision(model)
     changed = _Pair(first, second, _COMPARED, _COMPARED, 0.05 if half_precision else 1e-5)
@@ -117,10 +119,10 @@ def _has_custom_gradient(node: Any) -> bool:
     return stops or any(attribute.endswith("gradient_op_type") for attribute in node.attr)
 
 
-def _mixes_gradients(model: keras.layers.Layer, first: Any, second: Any, half_precision: bool) -> bool:
+def _mixes_gradients(model: keras.layers.Layer, first: Batch, second: Batch, half_precision: bool) -> bool:
     """Whether the gradient of some rows' outputs depends on other rows, or on the gradients of their outputs."""
 
-    def gradient(data):
+    def gradient(data: Any) -> list[tf.Tensor]:
         arguments, weights = data
         with watch_weights(model) as gradients_of:
             target = _weighted_sum(_tensors(call_model(model, arguments, training=True)), weights)
@@ -149,9 +151,9 @@ def _first_mixing(model: keras.layers.Layer, pair: _Pair, training: bool) -> str
     names: list[str] = []
     recorded: list[tuple[str, list[tf.Tensor]]] = []
 
-    def recording(operation, call):
+    def recording(operation: keras.Operation, call: Callable[..., Structure]) -> Callable[..., Structure]:
         @functools.wraps(call)
-        def record(*arguments, **keywords):
+        def record(*arguments: Any, **keywords: Any) -> Structure:
             outputs = call(*arguments, **keywords)
             graph = tf.compat.v1.get_default_graph()
             recorded.append((operation.name, [each for each in _tensors(outputs) if each.graph is graph]))
@@ -159,7 +161,7 @@ def _first_mixing(model: keras.layers.Layer, pair: _Pair, training: bool) -> str
 
         return record
 
-    def outputs(arguments):
+    def outputs(arguments: tuple[Structure, ...]) -> list[list[tf.Tensor]]:
         operations = {id(each): each for each in all_layers(model)}
         for layer in (model, *all_layers(model)):
             operations.update({id(each): each for each in getattr(layer, "operations", ())})
@@ -181,11 +183,11 @@ def _first_mixing(model: keras.layers.Layer, pair: _Pair, training: bool) -> str
     return model.name
 
 
-def _row_count(batch: Any) -> int:
+def _row_count(batch: Batch) -> int:
     return next(len(tensor) for tensor in keras.tree.flatten(batch) if tensor is not None)
 
 
-def _tensors(outputs: Any) -> list[tf.Tensor]:
+def _tensors(outputs: Structure) -> list[tf.Tensor]:
     return [output for output in keras.tree.flatten(outputs) if tf.is_tensor(output)]
 
 
@@ -214,7 +216,7 @@ def computes_rows_independently(model: keras.layers.Layer) -> bool:
     )
 
 
-def has_value_per_example(loss_or_metric: Any) -> bool:
+def has_value_per_example(loss_or_metric: keras.losses.Loss | keras.metrics.Metric) -> bool:
     """Whether a loss or metric is one of Keras's that computes a value for each example."""
     function = getattr(loss_or_metric, "fn", None) or getattr(loss_or_metric, "_fn", None)
     axis = bound_arguments(loss_or_metric).get("axis", getattr(loss_or_metric, "axis", -1))
@@ -254,10 +256,10 @@ def _keeps_rows(equation: str) -> bool:
     return inputs[0] == output[0] and inputs[0] not in kernel.replace(".", "")
 
 
-def _is_custom_callable(value: Any) -> bool:
+def _is_custom_callable(value: object) -> bool:
     """Whether a value can be called and is not Keras's, such as a custom activation."""
     return (callable(value) or hasattr(value, "call")) and not _is_keras(value)
 
 
-def _is_keras(function: Any) -> bool:
+def _is_keras(function: object) -> bool:
     return str(getattr(function, "__module__", "")).startswith("keras.src.")

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.model import all_layers, all_metrics
 from keras_paragrad.compat.state import is_patched
+from keras_paragrad.compat.types import Batch, LossArguments, Structure
 from keras_paragrad.engine.probes.row_independence import computes_rows_independently, has_value_per_example
 from keras_paragrad.engine.probes.trial import (
     SIZES,
@@ -27,7 +28,7 @@ _EVEN, _UNEVEN = 4, 6
 
 
 def split_dependent_metrics(
-    model: keras.Model, y: Any, y_pred: Any, sample_weight: Any, *, on_replicas: bool
+    model: keras.Model, y: Structure, y_pred: Structure, sample_weight: Structure, *, on_replicas: bool
 ) -> tuple[list[str], list[str]]:
     """Finds the compiled metrics whose results change when a batch is split into two parts.
 
@@ -36,13 +37,13 @@ def split_dependent_metrics(
     called on synthetic rows.
     """
 
-    def results(batch):
+    def results(batch: Batch):
         if batch is not None:
             y, y_pred, sample_weight = batch
             model.compute_metrics(x=None, y=y, y_pred=y_pred, sample_weight=sample_weight)
         return dict(model.get_metrics_result())
 
-    def find(size):
+    def find(size: int):
         leaves = [leaf for metric in model.metrics for leaf in getattr(metric, "metrics", [metric])]
         if all(map(has_value_per_example, leaves)):
             return [], []
@@ -53,7 +54,7 @@ def split_dependent_metrics(
         if not all(_close(whole[name], reseeded[name]) for name in whole):
             raise Inconclusive("a metric is random")
 
-        def changed(rows):
+        def changed(rows: int):
             split, _ = compute(None, _state_after_parts(compute, batch, rows, start, on_replicas=on_replicas))
             return [name for name in whole if not _close(whole[name], split[name])]
 
@@ -70,7 +71,7 @@ def split_dependent_layers(model: keras.Model, x: Any, *, on_replicas: bool) -> 
     Ignores batch normalization, seeds, and states that depend on random numbers.
     """
 
-    def find(size):
+    def find(size: int):
         owners = _state_owners(model)
         if not owners or computes_rows_independently(model):
             return []
@@ -98,7 +99,7 @@ def layers_storing_examples(model: keras.layers.Layer, *arguments: Any) -> list[
     Ignores batch normalization, and states that change by themselves, such as seeds and counters.
     """
 
-    def find(size):
+    def find(size: int):
         owners = _state_owners(model)
         if not owners or computes_rows_independently(model):
             return []
@@ -120,20 +121,20 @@ def layers_storing_examples(model: keras.layers.Layer, *arguments: Any) -> list[
 
 
 def split_dependent_call_metrics(
-    model: keras.Model, arguments: dict[str, Any], *, on_replicas: bool, training: bool
+    model: keras.Model, arguments: LossArguments, *, on_replicas: bool, training: bool
 ) -> list[str]:
     """Finds the metrics updated in `call` or `compute_loss` whose results change when a batch is split."""
     # The logs of a custom step combine metrics whose `update_state` is patched.
     metrics = [metric for metric in all_metrics(model) if not is_patched(metric, "update_state")]
 
-    def results(data):
+    def results(data: Batch):
         if data is not None:
             x, sample_weight, y = data
             y_pred = call_model(model, (x,), training)
             model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         return [keras.tree.flatten(metric.result()) for metric in metrics]
 
-    def find(size):
+    def find(size: int):
         if not metrics:
             return []
         inputs = synthetic_rows((arguments["x"], arguments["sample_weight"]), _ROWS, seed=1, size=size)
@@ -158,7 +159,7 @@ def _state_owners(model: keras.layers.Layer) -> dict[int, str]:
     return {id(variable): layer.name for layer in layers for variable in layer._non_trainable_variables}
 
 
-def _train(model: keras.layers.Layer, inputs: tuple) -> None:
+def _train(model: keras.layers.Layer, inputs: tuple[Structure, ...]) -> None:
     call_model(model, inputs, training=True)
 
 
@@ -167,7 +168,7 @@ def _reset_state(model: keras.Model) -> State:
     return PureFunction(model, lambda _: model.reset_metrics())(None)[1]
 
 
-def _state_after_parts(compute: PureFunction, batch: Any, rows: int, start: State, *, on_replicas: bool) -> State:
+def _state_after_parts(compute: PureFunction, batch: Batch, rows: int, start: State, *, on_replicas: bool) -> State:
     """The state after two parts of a batch, of which the first has `rows` rows."""
     _, one = compute(take_rows(batch, 0, rows), start)
     _, two = compute(take_rows(batch, rows, _ROWS), start if on_replicas else one)
@@ -181,5 +182,5 @@ def _aggregate(variable: keras.Variable, one: tf.Tensor, two: tf.Tensor) -> tf.T
     return (one + two) / 2 if variable.aggregation == "mean" else one
 
 
-def _close(one: Any, other: Any) -> bool:
+def _close(one: tf.Tensor, other: tf.Tensor) -> bool:
     return np.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)

@@ -5,7 +5,7 @@ import functools
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.model import all_layers, all_variables
+from keras_paragrad.compat.types import Array, Batch, Gradients, Structure
 from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.probes.untouched import untouched
 
@@ -73,7 +74,7 @@ def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, ques
 
 
 def synthetic_rows(
-    nested: Any, rows: int, *, seed: int, size: int = 8, low: float = 0.1, high: float = 0.9, labels: bool = False
+    nested: Structure, rows: int, *, seed: int, size: int = 8, low: float = 0.1, high: float = 0.9, labels: bool = False
 ) -> Any:
     """Draws eager tensors of `rows` rows, with the shapes and dtypes of a batch.
 
@@ -92,7 +93,7 @@ def synthetic_rows(
     """
     generator = np.random.default_rng(seed)
 
-    def draw(tensor):
+    def draw(tensor: Any) -> tf.Tensor | None:
         if tensor is None:
             return None
         if not isinstance(tensor, (tf.Tensor, tf.TensorSpec)) or not tensor.shape.rank:
@@ -107,23 +108,23 @@ def synthetic_rows(
     return keras.tree.map_structure(draw, nested)
 
 
-def change_rows(batch: Any, other: Any, changed: list[int]) -> tuple[Any, Any]:
+def change_rows(batch: Batch, other: Batch, changed: list[int]) -> tuple[Any, Any]:
     """Makes two batches that differ in the rows `changed` alone: in real numbers, and in integers, 0 and 1."""
 
-    def put(tensor, value):
+    def put(tensor: tf.Tensor, value: Array) -> tf.Tensor:
         chosen = np.isin(np.arange(len(tensor)), changed).reshape([-1, *[1] * (tensor.shape.rank - 1)])
         return tf.where(chosen, tf.cast(value, tensor.dtype), tensor)
 
-    def before(tensor):
+    def before(tensor: tf.Tensor | None) -> tf.Tensor | None:
         return tensor if tensor is None or tensor.dtype.is_floating else put(tensor, 0)
 
-    def after(tensor, value):
+    def after(tensor: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor | None:
         return None if tensor is None else put(tensor, value if tensor.dtype.is_floating else 1)
 
     return keras.tree.map_structure(before, batch), keras.tree.map_structure(after, batch, other)
 
 
-def take_rows(nested: Any, start: int, stop: int) -> Any:
+def take_rows(nested: Structure, start: int, stop: int) -> Any:
     """Rows `start` to `stop` of nested tensors."""
     return keras.tree.map_structure(lambda tensor: None if tensor is None else tensor[start:stop], nested)
 
@@ -157,7 +158,7 @@ class PureFunction:
         # In a graph of its own, so that the `tf.function`s of the model are traced for the trial alone.
         self._function = tf.function(self._compute, autograph=False)
 
-    def __call__(self, data: Any, state: State | None = None) -> tuple[Any, State]:
+    def __call__(self, data: Batch, state: State | None = None) -> tuple[Any, State]:
         """Returns the results and the new state; the state before is `start`, if `None`.
 
         Raises:
@@ -169,7 +170,7 @@ class PureFunction:
             raise Inconclusive("the model has a state that is unknown to Keras")
         return self._function(data, state)
 
-    def graph(self, data: Any) -> tf.Graph:
+    def graph(self, data: Batch) -> tf.Graph:
         """The graph that is traced for such data."""
         return self._function.get_concrete_function(data, self.start).graph
 
@@ -183,7 +184,7 @@ class PureFunction:
         states = zip(self.variables, self.start, state, strict=True)
         return any(_is_seed(variable) and not np.array_equal(before, after) for variable, before, after in states)
 
-    def _compute(self, data: Any, state: State) -> tuple[Any, State]:
+    def _compute(self, data: Batch, state: State) -> tuple[Any, State]:
         """Runs the computation with given values of the variables; returns its results and their new values."""
         mapping = list(zip(self.variables, state, strict=True))
         with untouched(self.model, _KnownVariablesScope(mapping, collect_losses=True)) as scope:
@@ -213,7 +214,7 @@ class _KnownVariablesScope(keras.StatelessScope):
         return value
 
 
-def call_model(model: keras.layers.Layer, arguments: tuple, training: bool) -> Any:
+def call_model(model: keras.layers.Layer, arguments: tuple[Structure, ...], training: bool) -> Structure:
     """Calls a model or layer as `fit` does."""
     return model(*arguments, training=training) if model._call_has_training_arg else model(*arguments)
 
@@ -223,7 +224,7 @@ def uses_half_precision(model: keras.layers.Layer) -> bool:
     return any(layer.compute_dtype not in ("float32", "float64") for layer in (model, *all_layers(model)))
 
 
-def _call_for_inference(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _call_for_inference(call: Callable[..., Structure], *arguments: Any, **keywords: Any) -> Structure:
     return call(*arguments, **{**keywords, "training": False})
 
 
@@ -254,7 +255,7 @@ def _draw_weight(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def watch_weights(model: keras.layers.Layer) -> Iterator[Callable[[tf.Tensor], list[tf.Tensor]]]:
+def watch_weights(model: keras.layers.Layer) -> Generator[Callable[[tf.Tensor], list[tf.Tensor]]]:
     """Watches the trainable weights in a stateless scope; yields a function that maps a scalar to its gradients.
 
     Left out are very large weights, and those that the scalar doesn't depend on.
@@ -271,7 +272,7 @@ def watch_weights(model: keras.layers.Layer) -> Iterator[Callable[[tf.Tensor], l
         yield gradients_of
 
 
-def gradients_match(first: list[Any], second: list[Any], *, half_precision: bool) -> bool:
+def gradients_match(first: Gradients, second: Gradients, *, half_precision: bool) -> bool:
     """Whether two gradients, a tensor for each weight, differ by rounding alone."""
     pairs = [(np.asarray(a, "float64"), np.asarray(b, "float64")) for a, b in zip(first, second, strict=True)]
     largest = [np.abs(np.concatenate([a.ravel(), b.ravel()])).max(initial=0) for a, b in pairs]

@@ -6,7 +6,7 @@ import functools
 import random
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,18 @@ _INSTALLED = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
 _LIBRARIES = {"keras", "keras_paragrad", "numpy", "tensorflow", *sys.stdlib_module_names}
 _ATOMS = (bool, bytes, complex, float, int, str, type(None))
 # The classes and methods that refill containers. Keras's own refuse changes once a layer is built.
-_CONTAINERS: list[tuple[Any, str]] = [(collections.OrderedDict, "update"), (dict, "update"), (list, "extend")]
-_CONTAINERS += [(set, "update"), (collections.deque, "extend")]
+_CONTAINERS: tuple[tuple[type, str], ...] = (
+    *((collections.OrderedDict, "update"), (dict, "update"), (set, "update")),
+    *((list, "extend"), (collections.deque, "extend")),
+)
 # The bytes of an array up to which its content is restored.
 _SMALL_ARRAY = 2**20
 
 
 @contextlib.contextmanager
 def untouched(
-    model: Any, assignments: contextlib.AbstractContextManager[Any], *, but: tuple[Any, ...] = ()
-) -> Iterator[Any]:
+    model: object, assignments: contextlib.AbstractContextManager[object], *, but: tuple[object, ...] = ()
+) -> Generator[Any]:
     """Context that undoes the side effects of calling a model.
 
     Restores the Python attributes of the model and of its parts at any depth, the random generators of Python and
@@ -64,15 +66,15 @@ def never_run() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def without_assignments() -> contextlib.AbstractContextManager[Any]:
+def without_assignments() -> contextlib.AbstractContextManager[object]:
     """The `assignments` of a call for its results alone."""
     # A scope that is already open keeps them.
     return contextlib.nullcontext() if in_stateless_scope() else keras.StatelessScope()
 
 
-def _restorers(pending: list[Any], but: tuple[Any, ...]) -> list[Callable[[], None]]:
+def _restorers(pending: list[Any], but: tuple[object, ...]) -> list[Callable[[], None]]:
     """Functions that restore the content of all objects reachable from `pending`."""
-    seen: dict[int, Any] = {id(each): each for each in but}
+    seen: dict[int, object] = {id(each): each for each in but}
     restorers: list[Callable[[], None]] = []
     while pending:
         each = pending.pop()
@@ -105,7 +107,7 @@ def _is_library(package: str) -> bool:
     return package in _LIBRARIES or (path is not None and any(map(Path(path).is_relative_to, _INSTALLED)))
 
 
-def _fill(container: Any, kind: Any, add: str, content: Any) -> None:
+def _fill(container: Any, kind: type, add: str, content: Any) -> None:
     if _members(container) != _members(content):
         kind.clear(container)
         getattr(kind, add)(container, content)

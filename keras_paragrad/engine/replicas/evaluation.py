@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
+from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.losses.divisors import without_replica_division
 from keras_paragrad.engine.losses.logs import all_reduced_results, run_custom_test_step, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
@@ -23,11 +24,13 @@ from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.engine.step.symbolic import build_layers_from_inputs
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 
+Result = TypeVar("Result")
 
-def build_test_function(model: keras.Model, take: Take) -> Callable[[Any], dict]:
+
+def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
     """Builds `model.test_function`."""
 
-    def step(data: Any) -> dict:
+    def step(data: Batch) -> StepLogs:
         if overrides_test_step(model):
             return run_custom_test_step(model, data, take.normalize)
         replica_batch = ReplicaBatch.of(data)
@@ -43,7 +46,7 @@ def build_test_function(model: keras.Model, take: Take) -> Callable[[Any], dict]
     return compile_steps(model, [step], take=take)
 
 
-def static_test_step(model: keras.Model, data: Any) -> dict:
+def static_test_step(model: keras.Model, data: Batch) -> StepLogs:
     """Keras's `test_step` for batches of a static size. Keras would weight losses by it."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred, sums = _compute_losses(model, data, Take(), divided=True)
@@ -52,17 +55,17 @@ def static_test_step(model: keras.Model, data: Any) -> dict:
     return model.get_metrics_result()
 
 
-def build_predict_function(model: keras.Model, take: Take) -> Callable[[list], Any]:
+def build_predict_function(model: keras.Model, take: Take) -> Callable[[list[Batch]], Structure]:
     """Builds `model.predict_function`."""
     strategy = model.distribute_strategy
 
-    def step(data: Any) -> Any:
+    def step(data: Batch) -> Structure:
         if overrides_predict_step(model):
             return model.predict_step(data)
         replica_batch = ReplicaBatch.of(data)
         return replica_batch.drop_filler(_compiled_alone(_predict, take)(model, replica_batch.filled(data)))
 
-    def predict_batch(batch: Any) -> Any:
+    def predict_batch(batch: Batch) -> Structure:
         outputs = strategy.run(model._autoconvert_optionals(step), args=(batch,))
         if strategy.num_replicas_in_sync == 1:
             return outputs
@@ -71,7 +74,7 @@ def build_predict_function(model: keras.Model, take: Take) -> Callable[[list], A
     if not model.run_eagerly:
         predict_batch = tf.function(releasing(predict_batch), reduce_retracing=True, autograph=False)
 
-    def predict(batches: list) -> Any:
+    def predict(batches: list[Batch]) -> Structure:
         if take.by_xla:
             # XLA can't create variables on several devices.
             build_layers_from_inputs(model, batches[0])
@@ -81,7 +84,7 @@ def build_predict_function(model: keras.Model, take: Take) -> Callable[[list], A
     return predict
 
 
-def _gather(strategy: tf.distribute.Strategy, output: Any) -> Any:
+def _gather(strategy: tf.distribute.Strategy, output: Any) -> tf.Tensor:
     """Concatenates the replicas' parts of an output."""
     parts = strategy.experimental_local_results(output)
     if not isinstance(parts[0], tf.RaggedTensor):
@@ -94,12 +97,14 @@ def _gather(strategy: tf.distribute.Strategy, output: Any) -> Any:
     return tf.concat(parts, 0)
 
 
-def _compiled_alone(function: Callable[[Any, Any], Any], take: Take) -> Callable[[Any, Any], Any]:
+def _compiled_alone(
+    function: Callable[[keras.Model, Batch], Result], take: Take
+) -> Callable[[keras.Model, Batch], Result]:
     """A function of a model and data that XLA compiles on each replica, if the stage asks for it."""
     if not take.by_xla or replica_count() == 1:
         return function
 
-    def compiled(model: keras.Model, data: Any) -> Any:
+    def compiled(model: keras.Model, data: Batch) -> Result:
         if compiles_each_layer(model):
             with compile_by_layer():
                 return function(model, data)
@@ -109,10 +114,10 @@ def _compiled_alone(function: Callable[[Any, Any], Any], take: Take) -> Callable
     return compiled
 
 
-def _evaluate(model: keras.Model, data: Any, take: Take) -> tuple[Any, LossSums]:
+def _evaluate(model: keras.Model, data: Batch, take: Take) -> tuple[Structure, LossSums]:
     forms = []
 
-    def evaluate(model: keras.Model, data: Any) -> tuple[Any, tf.Tensor]:
+    def evaluate(model: keras.Model, data: Batch) -> tuple[Structure, tf.Tensor]:
         y_pred, sums = _compute_losses(model, data, take)
         forms.append(sums.form)
         return y_pred, sums.vector
@@ -121,7 +126,9 @@ def _evaluate(model: keras.Model, data: Any, take: Take) -> tuple[Any, LossSums]
     return y_pred, LossSums(vector, forms[-1])
 
 
-def _compute_losses(model: keras.Model, data: Any, take: Take, *, divided: bool = False) -> tuple[Any, LossSums]:
+def _compute_losses(
+    model: keras.Model, data: Batch, take: Take, *, divided: bool = False
+) -> tuple[Structure, LossSums]:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred = _infer(model, x)
     arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
@@ -131,9 +138,9 @@ def _compute_losses(model: keras.Model, data: Any, take: Take, *, divided: bool 
     return y_pred, loss_sums(model, loss, terms, rows_of(x), weight, divided=divided)
 
 
-def _predict(model: keras.Model, data: Any) -> Any:
+def _predict(model: keras.Model, data: Batch) -> Structure:
     return _infer(model, keras.utils.unpack_x_y_sample_weight(data)[0])
 
 
-def _infer(model: keras.Model, x: Any) -> Any:
+def _infer(model: keras.Model, x: Structure) -> Structure:
     return model(x, training=False) if model._call_has_training_arg else model(x)

@@ -7,16 +7,19 @@ import inspect
 import itertools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer, PyDatasetAdapter
 
+from keras_paragrad.compat.data import EpochIterator
 from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import replace_methods, restore_methods, state_of
+from keras_paragrad.compat.types import Batch, Dataset
 from keras_paragrad.engine.replicas.evaluation import build_predict_function, build_test_function
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.execution import predict_on_batch
@@ -27,22 +30,22 @@ from keras_paragrad.storage.gathering import gather_at_calls, gather_on_read
 _LOSSES = "_losses"
 
 
-class _ListPerThread(collections.UserList):
+class _ListPerThread(collections.UserList[Any]):
     """A list with separate contents in each thread, and so for each replica, in place of Keras's."""
 
-    def __init__(self, replaced: list[Any]):
+    def __init__(self, replaced: list[tf.Tensor]):
         self.replaced = replaced
         self._threads = threading.local()
 
     @property
-    def data(self) -> list[Any]:  # pyright: ignore
+    def data(self) -> list[tf.Tensor]:  # pyright: ignore
         """The contents in this thread."""
         return vars(self._threads).setdefault("data", [])
 
     def __getitem__(self, index: Any) -> Any:
         return self.data[index]
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type, tuple[()]]:
         # A copied or pickled model gets a plain list, as Keras makes.
         return list, ()
 
@@ -63,7 +66,7 @@ def join_added_losses(model: keras.Model) -> None:
 
 
 # Maps Keras's adapter and the steps of an epoch to another adapter, or `None` to keep Keras's.
-Distribute = Callable[[Any, int | None], Any]
+Distribute = Callable[[DataAdapter, int | None], DataAdapter | None]
 
 _METHODS = ("_maybe_symbolic_build", "make_test_function", "make_predict_function", "predict_on_batch")
 
@@ -86,7 +89,7 @@ def install_on_replicas(model: keras.Model, take: Take, distribute: Distribute |
     separate_added_losses(model)
     gather_at_calls(model)
 
-    def build(iterator: Any = None, data_batch: Any = None) -> None:
+    def build(iterator: EpochIterator | None = None, data_batch: Batch = None) -> None:
         # Keras calls this before it reads the data.
         if distribute and iterator is not None:
             _distribute_data(iterator, distribute)
@@ -115,7 +118,7 @@ def uninstall_from_replicas(model: keras.Model) -> None:
 
 
 @contextlib.contextmanager
-def distributing_datasets_with(model: keras.Model, distribute: Callable[[Any], Any]) -> Iterator[None]:
+def distributing_datasets_with(model: keras.Model, distribute: Callable[[Dataset], DataAdapter]) -> Generator[None]:
     """Context in which the model's methods distribute datasets by `distribute`, which maps them to adapters."""
     before = model.__dict__["_distribute_strategy"]
     model.__dict__["_distribute_strategy"] = _StrategyWithDatasets(model.distribute_strategy, distribute)
@@ -128,14 +131,16 @@ def distributing_datasets_with(model: keras.Model, distribute: Callable[[Any], A
 class _StrategyWithDatasets:
     """A strategy with a custom `experimental_distribute_dataset`."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, distribute: Callable[[Any], Any]):
+    def __init__(self, strategy: tf.distribute.Strategy, distribute: Callable[[Dataset], DataAdapter]):
         self._strategy = strategy
         self._distribute = distribute
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
-    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+    def experimental_distribute_dataset(
+        self, dataset: Dataset, options: tf.distribute.InputOptions | None = None
+    ) -> Dataset:
         """Distributes a dataset for Keras's trainer."""
         return self._distribute(dataset).get_tf_dataset()
 
@@ -147,7 +152,7 @@ def _distribute_data(iterator: Any, distribute: Distribute) -> None:
         iterator._distributed_dataset = adapter.get_tf_dataset()
 
 
-def make_on_demand(model: keras.Model, attribute: str, make: Callable[[], Any]) -> Callable[..., None]:
+def make_on_demand(model: keras.Model, attribute: str, make: Callable[[], Callable[..., Any]]) -> Callable[..., None]:
     """A method that sets a model's function unless it is set, as Keras's `make_test_function` does."""
 
     def make_function(force: bool = False) -> None:
@@ -162,7 +167,7 @@ def drop_functions(model: keras.Model) -> None:
     model.test_function = model.predict_function = None
 
 
-def use_enqueuer_per_iterator(adapter: Any) -> None:
+def use_enqueuer_per_iterator(adapter: DataAdapter) -> None:
     """Gives each iterator over a `PyDataset` with several workers its own enqueuer, stopped with the iterator.
 
     Keras shares one among all iterators, and stops it at the end of an epoch. If `steps_per_epoch` continues an
@@ -173,7 +178,7 @@ def use_enqueuer_per_iterator(adapter: Any) -> None:
         return
     dataset, shuffle = adapter.py_dataset, adapter.shuffle
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Iterator[Batch]:
         enqueuer = OrderedEnqueuer(
             dataset, dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size, shuffle
         )
@@ -189,13 +194,13 @@ def use_enqueuer_per_iterator(adapter: Any) -> None:
     adapter._finite_generator = adapter._infinite_generator = batches
 
 
-def warn_if_unprepared(strategy: Any) -> None:
+def warn_if_unprepared(strategy: tf.distribute.Strategy) -> None:
     """Makes a strategy warn, once, if a model is trained on its replicas without having been prepared."""
     if strategy.num_replicas_in_sync == 1 or state_of(strategy).warns:
         return
     distribute = strategy.experimental_distribute_dataset
 
-    def distribute_dataset(dataset: Any, options: Any = None) -> Any:
+    def distribute_dataset(dataset: Dataset, options: tf.distribute.InputOptions | None = None) -> Any:
         frame = fit_frame(inspect.currentframe())
         model = frame and frame.f_locals["self"]
         # All components that prepare a model install this method; an accumulating optimizer is exact without it.

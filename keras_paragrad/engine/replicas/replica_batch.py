@@ -1,15 +1,16 @@
 """Replica batches, which are empty on some replicas if a batch has fewer examples than there are replicas."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
+from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, Structure
 
 
-def rows_of(x: Any) -> tf.Tensor:
+def rows_of(x: Structure) -> tf.Tensor:
     """The number of examples in a batch."""
     tensor = next(tensor for tensor in keras.tree.flatten(x) if tensor is not None)
     sizes: Any = tf.cast(tensor.dense_shape, "int32") if isinstance(tensor, tf.SparseTensor) else tf.shape(tensor)
@@ -28,7 +29,7 @@ class ReplicaBatch(NamedTuple):
     nonempty: tf.Tensor | None = None
 
     @classmethod
-    def of(cls, data: Any) -> "ReplicaBatch":
+    def of(cls, data: Batch) -> "ReplicaBatch":
         """The replica batch of the data that a step gets."""
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         rows = rows_of(tensors)
@@ -40,17 +41,17 @@ class ReplicaBatch(NamedTuple):
         count = tf.math.count_nonzero(present, dtype=tf.int32)
         return ReplicaBatch(count, count > 0)
 
-    def filled(self, data: Any) -> Any:
+    def filled(self, data: Batch) -> Batch:
         """The data, with a filler if empty: a row of zeros, as not every layer accepts an empty batch."""
         return data if self.nonempty is None else tf.cond(self.nonempty, lambda: data, lambda: _zero_row(data))
 
-    def drop_filler(self, outputs: Any) -> Any:
+    def drop_filler(self, outputs: Structure) -> Structure:
         """Outputs without those of the filler."""
         if self.nonempty is None:
             return outputs
         return keras.tree.map_structure(lambda tensor: tensor[: self.rows], outputs)
 
-    def run(self, action: Callable[[], Any]) -> None:
+    def run(self, action: Callable[[], object]) -> None:
         """Runs `action` unless the replica batch is empty."""
         if self.nonempty is None:
             action()
@@ -66,11 +67,11 @@ class ReplicaBatch(NamedTuple):
         """A weight, or 0 if the replica batch is empty."""
         return value if self.nonempty is None else value * tf.cast(self.nonempty, value.dtype)
 
-    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+    def gradients(self, gradients: Gradients) -> Gradients:
         """Gradients, or zeros if the replica batch is empty: those of the filler may be NaN."""
         return list(gradients) if self.nonempty is None else [self._zero_if_empty(gradient) for gradient in gradients]
 
-    def _zero_if_empty(self, gradient: Any) -> Any:
+    def _zero_if_empty(self, gradient: GradientTensor | None) -> Any:
         if gradient is None:
             return None
         if isinstance(gradient, tf.IndexedSlices):
@@ -79,10 +80,10 @@ class ReplicaBatch(NamedTuple):
         return tf.cond(self.nonempty, lambda: gradient, lambda: tf.zeros_like(gradient))
 
 
-def _zero_row(data: Any) -> Any:
+def _zero_row(data: Batch) -> Batch:
     """A batch of one row of zeros, in place of an empty one."""
 
-    def one(tensor):
+    def one(tensor: Any):
         if tensor is None:
             return None
         if isinstance(tensor, tf.SparseTensor):

@@ -3,12 +3,13 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from keras_paragrad.compat.types import Array, StepLogs
 
 _ASSIGN = "_direct_assign"
 
@@ -27,8 +28,8 @@ class MetricStates:
     """
 
     def __init__(self, model: keras.Model):
-        self._model: Any = model
-        self._variables: list[Any] = list(model.metrics_variables)
+        self._model: keras.Model = model
+        self._variables: list[keras.Variable] = list(model.metrics_variables)
         self._check()
         with _holding_tensors(self._variables):
             type(self._model).reset_metrics(self._model)
@@ -49,7 +50,7 @@ class MetricStates:
         """Whether the model still has these metrics."""
         return [id(variable) for variable in model.metrics_variables] == [id(variable) for variable in self._variables]
 
-    def compute_added(self, step: Callable[[], Any]) -> tf.Tensor:
+    def compute_added(self, step: Callable[[], StepLogs]) -> tf.Tensor:
         """Runs a step while it is traced, and returns its contribution to the metrics' states.
 
         Raises:
@@ -71,7 +72,7 @@ class MetricStates:
         with self._lock:
             self._total += added
 
-    def results(self) -> dict[str, Any]:
+    def results(self) -> StepLogs:
         """The results of the metrics."""
         with self._lock:
             total = tf.constant(self._total)
@@ -82,14 +83,14 @@ class MetricStates:
         for variable, value in zip(self._variables, _unpacked(self._total, self._variables), strict=True):
             variable.assign(value)
 
-    def _results(self, total: tf.Tensor) -> dict[str, Any]:
+    def _results(self, total: tf.Tensor) -> StepLogs:
         with _holding_tensors(self._variables):
             for variable, value in zip(self._variables, _unpacked(total, self._variables), strict=True):
                 variable.assign(value)
             return type(self._model).get_metrics_result(self._model)
 
 
-def _check_logs(model: keras.Model, logs: Any) -> None:
+def _check_logs(model: keras.Model, logs: object) -> None:
     """Refuses a step whose logs are not the model's metrics."""
     names = list(type(model).get_metrics_result(model))
     if not isinstance(logs, dict) or set(logs) != set(names):
@@ -102,7 +103,7 @@ def _check_logs(model: keras.Model, logs: Any) -> None:
 
 
 @contextlib.contextmanager
-def _holding_tensors(variables: list[Any]) -> Iterator[None]:
+def _holding_tensors(variables: list[keras.Variable]) -> Generator[None]:
     """Context in which the variables hold tensors: assignments reach no server, and are discarded at its end."""
     values = [variable._value for variable in variables]
     for variable in variables:
@@ -115,15 +116,15 @@ def _holding_tensors(variables: list[Any]) -> Iterator[None]:
             variable._value = value
 
 
-def _rebind(variable: keras.Variable, value: Any) -> None:
+def _rebind(variable: keras.Variable, value: Array) -> None:
     variable._value = tf.cast(value, variable.dtype)
 
 
-def _packed(variables: list[Any]) -> tf.Tensor:
+def _packed(variables: list[keras.Variable]) -> tf.Tensor:
     # Counts, and sums of float32, are exact in float64.
     return tf.concat([tf.reshape(tf.cast(variable.value, "float64"), [-1]) for variable in variables], 0)
 
 
-def _unpacked(vector: Any, variables: list[Any]) -> list[tf.Tensor]:
+def _unpacked(vector: Array, variables: list[keras.Variable]) -> list[tf.Tensor]:
     parts = tf.split(vector, [variable.shape.num_elements() for variable in variables])
     return [tf.cast(tf.reshape(part, each.shape), each.dtype) for part, each in zip(parts, variables, strict=True)]

@@ -2,45 +2,49 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.data import EpochIterator
 from keras_paragrad.compat.optimizer import updating_optimizers
 from keras_paragrad.compat.state import replace_methods, restore_methods
+from keras_paragrad.compat.types import Batch, BatchIterator, Scalar, Step, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.servers.metric_states import MetricStates
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.symbolic import build_from_data
 
+Result = TypeVar("Result")
+
 
 def compile_step_on_worker(
-    model: keras.Model, metric_states: MetricStates, run_step: Callable[[Any], Any]
-) -> Callable[[Any], tf.Tensor]:
+    model: keras.Model, metric_states: MetricStates, run_step: Step
+) -> Callable[[Batch], tf.Tensor]:
     """Compiles `train_step` or `test_step` so that it returns its contribution to the metrics."""
 
-    def step(data: Any) -> tf.Tensor:
+    def step(data: Batch) -> tf.Tensor:
         with _incrementing_on_server(model.optimizer):
             return metric_states.compute_added(lambda: run_step(data))
 
     return _compiled(model, step)
 
 
-def compile_prediction_step(model: keras.Model) -> Callable[[Any], Any]:
+def compile_prediction_step(model: keras.Model) -> Callable[[Batch], Structure]:
     """Compiles a model's `predict_step`."""
     return _compiled(model, model.predict_step)
 
 
-def _compiled(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _compiled(model: keras.Model, step: Callable[[Batch], Result]) -> Callable[[Batch], Result]:
     strategy = model.distribute_strategy
     run = releasing(lambda data: strategy.run(step, args=(_open_batch_size(data),)))
     return tf.function(run, reduce_retracing=True, autograph=False)
 
 
-def _open_batch_size(data: Any) -> Any:
+def _open_batch_size(data: Batch) -> Batch:
     """Makes the number of rows dynamic, as in `fit` on one device.
 
     Keras weights the losses of outputs by a static number of rows, and otherwise all batches the same.
@@ -64,7 +68,7 @@ def _open_rows(tensor: tf.Tensor) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def _incrementing_on_server(optimizer: keras.optimizers.Optimizer | None) -> Iterator[None]:
+def _incrementing_on_server(optimizer: keras.optimizers.Optimizer | None) -> Generator[None]:
     """Context in which servers increment an optimizer's counter, as reading and writing it would lose updates."""
     counters = [] if optimizer is None else [part.iterations for part in updating_optimizers(optimizer)]
     for counter in counters:
@@ -76,7 +80,7 @@ def _incrementing_on_server(optimizer: keras.optimizers.Optimizer | None) -> Ite
             del counter.__dict__["assign_add"]
 
 
-def _increment(counter: Any, value: Any) -> Any:
+def _increment(counter: keras.Variable, value: Scalar) -> object:
     return counter.value.assign_add(tf.cast(value, counter.dtype))
 
 
@@ -93,7 +97,7 @@ _METHODS = (
 class StepSender(Protocol):
     """Sends steps to workers."""
 
-    def send(self, step: Callable[[Any], Any], batch: Any, on_result: Callable[[Any], Any]) -> Future:
+    def send(self, step: Callable[[Batch], Structure], batch: Batch, on_result: Callable[[Any], object]) -> Future[Any]:
         """Runs a step on the next idle worker, and calls `on_result` with its results as NumPy arrays."""
         ...
 
@@ -116,11 +120,11 @@ class ParameterServerModel:
 
     def __init__(self, model: keras.Model, sender: StepSender, check: Callable[[], None]):
         check_objects()
-        self._model: Any = model
+        self._model: keras.Model = model
         self._sender = sender
         self._check = check
         self._metric_states: MetricStates | None = None
-        self._predict: Any = None
+        self._predict: Callable[[Batch], Structure] | None = None
         self.waits = True
         self.install()
 
@@ -136,7 +140,7 @@ class ParameterServerModel:
         restore_methods(self._model, *_METHODS)
         self._forget_functions()
 
-    def predict_async(self, batch: Any) -> Future:
+    def predict_async(self, batch: Batch) -> Future[Any]:
         """Predicts a batch on a worker. The model's `predict_function` takes the `Future` in place of the batch."""
         if self._predict is None:
             self._predict = compile_prediction_step(self._model)
@@ -145,7 +149,7 @@ class ParameterServerModel:
     def _forget_functions(self) -> None:
         self._model.train_function = self._model.test_function = self._model.predict_function = None
 
-    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+    def _maybe_symbolic_build(self, iterator: EpochIterator | None = None, data_batch: Batch = None) -> None:
         build_from_data(self._model, iterator, data_batch)
 
     @property
@@ -169,19 +173,19 @@ class ParameterServerModel:
             return
         self._predict = None
 
-        def predict(batches: list) -> Any:
+        def predict(batches: list[Batch | Future[Any]]) -> Structure:
             futures = [batch if isinstance(batch, Future) else self.predict_async(batch) for batch in batches]
             outputs = [future.result() for future in futures]
             return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
         self._model.predict_function = predict
 
-    def _function(self, run_step: Callable[[Any], Any]) -> Callable[[Iterator], dict]:
+    def _function(self, run_step: Step) -> TrainFunction:
         """A train or test function that sends its steps to workers."""
         metric_states = self._metrics
         step = compile_step_on_worker(self._model, metric_states, run_step)
 
-        def run(iterator: Iterator) -> dict:
+        def run(iterator: BatchIterator) -> StepLogs:
             for index in range(self._model.steps_per_execution):
                 try:
                     batch = next(iterator)
@@ -194,7 +198,7 @@ class ParameterServerModel:
                 self._sender.join()
             return metric_states.results()
 
-        def run_with_cause(iterator: Iterator) -> dict:
+        def run_with_cause(iterator: BatchIterator) -> StepLogs:
             try:
                 return run(iterator)
             except tf.errors.CancelledError:
@@ -204,11 +208,11 @@ class ParameterServerModel:
 
         return run_with_cause
 
-    def _as_tensors(self, batch: Any) -> Any:
+    def _as_tensors(self, batch: Batch) -> Batch:
         batch = self._model._autoconvert_optionals(lambda data: data)(batch)
         return keras.tree.map_structure(lambda leaf: None if leaf is None else _as_tensor(leaf), batch)
 
-    def _get_metrics_result(self) -> dict[str, Any]:
+    def _get_metrics_result(self) -> StepLogs:
         if tf.inside_function():
             return type(self._model).get_metrics_result(self._model)
         self._sender.join()

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import (
+    OnReplicas,
     cross_replica,
     replica_count,
     replica_index,
@@ -24,6 +25,7 @@ from keras_paragrad.compat.optimizer import (
     updating_optimizers,
 )
 from keras_paragrad.compat.state import patch_of, replace_methods, restore_methods, state_of
+from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.step.stages import Transform
 from keras_paragrad.engine.telemetry.watch import Observation, UpdateWatch
@@ -49,9 +51,9 @@ class Contribution(NamedTuple):
         decay: The factor of the window's weight so far: 0 if gradients are summed and not averaged.
     """
 
-    scale: Any
-    weight: Any
-    decay: Any = 1.0
+    scale: Scalar
+    weight: Scalar
+    decay: Scalar = 1.0
 
     @classmethod
     def of(cls, normalizer: Normalizer | None) -> "Contribution":
@@ -68,7 +70,7 @@ class Contribution(NamedTuple):
 
 def apply_gradient(
     model: keras.Model,
-    gradients: list[Any],
+    gradients: Gradients,
     weight: Normalizer | None = None,
     *,
     whole: bool,
@@ -144,7 +146,7 @@ def _skips_nonfinite(optimizer: keras.optimizers.Optimizer, variables: Sequence[
     )
 
 
-def _nonfinite_everywhere(gradients: list[Any]) -> list[Any]:
+def _nonfinite_everywhere(gradients: Gradients) -> list[GradientTensor | None]:
     """Makes gradients NaN on all replicas if one overflows: a `LossScaleOptimizer` checks the first replica alone."""
     values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients if each is not None]
     finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
@@ -153,7 +155,13 @@ def _nonfinite_everywhere(gradients: list[Any]) -> list[Any]:
     return [scale_gradient(gradient, poison) for gradient in gradients]
 
 
-def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradients, variables, norms=()) -> None:
+def apply_everywhere(
+    per_replica: OnReplicas,
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Gradients,
+    variables: Sequence[keras.Variable],
+    norms: Sequence[tf.Tensor | None] = (),
+) -> None:
     """Applies all-reduced gradients on every replica; called in cross-replica context.
 
     Args:
@@ -163,9 +171,9 @@ def apply_everywhere(per_replica, optimizer: keras.optimizers.Optimizer, gradien
         variables: The variables that the optimizer was built with.
         norms: The results of `squared_norms`, grouped by replica.
     """
-    by_replica: dict[int, Any] = {}
+    by_replica: dict[int, Sequence[tf.Tensor | None]] = {}
 
-    def apply(gradients, norms):
+    def apply(gradients: Gradients, norms: Sequence[tf.Tensor | None]):
         by_replica[replica_index()] = norms
         optimizer.apply(gradients, variables)
 
@@ -201,7 +209,7 @@ def _update_count(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
     return tf.identity(tf.convert_to_tensor(optimizer.iterations))
 
 
-def _overwrite_with_average(per_replica, optimizer: keras.optimizers.Optimizer) -> None:
+def _overwrite_with_average(per_replica: OnReplicas, optimizer: keras.optimizers.Optimizer) -> None:
     """Replaces weights by their moving averages, and applies constraints."""
     variables = optimizer._trainable_variables
 
@@ -214,8 +222,9 @@ def _overwrite_with_average(per_replica, optimizer: keras.optimizers.Optimizer) 
     per_replica(constrain)
 
 
+PlainApply = Callable[[Gradients, Sequence[keras.Variable] | None], None]
 # Replaces an optimizer's `apply`: called with the original, and with its arguments.
-Apply = Callable[[Callable[..., None], Sequence[Any], Sequence[Any] | None], None]
+Apply = Callable[[PlainApply, Gradients, Sequence[keras.Variable] | None], None]
 
 
 def intercept_apply(optimizer: keras.optimizers.Optimizer, apply: Apply | None) -> None:
@@ -261,7 +270,10 @@ def installed_transform(optimizer: keras.optimizers.Optimizer) -> Transform | No
 
 
 def _update(
-    optimizer: keras.optimizers.Optimizer, apply: Callable, grads: Sequence[Any], variables: Sequence[Any] | None
+    optimizer: keras.optimizers.Optimizer,
+    apply: PlainApply,
+    grads: Gradients,
+    variables: Sequence[keras.Variable] | None,
 ) -> None:
     """Observes, transforms, applies and watches an update."""
     gradients, variables = list(grads), None if variables is None else list(variables)
@@ -279,10 +291,13 @@ def _update(
 
 
 def _transform(
-    optimizer: keras.optimizers.Optimizer, transform: Transform, grads: list[Any], variables: Sequence[Any] | None
-) -> list[Any]:
+    optimizer: keras.optimizers.Optimizer,
+    transform: Transform,
+    grads: Sequence[Any],
+    variables: Sequence[keras.Variable] | None,
+) -> list[GradientTensor | None]:
     """Transforms dense gradients without loss scale, and returns them in their places."""
-    updated: Sequence[Any] = optimizer._trainable_variables if variables is None else variables
+    updated: Sequence[keras.Variable] = optimizer._trainable_variables if variables is None else variables
     # Float8 scales are passed as gradients.
     places = [
         place

@@ -17,15 +17,17 @@ import tensorflow as tf
 
 from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.collectives import replica_count
+from keras_paragrad.compat.data import EpochIterator
 from keras_paragrad.compat.model import fit_frame, overrides_train_step
 from keras_paragrad.compat.optimizer import innermost_optimizer
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
 from keras_paragrad.engine.losses.sums import LossWindow
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import install_transform
 from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
-from keras_paragrad.engine.step.stages import Stages, save_states
+from keras_paragrad.engine.step.stages import Apply, Stages, save_states
 from keras_paragrad.engine.step.symbolic import (
     build_from_data,
     build_losses,
@@ -59,13 +61,13 @@ class StepBuilder:
         self.loss_window: LossWindow | None = None
         self._to_skip = 0
         self._resume: Callable[[], None] | None = None
-        self._built: dict[Any, Callable] = {}
-        self._built_for: Any = None
+        self._built: dict[Stages, TrainFunction] = {}
+        self._built_for: object = None
         # The optimizer whose `apply` runs the last stages.
-        self._updating: Any = None
+        self._updating: keras.optimizers.Optimizer | None = None
         self._of_callbacks: dict[Fillers, tuple[str, ...]] = {}
         self._trainable: Trainable | None = None
-        self._reads: Callable[[], Any] = lambda: None
+        self._reads: Callable[[], EpochIterator | None] = lambda: None
 
     @classmethod
     def of(cls, model: keras.Model) -> "StepBuilder":
@@ -147,7 +149,7 @@ class StepBuilder:
             self._built[stages] = self._picked(telemetry) if telemetry else self._compiled(stages.apply)
         self.model.train_function = self._built[stages]
 
-    def read_from(self, iterator: Any) -> None:
+    def read_from(self, iterator: EpochIterator | None) -> None:
         """Notes the iterator of the running `fit`, to build metrics from if a callback calls `compile`."""
         self._reads = weakref.ref(iterator) if iterator is not None else lambda: None
 
@@ -187,7 +189,7 @@ class StepBuilder:
             save_states(self.model.optimizer, self.stages.transforms or ())
         self._updating = optimizer
 
-    def _compiled(self, apply: Any, telemetry: Telemetry | None = None) -> Callable[[Any], dict]:
+    def _compiled(self, apply: Apply | PlanAhead | None, telemetry: Telemetry | None = None) -> TrainFunction:
         guard = IndivisibleBatchGuard(self.model, self.stages.split)
         steps = self._steps(telemetry, guard)
         replicas = self.model.distribute_strategy.num_replicas_in_sync
@@ -195,7 +197,7 @@ class StepBuilder:
         taking = self.stages.take, self._skipped, guard, self._on_resumed, self._build_variables
         return compile_steps(self.model, steps, apply, *taking, by_xla=whole, mesh=self.stages.mesh)
 
-    def _picked(self, telemetry: Telemetry) -> Callable[[Any], dict]:
+    def _picked(self, telemetry: Telemetry) -> TrainFunction:
         ahead = PlanAhead(self.stages.apply) if self.stages.apply else None
         functions = self._compiled(ahead), self._compiled(ahead, telemetry)
         return choose_train_function(
@@ -227,7 +229,7 @@ class StepBuilder:
             with keras.name_scope(optimizer.name, caller=optimizer):
                 optimizer.build(model.trainable_variables)
 
-    def _window_of(self, data: Any) -> LossWindow | None:
+    def _window_of(self, data: Batch) -> LossWindow | None:
         if not self.stages.apply or overrides_train_step(self.model):
             return None
         build_losses(self.model, data)
@@ -251,7 +253,7 @@ class StepBuilder:
         """Number of batches still to skip."""
         return self._to_skip
 
-    def _on_resumed(self, batch: Any) -> None:
+    def _on_resumed(self, batch: Batch) -> None:
         if self._to_skip or self._resume is None:
             return
         then, self._resume = self._resume, None
@@ -265,15 +267,15 @@ class StepBuilder:
         self._to_skip -= skipped
         return skipped
 
-    def one_step(self, data: Any) -> dict:
+    def one_step(self, data: Batch) -> StepLogs:
         """Runs a step that ends with an update, and returns its logs; for tracing."""
         return self._step(data, True, None, IndivisibleBatchGuard(self.model, self.stages.split))
 
-    def _steps(self, telemetry: Telemetry | None, guard: IndivisibleBatchGuard) -> list[Callable[[Any], dict]]:
+    def _steps(self, telemetry: Telemetry | None, guard: IndivisibleBatchGuard) -> list[Step]:
         choices = (False, True) if self.stages.apply else (False,)
         return [functools.partial(self._step, update=update, telemetry=telemetry, guard=guard) for update in choices]
 
-    def _step(self, data: Any, update: bool, telemetry: Telemetry | None, guard: IndivisibleBatchGuard) -> dict:
+    def _step(self, data: Batch, update: bool, telemetry: Telemetry | None, guard: IndivisibleBatchGuard) -> StepLogs:
         """Runs a step on one replica, with all fillers in effect."""
         step = TrainStep(self.model, self.stages, self._window_of(data), update, guard)
         replica_batch = ReplicaBatch.of(data)

@@ -11,11 +11,11 @@ from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
 from keras_paragrad.compat.collectives import first_replica_values
+from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
-from keras_paragrad.engine.step.stages import MeshRunner, Take
-
-Step = Callable[[Any], dict]
+from keras_paragrad.engine.step.stages import Apply, MeshRunner, Take
+from keras_paragrad.engine.telemetry.train_functions import PlanAhead
 
 
 class CompiledStep:
@@ -43,7 +43,7 @@ class CompiledStep:
     ):
         strategy = model.distribute_strategy
 
-        def one_step(data: Any) -> dict:
+        def one_step(data: Batch) -> StepLogs:
             logs = strategy.run(step, args=(data,))
             return (
                 first_replica_values(strategy, logs) if take else reduce_per_replica(logs, strategy, reduction="auto")
@@ -66,13 +66,13 @@ class CompiledStep:
         self._in_functions = mesh is None and not model.run_eagerly
         self._get_next = tf.function(lambda iterator: iterator.get_next(), reduce_retracing=True, autograph=False)
         self._take = tf.function(lambda iterator: self(iterator.get_next()), reduce_retracing=True, autograph=False)
-        self._iterator: Any = lambda: None
+        self._iterator: Callable[[], object] = lambda: None
         self._through_python = True
 
-    def __call__(self, data: Any) -> dict:
+    def __call__(self, data: Batch) -> StepLogs:
         return self._run(data)
 
-    def run_next(self, iterator: Any) -> dict:
+    def run_next(self, iterator: Any) -> StepLogs:
         """Runs the step on the next batch, traced for the element spec of the iterator and not for that batch's shape.
 
         A function that also takes the batch would hold the step's graph a second time: 5 kB an operation.
@@ -89,31 +89,31 @@ class CompiledStep:
         return self(self._get_next(iterator)) if self._through_python else self._take(iterator)
 
 
-def _without_optional(spec: Any) -> Any:
+def _without_optional(spec: Specs) -> Specs:
     return None if isinstance(spec, tf.OptionalSpec) else spec
 
 
-def _is_ragged(spec: Any) -> bool:
+def _is_ragged(spec: Specs) -> bool:
     return any(isinstance(part, tf.RaggedTensorSpec) for part in getattr(spec, "_value_specs", (spec,)))
 
 
 # Maps an iterator, and whether each batch ends with an update, to the last batch's logs; `None` without a batch.
-Execute = Callable[[Any, list[bool]], dict | None]
+Execute = Callable[[BatchIterator, list[bool]], StepLogs | None]
 
 
 def compile_steps(
     model: keras.Model,
     steps: Sequence[Step],
-    schedule: Any = None,
+    schedule: Apply | PlanAhead | None = None,
     take: Take | None = None,
     skipped: Callable[[int], int] = lambda batches: 0,
     guard: IndivisibleBatchGuard | None = None,
-    on_resumed: Callable[[Any], None] = lambda batch: None,
-    build: Callable[[Any], None] = lambda iterator: None,
+    on_resumed: Callable[[Batch], None] = lambda batch: None,
+    build: Callable[[BatchIterator], None] = lambda iterator: None,
     *,
     by_xla: bool = True,
     mesh: MeshRunner | None = None,
-) -> Callable[[Any], dict]:
+) -> TrainFunction:
     """Makes a function for `model.train_function` that runs one of several compiled steps on each batch.
 
     The host picks the step, outside of the compiled code, so the other steps cost nothing.
@@ -132,7 +132,7 @@ def compile_steps(
     in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and mesh is None
     run = _in_graph(model, compiled) if in_graph else by_host
 
-    def train_function(iterator: Any) -> dict:
+    def train_function(iterator: BatchIterator) -> StepLogs:
         batches = model.steps_per_execution
         try:
             batch = None
@@ -172,7 +172,7 @@ def compile_steps(
     return train_function
 
 
-def _next_batch(iterator: Any) -> Any:
+def _next_batch(iterator: Any) -> Batch:
     return iterator.get_next() if hasattr(iterator, "get_next") else next(iterator)
 
 
@@ -181,15 +181,15 @@ def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
     per_call = model.steps_per_execution
 
     # The second step, if there is one, ends with an update; the first accumulates only.
-    def pick(update: tf.Tensor, data: Any) -> dict:
+    def pick(update: tf.Tensor, data: Batch) -> StepLogs:
         return steps[0](data) if len(steps) == 1 else tf.cond(update, lambda: steps[1](data), lambda: steps[0](data))
 
-    def take(iterator: Any, updates: tf.Tensor) -> dict:
+    def take(iterator: Any, updates: tf.Tensor) -> StepLogs:
         logs = pick(updates[0], iterator.get_next())
         if per_call == 1:
             return logs
 
-        def next_batch(index, logs, _):
+        def next_batch(index: tf.Tensor, logs: StepLogs, _: tf.Tensor):
             batch = iterator.get_next_as_optional()
             return tf.cond(
                 batch.has_value(),
@@ -197,7 +197,7 @@ def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
                 lambda: (index, logs, False),
             )
 
-        def more(index, _, has_batch):
+        def more(index: tf.Tensor, _: StepLogs, has_batch: tf.Tensor):
             return tf.logical_and(index < per_call, has_batch)
 
         return tf.while_loop(more, next_batch, (tf.constant(1), logs, tf.constant(True)), parallel_iterations=1)[1]
@@ -205,7 +205,7 @@ def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
     if not model.run_eagerly:
         take = tf.function(take, reduce_retracing=True, autograph=False)
 
-    def execute(iterator: Any, updates: list[bool]) -> dict | None:
+    def execute(iterator: BatchIterator, updates: list[bool]) -> StepLogs | None:
         try:
             return take(iterator, tf.constant(updates))
         except tf.errors.OutOfRangeError:
@@ -218,12 +218,12 @@ def _by_host(model: keras.Model, steps: Sequence[CompiledStep], *, cuts: bool) -
     """Runs batches one by one: TensorFlow can't run collectives inside `tf.cond`."""
     strategy = model.distribute_strategy
 
-    def take_next(iterator: Any) -> Any:
+    def take_next(iterator: BatchIterator) -> Batch:
         # A Python iterator of `train_on_batch` or `test_on_batch`.
         batch = next(iterator)
         return divide_batch(strategy, batch) if cuts and strategy.num_replicas_in_sync > 1 else batch
 
-    def execute(iterator: Any, updates: list[bool]) -> dict | None:
+    def execute(iterator: BatchIterator, updates: list[bool]) -> StepLogs | None:
         logs = None
         for update in updates:
             step = steps[update]
@@ -236,11 +236,11 @@ def _by_host(model: keras.Model, steps: Sequence[CompiledStep], *, cuts: bool) -
     return execute
 
 
-def divide_batch(strategy: tf.distribute.Strategy, batch: Any) -> Any:
+def divide_batch(strategy: tf.distribute.Strategy, batch: Batch) -> Batch:
     """Divides a batch among the replicas, in their order: `PerReplica` values that differ by at most one row."""
     replicas = strategy.num_replicas_in_sync
 
-    def divide(leaf: Any) -> Any:
+    def divide(leaf: Any) -> tf.distribute.DistributedValues | None:
         if leaf is None:
             return None
         whole = leaf if isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)) else tf.convert_to_tensor(leaf)
@@ -253,7 +253,7 @@ def divide_batch(strategy: tf.distribute.Strategy, batch: Any) -> Any:
     return keras.tree.map_structure(divide, batch)
 
 
-def predict_on_batch(model: keras.Model, x: Any) -> Any:
+def predict_on_batch(model: keras.Model, x: Structure) -> Structure:
     """Predicts the rows of a batch on replicas: each row once, in order."""
     model.make_predict_function()
     outputs = model.predict_function([divide_batch(model.distribute_strategy, (x,))])

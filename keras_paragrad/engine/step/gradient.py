@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
@@ -14,6 +14,7 @@ from keras_paragrad.compat.collectives import replica_count, replica_index, sum_
 from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.types import Batch, Gradients, LossArguments, StepLogs, Structure
 from keras_paragrad.engine.losses.divisors import Normalizer, without_replica_division
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, loss_sums
@@ -24,14 +25,15 @@ from keras_paragrad.storage.gathering import watch_gathered
 from keras_paragrad.storage.regathering import regather_in_backward
 from keras_paragrad.storage.row_gradients import scale_gradient
 
+Result = TypeVar("Result")
 # Maps a model, the arguments of its `compute_loss` and the recorded loss terms to the weight.
-Normalize = Callable[[keras.Model, dict[str, Any], list[LossTerm]], Normalizer]
+Normalize = Callable[[keras.Model, LossArguments, list[LossTerm]], Normalizer]
 # Takes the arguments of a `Normalize`.
-Look = Callable[[keras.Model, dict[str, Any], list[LossTerm]], None]
+Look = Callable[[keras.Model, LossArguments, list[LossTerm]], None]
 # Maps a weight to the factor of the loss in the backward pass.
 WeighReplica = Callable[[Normalizer], tf.Tensor]
 # Maps a batch, as `train_step` takes it, to a boolean tensor `(rows,)`.
-Present = Callable[[Any], tf.Tensor]
+Present = Callable[[Batch], tf.Tensor]
 
 
 class StepContext(NamedTuple):
@@ -49,7 +51,7 @@ class StepContext(NamedTuple):
         in_loop: Whether the pass is traced in a loop.
     """
 
-    model: Any
+    model: keras.Model
     replica_batch: ReplicaBatch
     normalize: Normalize | None = None
     weigh_replica: WeighReplica | None = None
@@ -71,14 +73,14 @@ class ForwardBackwardResult(NamedTuple):
         sums: Numerators and denominators of the losses, or `None` if Keras tracks them.
     """
 
-    gradients: list[Any]
+    gradients: Gradients
     loss: tf.Tensor
-    y_pred: Any
+    y_pred: Structure
     weight: Normalizer | None
     sums: LossSums | None
 
 
-def forward_backward(context: StepContext, data: Any) -> ForwardBackwardResult:
+def forward_backward(context: StepContext, data: Batch) -> ForwardBackwardResult:
     """Runs Keras's `train_step` from the inputs to the gradients."""
     model, normalize = context.model, context.normalize
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -108,7 +110,7 @@ def forward_backward(context: StepContext, data: Any) -> ForwardBackwardResult:
     return ForwardBackwardResult(gradients, loss, y_pred, weight, sums)
 
 
-def forward_backward_in_function(context: StepContext, data: Any) -> ForwardBackwardResult:
+def forward_backward_in_function(context: StepContext, data: Batch) -> ForwardBackwardResult:
     """`forward_backward` as a function in the step's graph.
 
     On several replicas XLA can compile this function alone, as it knows one device. The replica's weight depends on the
@@ -119,7 +121,7 @@ def forward_backward_in_function(context: StepContext, data: Any) -> ForwardBack
     """
     traced, by_xla, weigh_replica = [], context.by_xla, context.weigh_replica
 
-    def parts(data):
+    def parts(data: Batch):
         result = forward_backward(context._replace(weigh_replica=None) if by_xla else context, data)
         traced.append(result)
         value = None if result.weight is None else result.weight.value
@@ -135,14 +137,14 @@ def forward_backward_in_function(context: StepContext, data: Any) -> ForwardBack
     return ForwardBackwardResult(gradients, loss, y_pred, weight, sums)
 
 
-def call_in_function(function: Callable[[Any], Any], data: Any, *, by_xla: bool = True) -> Any:
+def call_in_function(function: Callable[[Batch], Result], data: Batch, *, by_xla: bool = True) -> Result:
     """Calls a function on one replica without inlining it; its outputs keep their masks."""
 
     attributes = None if by_xla else {NO_INLINE: True}
 
     # Traced on each replica: a shared function would run on the first one's device.
     @tf.function(jit_compile=by_xla, autograph=False, experimental_attributes=attributes)
-    def call(data):
+    def call(data: Batch):
         outputs = function(data)
         return outputs, [mask_of(output) for output in keras.tree.flatten(outputs)]
 
@@ -157,7 +159,7 @@ def replica_weight_of(model: keras.Model) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def _with_replica_weight(model: keras.Model, factor: tf.Tensor | None) -> Iterator[None]:
+def _with_replica_weight(model: keras.Model, factor: tf.Tensor | None) -> Generator[None]:
     """Context in which this replica's loss is multiplied with a factor."""
     if factor is None:
         yield
@@ -185,14 +187,14 @@ class Gradient(NamedTuple):
         show: For a whole batch, updates loss and metrics as Keras does after the update, and returns the logs.
     """
 
-    gradients: list[Any]
+    gradients: Gradients
     loss: tf.Tensor | None
     rows: tf.Tensor
     weight: Normalizer | None
     sums: LossSums | None = None
-    show: Callable[[], dict[str, Any]] | None = None
+    show: Callable[[], StepLogs] | None = None
 
-    def of_all(self, gradients: list[Any], rows: tf.Tensor, divisor: tf.Tensor, losses: tf.Tensor) -> "Gradient":
+    def of_all(self, gradients: Gradients, rows: tf.Tensor, divisor: tf.Tensor, losses: tf.Tensor) -> "Gradient":
         """The gradient of the batch that this slice is from, with the sums over all its slices."""
         weight = self.weight and self.weight._replace(value=divisor)
         return Gradient(gradients, None, rows, weight, self.sums and self.sums._replace(vector=losses))
@@ -226,7 +228,7 @@ class ReplicaWeight:
         return tf.where(total > 0, value * replica_count() / total, one)
 
 
-def gradient_of(context: StepContext, data: Any, **how: Any) -> Gradient:
+def gradient_of(context: StepContext, data: Batch, **how: Any) -> Gradient:
     """Runs Keras's `train_step` up to the optimizer: forward pass, loss, backward pass, metrics.
 
     Keyword arguments replace fields of the context. The loss is not tracked yet, nor are the metrics of a whole batch.
@@ -266,12 +268,12 @@ def is_slower_in_xla_loop(model: keras.Model) -> bool:
     return any(isinstance(layer, _CONVOLUTIONS) for layer in all_layers(model))
 
 
-def _select_rows(batch: dict[str, Any], present: tf.Tensor) -> dict[str, Any]:
+def _select_rows(batch: LossArguments, present: tf.Tensor) -> LossArguments:
     rows = tf.squeeze(tf.where(present), 1)
     return keras.tree.map_structure(lambda tensor: tensor if tensor is None else tf.gather(tensor, rows), batch)
 
 
-def _track_batch(model: keras.Model, loss: tf.Tensor, batch: dict[str, Any]) -> dict[str, Any]:
+def _track_batch(model: keras.Model, loss: tf.Tensor, batch: LossArguments) -> StepLogs:
     track_loss(model, loss, rows_of(batch["x"]))
     return model.compute_metrics(**batch)
 

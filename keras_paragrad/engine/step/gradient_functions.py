@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import tensorflow as tf
 from tensorflow.python.framework.ops import gradient_registry
 
+from keras_paragrad.compat.types import Structure
+
 Result = TypeVar("Result")
 
 _PREFIX = "CustomGradient-"
@@ -54,7 +56,7 @@ def keep_with_graphs(graphs: Iterable[tf.Graph]) -> None:
             weakref.finalize(function, entries.pop, name, None).atexit = False
 
 
-def keep_with_graphs_of(owner: Any) -> Callable[[], None]:
+def keep_with_graphs_of(owner: object) -> Callable[[], None]:
     """Calls `keep_with_graphs` for the graphs that an object was called in, when the object is deleted.
 
     Returns a function to call while a step is traced, which records its graph.
@@ -68,7 +70,7 @@ def keep_with_graphs_of(owner: Any) -> Callable[[], None]:
     return note
 
 
-def _graph_of(function: Callable[..., Any]) -> Any:
+def _graph_of(function: Callable[..., object]) -> tf.Graph | None:
     """The graph of a gradient function, found through its closures."""
     level = [function]
     for _ in range(2):
@@ -80,7 +82,7 @@ def _graph_of(function: Callable[..., Any]) -> Any:
     return None
 
 
-def closure_contents(function: Any) -> Iterator[Any]:
+def closure_contents(function: object) -> Iterator[object]:
     """The objects that a function refers to through its closure."""
     for cell in getattr(function, "__closure__", None) or ():
         try:
@@ -96,8 +98,8 @@ def _enclosing_graphs(graph: Any) -> Iterator[tf.Graph]:
         graph = graph.outer_graph
 
 
-def _by_reference(reference: Callable[[], Any]) -> Callable[..., Any]:
-    def gradient(*arguments):
+def _by_reference(reference: Callable[[], Callable[..., Structure] | None]) -> Callable[..., Structure]:
+    def gradient(*arguments: tf.Tensor):
         function = reference()
         if function is None:
             raise LookupError("The graph whose gradient is requested has been released.")

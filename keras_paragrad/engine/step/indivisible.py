@@ -12,6 +12,7 @@ import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.types import Batch, LossArguments, Step, StepLogs
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, LossNormalization
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.replicas.replica_batch import rows_of
@@ -42,7 +43,7 @@ class DeferredRefusal:
         except IndivisibleError as refusal:
             self.say(model, refusal)
 
-    def look(self, model: keras.Model, arguments: dict[str, Any], terms: list[LossTerm]) -> None:
+    def look(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> None:
         """Warns of what shows in a step, with the arguments of a `LossNormalization`; once for each `compile`."""
         state = state_of(model)
         if self.where in state.logged or state.deferred_refusal.get(self.where) is model._compile_config:
@@ -77,11 +78,11 @@ class IndivisibleBatchGuard:
     """
 
     def __init__(self, model: keras.Model, split: Any):
-        self.model: Any = model
+        self.model: keras.Model = model
         self.split = split
         self._refusal: str | None = None
 
-    def leave_whole(self, data: Any, refusal: IndivisibleError) -> None:
+    def leave_whole(self, data: Batch, refusal: IndivisibleError) -> None:
         """Leaves the batch that is being traced in one piece.
 
         Raises:
@@ -95,18 +96,18 @@ class IndivisibleBatchGuard:
             self._refusal = message
         self.split.deferred_refusal.say(self.model, refusal)
 
-    def watch(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def watch(self, step: Step) -> Callable[[Any], Any]:
         """Makes a compiled step check its batches; outside of the step, as XLA drops assertions."""
 
-        def check(data: Any) -> None:
+        def check(data: Batch) -> None:
             rows = rows_of(data)
             tf.debugging.Assert(rows <= self.split.size, [_TOO_LARGE])
 
         @functools.partial(tf.function, reduce_retracing=True, autograph=False)
-        def check_all(data: Any) -> None:
+        def check_all(data: Batch) -> None:
             self.model.distribute_strategy.run(check, args=(data,))
 
-        def watched(data: Any) -> Any:
+        def watched(data: Batch) -> StepLogs:
             checked = self._refusal
             if checked:
                 check_all(data)

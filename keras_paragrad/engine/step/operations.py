@@ -4,8 +4,8 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -31,7 +31,7 @@ class TracedOperation(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     sizes: tuple[int, ...]
-    value: Any = None
+    value: int | bool | None = None
     blocks: tuple["Block", ...] = ()
 
 
@@ -67,19 +67,19 @@ class Numbered(NamedTuple):
     """
 
     block: Block
-    numbers: dict[Any, int]
+    numbers: dict[Hashable, int]
     places: list[int]
 
 
 def block_of(graph: tf.Graph, rows: int) -> Numbered:
     """The operations of a `FuncGraph`; `rows` is the size of a tensor's first axis if it is unknown."""
     inputs = {tensor.ref() for tensor in graph.inputs}
-    numbers: dict[Any, int] = {}
+    numbers: dict[Hashable, int] = {}
     for operation in graph.get_operations():
         for tensor in operation.outputs:
             numbers[tensor.ref()] = len(numbers)
 
-    def all_of(tensors):
+    def all_of(tensors: Iterable[tf.Tensor]):
         return tuple(numbers[tensor.ref()] for tensor in tensors)
 
     size = functools.partial(tensor_bytes, rows=rows)
@@ -99,9 +99,9 @@ def block_of(graph: tf.Graph, rows: int) -> Numbered:
     return Numbered(block, numbers, places)
 
 
-def _in_order(graph: tf.Graph, inputs: set[Any]) -> tuple[list[Any], list[int]]:
+def _in_order(graph: tf.Graph, inputs: set[Hashable]) -> tuple[list[tf.Operation], list[int]]:
     """Operations in the order of their creation, but after their inputs: a gradient adds inputs to an earlier loop."""
-    ordered: dict[Any, None] = {}
+    ordered: dict[tf.Operation, None] = {}
     places = []
     for operation in graph.get_operations():
         places.append(len(ordered))
@@ -120,7 +120,7 @@ def _in_order(graph: tf.Graph, inputs: set[Any]) -> tuple[list[Any], list[int]]:
     return [each for each in ordered if each in needed], [before[place] for place in (*places, len(ordered))]
 
 
-def _needed(operations: Iterable[Any], outputs: Iterable[tf.Tensor]) -> set[Any]:
+def _needed(operations: Iterable[tf.Operation], outputs: Iterable[tf.Tensor]) -> set[tf.Operation]:
     """The operations that TensorFlow doesn't prune: they change state, or something needs their outputs."""
     waiting = [each for each in operations if not each.outputs or each.op_def.is_stateful]
     waiting += [tensor.op for tensor in outputs]
@@ -141,7 +141,7 @@ def tensor_bytes(tensor: tf.Tensor, rows: int) -> int:
     return math.prod(known) * tensor.dtype.size
 
 
-def _value(operation: tf.Operation) -> Any:
+def _value(operation: tf.Operation) -> int | bool | None:
     if len(operation.outputs) != 1:
         return None
     (output,) = operation.outputs
@@ -151,7 +151,7 @@ def _value(operation: tf.Operation) -> Any:
     return None if value is None else np.asarray(value).reshape(-1)[0].item()
 
 
-def called_graphs(operation: tf.Operation) -> list[Any]:
+def called_graphs(operation: tf.Operation) -> list[tf.Graph]:
     """The graphs of the functions that an operation calls."""
     graphs = []
     for name in _FUNCTIONS:

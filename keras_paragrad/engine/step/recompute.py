@@ -6,7 +6,7 @@ So the second run draws the same random numbers and changes nothing.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Self
 
 import keras
@@ -24,6 +24,7 @@ from keras_paragrad.compat.layers import (
     may_be_differentiated,
     pack_dense_parts,
 )
+from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.step.gradient_functions import keep_with_graphs
 from keras_paragrad.engine.step.operations import check_repeatable
 from keras_paragrad.storage.gathering import call_with_gather, install_gather
@@ -67,7 +68,7 @@ class _Captured(NamedTuple):
 class _Function(NamedTuple):
     """A function that calls layers, with its name in errors."""
 
-    call: Callable[..., Any]
+    call: Callable[..., Structure]
     name: str
     layers: Sequence[keras.layers.Layer]
 
@@ -79,7 +80,13 @@ class _Function(NamedTuple):
 class _Run:
     """One call of a function, and its effects."""
 
-    def __init__(self, function: _Function, arguments: tuple, keywords: dict, variables: Sequence[keras.Variable]):
+    def __init__(
+        self,
+        function: _Function,
+        arguments: tuple[Structure, ...],
+        keywords: dict[str, Any],
+        variables: Sequence[keras.Variable],
+    ):
         self.function, self.structure = function, (arguments, keywords)
         self.captured = _Captured.of(variables)
         self.call_state = CallState()
@@ -87,7 +94,7 @@ class _Run:
         self.masks = [mask_of(leaf) for leaf in self.leaves]
         self.tensors = [each for leaf in self.leaves for each in dense_parts(leaf)]
         self.places = [place for place, tensor in enumerate(self.tensors) if has_gradient(tensor)]
-        self.result: Any = None
+        self.result: Structure = None
         self.missing: list[keras.Variable] = []
         self.losses: list[tf.Tensor] = []
         self.updated: list[keras.Variable] = []
@@ -98,12 +105,12 @@ class _Run:
         """The tensors with respect to which gradients are taken."""
         return [*(self.tensors[place] for place in self.places), *self.captured.stored]
 
-    def __call__(self) -> Any:
+    def __call__(self) -> Structure:
         """Runs the function, and returns its outputs."""
         first_run: list[Any] = []
 
         @tf.custom_gradient
-        def recomputed(*tensors):
+        def recomputed(*tensors: tf.Tensor):
             with _recording_operations() as operations:
                 with tf.control_dependencies(tensors[: len(self.places)]):
                     # Shards are gathered here, and not all of them before the step.
@@ -124,7 +131,9 @@ class _Run:
         self.updates = list(zip(self.updated, values, strict=True))
         return keras.tree.pack_sequence_as(self.result, pack_dense_parts(keras.tree.flatten(self.result), parts, masks))
 
-    def _first(self, tensors: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], state: Sequence[tf.Tensor]) -> Any:
+    def _first(
+        self, tensors: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], state: Sequence[tf.Tensor]
+    ) -> tuple[list[list[tf.Tensor]], list[tf.Tensor | None], list[tf.Tensor], list[tf.Tensor]]:
         """The first run. XLA may compile it, so it returns nothing but tensors."""
         self.result, scope = self._call(tensors, weights, state)
         self.missing = list(scope.missing.values())
@@ -133,10 +142,15 @@ class _Run:
         values = [value for _, value in scope.updates]
         return [dense_parts(leaf) for leaf in flat], [mask_of(leaf) for leaf in flat], scope.losses, values
 
-    def _gradient(self, tensors: Sequence[tf.Tensor]) -> Callable[..., Any]:
+    def _gradient(self, tensors: Sequence[tf.Tensor]) -> Callable[..., list[tf.Tensor | None]]:
         """The gradient function, which runs the function a second time."""
 
-        def second(tensors: Any, weights: Any, state: Any, cotangents: Any) -> Any:
+        def second(
+            tensors: Sequence[tf.Tensor],
+            weights: Sequence[tf.Tensor],
+            state: Sequence[tf.Tensor],
+            cotangents: list[tf.Tensor],
+        ) -> Any:
             sources = [*(tensors[place] for place in self.places), *weights]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(sources)
@@ -146,7 +160,7 @@ class _Run:
             # `None` for weights without a gradient, which an optimizer doesn't update.
             return tape.gradient(targets, sources, cotangents)
 
-        def gradient(*cotangents: Any, variables: Any = None) -> list[Any]:
+        def gradient(*cotangents: Any, variables: Sequence[tf.Variable] | None = None) -> list[tf.Tensor | None]:
             assert not variables, "operations that read variables are refused"
             with self.call_state.entered(), _after(cotangents) as later:
                 weights = [tf.identity(each) for each in self.captured.load(tensors[len(self.places) :])]
@@ -170,7 +184,7 @@ class _Run:
 
     def _call(
         self, tensors: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], state: Sequence[tf.Tensor]
-    ) -> tuple[Any, ReadScope]:
+    ) -> tuple[Structure, ReadScope]:
         """Calls the function with these tensors in place of its arguments' and variables'."""
         remaining = iter(tensors)
         parts = [[next(remaining) for _ in dense_parts(leaf)] for leaf in self.leaves]
@@ -201,7 +215,7 @@ class Recomputed:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Structure],
         name: str,
         layers: Sequence[keras.layers.Layer],
         owner: keras.layers.Layer,
@@ -231,7 +245,7 @@ class Recomputed:
 
 
 @contextlib.contextmanager
-def _recording_operations() -> Iterator[list[tf.Operation]]:
+def _recording_operations() -> Generator[list[tf.Operation]]:
     """Context whose list holds, at its end, the operations that this replica has created in it."""
     graph = tf.compat.v1.get_default_graph()
     start, created = len(graph.get_operations()), []
@@ -241,7 +255,7 @@ def _recording_operations() -> Iterator[list[tf.Operation]]:
 
 
 @contextlib.contextmanager
-def _after(cotangents: Sequence[Any]) -> Iterator[Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]]:
+def _after(cotangents: Sequence[tf.Tensor | None]) -> Generator[Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]]:
     """Context whose operations wait for the cotangents; yields a function that makes tensors wait under XLA too.
 
     XLA ignores control dependencies, and would merge the second run with the first. It can't merge computations of

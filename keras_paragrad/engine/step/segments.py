@@ -2,17 +2,37 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import keras
+import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.step.recompute import Recomputed, is_recomputed
 
 _RUN = "_run_through_graph"
+# Tensors by the index of their input or output.
+Tensors = dict[int, tf.Tensor]
+# Maps an operation to what is called in its place.
+OperationFn = Callable[[keras.Operation], Callable[..., Structure]]
+# Maps a part's inputs, with an `OperationFn`, to its outputs.
+RunPart = Callable[..., Tensors]
+
+
+class KerasNode(Protocol):
+    """Keras's `Node`: one call of an operation."""
+
+    operation: keras.Operation
+    arguments: Any
+    input_tensors: list[keras.KerasTensor]
+    outputs: list[keras.KerasTensor]
+    is_input: bool
+
+
 # Maps a part, and the function that runs it, to the function to call instead.
-Wrap = Callable[["Part", Callable[..., Any]], Callable[..., Any]]
+Wrap = Callable[["Part", RunPart], RunPart]
 
 
 class Part(NamedTuple):
@@ -24,7 +44,7 @@ class Part(NamedTuple):
         outputs: The symbolic tensors that other parts, or the model's outputs, take from them.
     """
 
-    nodes: tuple[Any, ...]
+    nodes: tuple[KerasNode, ...]
     inputs: tuple[keras.KerasTensor, ...]
     outputs: tuple[keras.KerasTensor, ...]
 
@@ -46,20 +66,20 @@ class Part(NamedTuple):
         return [tensor for tensor in self.inputs if _is_float(tensor)]
 
 
-def functional_of(model: keras.Model) -> Any:
+def functional_of(model: keras.Model) -> Functional | None:
     """The Functional model that a model's call runs, or `None`."""
     if isinstance(model, keras.Sequential):
         return model._functional if type(model).call is keras.Sequential.call else None
     return model if isinstance(model, Functional) and type(model).call is Functional.call else None
 
 
-def calls_of(functional: Any) -> list[Any]:
+def calls_of(functional: Functional) -> list[KerasNode]:
     """The calls of a Functional model's operations, in Keras's order."""
     depths = functional._nodes_by_depth
     return [node for depth in sorted(depths, reverse=True) for node in depths[depth] if not node.is_input]
 
 
-def parts_of(functional: Any) -> list[Part]:
+def parts_of(functional: Functional) -> list[Part]:
     """The smallest parts of a Functional model: between two of them, a single tensor of floats is passed on.
 
     Inputs and outputs of the model don't count, as they are stored anyway.
@@ -68,7 +88,7 @@ def parts_of(functional: Any) -> list[Part]:
     last_use = {id(tensor): index for index, node in enumerate(nodes) for tensor in node.input_tensors}
     outputs = {id(tensor) for tensor in functional.outputs}
     alive: set[int] = set()
-    groups: list[list[Any]] = [[]]
+    groups: list[list[KerasNode]] = [[]]
     for index, node in enumerate(nodes):
         groups[-1].append(node)
         alive |= {id(tensor) for tensor in node.outputs if _is_float(tensor)} - outputs
@@ -78,18 +98,20 @@ def parts_of(functional: Any) -> list[Part]:
     return [part_of(functional, group) for group in groups]
 
 
-def join_parts(functional: Any, parts: Sequence[Part]) -> Part:
+def join_parts(functional: Functional, parts: Sequence[Part]) -> Part:
     """Joins consecutive parts."""
     return part_of(functional, [node for part in parts for node in part.nodes])
 
 
-def single_nested_model(part: Part) -> Any:
+def single_nested_model(part: Part) -> keras.Model | None:
     """The nested model, if a part is a single call of one, or `None`."""
     operation = part.nodes[0].operation
     return operation if len(part.nodes) == 1 and isinstance(operation, keras.Model) else None
 
 
-def recompute_parts(owner: keras.Model, functional: Any, parts: Sequence[tuple[Part, bool]]) -> Callable[[], None]:
+def recompute_parts(
+    owner: keras.Model, functional: Functional, parts: Sequence[tuple[Part, bool]]
+) -> Callable[[], None]:
     """Makes parts of a model run again in the backward pass, and returns a function that undoes it.
 
     Args:
@@ -98,14 +120,14 @@ def recompute_parts(owner: keras.Model, functional: Any, parts: Sequence[tuple[P
         parts: All parts, in order, each with whether to recompute it.
     """
 
-    def recomputed(part: Part, run: Callable[..., Any], again: bool) -> Callable[..., Any]:
+    def recomputed(part: Part, run: RunPart, again: bool) -> RunPart:
         return Recomputed(run, part.name, part.layers, owner) if again else run
 
     wrapped = [(part, functools.partial(recomputed, again=again)) for part, again in parts]
     return _GraphRunner.of(functional).set_parts("segments", wrapped)
 
 
-def run_in_stages(functional: Any, stages: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
+def run_in_stages(functional: Functional, stages: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
     """Makes a Functional model call a function for each stage, which calls one for each recomputed segment.
 
     `stages` are all stages, in order, each with what makes its function. Returns a function that undoes it.
@@ -113,7 +135,7 @@ def run_in_stages(functional: Any, stages: Sequence[tuple[Part, Wrap]]) -> Calla
     return _GraphRunner.of(functional).set_parts("stages", stages)
 
 
-def run_in_parts(functional: Any, parts: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
+def run_in_parts(functional: Functional, parts: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
     """Makes a Functional model call a function for each part, instead of its stages and segments.
 
     `parts` are all parts, in order, each with what makes its function. Returns a function that undoes it.
@@ -138,14 +160,14 @@ class _GraphRunner:
         functions: The functions to call, in order.
     """
 
-    def __init__(self, functional: Any):
+    def __init__(self, functional: Functional):
         self.functional = functional
         self.stages: Sequence[tuple[Part, Wrap]] | None = None
         self.segments: Sequence[tuple[Part, Wrap]] | None = None
-        self.functions: list[tuple[Part, Callable[..., Any]]] = []
+        self.functions: list[tuple[Part, RunPart]] = []
 
     @classmethod
-    def of(cls, functional: Any) -> Self:
+    def of(cls, functional: Functional) -> Self:
         """The model's runner, or a new one."""
         return vars(functional).get(_RUN) or cls(functional)
 
@@ -173,20 +195,20 @@ class _GraphRunner:
         else:
             self.functions = [(part, wrap(part, self._run_of(part))) for part, wrap in self.stages]
 
-    def _run_of(self, stage: Part) -> Callable[..., Any]:
+    def _run_of(self, stage: Part) -> RunPart:
         """A function that runs a stage, in its segments if there are some."""
         if self.segments is None:
             return functools.partial(_run_part, stage)
         functions = self._segments_in(stage)
 
-        def run(known: dict[int, Any], operation_fn: Callable[..., Any]) -> dict[int, Any]:
+        def run(known: Tensors, operation_fn: OperationFn) -> Tensors:
             tensors = {id(stage.inputs[place]): tensor for place, tensor in known.items()}
             _call_each(functions, tensors, operation_fn)
             return {place: tensors[id(each)] for place, each in enumerate(stage.outputs) if id(each) in tensors}
 
         return run
 
-    def _segments_in(self, stage: Part | None) -> list[tuple[Part, Callable[..., Any]]]:
+    def _segments_in(self, stage: Part | None) -> list[tuple[Part, RunPart]]:
         """The segments of a stage, or of the whole model, each with the function that runs it."""
         inside = {id(node) for node in stage.nodes} if stage else None
         functions = []
@@ -197,7 +219,12 @@ class _GraphRunner:
                 functions.append((piece, wrap(piece, functools.partial(_run_part, piece))))
         return functions
 
-    def __call__(self, inputs: Any, operation_fn: Callable[..., Any] = lambda op: op, call_fn: Any = None) -> Any:
+    def __call__(
+        self,
+        inputs: Structure,
+        operation_fn: OperationFn = lambda op: op,
+        call_fn: Callable[..., Structure] | None = None,
+    ) -> Structure:
         functional = self.functional
         flat = keras.tree.flatten(inputs)
         if call_fn is not None or any(isinstance(each, keras.KerasTensor) for each in flat):
@@ -215,9 +242,7 @@ class _GraphRunner:
         return [(len(part.nodes), isinstance(function, Recomputed)) for part, function in segments]
 
 
-def _call_each(
-    functions: Sequence[tuple[Part, Callable[..., Any]]], tensors: dict[int, Any], operation_fn: Callable[..., Any]
-) -> None:
+def _call_each(functions: Sequence[tuple[Part, RunPart]], tensors: Tensors, operation_fn: OperationFn) -> None:
     """Calls a function for each part, and adds its outputs to the tensors."""
     for part, function in functions:
         inputs = {place: tensors[id(each)] for place, each in enumerate(part.inputs) if id(each) in tensors}
@@ -239,19 +264,19 @@ def describe_recomputed(model: keras.Model) -> dict[int, str]:
     return descriptions
 
 
-def runs_in_segments(functional: Any) -> bool:
+def runs_in_segments(functional: Functional | None) -> bool:
     """Whether a Functional model runs in segments, some of which may be recomputed."""
     runner = vars(functional).get(_RUN) if functional is not None else None
     return runner is not None and runner.segments is not None
 
 
-def recomputes_parts(functional: Any) -> bool:
+def recomputes_parts(functional: Functional | None) -> bool:
     """Whether some parts of a Functional model run again in the backward pass."""
     runner = vars(functional).get(_RUN) if functional is not None else None
     return runner is not None and any(again for _, again in runner.recomputed)
 
 
-def part_of(functional: Any, nodes: Sequence[Any]) -> Part:
+def part_of(functional: Functional, nodes: Sequence[KerasNode]) -> Part:
     """The part of a Functional model that has these consecutive calls."""
     inside = {id(tensor) for node in nodes for tensor in node.outputs}
     ids = set(map(id, nodes))
@@ -262,7 +287,7 @@ def part_of(functional: Any, nodes: Sequence[Any]) -> Part:
     return Part(tuple(nodes), tuple(inputs.values()), tuple(outputs.values()))
 
 
-def _run_part(part: Part, tensors: dict[int, Any], operation_fn: Callable[..., Any]) -> dict[int, Any]:
+def _run_part(part: Part, tensors: Tensors, operation_fn: OperationFn) -> Tensors:
     """Makes a part's calls, as Keras does; maps its inputs by index to its outputs by index."""
     known = {id(part.inputs[place]): tensor for place, tensor in tensors.items()}
     for node in part.nodes:

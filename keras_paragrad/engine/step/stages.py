@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.model import overrides_train_step
+from keras_paragrad.compat.types import Batch, Step
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.step.gradient import Gradient, Normalize, Present, StepContext, is_slower_in_xla_loop
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
@@ -97,11 +98,11 @@ class Split(Protocol):
         """The first sentence of the error for a model whose batches can't be divided."""
         ...
 
-    def cuts(self, data: Any) -> bool | None:
+    def cuts(self, data: Batch) -> bool | None:
         """Whether a batch is larger than a slice; `None` if its static shape doesn't say."""
         ...
 
-    def __call__(self, context: StepContext, data: Any) -> Gradient:
+    def __call__(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch. Each of its slices is computed in `context`."""
         ...
 
@@ -130,7 +131,7 @@ class Apply(Protocol):
         """Cleans up after a `fit` that failed, before another step is built."""
         ...
 
-    def gathering(self) -> contextlib.AbstractContextManager[Any]:
+    def gathering(self) -> contextlib.AbstractContextManager[object]:
         """Context in which the optimizer only accumulates; `end` ends the micro-batch."""
         ...
 
@@ -142,7 +143,7 @@ class Apply(Protocol):
 class MeshRunner(Protocol):
     """Runs the steps of a model on a mesh of devices."""
 
-    def wrap(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def wrap(self, step: Step) -> Callable[[Any], Any]:
         """Makes a compiled step run on the mesh, with batches from the host."""
         ...
 

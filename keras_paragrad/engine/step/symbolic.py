@@ -9,9 +9,10 @@ from keras.src.backend.common.symbolic_scope import SymbolicScope
 from keras.src.utils.python_utils import is_default
 from tensorflow.python.framework.func_graph import FuncGraph
 
-from keras_paragrad.compat.data import first_batch, loses_prefetched_batches
+from keras_paragrad.compat.data import EpochIterator, first_batch, loses_prefetched_batches
 from keras_paragrad.compat.model import all_layers, overrides_compute_loss, overrides_train_step
 from keras_paragrad.compat.optimizer import nested_optimizers
+from keras_paragrad.compat.types import Batch, Specs
 from keras_paragrad.engine.probes.untouched import untouched
 
 _MIRRORED = (
@@ -26,7 +27,7 @@ def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any
     if layer.built and all(inner.built for inner in layer._flatten_layers()):
         return
 
-    def of_any_size(tensor):
+    def of_any_size(tensor: tf.Tensor | keras.KerasTensor):
         if tensor is None:
             return None
         # Weights depend on the shape of an example, not on the batch size.
@@ -40,7 +41,7 @@ def has_build(layer: keras.layers.Layer) -> bool:
     return not is_default(layer.build)
 
 
-def build_from_data(model: keras.Model, iterator: Any = None, data_batch: Any = None) -> None:
+def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, data_batch: Batch = None) -> None:
     """Builds what Keras's `_maybe_symbolic_build` builds, from the batch of one replica.
 
     Keras averages the replica batches to read their shape, which fails if their sizes differ.
@@ -51,7 +52,7 @@ def build_from_data(model: keras.Model, iterator: Any = None, data_batch: Any = 
     if iterator is not None:
         data_batch = _first_batch(iterator)
 
-    def of_any_size(tensor):
+    def of_any_size(tensor: tf.Tensor | tf.distribute.DistributedValues):
         local = strategy.experimental_local_results(tensor)[0]
         if local is None:  # an optional input
             return None
@@ -66,7 +67,7 @@ def build_from_data(model: keras.Model, iterator: Any = None, data_batch: Any = 
                 raise
 
 
-def build_layers_from_inputs(model: keras.Model, data_batch: Any) -> None:
+def build_layers_from_inputs(model: keras.Model, data_batch: Batch) -> None:
     """Builds the layers of a model that predicts before it is trained, from a batch of `predict_step`."""
     if all(layer.built for layer in model._flatten_layers()):
         return
@@ -82,7 +83,7 @@ def losses_built(model: keras.Model) -> bool:
     return model._compile_loss is None or model._compile_loss.built
 
 
-def build_losses(model: keras.Model, data: Any, *, metrics: bool = False) -> None:
+def build_losses(model: keras.Model, data: Batch, *, metrics: bool = False) -> None:
     """Builds the compiled losses, and metrics if asked, from a batch or a slice, unless they are built.
 
     Called within a step or before it. Under a strategy, Keras builds them.
@@ -110,7 +111,7 @@ def build_losses(model: keras.Model, data: Any, *, metrics: bool = False) -> Non
             compiled.build(y, y_pred)
 
 
-def build_losses_of(model: keras.Model, spec: Any) -> bool:
+def build_losses_of(model: keras.Model, spec: Specs) -> bool:
     """Builds the compiled losses and metrics from nested `tf.TensorSpec`; returns `False` for other specs."""
     specs = keras.tree.flatten(spec)
     if not all(type(each) is tf.TensorSpec for each in specs):
@@ -127,7 +128,7 @@ def is_fully_built(model: keras.Model) -> bool:
     return all(part is None or part.built for part in parts)
 
 
-def _first_batch(iterator: Any) -> Any:
+def _first_batch(iterator: EpochIterator) -> Batch:
     """The first batch, which `fit` still gets if the data adapter can peek."""
     first = getattr(iterator.data_adapter, "first_batch", None)
     if first:

@@ -1,7 +1,7 @@
 """Traces a model's training step, without running it and without memory for variables."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -11,9 +11,10 @@ import tensorflow as tf
 from keras_paragrad.compat.model import all_variables
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.types import Gradients, GradientTensor, Specs, Step, Structure
 from keras_paragrad.compat.variables import copy_built_optimizer, unallocated_variable, without_memory
 from keras_paragrad.engine.probes.untouched import never_run, untouched
-from keras_paragrad.engine.step.apply import intercept_apply
+from keras_paragrad.engine.step.apply import PlainApply, intercept_apply
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.operations import Block, block_of
 
@@ -49,13 +50,13 @@ class TracedStep(NamedTuple):
     block: Block
     gradients: list[VariableGradient]
     updates_from: int
-    optimizers: list[Any]
+    optimizers: list[keras.optimizers.Optimizer]
 
 
 class _Call(NamedTuple):
-    graph: Any
+    graph: tf.Graph
     place: int
-    pairs: list[tuple[Any, keras.Variable]]
+    pairs: list[tuple[GradientTensor, keras.Variable]]
 
 
 def traced_step(
@@ -63,7 +64,7 @@ def traced_step(
     rows: int,
     length: int | None = None,
     optimizer: keras.optimizers.Optimizer | None = None,
-    batch: Any = None,
+    batch: Specs = None,
 ) -> TracedStep:
     """Traces a model's `train_step` on one device, with the slices of `microbatch` and without compiled metrics.
 
@@ -85,7 +86,7 @@ def traced_step(
 
 
 def _traced(
-    model: keras.Model, rows: int, length: int | None, optimizer: keras.optimizers.Optimizer | None, data: Any
+    model: keras.Model, rows: int, length: int | None, optimizer: keras.optimizers.Optimizer | None, data: Specs
 ) -> TracedStep:
     """Traces the step for the first batch that its loss accepts."""
     with untouched(model, _without_values(model)):
@@ -104,8 +105,8 @@ def _traced(
 
 
 def _graph_of(
-    model: keras.Model, batch: Any, optimizer: keras.optimizers.Optimizer | None
-) -> tuple[Any, list[Any], list[_Call]]:
+    model: keras.Model, batch: Specs, optimizer: keras.optimizers.Optimizer | None
+) -> tuple[tf.Graph, list[keras.optimizers.Optimizer], list[_Call]]:
     """The graph of a step, the optimizers, and the calls of their `apply`."""
     with untouched(model, without_memory()):
         model.__dict__["_compile_metrics"] = None
@@ -118,7 +119,9 @@ def _graph_of(
     return graph, optimizers, [call for call in calls if call.graph is graph]
 
 
-def _of_graph(graph: tf.Graph, rows: int, optimizers: list[Any], calls: list[_Call]) -> TracedStep:
+def _of_graph(
+    graph: tf.Graph, rows: int, optimizers: list[keras.optimizers.Optimizer], calls: list[_Call]
+) -> TracedStep:
     """Finds the gradients and the update among the operations of a graph."""
     block, numbers, places = block_of(graph, rows)
     sizes = dict(zip(block.inputs, block.input_sizes, strict=True))
@@ -135,12 +138,14 @@ def _of_graph(graph: tf.Graph, rows: int, optimizers: list[Any], calls: list[_Ca
     return TracedStep(block, gradients, places[last], optimizers)
 
 
-def _step_of(model: keras.Model) -> Callable[[Any], Any]:
+def _step_of(model: keras.Model) -> Step:
     builder = state_of(model).step_builder
     return builder.one_step if isinstance(builder, StepBuilder) and builder.stages.split else model.train_step
 
 
-def _replaced_optimizers(model: keras.Model, optimizer: keras.optimizers.Optimizer | None) -> list[Any]:
+def _replaced_optimizers(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer | None
+) -> list[keras.optimizers.Optimizer]:
     """Replaces the optimizers among a model's attributes by copies, and returns these."""
     model.__dict__["optimizer"] = copy_built_optimizer(optimizer or model.optimizer, model.trainable_variables)
     copies = [model.__dict__["optimizer"]]
@@ -159,7 +164,7 @@ def _replaced_optimizers(model: keras.Model, optimizer: keras.optimizers.Optimiz
 def _record(optimizer: keras.optimizers.Optimizer, calls: list[_Call]) -> None:
     """Records the gradients that an optimizer gets, and the number of operations before them."""
 
-    def record(apply: Callable, grads: Sequence, trainable_variables: Sequence | None) -> None:
+    def record(apply: PlainApply, grads: Gradients, trainable_variables: Sequence[keras.Variable] | None) -> None:
         variables = optimizer.trainable_variables if trainable_variables is None else trainable_variables
         graph = tf.compat.v1.get_default_graph()
         pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None and v.trainable]
@@ -170,7 +175,7 @@ def _record(optimizer: keras.optimizers.Optimizer, calls: list[_Call]) -> None:
 
 
 @contextlib.contextmanager
-def _without_values(model: keras.Model) -> Iterator[None]:
+def _without_values(model: keras.Model) -> Generator[None]:
     """Context in which stand-ins replace the values of a model's variables, so that no device is used."""
     before = [(variable, variable._value) for variable in all_variables(model)]
     try:
@@ -182,7 +187,7 @@ def _without_values(model: keras.Model) -> Iterator[None]:
             variable._value = value
 
 
-def candidate_batches(model: keras.Model, rows: int, length: int | None) -> Iterator[Any]:
+def candidate_batches(model: keras.Model, rows: int, length: int | None) -> Iterator[tuple[Specs, ...]]:
     """Batches of `tf.TensorSpec` that a built model may be trained on, the likeliest first; `length` is for open axes.
 
     Raises:
@@ -199,7 +204,7 @@ def candidate_batches(model: keras.Model, rows: int, length: int | None) -> Iter
     yield (x,)
 
 
-def with_batch_size(spec: Any, rows: int, length: int | None) -> Any:
+def with_batch_size(spec: Specs, rows: int, length: int | None) -> Specs:
     """Sets the number of rows in the specs of a batch.
 
     Raises:
@@ -218,7 +223,7 @@ def with_batch_size(spec: Any, rows: int, length: int | None) -> Any:
     return tf.nest.map_structure(resize, spec)
 
 
-def _inputs(model: keras.Model, rows: int, length: int | None) -> Any:
+def _inputs(model: keras.Model, rows: int, length: int | None) -> Specs:
     """The specs of the inputs."""
     structure = _structure(model)
     if structure is None:
@@ -227,7 +232,7 @@ def _inputs(model: keras.Model, rows: int, length: int | None) -> Any:
             "batch. Or make it of keras.Input."
         )
 
-    def resize(tensor):
+    def resize(tensor: keras.KerasTensor):
         shape = tuple(tensor.shape)[1:]
         if None in shape and length is None:
             raise ValueError(
@@ -239,7 +244,7 @@ def _inputs(model: keras.Model, rows: int, length: int | None) -> Any:
     return keras.tree.map_structure(resize, structure)
 
 
-def _structure(model: keras.Model) -> Any:
+def _structure(model: keras.Model) -> Structure:
     """A model's inputs as nested `KerasTensor`s."""
     functional = model if isinstance(model, keras.Model) and hasattr(model, "_inputs_struct") else None
     functional = getattr(model, "_functional", None) or functional
@@ -261,7 +266,7 @@ def _dense_target(output: keras.KerasTensor) -> tf.TensorSpec:
     return tf.TensorSpec(output.shape, "float32" if half else output.dtype)
 
 
-def _targets_by_loss(loss: Any, dense: Any, labels: Any) -> Any:
+def _targets_by_loss(loss: object, dense: Specs, labels: Specs) -> Specs:
     """Targets in the form that each output's loss takes."""
     specs = list(zip(keras.tree.flatten(dense), keras.tree.flatten(labels), strict=True))
     losses = keras.tree.flatten(loss)
@@ -272,6 +277,6 @@ def _targets_by_loss(loss: Any, dense: Any, labels: Any) -> Any:
     return keras.tree.pack_sequence_as(dense, targets)
 
 
-def _is_sparse(loss: Any) -> bool:
+def _is_sparse(loss: object) -> bool:
     names = (loss, getattr(loss, "name", ""), getattr(loss, "__name__", ""), type(loss).__name__)
     return any("sparse" in name.lower() for name in names if isinstance(name, str))

@@ -1,8 +1,8 @@
 """The training step of one replica: its stages, in the order in which a step runs them."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -12,6 +12,7 @@ from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import all_layers, check_no_row_states
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator, innermost_optimizer
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched
+from keras_paragrad.compat.types import Batch, Gradients, StepLogs
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import AllReducedResults, run_custom_train_step
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
@@ -43,13 +44,13 @@ class TrainStep(NamedTuple):
         guard: Limits the batches of an indivisible step, if the *split* stage is filled.
     """
 
-    model: Any
+    model: keras.Model
     stages: Stages
     window: LossWindow | None
     update: bool
     guard: IndivisibleBatchGuard
 
-    def run_custom(self, data: Any) -> dict:
+    def run_custom(self, data: Batch) -> StepLogs:
         """Runs the model's own `train_step`, and returns its logs."""
         if self.stages.split:
             try:
@@ -67,7 +68,7 @@ class TrainStep(NamedTuple):
                 return run_custom_train_step(self.model, data)
             return self.model.train_step(data)
 
-    def __call__(self, data: Any, replica_batch: ReplicaBatch) -> dict:
+    def __call__(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         """Runs the stages on the data of a replica batch, and returns the logs."""
         replica_weight = ReplicaWeight(replica_batch) if replica_count() > 1 else None
         # An accumulating optimizer weights the replicas itself.
@@ -126,10 +127,10 @@ class TrainStep(NamedTuple):
         """Whether XLA compiles single layers, as collectives run between them."""
         return self._by_xla and not self.stages.split and compiles_each_layer(self.model)
 
-    def _accumulating(self) -> contextlib.AbstractContextManager[Any]:
+    def _accumulating(self) -> contextlib.AbstractContextManager[object]:
         return self.stages.apply.gathering() if self.stages.apply else contextlib.nullcontext()
 
-    def _gradient(self, context: StepContext, data: Any) -> Gradient:
+    def _gradient(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a replica batch, in slices if it is split."""
         # TensorFlow can't all-gather weights within XLA, or in a loop over slices.
         gather_first = (self._by_xla and not self._by_layer) or self.stages.split
@@ -141,7 +142,7 @@ class TrainStep(NamedTuple):
                     self.guard.leave_whole(data, refusal)
             return gradient_of(self._context_of(context), data)
 
-    def _in_slices(self, split: Split, context: StepContext, data: Any) -> Gradient:
+    def _in_slices(self, split: Split, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch, summed over its slices."""
         split.normalize.check(self.model)
         if split.cuts(data) is False:
@@ -167,7 +168,7 @@ class TrainStep(NamedTuple):
         )
 
 
-def build_optimizers_outside_of_graphs(model: keras.Model) -> contextlib.AbstractContextManager[Any]:
+def build_optimizers_outside_of_graphs(model: keras.Model) -> contextlib.AbstractContextManager[object]:
     """Context of a custom `train_step` in which the model's optimizers create their variables eagerly.
 
     In a graph they would create them in a branch, which TensorFlow can't do on several devices.
@@ -191,14 +192,14 @@ class _EagerBuild(MethodPatch):
 def _build_eagerly(build: Callable[..., None]) -> Callable[..., None]:
     """An optimizer's `build` that creates its variables outside of the traced graph."""
 
-    def build_in_init_scope(variables: Any) -> None:
+    def build_in_init_scope(variables: Sequence[keras.Variable]) -> None:
         with tf.init_scope():
             build(variables)
 
     return build_in_init_scope
 
 
-def _check_rows(model: keras.Model, data: Any, gradients: list[Any]) -> None:
+def _check_rows(model: keras.Model, data: Batch, gradients: Gradients) -> None:
     """Refuses sparse gradients in eager mode: only a graph shows whether a replica has summed the rows."""
     sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in keras.tree.flatten(data))
     sparse = sparse or any(getattr(layer, "sparse", False) for layer in all_layers(model))
@@ -269,7 +270,7 @@ class _TrainableAsTraced(MethodPatch):
 
 
 @contextlib.contextmanager
-def traced_as(model: keras.Model, trainable: Trainable | None) -> Iterator[None]:
+def traced_as(model: keras.Model, trainable: Trainable | None) -> Generator[None]:
     """Context in which a step is traced with the flags of an earlier trace; entered on every replica."""
     if model.run_eagerly or trainable is None or not (patch_of(model, _TrainableAsTraced) or trainable.changed):
         yield

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.types import Batch, BatchIterator, Specs, StepLogs, TrainFunction
 from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.gradient_functions import closure_contents, releasing
@@ -39,13 +40,13 @@ class PlanAhead:
 
 
 def choose_train_function(
-    plain: Callable[[Any], dict],
-    watching: Callable[[Any], dict],
+    plain: TrainFunction,
+    watching: TrainFunction,
     telemetry: Telemetry,
     ahead: PlanAhead | None,
     batches: Callable[[], int],
     updates_each_batch: bool,
-) -> Callable[[Any], dict]:
+) -> TrainFunction:
     """Makes a train function that picks one of two for each call.
 
     Args:
@@ -60,14 +61,15 @@ def choose_train_function(
         A function for `model.train_function`.
     """
 
-    def train_function(iterator: Any) -> dict:
+    def train_function(iterator: BatchIterator) -> StepLogs:
         count = batches()
         if not count:
             return plain(iterator)
         known = count if updates_each_batch else None
         watched = telemetry.wants(sum(ahead.peek(count)) if ahead else known)
         logs = (watching if watched else plain)(iterator)
-        telemetry.ran(watched, count, logs.pop(LATEST, None))
+        latest: Any = logs.pop(LATEST, None)
+        telemetry.ran(watched, count, latest)
         return logs
 
     return train_function
@@ -85,7 +87,7 @@ def examples_seen(model: keras.Model) -> float | None:
     return float(sum(part.numpy() for part in local_replica_values(tracker.count.value)))
 
 
-def compiled_functions(function: Any) -> list[Any]:
+def compiled_functions(function: object) -> list[Any]:
     """Finds the `tf.function`s that a train function calls, through its closures."""
     check_objects()
     functions: dict[int, Any] = {}
@@ -100,7 +102,7 @@ def compiled_functions(function: Any) -> list[Any]:
     return list(functions.values())
 
 
-def _referred_to(value: Any) -> Iterator[Any]:
+def _referred_to(value: object) -> Iterator[object]:
     """The functions that a function, or a list of them, refers to; none for a `tf.function`."""
     if hasattr(value, "experimental_get_tracing_count"):
         return
@@ -131,7 +133,7 @@ def newest_trace(function: Any) -> TracedGraph:
     return TracedGraph(function.__name__, ", ".join(f"{spec.dtype.name}{_shape(spec)}" for spec in specs))
 
 
-def _tensors(spec: Any) -> list[Any]:
+def _tensors(spec: Specs) -> list[Any]:
     """The tensors in an argument, which may be an iterator."""
     elements = getattr(spec, "element_spec", None) or getattr(spec, "_element_spec", None)
     leaves = tf.nest.flatten(elements, expand_composites=True) if elements is not None else [spec]
@@ -145,7 +147,7 @@ def _shape(spec: tf.TensorSpec) -> str:
     return "[" + ",".join("?" if size is None else str(size) for size in spec.shape) + "]"
 
 
-def batch_spec(iterator: Any) -> Any:
+def batch_spec(iterator: BatchIterator) -> Specs:
     """A replica batch of an iterator as nested `tf.TensorSpec`, or `None` if unknown."""
     spec = getattr(iterator, "element_spec", None)
     if spec is None:
@@ -153,10 +155,10 @@ def batch_spec(iterator: Any) -> Any:
     return tf.nest.map_structure(lambda each: getattr(each, "_value_specs", (each,))[0], spec)
 
 
-def gradient_graph(model: keras.Model, spec: Any, examples: int) -> tf.Graph:
+def gradient_graph(model: keras.Model, spec: Specs, examples: int) -> tf.Graph:
     """The graph of the forward and backward pass on a batch of nested `tf.TensorSpec`, with `examples` rows."""
 
-    def gradients(*parts):
+    def gradients(*parts: Batch):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.pack_sequence_as(spec, parts))
         with untouched(model, never_run()):
             with tf.GradientTape() as tape:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import keras
@@ -16,6 +16,7 @@ from keras_paragrad.compat.optimizer import (
     updating_optimizers,
 )
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched
+from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar
 from keras_paragrad.storage.row_gradients import scale_gradient
 from keras_paragrad.storage.storage import gather_gradients
 
@@ -28,17 +29,17 @@ _PRECISE_DTYPES = ("float32", "float64")
 class Observe(Protocol):
     """Receives gradients within the step, on each replica, without loss scale."""
 
-    def gradient(self, gradients: Sequence[Any], rows: tf.Tensor) -> None:
+    def gradient(self, gradients: Gradients, rows: tf.Tensor) -> None:
         """Receives the gradients of a replica batch, one for each weight or `None`, and its number of examples."""
         ...
 
-    def update(self, gradients: Sequence[Any]) -> None:
+    def update(self, gradients: Gradients) -> None:
         """Receives the gradients of an update, one for each weight or `None`, over the window and all replicas."""
         ...
 
 
 @contextlib.contextmanager
-def observing_gradients(model: keras.Model, observe: Observe | None, rows: tf.Tensor) -> Iterator[None]:
+def observing_gradients(model: keras.Model, observe: Observe | None, rows: tf.Tensor) -> Generator[None]:
     """Context in which a step is traced that passes its gradients to an observer; entered on every replica."""
     if observe is None:
         yield
@@ -48,14 +49,14 @@ def observing_gradients(model: keras.Model, observe: Observe | None, rows: tf.Te
         yield
 
 
-def observe_gradient(optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]) -> None:
+def observe_gradient(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> None:
     """Passes the gradients of a replica's micro-batch, without loss scale, to the step's observer, if any."""
     observation = patch_of(innermost_optimizer(optimizer), Observation)
     if observation is not None:
         observation.observe_gradient(gradients)
 
 
-def observe_before_all_reduce(model: keras.Model, gradients: Sequence[Any], factor: tf.Tensor) -> None:
+def observe_before_all_reduce(model: keras.Model, gradients: Gradients, factor: tf.Tensor) -> None:
     """Passes a replica's gradients, times the loss scale and `factor`, to the step's observer, if any."""
     observation = patch_of(innermost_optimizer(model.optimizer), Observation)
     if observation is not None:
@@ -83,19 +84,19 @@ class Observation(MethodPatch):
         if replica_count() > 1 and not self.before_optimizer:
             self.replace(self.optimizer, _REDUCE, self._sum)
 
-    def observe_gradient(self, gradients: Sequence[Any]) -> None:
+    def observe_gradient(self, gradients: Gradients) -> None:
         """Passes on the gradients of this replica's batch."""
         self.observer.gradient(gradients, self.rows[replica_index()])
 
-    def observe_update(self, gradients: Sequence[Any]) -> None:
+    def observe_update(self, gradients: Gradients) -> None:
         """Passes on the gradients of an update, before it is applied."""
         if not self.before_optimizer:
             self.observe_gradient(gradients)
         if self.before_optimizer or replica_count() == 1:
             self.observer.update(gradients)
 
-    def _sum(self, grads_and_vars: Any) -> list[Any]:
-        optimizer: Any = self.optimizer
+    def _sum(self, grads_and_vars: Iterable[tuple[GradientTensor, keras.Variable]]) -> list[tf.Tensor]:
+        optimizer: keras.optimizers.Optimizer = self.optimizer
         summed = list(type(optimizer)._all_reduce_sum_gradients(optimizer, grads_and_vars))
         self.observer.update([gradient for gradient, _ in summed])
         return summed
@@ -104,7 +105,7 @@ class Observation(MethodPatch):
 class WeightDeltas:
     """Finds what the operations traced from now on add to weights."""
 
-    def __init__(self, weights: Sequence[Any]):
+    def __init__(self, weights: Sequence[keras.Variable]):
         self._weights = weights
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._start = len(self._graph.get_operations()) if self._graph else 0
@@ -117,7 +118,7 @@ class WeightDeltas:
         graph: Any = self._graph
         if graph is None or graph is not tf.compat.v1.get_default_graph() or replica_count() > 1:
             return [None] * len(self._weights)
-        changing: dict[str, list[Any]] = defaultdict(list)
+        changing: dict[str, list[tf.Operation]] = defaultdict(list)
         for operation in graph.get_operations()[self._start :]:
             for handle in operation.inputs:
                 if handle.dtype == tf.resource and operation.type != "ReadVariableOp":
@@ -125,7 +126,7 @@ class WeightDeltas:
         return [_delta(weight, changing[graph.capture(weight.value.handle).name]) for weight in self._weights]
 
 
-def _delta(weight: keras.Variable, changing: list[Any]) -> tf.Tensor | None:
+def _delta(weight: keras.Variable, changing: list[tf.Operation]) -> tf.Tensor | None:
     if len(changing) != 1 or changing[0].type not in _ADDITIONS or weight.dtype not in _PRECISE_DTYPES:
         return None
     return changing[0].inputs[1]
@@ -183,7 +184,7 @@ class Telemetry(Watcher, Protocol):
 
 
 @contextlib.contextmanager
-def watching_updates(model: keras.Model, watcher: Watcher | None) -> Iterator[None]:
+def watching_updates(model: keras.Model, watcher: Watcher | None) -> Generator[None]:
     """Context in which a step is traced that passes its updates to a watcher; entered on every replica."""
     if watcher is None:
         yield
@@ -201,16 +202,16 @@ def updates_each_batch(optimizer: keras.optimizers.Optimizer) -> bool:
 class _UpdateRecord:
     """The record of one replica's update while it is traced."""
 
-    def __init__(self, weights: Sequence[Any]):
+    def __init__(self, weights: Sequence[keras.Variable]):
         self.weights = weights
         self.places = {id(weight): place for place, weight in enumerate(weights)}
         # Identities, for variables that are read and updated in one step.
         self.before = [tf.identity(weight.value) for weight in weights]
         self.deltas = WeightDeltas(weights)
-        self.unclipped: list[Any] = []
+        self.unclipped: Sequence[GradientTensor] = []
         self.gradients: list[tf.Tensor | None] = [None] * len(weights)
         self.clipped: list[tf.Tensor | None] = [None] * len(weights)
-        self.learning_rate: Any = 0.0
+        self.learning_rate: Scalar = 0.0
 
     def change(self) -> list[tf.Tensor]:
         """The difference that the update made to the weights."""
@@ -221,7 +222,7 @@ class _UpdateRecord:
         ]
 
 
-def _dense(gradient: Any, variable: keras.Variable) -> tf.Tensor:
+def _dense(gradient: GradientTensor, variable: keras.Variable) -> tf.Tensor:
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.convert_to_tensor(gradient)
     return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
@@ -240,7 +241,7 @@ class UpdateWatch(MethodPatch):
             self.replace(part, "_clip_gradients", self._recording_clip(part._clip_gradients))
             self.replace(part, "_backend_update_step", self._recording_step(part, part._backend_update_step))
 
-    def begin(self, weights: Sequence[Any] | None) -> None:
+    def begin(self, weights: Sequence[keras.Variable] | None) -> None:
         """Begins an update of weights, or of all, if `None`; called on each replica."""
         # An unbuilt model gets its weights in the forward pass of this step.
         known = list(self.optimizer._trainable_variables) if self.optimizer.built else weights or []
@@ -251,17 +252,19 @@ class UpdateWatch(MethodPatch):
         if not self.optimizer.gradient_accumulation_steps:
             self._show(self.records[replica_index()], self.optimizer.iterations)
 
-    def _recording_clip(self, original: Callable) -> Callable:
-        def clip(gradients):
+    def _recording_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(gradients: Sequence[GradientTensor]):
             self.records[replica_index()].unclipped = list(gradients)
             return original(gradients)
 
         return clip
 
-    def _recording_step(self, optimizer: keras.optimizers.Optimizer, original: Callable) -> Callable:
+    def _recording_step(
+        self, optimizer: keras.optimizers.Optimizer, original: Callable[..., None]
+    ) -> Callable[..., None]:
         """Wraps an optimizer's update rule to record its gradients and learning rate."""
 
-        def step(gradients, variables, learning_rate):
+        def step(gradients: Sequence[GradientTensor], variables: Sequence[keras.Variable], learning_rate: Scalar):
             record = self.records[replica_index()]
             record.learning_rate = learning_rate
             places = [record.places[id(variable)] for variable in variables]
@@ -280,7 +283,7 @@ class UpdateWatch(MethodPatch):
 
         return step
 
-    def _show(self, record: _UpdateRecord, number: Any) -> None:
+    def _show(self, record: _UpdateRecord, number: Scalar) -> None:
         """Passes an update on to the watcher."""
         scale = self.model.optimizer.scale_loss(tf.constant(1.0))
         self.watcher.show(
