@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         command = _command(arguments.script, arguments.module)
         cluster = find_cluster(os.environ)
         if arguments.workers is None:
-            return _become(command, _given_cluster(arguments, cluster), arguments.max_restarts)
+            return _exec_task(command, _given_cluster(arguments, cluster), arguments.max_restarts)
         _check_alone(arguments.workers, cluster)
         layout = Layout(arguments.workers, arguments.ps, arguments.devices_per_worker, arguments.port_base)
         return launch(layout, command, arguments.max_restarts, arguments.grace_seconds)
@@ -108,7 +108,7 @@ def _check_alone(workers: int, cluster: "Cluster | None") -> None:
         )
 
 
-def _become(command: list[str], cluster: "Cluster", max_restarts: int) -> int:
+def _exec_task(command: list[str], cluster: "Cluster", max_restarts: int) -> int:
     """Replaces this process by the task's, so that signals and the exit status pass between it and the scheduler."""
     ignored = " --max-restarts has no effect here." if max_restarts else ""
     print(

@@ -121,10 +121,11 @@ class ScaledLearningRate(keras.callbacks.Callback):
         self._first_update = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Records the rate."""
+        """Records the rate, and refuses one that follows a schedule."""
         optimizer = self._optimizer
         rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
         try:
+            # Keras raises a TypeError if it is a schedule.
             optimizer.learning_rate = rate
         except TypeError as error:
             raise ValueError(
@@ -148,7 +149,7 @@ class ScaledLearningRate(keras.callbacks.Callback):
         self.leave()
 
     def leave(self) -> None:
-        """Does the same, once; also called after a `fit` that failed."""
+        """Divides the rate by the factor, once; also called after a `fit` that failed."""
         if self._rate is not None:
             rate = float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
             self._optimizer.learning_rate = self._rate if self._warming_up else rate / self.factor

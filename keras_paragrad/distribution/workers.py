@@ -24,25 +24,25 @@ def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarra
     Returns:
         An array of shape `(workers, len(values))`, the same on every worker.
     """
-    place = replica_placement(strategy)
+    placement = replica_placement(strategy)
     row = np.asarray(values)
-    if place.workers == 1:
+    if placement.workers == 1:
         return row[np.newaxis]
-    rows = np.zeros((place.workers, *row.shape), row.dtype)
+    rows = np.zeros((placement.workers, *row.shape), row.dtype)
     if not row.size:
         # TensorFlow's all-reduce of an empty tensor ends in a segmentation fault.
         return rows
-    rows[place.worker] = row
-    gathered = _sum(strategy, place, rows)
+    rows[placement.worker] = row
+    gathered = _sum(strategy, placement, rows)
     barrier()
     return gathered
 
 
-def _sum(strategy: tf.distribute.Strategy, place: ReplicaPlacement, values: np.ndarray) -> np.ndarray:
+def _sum(strategy: tf.distribute.Strategy, placement: ReplicaPlacement, values: np.ndarray) -> np.ndarray:
     """All-reduces the workers' arrays, each contributed by the worker's first replica."""
 
     def value_of(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
-        return tf.constant(values if context.replica_id_in_sync_group == place.first else np.zeros_like(values))
+        return tf.constant(values if context.replica_id_in_sync_group == placement.first else np.zeros_like(values))
 
     return strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(value_of), axis=None).numpy()
 
@@ -57,8 +57,8 @@ def from_chief(strategy: tf.distribute.Strategy, content: bytes | None) -> bytes
     Returns:
         The chief's bytes, on all workers.
     """
-    place = replica_placement(strategy)
-    if place.workers == 1:
+    placement = replica_placement(strategy)
+    if placement.workers == 1:
         return content or b""
     length = int(gather(strategy, np.array([len(content or b"")]))[0, 0])
     array = np.zeros(length, np.uint8) if content is None else np.frombuffer(content, np.uint8)
@@ -72,14 +72,14 @@ def sum_bytes(strategy: tf.distribute.Strategy, array: np.ndarray) -> np.ndarray
         strategy: The workers' strategy; all its workers call this, with equally many bytes.
         array: This worker's bytes, with zeros for those of others.
     """
-    place = replica_placement(strategy)
-    if place.workers == 1:
+    placement = replica_placement(strategy)
+    if placement.workers == 1:
         return array
     sums = []
     for start in range(0, len(array), _CHUNK):
         chunk = array[start : start + _CHUNK]
         padded = np.pad(chunk, (0, -len(chunk) % 4)).view(np.int32)
-        sums.append(_sum(strategy, place, padded).view(np.uint8)[: len(chunk)])
+        sums.append(_sum(strategy, placement, padded).view(np.uint8)[: len(chunk)])
     barrier()
     return np.concatenate(sums) if sums else array
 

@@ -156,6 +156,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         self._allocate(self.capacity)
 
     def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls the wrapped layer; in training it records what per-example gradients are computed from."""
         if "mask" in kwargs and all(each is None for each in keras.tree.flatten(kwargs["mask"])):
             # Keras passes one for nested inputs even if there is none, and not every layer takes it.
             del kwargs["mask"]

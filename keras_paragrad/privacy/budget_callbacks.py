@@ -39,7 +39,7 @@ class UpdateCounter(keras.callbacks.Callback):
         self.spent: list[Entry] = []
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Reads the ledger, with what weights loaded since have released.
+        """Reads from the ledger how many updates the budget has left, also after weights were loaded.
 
         Raises:
             ValueError: Too little is left of the budget.

@@ -182,7 +182,7 @@ def _within(norms: tf.Tensor, bound: tf.Tensor | float, counted: tf.Tensor) -> t
 
 
 def _bounds(model: keras.Model, clip: Mapping[str, float] | str) -> list[tuple[keras.layers.Layer, float]]:
-    """Each layer with its bound: equal shares, or those of the first pattern that matches its path."""
+    """Each layer with its bound: `1 / sqrt(layers)` for all, or that of the first pattern that matches its path."""
     layers = [unit.layer for unit in units_of(model)]
     if clip == PER_LAYER:
         return [(layer, len(layers) ** -0.5) for layer in layers]

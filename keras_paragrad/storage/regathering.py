@@ -107,6 +107,7 @@ class _Weight:
         return after
 
     def _gather(self, after: list[tf.Tensor]) -> tf.Tensor:
+        """Gathers the weight a second time, ordered among the worker's other collectives."""
         if all(position < self.first for position, _ in self._collectives):
             return self._variable.gathered(self._dtype, after)
         # Collectives of a synchronized BatchNormalization follow, whose gradients may need this weight. A token orders

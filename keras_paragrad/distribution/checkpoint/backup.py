@@ -113,9 +113,9 @@ class Backup(keras.callbacks.Callback):
         """Restores the newest backup, if there is one."""
         model: Any = self.model
         self._strategy = worker_strategy(model)
-        place = replica_placement(self._strategy)
-        self._is_chief = place.worker == 0
-        self._checks = StopChecks(self._strategy, place.workers, self.check_every)
+        placement = replica_placement(self._strategy)
+        self._is_chief = placement.worker == 0
+        self._checks = StopChecks(self._strategy, placement.workers, self.check_every)
         check_callback_states(self._stateful_callbacks)
         self._agree_on_settings()
         stored, damage = common_backup(self._strategy, self.files)

@@ -139,7 +139,7 @@ class VariableInShards(NamedTuple):
     begin: int
 
     def described(self) -> list[Any]:
-        """As JSON."""
+        """The description as JSON."""
         return [list(self.shape), self.dtype.name, self.size, self.begin]
 
 

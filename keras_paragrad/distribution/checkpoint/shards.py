@@ -46,7 +46,7 @@ class WrittenShards(NamedTuple):
 NO_SHARDS = WrittenShards("", [])
 
 
-def variable_values(place: ReplicaPlacement, sections: dict[str, list[keras.Variable]]) -> Values:
+def variable_values(placement: ReplicaPlacement, sections: dict[str, list[keras.Variable]]) -> Values:
     """The values of variables, or the layout of sharded ones; every worker calls this.
 
     Values that each replica has for itself are summed or averaged.
@@ -56,7 +56,7 @@ def variable_values(place: ReplicaPlacement, sections: dict[str, list[keras.Vari
     for name, variables in sections.items():
         values[name] = section = []
         for variable in variables:
-            parts = storage_of(variable).parts(place)
+            parts = storage_of(variable).parts(placement)
             if parts is None:
                 section.append(np.asarray(variable.numpy()))
                 continue
@@ -74,16 +74,16 @@ def write_worker_shards(
     Raises:
         OSError: On every worker, if one of them could not write its shards.
     """
-    place = replica_placement(strategy)
-    parts = [each for variable in variables if (each := storage_of(variable).parts(place)) is not None]
+    placement = replica_placement(strategy)
+    parts = [each for variable in variables if (each := storage_of(variable).parts(placement)) is not None]
     if not parts:
         return NO_SHARDS
     # The chief's, on all workers.
     key = f"{int(gather(strategy, np.array([secrets.randbits(62)]))[0, 0]):016x}"
-    names = [shard_file_name(position, key, worker, place.workers) for worker in range(place.workers)]
+    names = [shard_file_name(position, key, worker, placement.workers) for worker in range(placement.workers)]
     mine, failure, shards = None, None, _local_shards(parts)
     try:
-        mine = write_shards(files.directory, names[place.worker], shards)
+        mine = write_shards(files.directory, names[placement.worker], shards)
     except OSError as error:
         failure = error
         # Reading the rest of a mesh is a collective operation.

@@ -28,15 +28,15 @@ def check_same_training(strategy: tf.distribute.Strategy, description: Mapping[s
         strategy: The strategy whose workers all call this.
         description: This worker's, in JSON; see `describe_training`.
     """
-    place = replica_placement(strategy)
-    if place.workers == 1:
+    placement = replica_placement(strategy)
+    if placement.workers == 1:
         return
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
     digests = gather(strategy, np.frombuffer(digest, np.int64))
     if (digests == digests[0]).all():
         return
     mine = json.dumps(description)
-    of_chief = json.loads(from_chief(strategy, mine.encode() if place.worker == 0 else None))
+    of_chief = json.loads(from_chief(strategy, mine.encode() if placement.worker == 0 else None))
     named = list(itertools.islice(differences(of_chief, json.loads(mine)), _MOST_DIFFERENCES))
     reports = [json.loads(each) for each in _gather_texts(strategy, json.dumps(named).encode())]
     raise ValueError(f"The workers would train differently: {_in_words(reports)}.{SAME_SCRIPT}")

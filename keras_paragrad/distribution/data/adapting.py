@@ -81,8 +81,8 @@ def adapt_all(
     layers: list[tuple[keras.layers.Normalization, Select]], data: Any, strategy: tf.distribute.Strategy, policy: str
 ) -> None:
     """Adapts several layers in one pass; each comes with the function that selects its values from an `x`."""
-    place = replica_placement(strategy)
-    moments = all_or_none(strategy, lambda: _worker_moments(layers, data, policy, place))
+    placement = replica_placement(strategy)
+    moments = all_or_none(strategy, lambda: _worker_moments(layers, data, policy, placement))
     vectors = gather(strategy, np.concatenate([each.to_vector() for each in moments]))
     start = 0
     for (layer, _), shard in zip(layers, moments, strict=True):
@@ -95,15 +95,15 @@ def adapt_all(
 
 
 def _worker_moments(
-    layers: list[tuple[keras.layers.Normalization, Select]], data: Any, policy: str, place: ReplicaPlacement
+    layers: list[tuple[keras.layers.Normalization, Select]], data: Any, policy: str, placement: ReplicaPlacement
 ) -> list[Moments]:
     """The moments of this worker's shard of the data, for each layer."""
     _check_data(data)
     totals: list[Moments | None] = [None] * len(layers)
-    policy = choose_policy(policy, data, place.workers)
+    policy = choose_policy(policy, data, placement.workers)
     if policy == "file":
-        data = shard_files_of_worker(data, place.workers, place.worker)
-    sharding = place if policy == "data" else ReplicaPlacement(1, 1, 0)
+        data = shard_files_of_worker(data, placement.workers, placement.worker)
+    sharding = placement if policy == "data" else ReplicaPlacement(1, 1, 0)
     for x in _batches(data):
         for index, (layer, select) in enumerate(layers):
             values = _values(select(x))

@@ -36,14 +36,14 @@ def choose_policy(policy: str, x: Any, workers: int) -> str:
 
 
 def worker_batches(
-    batches: tf.data.Dataset, policy: str, place: ReplicaPlacement
+    batches: tf.data.Dataset, policy: str, placement: ReplicaPlacement
 ) -> tuple[tf.data.Dataset, ReplicaPlacement]:
     """The batches that this worker reads, and the replicas that they are sharded over."""
-    if policy == "data" or place.workers == 1:
-        return batches, place
+    if policy == "data" or placement.workers == 1:
+        return batches, placement
     if policy == "file":
-        batches = split_batches(shard_files_of_worker(batches, place.workers, place.worker), place.workers)
-    return batches, ReplicaPlacement(replicas=place.local, local=place.local, first=0)
+        batches = split_batches(shard_files_of_worker(batches, placement.workers, placement.worker), placement.workers)
+    return batches, ReplicaPlacement(replicas=placement.local, local=placement.local, first=0)
 
 
 def _policy_of_options(dataset: tf.data.Dataset) -> str:
@@ -78,17 +78,17 @@ def _check_files(x: Any, workers: int) -> None:
 _unconverted = tf.autograph.experimental.do_not_convert
 
 
-def shard_batches(batches: tf.data.Dataset, place: ReplicaPlacement) -> tf.data.Dataset:
+def shard_batches(batches: tf.data.Dataset, placement: ReplicaPlacement) -> tf.data.Dataset:
     """Splits each batch into a shard for each replica, in order, and yields those of this worker."""
-    if place.local == 1:
-        take_shard = _unconverted(lambda *batch: shard(_whole(batches, batch), place.first, place.replicas))
+    if placement.local == 1:
+        take_shard = _unconverted(lambda *batch: shard(_whole(batches, batch), placement.first, placement.replicas))
         return batches.map(take_shard, num_parallel_calls=tf.data.AUTOTUNE)
     rows = _rows_of_every_batch(batches)
-    if rows is not None and place.local == place.replicas:
+    if rows is not None and placement.local == placement.replicas:
         # Static bounds need no tf.function, and static shapes tell the step that no replica's shard is empty.
-        bounds = [_bound(rows, index, place.local) for index in range(place.local + 1)]
+        bounds = [_bound(rows, index, placement.local) for index in range(placement.local + 1)]
         return batches.rebatch(tf.constant(np.diff(bounds), tf.int64))
-    return _sharded(batches, range(place.first, place.first + place.local), place.replicas)
+    return _sharded(batches, range(placement.first, placement.first + placement.local), placement.replicas)
 
 
 def split_batches(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:

@@ -86,7 +86,7 @@ def distributed_dataset(
     [[0, 1], [2, 3], [4]]
     """
     check_instance("strategy", strategy, tf.distribute.Strategy, "a tf.distribute.Strategy")
-    place = replica_placement(strategy)
+    placement = replica_placement(strategy)
 
     def check_options() -> DataOptions:
         request = DataOptions(
@@ -99,16 +99,16 @@ def distributed_dataset(
     common = common_seed(strategy, request.seed)
 
     def open_data() -> tuple[str, Source]:
-        policy = choose_policy(request.shard_policy, x, place.workers)
-        return policy, open_source((x, y, sample_weight), request, policy, place, common)
+        policy = choose_policy(request.shard_policy, x, placement.workers)
+        return policy, open_source((x, y, sample_weight), request, policy, placement, common)
 
     policy, source = all_or_none(strategy, open_data)
-    steps = common_steps(strategy, source, policy) if place.workers > 1 else source.steps
-    equal_steps = place.workers == 1 or (policy == "data" and steps is not None)
-    tally = Tally() if place.workers > 1 and policy == "data" else None
-    shards = WorkerShards(source, request, policy, place, tally)
-    feed = Feed(strategy, shards, place.local, source.changes, equal_steps, tally)
-    return DistributedData(source, feed, place, policy, steps, steps_per_epoch is not None, tally)
+    steps = common_steps(strategy, source, policy) if placement.workers > 1 else source.steps
+    equal_steps = placement.workers == 1 or (policy == "data" and steps is not None)
+    tally = Tally() if placement.workers > 1 and policy == "data" else None
+    shards = WorkerShards(source, request, policy, placement, tally)
+    feed = Feed(strategy, shards, placement.local, source.changes, equal_steps, tally)
+    return DistributedData(source, feed, placement, policy, steps, steps_per_epoch is not None, tally)
 
 
 def undivided_dataset(strategy: tf.distribute.Strategy, x: Any, *arrays: Any, **options: Any) -> DistributedData:
@@ -126,7 +126,7 @@ def undivided_dataset(strategy: tf.distribute.Strategy, x: Any, *arrays: Any, **
 
 
 def open_source(
-    data: tuple[Any, Any, Any], request: DataOptions, policy: str, place: ReplicaPlacement, seed: int
+    data: tuple[Any, Any, Any], request: DataOptions, policy: str, placement: ReplicaPlacement, seed: int
 ) -> Source:
     """The source of batches for some data and options."""
     x, reordered = data[0], None
@@ -135,14 +135,16 @@ def open_source(
     adapter = adapter_of(
         x,
         *data[1:],
-        batch_size=_rows_of_array_batches(request, place),
+        batch_size=_rows_of_array_batches(request, placement),
         steps_per_epoch=request.steps_per_epoch,
         class_weight=request.class_weight,
     )
-    replicas = place.local if policy == "already_sharded" else place.replicas
+    replicas = placement.local if policy == "already_sharded" else placement.replicas
     if reads_arrays(adapter):
-        check_size(adapter.batch_size, place.replicas)
-        source = ArraySource(adapter, request.shuffle, seed, _rows_of_this_worker(adapter.batch_size, policy, place))
+        check_size(adapter.batch_size, placement.replicas)
+        source = ArraySource(
+            adapter, request.shuffle, seed, _rows_of_this_worker(adapter.batch_size, policy, placement)
+        )
     else:
         size = None if request.batch == "global" else _rows_of_stream(adapter.get_tf_dataset(), request) * replicas
         source = StreamSource(adapter, size, reordered)
@@ -150,18 +152,18 @@ def open_source(
     return source
 
 
-def _rows_of_array_batches(request: DataOptions, place: ReplicaPlacement) -> int | None:
+def _rows_of_array_batches(request: DataOptions, placement: ReplicaPlacement) -> int | None:
     if request.batch == "global" or (request.steps_per_epoch and not request.batch_size):
         return request.batch_size
-    return (request.batch_size or KERAS_BATCH_SIZE) * place.replicas
+    return (request.batch_size or KERAS_BATCH_SIZE) * placement.replicas
 
 
-def _rows_of_this_worker(batch_size: int, policy: str, place: ReplicaPlacement) -> int:
+def _rows_of_this_worker(batch_size: int, policy: str, placement: ReplicaPlacement) -> int:
     """Rows of a batch that this worker reads."""
     if policy != "already_sharded":
         return batch_size
-    each, rest = divmod(batch_size, place.workers)
-    return each + (place.worker < rest)
+    each, rest = divmod(batch_size, placement.workers)
+    return each + (placement.worker < rest)
 
 
 def _rows_of_stream(batches: tf.data.Dataset, request: DataOptions) -> int:

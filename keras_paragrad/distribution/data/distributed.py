@@ -18,13 +18,13 @@ class WorkerShards:
     """This worker's shards of an epoch's batches; created once if epochs don't differ, to keep a cache."""
 
     def __init__(
-        self, source: Source, request: DataOptions, policy: str, place: ReplicaPlacement, tally: Tally | None = None
+        self, source: Source, request: DataOptions, policy: str, placement: ReplicaPlacement, tally: Tally | None = None
     ):
         self._source = source
         self._tally = tally
         self._request = request
         self._policy = policy
-        self._place = place
+        self._placement = placement
         self._dataset: tf.data.Dataset | None = None
 
     def reorder(self, epoch: int) -> None:
@@ -41,15 +41,15 @@ class WorkerShards:
         """The worker's shards of an epoch's batches, cached and prefetched as requested."""
         batches = self._source.batches(epoch)
         batches = self._tally.recorded(batches) if self._tally else batches
-        shards = shard_batches(*worker_batches(batches, self._policy, self._place))
+        shards = shard_batches(*worker_batches(batches, self._policy, self._placement))
         options = tf.data.Options()
         options.deterministic = True
         shards = shards.with_options(options)
         if self._request.cache:
-            shards = shards.cache(self._request.cache_file(self._place.worker))
+            shards = shards.cache(self._request.cache_file(self._placement.worker))
         if not self._request.prefetch:
             return shards
-        ahead = tf.data.AUTOTUNE if self._request.prefetch is True else self._request.prefetch * self._place.local
+        ahead = tf.data.AUTOTUNE if self._request.prefetch is True else self._request.prefetch * self._placement.local
         return shards.prefetch(ahead)
 
 
@@ -122,7 +122,7 @@ class DistributedData(CustomAdapter):
         batch_size: Number of rows in a global batch, if known.
         batch_spec: The nested `tf.TypeSpec` of a global batch.
         shard_policy: "data", "file" or "already_sharded".
-        place: The replicas on this worker.
+        placement: The replicas on this worker.
         next_epoch: The number of the epoch to read next.
         tally: A record of the batches' shapes, if several workers read the same data.
     """
@@ -131,7 +131,7 @@ class DistributedData(CustomAdapter):
         self,
         source: Source,
         feed: Feed,
-        place: ReplicaPlacement,
+        placement: ReplicaPlacement,
         policy: str,
         steps: int | None,
         endless: bool,
@@ -142,7 +142,7 @@ class DistributedData(CustomAdapter):
         self._feed = feed
         self._steps = steps
         self._endless = endless
-        self.place = place
+        self.placement = placement
         self.shard_policy = policy
         self.batch_spec = source.batches(0).element_spec
         self.next_epoch = 0

@@ -104,8 +104,8 @@ def check_steps(mesh: Mesh) -> None:
     error = _step_error(tuple(mesh.shape.items()), mesh.devices, mesh.batch_axis, mesh.workers, mesh.worker)
     if error > 1e-5:
         raise RuntimeError(
-            f"On a mesh of {mesh.words} this process trains a small model wrong, by {error:.1e} of its largest weight. "
-            f"TensorFlow may have compiled something on a mesh before DistributedFit was made, without "
+            f"On a mesh of {mesh.in_words} this process trains a small model wrong, by {error:.1e} of its largest "
+            f"weight. TensorFlow may have compiled something on a mesh before DistributedFit was made, without "
             f"{COMBINE_PASS}=0 in the environment. Start Python with it, or write "
             'DistributedFit("mirrored", shard="parameters").'
         )

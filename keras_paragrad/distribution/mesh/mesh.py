@@ -51,7 +51,7 @@ class Mesh:
         return cls(shape, devices, distribution.batch_dim_name, distribution)
 
     @property
-    def words(self) -> str:
+    def in_words(self) -> str:
         """Its axes, such as `batch 2 x model 2`."""
         return " x ".join(f"{name} {size}" for name, size in self.shape.items())
 
@@ -116,8 +116,8 @@ def _devices_of_worker(mesh: Mesh, workers: int) -> tuple[str, ...]:
     fits = max(count // workers, 1) * workers
     if count % workers or mesh.devices != tuple(f"{kind}:{index}" for index in range(count)):
         raise ValueError(
-            f"The mesh {mesh.words} has the devices {', '.join(mesh.devices)}. On {workers} workers, with equally many "
-            f"devices each, they are counted over all of them: {kind}:0 to {kind}:{fits - 1}, say."
+            f"The mesh {mesh.in_words} has the devices {', '.join(mesh.devices)}. On {workers} workers, with equally "
+            f"many devices each, they are counted over all of them: {kind}:0 to {kind}:{fits - 1}, say."
         )
     return mesh.devices[: count // workers]
 
@@ -140,6 +140,6 @@ def _check_available(mesh: Mesh, hardware: Hardware) -> None:
     missing = [name for name in mesh.devices if name not in available]
     if missing:
         raise ValueError(
-            f"The mesh {mesh.words} has the devices {', '.join(missing)}, but TensorFlow has {', '.join(available)}. "
-            f"{splitting_cpu(len(mesh.devices))}"
+            f"The mesh {mesh.in_words} has the devices {', '.join(missing)}, but TensorFlow has {', '.join(available)}."
+            f" {splitting_cpu(len(mesh.devices))}"
         )

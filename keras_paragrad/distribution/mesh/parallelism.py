@@ -95,7 +95,7 @@ class LayoutTable(Printable):
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title=Text(f"Layout of {self.model} on a mesh of {self.mesh.words}"))
+        table = Table(title=Text(f"Layout of {self.model} on a mesh of {self.mesh.in_words}"))
         for header in ("Variable", "Shape", "Layout", "On each device"):
             table.add_column(header, overflow="fold", justify="right" if header == "On each device" else "left")
         for each in self.variables:
@@ -233,12 +233,12 @@ class MeshParallel(Parallelism):
         # With `mesh=` the layout is ours, otherwise the `keras.distribution` has one.
         mesh, automatic = planned_mesh(options, hardware), options.mesh is not None
         layout = "by a layout that follows from its structure" if automatic else "by its distribution"
-        reason = f"requested: a mesh of {mesh.words}, the model divided {layout}"
+        reason = f"requested: a mesh of {mesh.in_words}, the model divided {layout}"
         override = "devices=None" if automatic else "keras.distribution.DeviceMesh(..., devices=...)"
         count = f"{len(mesh.devices)} devices"
         decisions = [
             Decision("strategy", "mesh", reason, hardware_in_words(hardware), 'strategy="auto"'),
-            Decision("devices", mesh.devices, f"a mesh of {mesh.words}", devices_in_words(hardware), override),
+            Decision("devices", mesh.devices, f"a mesh of {mesh.in_words}", devices_in_words(hardware), override),
             Decision("replicas", 1, "the mesh is one model", count, 'strategy="mirrored"'),
             no_communication(hardware, options, "mesh", mesh.devices, "DTensor inserts its own collectives"),
         ]

@@ -58,22 +58,22 @@ class Calls:
         self.nodes = calls_of(functional)
         # The first and last call of each layer that has variables, and those that use each variable.
         self._users: dict[str, tuple[int, int]] = {}
-        for place, node in enumerate(self.nodes):
+        for index, node in enumerate(self.nodes):
             variables = variables_of(node.operation)
             keys = [f"weight {variable.path!r}" for variable in variables]
             for key in [f"layer {node.operation.name!r}", *keys] if variables else []:
-                self._users[key] = self._users.get(key, (place, place))[0], place
-        producers = {id(tensor): place for place, node in enumerate(self.nodes) for tensor in node.outputs}
-        last_users = {id(tensor): place for place, node in enumerate(self.nodes) for tensor in node.input_tensors}
-        self._tensors = [(place, last_users[tensor]) for tensor, place in producers.items() if tensor in last_users]
+                self._users[key] = self._users.get(key, (index, index))[0], index
+        producers = {id(tensor): index for index, node in enumerate(self.nodes) for tensor in node.outputs}
+        last_users = {id(tensor): index for index, node in enumerate(self.nodes) for tensor in node.input_tensors}
+        self._tensors = [(index, last_users[tensor]) for tensor, index in producers.items() if tensor in last_users]
 
-    def shared_across(self, place: int) -> str | None:
+    def shared_across(self, index: int) -> str | None:
         """The name of a layer or weight that is used both up to a call and after it, if any."""
-        return next((key for key, (first, last) in self._users.items() if first <= place < last), None)
+        return next((key for key, (first, last) in self._users.items() if first <= index < last), None)
 
-    def tensors_across(self, place: int) -> int:
+    def tensors_across(self, index: int) -> int:
         """The number of tensors that are computed up to a call and used after it."""
-        return sum(first <= place < last for first, last in self._tensors)
+        return sum(first <= index < last for first, last in self._tensors)
 
     def sizes(self) -> list[int]:
         """The bytes of variables that each call is the first to use."""
@@ -100,38 +100,38 @@ def cut(model: keras.Model, pipeline: Pipeline, device: str) -> list[Part]:
     """The stages of a built model, in order."""
     calls = Calls(model)
     if pipeline.cuts is not None:
-        places = _named_cuts(calls, list(pipeline.cuts))
+        indices = _named_cuts(calls, list(pipeline.cuts))
     else:
         sizes = calls.sizes() if pipeline.balance == "parameters" else measured_times(calls, device)
-        places = _balanced_cuts(calls, pipeline.count, sizes)
-    ends = [0, *(place + 1 for place in places), len(calls.nodes)]
+        indices = _balanced_cuts(calls, pipeline.count, sizes)
+    ends = [0, *(index + 1 for index in indices), len(calls.nodes)]
     return [part_of(calls.functional, calls.nodes[first:last]) for first, last in itertools.pairwise(ends)]
 
 
 def _named_cuts(calls: Calls, cuts: list[str]) -> list[int]:
-    """The places of the calls after which the named layers end a stage."""
+    """The indices of the calls after which the named layers end a stage."""
     name = calls.model.name
-    last = {node.operation.name: place for place, node in enumerate(calls.nodes)}
+    last = {node.operation.name: index for index, node in enumerate(calls.nodes)}
     unknown = next((each for each in cuts if each not in last), None)
     if unknown is not None:
         _refuse_unknown(calls, unknown)
-    places = [last[each] for each in cuts]
-    if any(first >= second for first, second in itertools.pairwise(places)):
+    indices = [last[each] for each in cuts]
+    if any(first >= second for first, second in itertools.pairwise(indices)):
         ordered = sorted(dict.fromkeys(cuts), key=lambda each: last[each])
         raise ValueError(f"`cuts` is {cuts}, and {name!r} calls these layers in another order. Write cuts={ordered}.")
-    if places[-1] == len(calls.nodes) - 1:
+    if indices[-1] == len(calls.nodes) - 1:
         raise ValueError(
             f"`cuts` ends with {cuts[-1]!r}, which is the last layer of {name!r}, so nothing is left for the last "
             "stage. A layer in `cuts` ends its stage. Leave that one out."
         )
-    for each, place in zip(cuts, places, strict=True):
-        shared = calls.shared_across(place)
+    for each, index in zip(cuts, indices, strict=True):
+        shared = calls.shared_across(index)
         if shared:
             raise ValueError(
                 f"A cut after {each!r} cuts the shared {shared}, which would have to be on two devices. Cut before "
                 "its first use or after its last, as Pipeline(stages=...) does."
             )
-    return places
+    return indices
 
 
 def _refuse_unknown(calls: Calls, name: str) -> NoReturn:
@@ -149,14 +149,14 @@ def _refuse_unknown(calls: Calls, name: str) -> NoReturn:
 
 
 def _balanced_cuts(calls: Calls, stages: int, sizes: Sequence[int]) -> list[int]:
-    """The places of the calls after which the model is cut.
+    """The indices of the calls after which the model is cut.
 
     The largest stage is larger than necessary by a tenth at most; among such cuts, the fewest tensors cross these.
     """
-    weighted = [place for place, size in enumerate(sizes) if size]
+    weighted = [index for index, size in enumerate(sizes) if size]
     candidates = []
     for first, second in itertools.pairwise(weighted):
-        allowed = [place for place in range(first, second) if calls.shared_across(place) is None]
+        allowed = [index for index in range(first, second) if calls.shared_across(index) is None]
         if allowed:
             candidates.append(min(allowed, key=calls.tensors_across))
     if len(candidates) + 1 < stages:
@@ -165,7 +165,7 @@ def _balanced_cuts(calls: Calls, stages: int, sizes: Sequence[int]) -> list[int]
             "something to do and share no weights. Write fewer stages, and name as many devices."
         )
     totals = list(itertools.accumulate(sizes))
-    ends = [*(totals[place] for place in candidates), totals[-1]]
+    ends = [*(totals[index] for index in candidates), totals[-1]]
     across = [*map(calls.tensors_across, candidates), 0]
     smallest = best_cuts(ends, across, stages, lambda largest, crossing: (largest, crossing))
     bounds = [0, *(ends[index] for index in smallest), ends[-1]]
@@ -217,8 +217,8 @@ def measured_times(calls: Calls, device: str) -> list[int]:
     changed.
     """
     last = len(calls.nodes) - 1
-    ends = [place for place in range(last + 1) if place == last or calls.shared_across(place) is None]
-    starts = [0, *(place + 1 for place in ends)]
+    ends = [index for index in range(last + 1) if index == last or calls.shared_across(index) is None]
+    starts = [0, *(index + 1 for index in ends)]
     parts = [part_of(calls.functional, calls.nodes[start : end + 1]) for start, end in zip(starts, ends, strict=False)]
     nanoseconds: dict[int, int] = {}
 

@@ -200,7 +200,7 @@ class MicroBatches(NamedTuple):
 
     @property
     def deferred_refusal(self) -> DeferredRefusal:
-        """For batches that aren't cut, the check that only logs what micro-batches would refuse."""
+        """The check that logs what micro-batches would refuse, for batches that aren't cut."""
         return DeferredRefusal(self.normalize, "is trained on whole batches. Cutting them into micro-batches")
 
     @property

@@ -102,7 +102,7 @@ def without_replica_division() -> Generator[None]:
 
 
 def _count_contexts(change: int) -> None:
-    """Replaces Keras's function when the first context opens, and restores it when the last one closes."""
+    """Counts open contexts: the first replaces Keras's scaling of losses, and the last restores it."""
     global _contexts, _original
     with _lock:
         if not _contexts:

@@ -115,6 +115,7 @@ def _compiled_alone(
 
 
 def _evaluate(model: keras.Model, data: Batch, take: Take) -> tuple[Structure, LossSums]:
+    """The predictions for a replica batch, and the sums of its losses."""
     forms = []
 
     def evaluate(model: keras.Model, data: Batch) -> tuple[Structure, tf.Tensor]:

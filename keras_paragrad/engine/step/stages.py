@@ -112,7 +112,7 @@ class Apply(Protocol):
 
     @property
     def deferred_refusal(self) -> DeferredRefusal | None:
-        """If every batch is a whole window, warns of what larger windows would refuse."""
+        """The check that warns of what larger windows would refuse, if every batch is a whole window."""
         ...
 
     def plan(self, batches: int) -> list[bool]:
