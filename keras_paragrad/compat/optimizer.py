@@ -64,12 +64,12 @@ def find_accumulator(optimizer: Any) -> Accumulating | None:
 
 def accumulation_steps(optimizer: Any) -> int:
     """The number of gradients per update in Keras's own accumulation; 1 without it."""
-    return max(part.gradient_accumulation_steps or 1 for part in updating_optimizers(optimizer))
+    return max(inner.gradient_accumulation_steps or 1 for inner in updating_optimizers(optimizer))
 
 
 def clips_gradients(optimizer: Any) -> bool:
     """Whether an optimizer clips gradients."""
-    return any(getattr(part, name, None) for part in updating_optimizers(optimizer) for name in _CLIPPING)
+    return any(getattr(inner, name, None) for inner in updating_optimizers(optimizer) for name in _CLIPPING)
 
 
 _SETTINGS = (

@@ -146,17 +146,17 @@ def copy_built_optimizer(optimizer: Any, variables: Sequence[keras.Variable]) ->
 
 def optimizer_variables(optimizers: Sequence[Any]) -> dict[str, list[keras.Variable]]:
     """The variables of built optimizers by purpose: `"slots"`, `"accumulators"` and `"ema"`."""
-    each = [part for optimizer in optimizers for part in nested_optimizers(optimizer)]
-    updating = [part for outer in each for part in (outer, *getattr(outer, "optimizers", ()))]
-    saved = [part for outer in each for part in vars(outer).values() if isinstance(part, SavedVariables)]
+    nested = [inner for optimizer in optimizers for inner in nested_optimizers(optimizer)]
+    updating = [inner for outer in nested for inner in (outer, *getattr(outer, "optimizers", ()))]
+    saved = [value for outer in nested for value in vars(outer).values() if isinstance(value, SavedVariables)]
     lists = {
-        "ema": [getattr(part, "_model_variables_moving_average", ()) for part in updating],
+        "ema": [getattr(inner, "_model_variables_moving_average", ()) for inner in updating],
         "accumulators": [
-            *(getattr(part, "_accumulated_gradients", ()) for part in updating),
-            *(part.variables.values() for part in saved),
+            *(getattr(inner, "_accumulated_gradients", ()) for inner in updating),
+            *(each.variables.values() for each in saved),
         ],
         # Without the others, which are listed above.
-        "slots": [part.variables for part in updating],
+        "slots": [inner.variables for inner in updating],
     }
     seen: set[int] = set()
     by_purpose: dict[str, list[keras.Variable]] = {}

@@ -25,7 +25,7 @@ from keras_paragrad.distribution.decisions import (
 )
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware, canonical_devices
-from keras_paragrad.storage.partition import MIN_SHARD_BYTES
+from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 
 CHOICES = {
     "communication": COMMUNICATIONS,

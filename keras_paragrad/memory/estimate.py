@@ -20,7 +20,7 @@ from keras_paragrad.memory.breakdown import MemoryBreakdown, breakdowns_of
 from keras_paragrad.memory.recomputation import check_layer
 from keras_paragrad.memory.recomputed_segments import cut_where_it_pays
 from keras_paragrad.plain_text import Printable
-from keras_paragrad.storage.partition import MIN_SHARD_BYTES
+from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 
 _ROWS = {
     "parameters": "Parameters",

@@ -13,8 +13,8 @@ from keras_paragrad.compat.collectives import first_replica_values, replica_inde
 from keras_paragrad.compat.types import TensorVariable
 from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.storage.model_variables import rename_keys, replace_value, training_variables
-from keras_paragrad.storage.partition import Partition
 from keras_paragrad.storage.sharded import ShardedVariable, check_being_updated, sharded_value
+from keras_paragrad.storage.sharding import Partition
 
 _CREATE = "_create_variable"
 # The methods of Keras's optimizers that call `StrategyExtended.update` in a step.
@@ -112,15 +112,15 @@ def _create(
     large = whole.dtype.is_floating and whole.shape.num_elements() * whole.dtype.size >= min_bytes
     if not (same_shape or (trained and large)):
         return create(initial_value=whole, **kwargs)
-    place = replica_placement(strategy)
-    if place.workers > 1:
+    placement = replica_placement(strategy)
+    if placement.workers > 1:
         whole = _broadcast_from_chief(strategy, whole)
-    partition = slot_of if slot_of and same_shape else Partition.of(tuple(whole.shape), place.replicas)
+    partition = slot_of if slot_of and same_shape else Partition.of(tuple(whole.shape), placement.replicas)
     # Keras 3.16 passes the shape of the whole.
     shard_kwargs = {key: value for key, value in kwargs.items() if key != "shape"}
     shards = create(initial_value=functools.partial(tf.zeros, [partition.size], whole.dtype), **shard_kwargs)
     for index, shard in enumerate(shards.values):
-        shard.assign(partition.copy_shard(whole, place.first + index))
+        shard.assign(partition.copy_shard(whole, placement.first + index))
     mirror = create(initial_value=whole, **kwargs) if copies and trained else None
     return ShardedVariable(strategy, shards.values, partition, shards.aggregation, shards._policy, mirror)
 

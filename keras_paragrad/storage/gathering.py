@@ -16,9 +16,9 @@ from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.storage.creation import may_be_in_shards
-from keras_paragrad.storage.exchange import look_up_rows
 from keras_paragrad.storage.reading import READING, read_as
 from keras_paragrad.storage.sharded import ShardedVariable, sharded_value
+from keras_paragrad.storage.sharding import look_up_rows
 
 _CALL = "call"
 

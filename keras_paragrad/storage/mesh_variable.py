@@ -214,14 +214,14 @@ class Meshed(Whole):
     def computing(self) -> contextlib.AbstractContextManager[None]:
         return on_mesh(self.mesh)
 
-    def parts(self, place: ReplicaPlacement) -> Parts | None:
+    def parts(self, placement: ReplicaPlacement) -> Parts | None:
         # A block may span workers. So each worker writes an equal part of the flat whole, which is gathered.
         if not any(self.variable.axes):
             return None
-        size = -(-math.prod(self.variable.shape) // place.workers)
+        size = -(-math.prod(self.variable.shape) // placement.workers)
 
         def read() -> Iterator[np.ndarray]:
-            part = np.ravel(self.variable.numpy())[place.worker * size : (place.worker + 1) * size]
+            part = np.ravel(self.variable.numpy())[placement.worker * size : (placement.worker + 1) * size]
             yield np.pad(part, (0, size - len(part)))
 
         return Parts(size, read)

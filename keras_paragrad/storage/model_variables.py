@@ -19,7 +19,7 @@ def training_variables(model: keras.Model) -> Sections:
     window = builder.loss_window if builder is not None and builder.stages.apply else None
     sections = {
         "model": model.variables,
-        "optimizer": [variable for part in nested_optimizers(model.optimizer) for variable in variables_of(part)],
+        "optimizer": [variable for each in nested_optimizers(model.optimizer) for variable in variables_of(each)],
         "metrics": [*model.metrics_variables, *(window.variables.values() if window is not None else ())],
     }
     seen: set[int] = set()
@@ -98,8 +98,8 @@ def rename_keys(optimizer: keras.optimizers.Optimizer, keys: dict[str | int, str
         optimizer: The optimizer, or `None`.
         keys: The new keys by the old ones.
     """
-    for part in nested_optimizers(optimizer):
-        for attribute in vars(part).values():
+    for each in nested_optimizers(optimizer):
+        for attribute in vars(each).values():
             if isinstance(attribute, dict):
                 for key in keys.keys() & attribute.keys():
                     attribute[keys[key]] = attribute.pop(key)

@@ -16,10 +16,9 @@ from tensorflow.python.distribute.values_util import get_current_replica_id_as_i
 from keras_paragrad.compat.collectives import replica_index
 from keras_paragrad.compat.types import DType, GradientTensor, Scalar, TensorVariable
 from keras_paragrad.compat.workers import ReplicaPlacement, barrier, replica_placement
-from keras_paragrad.storage.exchange import all_gather, reduce_scatter
-from keras_paragrad.storage.partition import Partition
 from keras_paragrad.storage.reading import READING, AssignmentRecorder, assigning_whole
 from keras_paragrad.storage.regathering import record_gather
+from keras_paragrad.storage.sharding import Partition, all_gather, reduce_scatter
 from keras_paragrad.storage.storage import Parts, Whole
 from keras_paragrad.storage.updating import is_elementwise
 
@@ -290,7 +289,7 @@ class Sharded(Whole):
         if variable.copies is not None:
             variable.local_copy.assign(variable.partition.whole(all_gather(variable.shard.read_value())))
 
-    def parts(self, place: ReplicaPlacement) -> Parts:
+    def parts(self, placement: ReplicaPlacement) -> Parts:
         return Parts(self.variable.partition.size, lambda: (shard.numpy() for shard in self.variable.values))
 
 

@@ -140,7 +140,7 @@ class Storage(Protocol):
         """The context in which functions run that use the variable."""
         return contextlib.nullcontext()
 
-    def parts(self, place: ReplicaPlacement) -> Parts | None:
+    def parts(self, placement: ReplicaPlacement) -> Parts | None:
         """How a worker writes its parts to files, or `None` if the chief writes the whole."""
         return None
 

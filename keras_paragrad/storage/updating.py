@@ -38,10 +38,10 @@ _METHODS = (
 
 def overridden_method(optimizer: keras.optimizers.Optimizer) -> str | None:
     """A method, other than `update_step`, that a user's optimizer overrides, and that would get shards."""
-    for part in (*nested_optimizers(optimizer), *updating_optimizers(optimizer)):
+    for each in (*nested_optimizers(optimizer), *updating_optimizers(optimizer)):
         for name in _METHODS:
-            if getattr(type(part), name).__module__.partition(".")[0] not in ("keras", "keras_paragrad"):
-                return f"{type(part).__name__}.{name}"
+            if getattr(type(each), name).__module__.partition(".")[0] not in ("keras", "keras_paragrad"):
+                return f"{type(each).__name__}.{name}"
     return None
 
 
@@ -64,7 +64,7 @@ def squared_norms(
         A scalar for each gradient. Empty where no optimizer clips by norms, or no variable is divided.
     """
     storages = [storage_of(variable) for variable in variables]
-    clips = any(part.clipnorm or part.global_clipnorm for part in updating_optimizers(optimizer))
+    clips = any(inner.clipnorm or inner.global_clipnorm for inner in updating_optimizers(optimizer))
     if not clips or not any(each.divided for each in storages):
         return []
     scale = optimizer.dynamic_scale if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
@@ -98,15 +98,15 @@ def replace_norms(
 def install_storages(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
     """Makes an optimizer, and those it delegates to, update variables by their storages; may be called again."""
     storages = [storage_of(variable) for variable in variables]
-    for part in updating_optimizers(optimizer):
+    for inner in updating_optimizers(optimizer):
         # Bypass `__setattr__`: Keras tracks what is assigned.
-        attributes = vars(part)
-        if any(each.divided for each in storages) and state_of(part).norms is None:
-            state_of(part).norms = ()
-            attributes["_clip_gradients"] = functools.partial(_clip, part)
-            attributes["_update_model_variables_moving_average"] = functools.partial(_average, part)
-        if not all(each.takes_steps_of(part) for each in storages):
-            attributes.setdefault("_backend_update_step", functools.partial(_step, part))
+        attributes = vars(inner)
+        if any(each.divided for each in storages) and state_of(inner).norms is None:
+            state_of(inner).norms = ()
+            attributes["_clip_gradients"] = functools.partial(_clip, inner)
+            attributes["_update_model_variables_moving_average"] = functools.partial(_average, inner)
+        if not all(each.takes_steps_of(inner) for each in storages):
+            attributes.setdefault("_backend_update_step", functools.partial(_step, inner))
 
 
 @contextlib.contextmanager
@@ -122,10 +122,10 @@ def updating(
         variables: The variables that it updates.
         norms: The results of `squared_norms`, by replica.
     """
-    installed = [part for part in updating_optimizers(optimizer) if state_of(part).norms is not None]
+    installed = [inner for inner in updating_optimizers(optimizer) if state_of(inner).norms is not None]
     keys = [optimizer._var_key(variable) for variable in variables] if installed else []
-    for part in installed:
-        state_of(part).norms = keys, norms
+    for inner in installed:
+        state_of(inner).norms = keys, norms
     with contextlib.ExitStack() as stack:
         for variable in variables:
             stack.enter_context(storage_of(variable).updating())
@@ -143,24 +143,26 @@ def _unscale(gradient: GradientTensor, scale: Scalar | None) -> tf.Tensor:
     return value if scale is None else value / scale
 
 
-def _clip(part: keras.optimizers.Optimizer, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def _clip(optimizer: keras.optimizers.Optimizer, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """`_clip_gradients`, by the norms of whole gradients."""
-    state = state_of(part).norms
-    if not state or not (part.clipnorm or part.global_clipnorm):
-        return type(part)._clip_gradients(part, grads)
+    state = state_of(optimizer).norms
+    if not state or not (optimizer.clipnorm or optimizer.global_clipnorm):
+        return type(optimizer)._clip_gradients(optimizer, grads)
     keys, norms = state
     updated = {
-        part._var_key(variable) for variable in part._trainable_variables if not variable.overwrite_with_gradient
+        optimizer._var_key(variable)
+        for variable in optimizer._trainable_variables
+        if not variable.overwrite_with_gradient
     }
     squares = [
         square
         for square, key in zip(norms[replica_index()], keys, strict=True)
         if square is not None and key in updated
     ]
-    if part.clipnorm:
-        return [_clip_to(g, part.clipnorm, tf.sqrt(square)) for g, square in zip(grads, squares, strict=True)]
+    if optimizer.clipnorm:
+        return [_clip_to(g, optimizer.clipnorm, tf.sqrt(square)) for g, square in zip(grads, squares, strict=True)]
     norm = tf.sqrt(tf.add_n(squares))
-    return [_clip_to(gradient, part.global_clipnorm, norm) for gradient in grads]
+    return [_clip_to(gradient, optimizer.global_clipnorm, norm) for gradient in grads]
 
 
 def _clip_to(gradient: GradientTensor, limit: float, norm: tf.Tensor) -> tf.Tensor:
@@ -168,13 +170,13 @@ def _clip_to(gradient: GradientTensor, limit: float, norm: tf.Tensor) -> tf.Tens
     return tf.convert_to_tensor(gradient) * factor
 
 
-def _average(part: keras.optimizers.Optimizer, trainable_variables: Sequence[keras.Variable]) -> None:
+def _average(optimizer: keras.optimizers.Optimizer, trainable_variables: Sequence[keras.Variable]) -> None:
     """`_update_model_variables_moving_average`, without gathering the weights."""
-    if not part.use_ema:
+    if not optimizer.use_ema:
         return
     # As in Keras, the first average is the weights themselves.
-    momentum = tf.cast(tf.not_equal(part.iterations, 0), "float32") * part.ema_momentum
-    averages = part._model_variables_moving_average
+    momentum = tf.cast(tf.not_equal(optimizer.iterations, 0), "float32") * optimizer.ema_momentum
+    averages = optimizer._model_variables_moving_average
     pairs = [
         (each, average) for each, average in zip(trainable_variables, averages, strict=True) if average is not None
     ]
@@ -192,7 +194,7 @@ def _blend(average: TensorVariable, value: TensorVariable, momentum: tf.Tensor) 
 
 
 def _step(
-    part: keras.optimizers.Optimizer,
+    optimizer: keras.optimizers.Optimizer,
     grads: Sequence[GradientTensor],
     trainable_variables: Sequence[keras.Variable],
     learning_rate: Scalar,
@@ -200,4 +202,4 @@ def _step(
     """`_backend_update_step`, one variable after another by its storage."""
     after: list[tf.Tensor] = []
     for gradient, variable in zip(grads, trainable_variables, strict=True):
-        after = storage_of(variable).update(part, gradient, learning_rate, after)
+        after = storage_of(variable).update(optimizer, gradient, learning_rate, after)

@@ -155,7 +155,7 @@ _STEP = [
     ),
     _fault(
         "a shard is a slice, which keeps the whole variable in memory",
-        "storage/partition.py",
+        "storage/sharding.py",
         "return tf.raw_ops.DeepCopy(x=self.shard(whole, index))",
         "return self.shard(whole, index)",
         "sharding/test_shards.py::test_shards_are_in_memory_of_their_own",

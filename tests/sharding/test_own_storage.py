@@ -60,10 +60,10 @@ class InFloat64(Whole):
         optimizer.update_step(tf.cast(gradient, "float32"), self.variable, learning_rate)
         return list(after)
 
-    def parts(self, place):
+    def parts(self, placement):
         ASKED.append("parts")
         flat = np.ravel(self.variable.numpy())
-        size = -(-len(flat) // place.replicas)
+        size = -(-len(flat) // placement.replicas)
         return Parts(size, lambda: iter([np.resize(flat, size)]))
 
 

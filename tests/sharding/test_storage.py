@@ -16,8 +16,8 @@ from keras_paragrad.engine.step import gradient
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.storage import regathering
 from keras_paragrad.storage import sharded as sharded_module
-from keras_paragrad.storage.partition import Partition
 from keras_paragrad.storage.sharded import sharded_value
+from keras_paragrad.storage.sharding import Partition
 
 X = np.random.default_rng(0).normal(size=(24, 16)).astype("float32")
 Y = X[:, :3] ** 2

@@ -220,7 +220,7 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             f"The optimizer accumulates gradients ({cause}), but workers step concurrently, and would mix up their "
             "windows. Compile with an optimizer that does not accumulate, and pass fit a larger batch_size."
         )
-    if any(part.use_ema and part.ema_overwrite_frequency for part in updating_optimizers(optimizer)):
+    if any(inner.use_ema and inner.ema_overwrite_frequency for inner in updating_optimizers(optimizer)):
         raise ValueError(
             "The optimizer overwrites the weights with their average (ema_overwrite_frequency), while other workers "
             "update them. Write ema_overwrite_frequency=None: the average then replaces the weights when fit ends."

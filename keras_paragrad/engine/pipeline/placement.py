@@ -32,7 +32,7 @@ def placing_by_inputs(model: keras.Model) -> Generator[None]:
         yield
         return
     # Keras's sum over replicas, of which there is one, would pass all gradients through one device.
-    optimizers = [part.__dict__ for part in updating_optimizers(model.optimizer) if _REDUCE not in part.__dict__]
+    optimizers = [inner.__dict__ for inner in updating_optimizers(model.optimizer) if _REDUCE not in inner.__dict__]
     for each in optimizers:
         each[_REDUCE] = list
     try:
@@ -95,7 +95,7 @@ def device_of_variable(variable: keras.Variable) -> str:
 def slot_bytes_by_device(optimizer: keras.optimizers.Optimizer | None) -> dict[str, int]:
     """The bytes of an optimizer's variables, with those of the optimizers that it wraps, on each device."""
     by_device: dict[str, int] = {}
-    for variable in {id(each): each for part in nested_optimizers(optimizer) for each in variables_of(part)}.values():
+    for variable in {id(each): each for inner in nested_optimizers(optimizer) for each in variables_of(inner)}.values():
         device = device_of_variable(variable)
         by_device[device] = by_device.get(device, 0) + variable_bytes(variable)
     return by_device
@@ -117,7 +117,7 @@ def move_with_slots(variables: dict[str, list[keras.Variable]], optimizer: keras
         move_variable(variable, device)
     after = [optimizer._var_key(variable) for _, variable in pairs] if optimizer else []
     rename_keys(optimizer, dict(zip(before, after, strict=True)))
-    for slot in [variable for part in nested_optimizers(optimizer) for variable in variables_of(part)]:
+    for slot in [variable for inner in nested_optimizers(optimizer) for variable in variables_of(inner)]:
         # Keras names a slot after its variable.
         device = next((devices[stem] for stem in name_stems(slot.name) if stem in devices), None)
         if device is not None:

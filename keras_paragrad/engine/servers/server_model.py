@@ -70,7 +70,7 @@ def _open_rows(tensor: tf.Tensor) -> tf.Tensor:
 @contextlib.contextmanager
 def _incrementing_on_server(optimizer: keras.optimizers.Optimizer | None) -> Generator[None]:
     """Context in which servers increment an optimizer's counter, as reading and writing it would lose updates."""
-    counters = [] if optimizer is None else [part.iterations for part in updating_optimizers(optimizer)]
+    counters = [] if optimizer is None else [inner.iterations for inner in updating_optimizers(optimizer)]
     for counter in counters:
         counter.__dict__["assign_add"] = functools.partial(_increment, counter)
     try:

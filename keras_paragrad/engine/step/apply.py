@@ -177,31 +177,31 @@ def apply_everywhere(
         by_replica[replica_index()] = norms
         optimizer.apply(gradients, variables)
 
-    frequencies = [(part, part.ema_overwrite_frequency) for part in updating_optimizers(optimizer)]
-    counts = [_update_count(part) if part.use_ema and frequency else None for part, frequency in frequencies]
-    before = [part.__dict__.get(_REDUCE) for part, _ in frequencies]
-    for part, _ in frequencies:
-        part.__dict__[_REDUCE] = list
+    frequencies = [(inner, inner.ema_overwrite_frequency) for inner in updating_optimizers(optimizer)]
+    counts = [_update_count(inner) if inner.use_ema and frequency else None for inner, frequency in frequencies]
+    before = [inner.__dict__.get(_REDUCE) for inner, _ in frequencies]
+    for inner, _ in frequencies:
+        inner.__dict__[_REDUCE] = list
         # Keras would overwrite weights in a branch on each replica, where a strategy can't update variables.
-        part.ema_overwrite_frequency = None
+        inner.ema_overwrite_frequency = None
     try:
         with updating(optimizer, variables, by_replica):
             per_replica(apply, gradients, norms)
     finally:
-        for (part, frequency), replaced in zip(frequencies, before, strict=True):
-            part.ema_overwrite_frequency = frequency
+        for (inner, frequency), replaced in zip(frequencies, before, strict=True):
+            inner.ema_overwrite_frequency = frequency
             if replaced is None:
-                del part.__dict__[_REDUCE]
+                del inner.__dict__[_REDUCE]
             else:
-                part.__dict__[_REDUCE] = replaced
+                inner.__dict__[_REDUCE] = replaced
     # Copies of shards are from before the update, and constraints read the averages.
     with updating(optimizer, variables, by_replica):
-        for (part, frequency), earlier in zip(frequencies, counts, strict=True):
-            if earlier is not None and part.built:
-                now = _update_count(part)
+        for (inner, frequency), earlier in zip(frequencies, counts, strict=True):
+            if earlier is not None and inner.built:
+                now = _update_count(inner)
                 # Not after an update that a loss scale skipped: before the first update, averages are zeros.
                 due = tf.logical_and(tf.not_equal(now, earlier), tf.equal(now % frequency, 0))
-                run_if(due, functools.partial(_overwrite_with_average, per_replica, part))
+                run_if(due, functools.partial(_overwrite_with_average, per_replica, inner))
     per_replica(functools.partial(refresh, variables))
 
 

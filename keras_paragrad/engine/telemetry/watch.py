@@ -237,9 +237,9 @@ class UpdateWatch(MethodPatch):
         self.records: dict[int, _UpdateRecord] = {}
 
     def patch_all(self) -> None:
-        for part in updating_optimizers(self.optimizer):
-            self.replace(part, "_clip_gradients", self._recording_clip(part._clip_gradients))
-            self.replace(part, "_backend_update_step", self._recording_step(part, part._backend_update_step))
+        for inner in updating_optimizers(self.optimizer):
+            self.replace(inner, "_clip_gradients", self._recording_clip(inner._clip_gradients))
+            self.replace(inner, "_backend_update_step", self._recording_step(inner, inner._backend_update_step))
 
     def begin(self, weights: Sequence[keras.Variable] | None) -> None:
         """Begins an update of weights, or of all, if `None`; called on each replica."""
