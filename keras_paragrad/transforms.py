@@ -137,8 +137,8 @@ class _Transform:
             start = tf.nest.map_structure(tf.convert_to_tensor, init(list(self.known)))
             self.state = _State()
             variables = []
-            for place, value in enumerate(tf.nest.flatten(start)):
-                variables.append(self.state.add(str(place), value.shape, value.dtype.name))
+            for index, value in enumerate(tf.nest.flatten(start)):
+                variables.append(self.state.add(str(index), value.shape, value.dtype.name))
                 variables[-1].assign(value)
         self.state_variables = tf.nest.pack_sequence_as(start, variables)
 
@@ -220,10 +220,10 @@ def _check(name: str, returned: Any, expected: Sequence[tf.Tensor]) -> list[tf.T
         description = f"{len(returned)} items" if isinstance(returned, (list, tuple)) else type(returned).__name__
         raise ValueError(f"Return a list of {len(expected)} {name}, one for each given; this is {description}.")
     values = [tf.convert_to_tensor(each) for each in returned]
-    for place, (value, like) in enumerate(zip(values, expected, strict=True)):
+    for index, (value, like) in enumerate(zip(values, expected, strict=True)):
         if value.dtype != like.dtype or not value.shape.is_compatible_with(like.shape):
             raise ValueError(
-                f"Return {name} of the shapes and dtypes given: number {place} is {value.dtype.name}{value.shape}, and "
+                f"Return {name} of the shapes and dtypes given: number {index} is {value.dtype.name}{value.shape}, and "
                 f"{like.dtype.name}{like.shape} was given. Write tf.cast or tf.reshape."
             )
     return values

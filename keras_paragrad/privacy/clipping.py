@@ -106,12 +106,12 @@ class PrivateGradients(PerExampleGradients):
         sums: list[tf.Tensor | None] = [None] * len(quantities.variables)
         for part, bound in _groups(quantities, bounds):
             weights = _within(tf.sqrt(part.squared_norms()) * factor, bound, counted)
-            for place, total in enumerate(part.weighted_sums(weights, norms)):
-                sums[place] = sums[place] if total is None else total
+            for index, total in enumerate(part.weighted_sums(weights, norms)):
+                sums[index] = sums[index] if total is None else total
         return sums
 
     def _scale(self, step: Step) -> tf.Tensor | float:
-        """Turns the step's mean or sum over examples into a sum over the expected batch size."""
+        """The factor from the step's mean or sum over examples to a sum over the expected batch size."""
         terms = step.loss.terms
         if self.rows is None or not terms:
             raise ValueError(

@@ -156,12 +156,12 @@ class GaussianNoise:
             *draws, last = _reduce_draws([_system_draw(shape) for shape in [*shapes, ()]])
             noise = [deviation * draw for draw in draws]
         else:
-            places = {id(variable): place for place, variable in enumerate(self.variables())}
+            indices = {id(variable): index for index, variable in enumerate(self.variables())}
             noise = [
-                _keyed_normals(seed, places[id(variable)], shape, deviation)
+                _keyed_normals(seed, indices[id(variable)], shape, deviation)
                 for variable, shape in zip(variables, shapes, strict=True)
             ]
-            last = _keyed_normals(seed, len(places), (), 1.0)
+            last = _keyed_normals(seed, len(indices), (), 1.0)
         noisy = [gradient + tf.cast(draw, gradient.dtype) for gradient, draw in zip(gradients, noise, strict=True)]
         with tf.control_dependencies(noisy):
             if self.on_end:
@@ -171,13 +171,13 @@ class GaussianNoise:
         return noisy
 
 
-def _keyed_normals(seed: tf.Tensor, place: int, shape: Sequence[int], deviation: tf.Tensor | float) -> tf.Tensor:
+def _keyed_normals(seed: tf.Tensor, index: int, shape: Sequence[int], deviation: tf.Tensor | float) -> tf.Tensor:
     """Independent normal draws with mean 0 and a standard deviation, float32.
 
     The Box-Muller transform of 32-bit integers. `tf.random.stateless_normal` draws sequentially, and takes nearly twice
     as long as these vectorized operations.
     """
-    key: Any = tf.random.fold_in(seed, place, alg=_ALGORITHM)
+    key: Any = tf.random.fold_in(seed, index, alg=_ALGORITHM)
     count = math.prod(shape)
     full_range: dict[str, Any] = {"minval": None, "maxval": None, "dtype": tf.uint32}
     bits = tf.random.stateless_uniform([2, (count + 1) // 2], key, alg=_ALGORITHM, **full_range)

@@ -184,7 +184,7 @@ _STEP = [
     _fault(
         "workers of a mesh all write the same part of a backup",
         "storage/mesh_variable.py",
-        "[place.worker * size : (place.worker + 1) * size]",
+        "[placement.worker * size : (placement.worker + 1) * size]",
         "[:size]",
         "sharding/test_mesh.py::test_two_workers_end_where_one_device_ends",
     ),
@@ -698,7 +698,7 @@ _SHARDING = [
     _fault(
         "all gradients of a pipeline pass its first device",
         "engine/pipeline/placement.py",
-        "updating_optimizers(model.optimizer) if _REDUCE not in part.__dict__]",
+        "updating_optimizers(model.optimizer) if _REDUCE not in inner.__dict__]",
         "parts(model.optimizer) if False]",
         "sharding/test_pipeline.py::test_stages_run_on_their_devices_and_wait_for_nothing_else",
     ),
@@ -855,7 +855,7 @@ _PRIVACY = [
     _fault(
         "all variables have the noise of one key",
         "privacy/update.py",
-        "tf.random.fold_in(seed, place, alg=_ALGORITHM)",
+        "tf.random.fold_in(seed, index, alg=_ALGORITHM)",
         "tf.random.fold_in(seed, 0, alg=_ALGORITHM)",
         "privacy/test_noise.py::test_noise_is_normal_and_independent",
     ),

@@ -61,12 +61,12 @@ def _gradients_on_one_device(model: keras.Model, data: Batch, trainable: list[ke
     # In the host's memory, where the model was made.
     with tf.device("CPU:0"):
         variables = all_variables(model)
-        places = {id(variable): place for place, variable in enumerate(variables)}
+        indices = {id(variable): index for index, variable in enumerate(variables)}
 
         # In a graph, as in `fit`: executed eagerly, Keras's layers lose some masks.
         @tf.function(autograph=False)
         def gradients(data: Batch, values: list[tf.Tensor]) -> list[tf.Tensor]:
-            sources = [values[places[id(variable)]] for variable in trainable]
+            sources = [values[indices[id(variable)]] for variable in trainable]
             with tf.GradientTape() as tape:
                 tape.watch(sources)
                 mapping = list(zip(variables, values, strict=True))

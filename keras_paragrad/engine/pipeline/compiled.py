@@ -67,12 +67,12 @@ class CompiledPart:
         function, trace = functions[key]
         masks = [mask_of(value) for value in inputs.values()]
         values, masks, assigned = function(list(inputs.values()), masks, [value for _, value in copies])
-        for place in trace.unmasked:
-            copy_mask(None, inputs[place])
+        for index in trace.unmasked:
+            copy_mask(None, inputs[index])
         for update in zip(trace.assigned, assigned, strict=True):
             assert scope is not None
             scope.add_update(update)
-        return {place: with_mask(*pair) for place, *pair in zip(trace.outputs, values, masks, strict=True)}
+        return {index: with_mask(*pair) for index, *pair in zip(trace.outputs, values, masks, strict=True)}
 
     def _function(
         self, indices: tuple[int, ...], variables: list[keras.Variable], operation_fn: OperationFn
@@ -90,7 +90,7 @@ class CompiledPart:
             self._check(len(added_losses_of(self.part.layers)) > before, inner)
             updates = inner.updates if inner else []
             trace.outputs[:] = outputs
-            trace.unmasked[:] = [place for place, value in inputs.items() if mask_of(value) is None]
+            trace.unmasked[:] = [index for index, value in inputs.items() if mask_of(value) is None]
             trace.assigned[:] = [variable for variable, _ in updates]
             values = list(outputs.values())
             return values, [mask_of(value) for value in values], [value for _, value in updates]

@@ -115,7 +115,7 @@ class _StageCall:
         self.stage, self.inputs, self.device, self.remote = stage, inputs, device, remote
         self.leaves = list(inputs.values())
         self.tensors = [part for leaf in self.leaves for part in dense_parts(leaf)]
-        self.places = [place for place, tensor in enumerate(self.tensors) if has_gradient(tensor)]
+        self.indices = [index for index, tensor in enumerate(self.tensors) if has_gradient(tensor)]
         variables = {id(each): each for layer in stage.part.layers for each in layer.variables} if remote else {}
         self.weights = [variable for variable in variables.values() if variable.trainable]
         self.state = [variable for variable in variables.values() if not variable.trainable]
@@ -131,12 +131,12 @@ class _StageCall:
                 sources = [tf.identity(each) for each in arguments]
                 tape.watch(sources)
                 inputs = self._with_inputs(sources)
-                with self._reading(sources[len(self.places) :]) as scope:
+                with self._reading(sources[len(self.indices) :]) as scope:
                     scopes[:] = [scope] if scope else []
                     outputs.update(self.stage.runs[self.device](inputs, operation_fn=operation_fn))
-                for place, leaf in self.inputs.items():
+                for index, leaf in self.inputs.items():
                     # Attention removes the masks of its inputs: remove them for other stages too.
-                    copy_mask(inputs[place], leaf)
+                    copy_mask(inputs[index], leaf)
                 targets = _differentiable(outputs, scope)
 
             def gradient(*cotangents: Any, variables: Sequence[tf.Variable] = ()) -> Any:
@@ -148,7 +148,7 @@ class _StageCall:
             return targets, gradient
 
         copies = [self.stage.columns.copy(variable, self.device) for variable in self.weights]
-        tensors: Any = run(*(self.tensors[place] for place in self.places), *copies)
+        tensors: Any = run(*(self.tensors[index] for index in self.indices), *copies)
         returned = iter(tensors)
         results = list(outputs.values())
         parts = [[next(returned) if has_gradient(part) else part for part in dense_parts(each)] for each in results]
@@ -162,8 +162,8 @@ class _StageCall:
     def _with_inputs(self, sources: Sequence[tf.Tensor]) -> Tensors:
         """The inputs, with their differentiable tensors replaced."""
         replaced = list(self.tensors)
-        for place, tensor in zip(self.places, sources, strict=False):
-            replaced[place] = tensor
+        for index, tensor in zip(self.indices, sources, strict=False):
+            replaced[index] = tensor
         remaining = iter(replaced)
         parts = [[next(remaining) for _ in dense_parts(leaf)] for leaf in self.leaves]
         return dict(zip(self.inputs, pack_dense_parts(self.leaves, parts), strict=True))

@@ -296,20 +296,20 @@ def _transform(
     grads: Sequence[Any],
     variables: Sequence[keras.Variable] | None,
 ) -> list[GradientTensor | None]:
-    """Transforms dense gradients without loss scale, and returns them in their places."""
+    """Transforms dense gradients without loss scale, and returns them among the others, in the same order."""
     updated: Sequence[keras.Variable] = optimizer._trainable_variables if variables is None else variables
     # Float8 scales are passed as gradients.
-    places = [
-        place
-        for place, (gradient, variable) in enumerate(zip(grads, updated, strict=True))
+    indices = [
+        index
+        for index, (gradient, variable) in enumerate(zip(grads, updated, strict=True))
         if gradient is not None and not optimizer._overwrite_variable_with_gradient(variable)
     ]
     scale = optimizer.loss_scale_factor
-    changed = [updated[place] for place in places]
-    dense = gather_gradients([tf.convert_to_tensor(grads[place]) for place in places], changed)
+    changed = [updated[index] for index in indices]
+    dense = gather_gradients([tf.convert_to_tensor(grads[index]) for index in indices], changed)
     unscaled = [gradient / scale for gradient in dense] if scale else dense
     whole = transform(unscaled, changed)
     replace_norms(optimizer, whole, changed)
-    transformed = dict(zip(places, scatter_gradients(whole, changed), strict=True))
-    scaled = {place: gradient * scale if scale else gradient for place, gradient in transformed.items()}
-    return [scaled.get(place, gradient) for place, gradient in enumerate(grads)]
+    transformed = dict(zip(indices, scatter_gradients(whole, changed), strict=True))
+    scaled = {index: gradient * scale if scale else gradient for index, gradient in transformed.items()}
+    return [scaled.get(index, gradient) for index, gradient in enumerate(grads)]

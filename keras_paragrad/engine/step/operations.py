@@ -63,12 +63,12 @@ class Numbered(NamedTuple):
     Attributes:
         block: The operations.
         numbers: Each tensor's number, by its `ref()`.
-        places: For the n-th operation of the graph, the number of operations before it in the block.
+        positions: For the n-th operation of the graph, the number of operations before it in the block.
     """
 
     block: Block
     numbers: dict[Hashable, int]
-    places: list[int]
+    positions: list[int]
 
 
 def block_of(graph: tf.Graph, rows: int) -> Numbered:
@@ -83,7 +83,7 @@ def block_of(graph: tf.Graph, rows: int) -> Numbered:
         return tuple(numbers[tensor.ref()] for tensor in tensors)
 
     size = functools.partial(tensor_bytes, rows=rows)
-    operations, places = _in_order(graph, inputs)
+    operations, positions = _in_order(graph, inputs)
     traced = [
         TracedOperation(
             each.type,
@@ -96,15 +96,15 @@ def block_of(graph: tf.Graph, rows: int) -> Numbered:
         for each in operations
     ]
     block = Block(traced, list(all_of(graph.inputs)), list(all_of(graph.outputs)), [*map(size, graph.inputs)])
-    return Numbered(block, numbers, places)
+    return Numbered(block, numbers, positions)
 
 
 def _in_order(graph: tf.Graph, inputs: set[Hashable]) -> tuple[list[tf.Operation], list[int]]:
     """Operations in the order of their creation, but after their inputs: a gradient adds inputs to an earlier loop."""
     ordered: dict[tf.Operation, None] = {}
-    places = []
+    positions = []
     for operation in graph.get_operations():
-        places.append(len(ordered))
+        positions.append(len(ordered))
         waiting = [operation]
         while waiting:
             each = waiting[-1]
@@ -117,7 +117,7 @@ def _in_order(graph: tf.Graph, inputs: set[Hashable]) -> tuple[list[tf.Operation
                 ordered[each] = None
     needed = _needed(ordered, graph.outputs)
     before = [0, *itertools.accumulate(each in needed for each in ordered)]
-    return [each for each in ordered if each in needed], [before[place] for place in (*places, len(ordered))]
+    return [each for each in ordered if each in needed], [before[position] for position in (*positions, len(ordered))]
 
 
 def _needed(operations: Iterable[tf.Operation], outputs: Iterable[tf.Tensor]) -> set[tf.Operation]:

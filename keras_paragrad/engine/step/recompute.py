@@ -93,7 +93,7 @@ class _Run:
         self.leaves = keras.tree.flatten(self.structure)
         self.masks = [mask_of(leaf) for leaf in self.leaves]
         self.tensors = [each for leaf in self.leaves for each in dense_parts(leaf)]
-        self.places = [place for place, tensor in enumerate(self.tensors) if has_gradient(tensor)]
+        self.indices = [index for index, tensor in enumerate(self.tensors) if has_gradient(tensor)]
         self.result: Structure = None
         self.missing: list[keras.Variable] = []
         self.losses: list[tf.Tensor] = []
@@ -103,7 +103,7 @@ class _Run:
     @property
     def differentiable(self) -> list[tf.Tensor]:
         """The tensors with respect to which gradients are taken."""
-        return [*(self.tensors[place] for place in self.places), *self.captured.stored]
+        return [*(self.tensors[index] for index in self.indices), *self.captured.stored]
 
     def __call__(self) -> Structure:
         """Runs the function, and returns its outputs."""
@@ -112,9 +112,9 @@ class _Run:
         @tf.custom_gradient
         def recomputed(*tensors: tf.Tensor):
             with _recording_operations() as operations:
-                with tf.control_dependencies(tensors[: len(self.places)]):
+                with tf.control_dependencies(tensors[: len(self.indices)]):
                     # Shards are gathered here, and not all of them before the step.
-                    weights = self.captured.load(tensors[len(self.places) :])
+                    weights = self.captured.load(tensors[len(self.indices) :])
                 parts, masks, losses, values = call_compiled(
                     self._first, self._with_inputs(tensors), weights, self.captured.before
                 )
@@ -151,7 +151,7 @@ class _Run:
             state: Sequence[tf.Tensor],
             cotangents: list[tf.Tensor],
         ) -> Any:
-            sources = [*(tensors[place] for place in self.places), *weights]
+            sources = [*(tensors[index] for index in self.indices), *weights]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(sources)
                 result, scope = self._call(tensors, weights, state)
@@ -163,7 +163,7 @@ class _Run:
         def gradient(*cotangents: Any, variables: Sequence[tf.Variable] | None = None) -> list[tf.Tensor | None]:
             assert not variables, "operations that read variables are refused"
             with self.call_state.entered(), _after(cotangents) as later:
-                weights = [tf.identity(each) for each in self.captured.load(tensors[len(self.places) :])]
+                weights = [tf.identity(each) for each in self.captured.load(tensors[len(self.indices) :])]
                 gradients = call_compiled(
                     second, later(self._with_inputs(tensors)), weights, later(self.captured.before), list(cotangents)
                 )
@@ -178,8 +178,8 @@ class _Run:
     def _with_inputs(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The tensors of the arguments, with the differentiable ones replaced."""
         replaced = list(self.tensors)
-        for place, tensor in zip(self.places, tensors, strict=False):
-            replaced[place] = tensor
+        for index, tensor in zip(self.indices, tensors, strict=False):
+            replaced[index] = tensor
         return replaced
 
     def _call(

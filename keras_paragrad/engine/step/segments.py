@@ -202,9 +202,9 @@ class _GraphRunner:
         functions = self._segments_in(stage)
 
         def run(known: Tensors, operation_fn: OperationFn) -> Tensors:
-            tensors = {id(stage.inputs[place]): tensor for place, tensor in known.items()}
+            tensors = {id(stage.inputs[index]): tensor for index, tensor in known.items()}
             _call_each(functions, tensors, operation_fn)
-            return {place: tensors[id(each)] for place, each in enumerate(stage.outputs) if id(each) in tensors}
+            return {index: tensors[id(each)] for index, each in enumerate(stage.outputs) if id(each) in tensors}
 
         return run
 
@@ -245,22 +245,22 @@ class _GraphRunner:
 def _call_each(functions: Sequence[tuple[Part, RunPart]], tensors: Tensors, operation_fn: OperationFn) -> None:
     """Calls a function for each part, and adds its outputs to the tensors."""
     for part, function in functions:
-        inputs = {place: tensors[id(each)] for place, each in enumerate(part.inputs) if id(each) in tensors}
-        for place, tensor in function(inputs, operation_fn=operation_fn).items():
-            tensors[id(part.outputs[place])] = tensor
+        inputs = {index: tensors[id(each)] for index, each in enumerate(part.inputs) if id(each) in tensors}
+        for index, tensor in function(inputs, operation_fn=operation_fn).items():
+            tensors[id(part.outputs[index])] = tensor
 
 
 def describe_recomputed(model: keras.Model) -> dict[int, str]:
     """Describes what runs again in the backward pass, by the index of the layer in `all_layers`, -1 for the model."""
     descriptions = {}
-    for place, layer in enumerate((model, *all_layers(model)), -1):
+    for index, layer in enumerate((model, *all_layers(model)), -1):
         functional = functional_of(layer) if isinstance(layer, keras.Model) else None
         if is_recomputed(layer):
-            descriptions[place] = "as a whole"
+            descriptions[index] = "as a whole"
         elif runs_in_segments(functional):
             segments = vars(functional)[_RUN].recomputed
             listed = ", ".join(f"{count}{' again' if again else ''}" for count, again in segments)
-            descriptions[place] = f"operations: {listed}"
+            descriptions[index] = f"operations: {listed}"
     return descriptions
 
 
@@ -289,14 +289,14 @@ def part_of(functional: Functional, nodes: Sequence[KerasNode]) -> Part:
 
 def _run_part(part: Part, tensors: Tensors, operation_fn: OperationFn) -> Tensors:
     """Makes a part's calls, as Keras does; maps its inputs by index to its outputs by index."""
-    known = {id(part.inputs[place]): tensor for place, tensor in tensors.items()}
+    known = {id(part.inputs[index]): tensor for index, tensor in tensors.items()}
     for node in part.nodes:
         if any(id(each) not in known for each in node.input_tensors):
             continue
         arguments, keywords = node.arguments.fill_in(known)
         outputs = operation_fn(node.operation)(*arguments, **keywords)
         known.update(zip(map(id, node.outputs), keras.tree.flatten(outputs), strict=False))
-    return {place: known[id(each)] for place, each in enumerate(part.outputs) if id(each) in known}
+    return {index: known[id(each)] for index, each in enumerate(part.outputs) if id(each) in known}
 
 
 def _is_float(tensor: keras.KerasTensor) -> bool:

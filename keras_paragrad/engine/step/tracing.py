@@ -55,7 +55,7 @@ class TracedStep(NamedTuple):
 
 class _Call(NamedTuple):
     graph: tf.Graph
-    place: int
+    position: int
     pairs: list[tuple[GradientTensor, keras.Variable]]
 
 
@@ -123,7 +123,7 @@ def _of_graph(
     graph: tf.Graph, rows: int, optimizers: list[keras.optimizers.Optimizer], calls: list[_Call]
 ) -> TracedStep:
     """Finds the gradients and the update among the operations of a graph."""
-    block, numbers, places = block_of(graph, rows)
+    block, numbers, positions = block_of(graph, rows)
     sizes = dict(zip(block.inputs, block.input_sizes, strict=True))
     sizes.update(pair for each in block.operations for pair in zip(each.outputs, each.sizes, strict=True))
     resources = {id(handle): numbers[inside.ref()] for handle, inside in graph.captures}
@@ -134,8 +134,8 @@ def _of_graph(
         resource = resources.get(id(variable.value.handle))
         gradients.append(VariableGradient(variable, number, sizes[number], of_rows, resource))
     # Of several optimizers, the last one updates when all gradients are computed.
-    last = max((call.place for call in calls), default=-1)
-    return TracedStep(block, gradients, places[last], optimizers)
+    last = max((call.position for call in calls), default=-1)
+    return TracedStep(block, gradients, positions[last], optimizers)
 
 
 def _step_of(model: keras.Model) -> Step:
