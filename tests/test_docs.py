@@ -203,3 +203,15 @@ def test_paths_that_are_named_exist(page):
 def test_the_first_example_is_short():
     first, _ = blocks(ROOT / "README.md", "python")[0]
     assert len([line for line in first.splitlines() if line.strip()]) <= 15
+
+
+# Pages that say where something is in the source, by a path or by a module's name alone.
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_the_modules_that_a_page_names_are_there(page):
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / page).read_text())
+    there = [
+        path for folder in ("keras_paragrad", "tests", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")
+    ]
+    paths = [f"/{path.relative_to(ROOT)}" for path in there]
+    assert named
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []

@@ -146,6 +146,7 @@ class GrowingArray:
         self._array: np.ndarray | None = None
 
     def append(self, part: np.ndarray) -> None:
+        """Copies rows to the end of the array, which grows if it is too short."""
         if self._array is None:
             self._array = np.empty((self._expected or len(part), *part.shape[1:]), part.dtype)
         end = self._rows + len(part)
@@ -175,6 +176,7 @@ class NpyFile:
         self._rows = 0
 
     def append(self, part: np.ndarray) -> None:
+        """Writes rows to the end of the file; the first ones create it, by a file that is renamed once complete."""
         if self._rows:
             with self._path.open("r+b") as file:
                 self._write(file, part)

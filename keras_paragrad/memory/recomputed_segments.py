@@ -55,12 +55,13 @@ def best_segments(model_cost: ModelCost) -> list[Span]:
     """The segments that need the least memory; those that free enough bytes per FLOP are recomputed."""
     costs = model_cost.parts
     cuts = _best_cuts(model_cost)
-    whole = sum(cost.stored_bytes + cost.output_bytes for cost in costs), sum(cost.work for cost in costs)
+    total_bytes = sum(cost.stored_bytes + cost.output_bytes for cost in costs)
+    total_work = sum(cost.work for cost in costs)
     segments = []
     for first, last in zip(cuts[:-1], cuts[1:], strict=True):
         freed = _stored_bytes(costs[first:last]) - (model_cost.input_bytes[first] - _stored_input_bytes(costs, first))
         work = sum(cost.work for cost in costs[first:last])
-        worth = freed * whole[1] > _WORTH * work * whole[0] and all(cost.repeatable for cost in costs[first:last])
+        worth = freed * total_work > _WORTH * work * total_bytes and all(cost.repeatable for cost in costs[first:last])
         segments.append(Span(first, last, worth))
     return _keep_last_segments(model_cost, segments)
 

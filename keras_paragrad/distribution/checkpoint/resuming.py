@@ -219,6 +219,7 @@ class Resumption:
             yield self._shards.read(value, self._content.replicas) if isinstance(value, VariableInShards) else value
 
     def _restore_metrics(self, assign: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+        """Restores the metrics' states once, when the model has as many as the backup."""
         metrics = {"metrics": seam.training_variables(self.model)["metrics"]}
         waits = assign is seam.assign_all and len(metrics["metrics"]) < len(self._content.values["metrics"])
         if self._metrics_restored or waits:

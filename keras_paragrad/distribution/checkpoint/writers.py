@@ -114,6 +114,7 @@ class ScratchDirectory(keras.callbacks.Callback):
         self._empty()
 
     def _empty(self) -> None:
+        """Removes everything in the directory, if it is to be emptied."""
         if not self._emptied:
             return
         for path in self.path.iterdir():

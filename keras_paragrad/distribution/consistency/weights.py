@@ -32,6 +32,7 @@ def sketches(strategy: tf.distribute.Strategy, variables: list[Any]) -> np.ndarr
 
 
 def _sketch(value: np.ndarray) -> tuple[float, float]:
+    """A value's norm, and its dot product with the signs."""
     flat = np.asarray(value).reshape(-1).astype(np.float32, copy=False)
     size = len(_SIGNS)
     whole = len(flat) // size * size

@@ -120,6 +120,7 @@ def _worker_moments(
 
 
 def _check_data(data: Any) -> None:
+    """Refuses data that can be read only once, or never ends."""
     if hasattr(data, "__next__"):
         raise ValueError(
             f"A {type(data).__name__} can be read only once, so nothing would be left to train on. Use "

@@ -128,6 +128,7 @@ class MeshPreparation(Preparation):
     """
 
     def start(self) -> None:
+        """Checks the model, chooses its layout, and prepares to put it on the mesh."""
         model, mesh = self.model, self.settings[0]
         check_mesh_model(model)
         mesh = mesh if mesh.distribution is not None else automatic_layout(model, mesh)
@@ -143,6 +144,7 @@ class MeshPreparation(Preparation):
         self._compared: Any = None
 
     def renew(self) -> None:
+        """Builds the optimizer, and puts the model on the mesh."""
         check_mesh_model(self.model)
         _, jit, workers = self.settings
         if jit is not None:

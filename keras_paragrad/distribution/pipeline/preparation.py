@@ -95,6 +95,7 @@ class PipelinePreparation(Preparation):
     """
 
     def start(self) -> None:
+        """Cuts the model into stages, which run on their devices, and batches into micro-batches."""
         model = self.model
         pipeline, devices, weighting, jit = self.settings
         columns = Columns()
@@ -114,6 +115,7 @@ class PipelinePreparation(Preparation):
         StepBuilder.of(model).fill(split=split, place=functools.partial(placing_by_inputs, model))
 
     def renew(self) -> None:
+        """Moves variables and the optimizer's slots to the stages' devices."""
         # XLA compiles for one device: stages, and not the step.
         self.set_jit_compile(False)
         homes = {names[0]: variables_of_part(part) for names, part in self._stages}

@@ -74,6 +74,7 @@ class ReplicaPreparation(Preparation):
         super().__init__(model, exact, weighting, jit, shard_policy)
 
     def renew(self) -> None:
+        """Fills *take* with the loss normalization; on several workers, replaces `fit`, `evaluate` and `predict`."""
         model = self.model
         exact, weighting, jit, shard_policy = self.settings
         _check_shards(model)

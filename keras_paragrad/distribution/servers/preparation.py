@@ -72,6 +72,7 @@ class ServerPreparation(Preparation):
         super().__init__(model, coordinator, in_flight)
 
     def renew(self) -> None:
+        """Replaces `fit`, `evaluate` and `predict`, whose steps are dispatched to workers."""
         coordinator, in_flight = self.settings
         check_server_model(self.model)
         in_flight = check_integer("in_flight", in_flight, example=4, optional=True)

@@ -213,6 +213,7 @@ class _ReducingMetrics(MethodPatch):
         self.metrics, self.model, self.outputs_scale = reducer.metrics, reducer.model, outputs_scale
 
     def patch_all(self) -> None:
+        """Has every metric's result reduced over the replicas, and means of scalars too."""
         of_outputs = self.model._compile_loss.metrics if self.model._compile_loss else []
         for metric in self.metrics:
             self.replace(metric, "result", functools.partial(self._result, metric, metric.result))

@@ -58,6 +58,7 @@ def _to_numpy(gradient: tf.Tensor) -> np.ndarray:
 
 
 def _gradients_on_one_device(model: keras.Model, data: Batch, trainable: list[keras.Variable]) -> list[tf.Tensor]:
+    """The gradients computed in the host's memory, with the variables' values as arguments."""
     # In the host's memory, where the model was made.
     with tf.device("CPU:0"):
         variables = all_variables(model)

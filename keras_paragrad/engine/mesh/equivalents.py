@@ -114,6 +114,7 @@ def strided_slice(
 
 
 def _permute(tensor: tf.Tensor, axis: int, reorder: Callable[[np.ndarray], np.ndarray]) -> tf.Tensor:
+    """Reorders a tensor along an axis; the gradient is the cotangent in the original order."""
     axis %= len(tensor.shape)
     order = reorder(np.arange(_static_sizes(tensor)[axis]))
 

@@ -130,6 +130,7 @@ def _evaluate(model: keras.Model, data: Batch, take: Take) -> tuple[Structure, L
 def _compute_losses(
     model: keras.Model, data: Batch, take: Take, *, divided: bool = False
 ) -> tuple[Structure, LossSums]:
+    """The predictions for a batch, and the sums of its losses."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred = _infer(model, x)
     arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}

@@ -219,6 +219,7 @@ class ReplicaWeight:
         return self._factor
 
     def _reduce(self, weight: Normalizer) -> tf.Tensor:
+        """The factor of this replica's loss: its share of the normalizers of all replicas."""
         one = tf.constant(1.0)
         if weight.summed:
             return one

@@ -142,6 +142,7 @@ def tensor_bytes(tensor: tf.Tensor, rows: int) -> int:
 
 
 def _value(operation: tf.Operation) -> int | bool | None:
+    """The static value of an operation's only output, an integer or a boolean; else `None`."""
     if len(operation.outputs) != 1:
         return None
     (output,) = operation.outputs

@@ -98,7 +98,7 @@ def _traced(
             except Exception as error:
                 problems.append(error)
             else:
-                return _of_graph(graph, rows, optimizers, calls)
+                return _traced_step_of(graph, rows, optimizers, calls)
         raise ValueError(
             f"The training step of {model.name!r} can't be traced without its data: {problems[0]}"
         ) from problems[0]
@@ -119,7 +119,7 @@ def _graph_of(
     return graph, optimizers, [call for call in calls if call.graph is graph]
 
 
-def _of_graph(
+def _traced_step_of(
     graph: tf.Graph, rows: int, optimizers: list[keras.optimizers.Optimizer], calls: list[_Call]
 ) -> TracedStep:
     """Finds the gradients and the update among the operations of a graph."""
