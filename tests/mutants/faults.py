@@ -108,6 +108,20 @@ _ACCUMULATION = [
         "first = rows // self.size * self.size + 1",
         "accumulation/test_microbatch.py::test_equals_the_whole_batch",
     ),
+    _fault(
+        "the first runs of all slices draw the same random numbers",
+        "accumulation/gradient_cache.py",
+        "with ReadScope(self.model.name, state, reason) as scope:",
+        "with ReadScope(self.model.name, [], reason) as scope:",
+        "accumulation/test_comparing.py::test_both_runs_of_a_slice_draw_the_same_numbers",
+    ),
+    _fault(
+        "each slice's backward pass begins with the first rows of the outputs' gradient",
+        "accumulation/gradient_cache.py",
+        "cotangents = rows_at(whole.cotangents, first, self.size)",
+        "cotangents = rows_at(whole.cotangents, 0, self.size)",
+        "accumulation/test_comparing.py::test_every_loss_in_uneven_slices",
+    ),
 ]
 
 _STEP = [

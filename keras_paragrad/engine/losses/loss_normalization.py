@@ -64,9 +64,19 @@ class LossNormalization:
                 "with different sizes or weights would bias the gradient. If all parts have the same size and "
                 f"weights, {_FOR_EQUAL_PARTS[self.asked_by]}; otherwise move what train_step does into compute_loss."
             )
+        if not self.takes_whole_losses:
+            self._check_compute_loss(model)
+
+    @property
+    def takes_whole_losses(self) -> bool:
+        """Whether a loss that compares examples can be computed on the outputs of the whole batch."""
+        return self.asked_by == "microbatch"
+
+    def _check_compute_loss(self, model: keras.Model) -> None:
         if self.weighting == "auto" and overrides_compute_loss(model):
             raise IndivisibleError(
-                f"{name} defines its own compute_loss, so the normalizer of its loss is unknown. {self._advice}"
+                f"{type(model).__name__} defines its own compute_loss, so the normalizer of its loss is unknown. "
+                f"{self._advice}"
             )
 
     def __call__(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
@@ -76,6 +86,7 @@ class LossNormalization:
         return weight
 
     def _weight(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
+        self._check_compute_loss(model)
         stated = self._stated(model, arguments, terms)
         return _normalizer_of_terms(model, terms, self._advice) if stated is None else stated
 
@@ -83,7 +94,7 @@ class LossNormalization:
         self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, training: bool
     ) -> None:
         """Raises if parts of a batch do not give the loss and the states of the whole."""
-        normalize = _undivided if self.weighting == "sum" else _STATED.get(self.weighting)
+        normalize = STATED.get(self.weighting)
         refusal = independence_refusal(
             model, arguments, terms, asked_by=self.asked_by, training=training, normalize=normalize
         )
@@ -127,8 +138,8 @@ class LossNormalization:
         if by_example and self.weighting == "examples":
             # Derived from the losses, it is the same, and the logged losses keep their own divisors.
             return None
-        if self.weighting in _STATED:
-            return _STATED[self.weighting](arguments)._replace(stated=self.weighting)
+        if self.weighting in STATED and self.weighting != "sum":
+            return STATED[self.weighting](arguments)._replace(stated=self.weighting)
         if self.weighting == "sum" or self._adds_sums(model, terms):
             return _normalizer_of_sum(model, terms)._replace(stated="sum")
         return None
@@ -205,10 +216,11 @@ def _mask(arguments: LossArguments) -> Normalizer:
     return Normalizer(_sum(mask)) if mask is not None else _examples(arguments)
 
 
-_STATED: dict[str, Callable[[LossArguments], Normalizer]] = {
+STATED: dict[str, Callable[[LossArguments], Normalizer]] = {
     "examples": _examples,
     "sample_weight": _sample_weight,
     "mask": _mask,
+    "sum": _undivided,
 }
 
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
@@ -20,14 +20,22 @@ from keras_paragrad.engine.probes.states import (
     split_dependent_metrics,
 )
 
+Result = TypeVar("Result")
+
 # What the parts of a batch are called, by the component that splits it.
-_PARTS = {
+PARTS = {
     "AccumulatingOptimizer": "micro-batches",
     "DistributedFit": "the replicas' parts of a batch",
     "Pipeline": "the micro-batches of a pipeline",
     "microbatch": "the slices of a batch",
     "make_private": "the physical batches of an update",
 }
+
+
+INSTEAD_OF_WINDOWS = (
+    "Give fit() the whole batch, compile with the inner optimizer, and write keras_paragrad.microbatch(model, "
+    "size=...), which computes the loss on the outputs of all slices."
+)
 
 
 class _Problems(NamedTuple):
@@ -60,7 +68,7 @@ def independence_refusal(
         The reasons, or `None` if there are none.
     """
     key = (asked_by, training, normalize is None)
-    problems = _cached(
+    problems = once_per_compile(
         key, model, arguments, lambda: _find_problems(model, arguments, terms, asked_by, training, normalize)
     )
     if problems.wrong and normalize is None:
@@ -76,15 +84,15 @@ def check_metrics(model: keras.Model, y: Structure, y_pred: Structure, sample_we
         ValueError: On several replicas, a metric's result would differ from that of one device.
     """
     arguments = {"y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-    problems = _cached(("metrics",), model, arguments, lambda: _metric_problems(model, arguments))
+    problems = once_per_compile(("metrics",), model, arguments, lambda: _metric_problems(model, arguments))
     if problems.wrong:
         raise ValueError(" ".join(problems.wrong))
     _warn(problems.inexact)
 
 
-def _cached(
-    key: tuple[object, ...], model: keras.Model, arguments: LossArguments, find: Callable[[], _Problems]
-) -> _Problems:
+def once_per_compile(
+    key: tuple[object, ...], model: keras.Model, arguments: LossArguments, find: Callable[[], Result]
+) -> Result:
     """The result of `find`, computed once for each `compile` and each signature of the arguments."""
     key = (*key, replica_count() > 1, *map(_signature, keras.tree.flatten(arguments)))
     configuration = model._compile_config
@@ -115,7 +123,7 @@ def _find_problems(
     normalize: Callable[[LossArguments], Normalizer] | None,
 ) -> _Problems:
     """Runs trials that compare parts of a batch with the whole, and describes what would be wrong or inexact."""
-    parts = _PARTS[asked_by]
+    parts = PARTS[asked_by]
     wrong = list(_mixing_problems(model, arguments, terms, parts, training))
     inexact = []
     on_replicas = replica_count() > 1
@@ -153,9 +161,10 @@ def _mixing_problems(
         )
     names = dict.fromkeys(term.loss.name for term in terms if not term.reduces_itself and loss_mixes_rows(term))
     for name in names:
+        instead = f" {INSTEAD_OF_WINDOWS}" if parts == PARTS["AccumulatingOptimizer"] else ""
         yield (
             f"The loss {name!r} compares examples: its value for one depends on the others in the batch, or on how "
-            f"many there are, so {parts} can't be combined into the whole."
+            f"many there are, so {parts} can't be combined into the whole.{instead}"
         )
 
 

@@ -62,51 +62,60 @@ def loss_mixes_rows(term: LossTerm, *, one_value_each: bool = False) -> bool:
 
 
 def gradients_of_parts_add_up(
-    model: keras.Model, arguments: LossArguments, normalize: Callable[[LossArguments], Normalizer]
+    model: keras.Model, arguments: LossArguments, *normalizers: Callable[[LossArguments], Normalizer]
 ) -> bool:
-    """Whether a batch's gradient, times the loss's divisor, is the sum of those of its two parts.
+    """Whether a batch's gradient, times one of several divisors, is the sum of those of its two parts.
 
     Replicas and micro-batches rely on that. Losses alone would show less: before training, predictions may be all the
     same, and so is every mean of their losses. Of a random loss, means over samples are compared. `True` also if the
     loss can't be computed on synthetic rows.
     """
 
-    def undivided(data: LossArguments):
-        """Gradients and loss, times what the loss divides by: those of parts then sum to those of the whole."""
+    def of_parts(data: LossArguments):
+        """Gradients and loss, and what the loss may divide by: times that, those of parts sum to those of the whole."""
         x, sample_weight, y = data
         with watch_weights(model) as gradients_of:
             y_pred = call_model(model, (x,), training=False)
             inputs = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
             # Of an unreduced loss, Keras differentiates the sum.
             loss = tf.cast(tf.reduce_sum(model._compute_loss(**inputs, training=True)), "float32")
-        gradients, normalizer = gradients_of(loss), normalize(inputs)
+        gradients = gradients_of(loss)
         if not gradients:
             raise Inconclusive("the loss has no gradient")
-        factor = 1.0 if normalizer.summed else normalizer.value
-        return [gradient * factor for gradient in gradients], loss * factor
+        divisors = [each(inputs) for each in normalizers]
+        return gradients, loss, [tf.constant(1.0) if each.summed else each.value for each in divisors]
 
     def find(size: int):
         x, y, weights = (arguments[name] for name in ("x", "y", "sample_weight"))
         targets = synthetic_rows(y, _ROWS, seed=0, size=size, labels=True)
         data = [*synthetic_rows((x, weights), _ROWS, seed=1, size=size), targets]
-        compute, half_precision = PureFunction(model, undivided), uses_half_precision(model)
+        compute, half_precision = PureFunction(model, of_parts), uses_half_precision(model)
         parts = [take_rows(data, *rows) for rows in ((0, _FIRST), (_FIRST, _ROWS))]
-        (whole, _), (reseeded, _) = compute(data)[0], compute(data, compute.reseed())[0]
-        if not gradients_match(whole, reseeded, half_precision=half_precision):
-            return _add_up_on_average(compute, data, parts)
-        first, second = (compute(part)[0][0] for part in parts)
-        summed = [one + other for one, other in zip(first, second, strict=True)]
-        return gradients_match(whole, summed, half_precision=half_precision)
+        whole, reseeded = compute(data)[0], compute(data, compute.reseed())[0]
+        choices = range(len(normalizers))
+        if not gradients_match(whole[0], reseeded[0], half_precision=half_precision):
+            return any(_add_up_on_average(compute, data, parts, choice) for choice in choices)
+        first, second = (compute(part)[0] for part in parts)
 
-    return run_trial(find, *SIZES, otherwise=True, question="whether the loss is divided by what `weighting` says")
+        def add_up(choice):
+            one, other, both = ([each * result[2][choice] for each in result[0]] for result in (first, second, whole))
+            summed = [one + other for one, other in zip(one, other, strict=True)]
+            return gradients_match(both, summed, half_precision=half_precision)
+
+        return any(map(add_up, choices))
+
+    # Of several divisors none is stated, and the loss is refused unless the trial shows more.
+    question = "whether the loss is divided by what `weighting` says" if len(normalizers) == 1 else None
+    return run_trial(find, *SIZES, otherwise=True, question=question)
 
 
-def _add_up_on_average(compute: PureFunction, data: Batch, parts: list[Batch]) -> bool:
+def _add_up_on_average(compute: PureFunction, data: Batch, parts: list[Batch], choice: int) -> bool:
     """Whether random losses of the parts may sum to the batch's: a wrong divisor is usually off by a multiple."""
 
     def losses(rows: Batch, offset: int) -> np.ndarray:
         states = (compute.reseed(by=offset + draw) for draw in range(_SAMPLES))
-        return np.array([float(compute(rows, state)[0][1]) for state in states])
+        results = (compute(rows, state)[0] for state in states)
+        return np.array([float(loss * divisors[choice]) for _, loss, divisors in results])
 
     whole = losses(data, 0)
     summed = np.sum([losses(part, _SAMPLES * number) for number, part in enumerate(parts, 1)], axis=0)

@@ -39,7 +39,7 @@ class Inconclusive(Exception):  # noqa: N818  (an answer, not a failure)
     """A trial on synthetic rows can't answer the question."""
 
 
-def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, question: str) -> Result:
+def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, question: str | None) -> Result:
     """Returns the first result of `run` that raises no error; if all raise, logs that and returns `otherwise`.
 
     `run` is called in a separate thread, where no strategy, graph, tape, device or state of Keras is active, so it
@@ -49,7 +49,7 @@ def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, ques
         run: The trial.
         *choices: Its argument, in the order in which to try them.
         otherwise: The result if it raises for all.
-        question: What the trial answers, for the log: a clause that begins with "whether".
+        question: What the trial answers, for the log: a clause that begins with "whether". `None` logs nothing.
     """
 
     def alone(choice: Any) -> Result:
@@ -67,9 +67,10 @@ def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, ques
             # A model that fails on synthetic rows may train well.
             _log.debug("A trial on synthetic rows failed.", exc_info=True)
             failures.append(error)
-    # TensorFlow's errors are pages long.
-    reason = next(iter(str(failures[0]).strip().splitlines()), type(failures[0]).__name__)
-    _log.warning("It was not checked %s: a trial on synthetic rows failed with %s", question, reason)
+    if question:
+        # TensorFlow's errors are pages long.
+        reason = next(iter(str(failures[0]).strip().splitlines()), type(failures[0]).__name__)
+        _log.warning("It was not checked %s: a trial on synthetic rows failed with %s", question, reason)
     return otherwise
 
 

@@ -237,7 +237,7 @@ def gradient_of(context: StepContext, data: Batch, **how: Any) -> Gradient:
     context = context._replace(**how)
     model, replica_batch = context.model, context.replica_batch
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    in_function = context.by_xla or (context.in_loop and _is_slower_in_loop(model))
+    in_function = context.by_xla or (context.in_loop and is_slower_in_loop(model))
     result = (forward_backward_in_function if in_function else forward_backward)(context, data)
     batch = {"x": x, "y": y, "y_pred": result.y_pred, "sample_weight": sample_weight}
     sums = result.sums and result.sums.zero_unless(replica_batch.nonempty)
@@ -248,7 +248,7 @@ def gradient_of(context: StepContext, data: Batch, **how: Any) -> Gradient:
         if has_metrics(model):
             replica_batch.only(present).run(lambda: update_metrics(model, _select_rows(batch, present)))
     elif not context.sums and replica_batch.nonempty is None:
-        show = functools.partial(_track_batch, model, result.loss, batch)
+        show = functools.partial(track_batch, model, result.loss, batch)
     else:
         replica_batch.run(lambda: update_metrics(model, batch))
     if context.normalize is not None:
@@ -257,7 +257,7 @@ def gradient_of(context: StepContext, data: Batch, **how: Any) -> Gradient:
     return Gradient(replica_batch.gradients(result.gradients), result.loss, rows_of(x), weight, sums, show)
 
 
-def _is_slower_in_loop(model: keras.Model) -> bool:
+def is_slower_in_loop(model: keras.Model) -> bool:
     """Whether oneDNN misses kernels when the pass is in a loop; see `forward_backward_in_function`."""
     pooling = keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D
     in_graph = not tf.executing_eagerly() and not model.jit_compile
@@ -274,7 +274,8 @@ def _select_rows(batch: LossArguments, present: tf.Tensor) -> LossArguments:
     return keras.tree.map_structure(lambda tensor: tensor if tensor is None else tf.gather(tensor, rows), batch)
 
 
-def _track_batch(model: keras.Model, loss: tf.Tensor, batch: LossArguments) -> StepLogs:
+def track_batch(model: keras.Model, loss: tf.Tensor, batch: LossArguments) -> StepLogs:
+    """Updates loss and metrics with a whole batch, and returns the logs."""
     track_loss(model, loss, rows_of(batch["x"]))
     return model.compute_metrics(**batch)
 

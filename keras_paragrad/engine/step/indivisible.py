@@ -15,6 +15,7 @@ from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Step, StepLogs
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, LossNormalization
 from keras_paragrad.engine.losses.terms import LossTerm
+from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 
 _log = logging.getLogger("keras_paragrad")
@@ -54,6 +55,10 @@ class DeferredRefusal:
             warnings.simplefilter("ignore")
             try:
                 self.normalize.check(model)
+                if compares_examples(
+                    model, (arguments["x"], arguments["y"], arguments["sample_weight"]), self.normalize
+                ):
+                    return
                 self.normalize(model, arguments, terms)
             except IndivisibleError as refusal:
                 self.say(model, refusal)

@@ -200,6 +200,26 @@ def check_repeatable(name: str, operations: Iterable[tf.Operation]) -> None:
         )
 
 
+def check_runs_twice(name: str, operations: Iterable[tf.Operation]) -> None:
+    """Refuses operations that would draw other random numbers, or change a state twice, if a forward pass runs twice.
+
+    Raises:
+        ValueError: There is one. The message says what to write instead.
+    """
+    for operation in _stateful(operations):
+        random = any(word in operation.type for word in _RANDOM)
+        if random or operation.type.startswith(_ASSIGNING):
+            problem, advice = (
+                ("draws random numbers", "Draw with keras.random, with seed=a keras.random.SeedGenerator")
+                if random
+                else ("assigns to a tf.Variable that Keras does not know", "Make it with self.add_weight")
+            )
+            raise ValueError(
+                f"The loss of {name!r} compares examples, so each slice of a batch runs twice, and its operation "
+                f"{operation.name!r} ({operation.type}) {problem}. {advice} that is an attribute of the layer."
+            )
+
+
 def _stateful(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
     """The stateful operations, also those within functions that are called."""
     for operation in operations:

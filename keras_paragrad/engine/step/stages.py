@@ -106,6 +106,10 @@ class Split(Protocol):
         """The gradient of a batch. Each of its slices is computed in `context`."""
         ...
 
+    def of_whole_loss(self, context: StepContext, data: Any) -> Gradient:
+        """The gradient of a batch whose loss compares examples; if `normalize.takes_whole_losses`."""
+        ...
+
 
 class Apply(Protocol):
     """Fills the *combine* and *apply* stages: accumulates gradients, and decides when to update."""

@@ -17,6 +17,8 @@ from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import AllReducedResults, run_custom_train_step
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
+from keras_paragrad.engine.probes.comparing import compares_examples
+from keras_paragrad.engine.probes.independence import INSTEAD_OF_WINDOWS
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.gradient import (
@@ -29,6 +31,7 @@ from keras_paragrad.engine.step.gradient import (
 )
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Split, Stages
+from keras_paragrad.engine.step.symbolic import build_losses
 from keras_paragrad.engine.telemetry.watch import observe_before_all_reduce
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 
@@ -135,12 +138,38 @@ class TrainStep(NamedTuple):
         # TensorFlow can't all-gather weights within XLA, or in a loop over slices.
         gather_first = (self._by_xla and not self._by_layer) or self.stages.split
         with gather_before_pass(self.model) if gather_first else compile_by_layer(self._by_layer):
+            if self._compares_examples(data):
+                return self._of_whole_loss(context, data)
             if self.stages.split:
                 try:
                     return self._in_slices(self.stages.split, context, data)
                 except IndivisibleError as refusal:
                     self.guard.leave_whole(data, refusal)
             return gradient_of(self._context_of(context), data)
+
+    def _compares_examples(self, data: Batch) -> bool:
+        """Whether the loss is computed on the outputs of the whole batch, and not on those of parts of it."""
+        split, model = self.stages.split, self.model
+        if split is None or self.stages.combine or split.cuts(data) is False or not split.normalize.takes_whole_losses:
+            return False
+        build_losses(model, data)
+        try:
+            compares = compares_examples(model, data, split.normalize)
+        except IndivisibleError as refusal:
+            self.guard.leave_whole(data, refusal)
+            return False
+        if compares and self._accumulator and not (self.stages.apply and self.stages.apply.deferred_refusal):
+            raise IndivisibleError(
+                "The loss compares examples, so the micro-batches of a window can't be combined into the whole batch. "
+                f"{INSTEAD_OF_WINDOWS}"
+            )
+        return compares
+
+    def _of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:
+        assert self.stages.split is not None, "batches are divided"
+        check_no_row_states(self.model, "slices are", "give batches that are one slice")
+        context = context._replace(weigh_replica=None, by_xla=self._by_xla)
+        return self.stages.split.of_whole_loss(context, data)
 
     def _in_slices(self, split: Split, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch, summed over its slices."""

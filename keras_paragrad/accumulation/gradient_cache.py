@@ -1,0 +1,133 @@
+"""Slices of a batch whose loss compares examples: all outputs, then their loss, then each slice's backward pass."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
+from keras_paragrad.compat.layers import ReadScope
+from keras_paragrad.compat.types import Batch, Gradients, Structure
+from keras_paragrad.engine.replicas.replica_batch import rows_of
+from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, is_slower_in_loop
+from keras_paragrad.engine.step.whole_loss import OutputForm, backward, forward, gradient_of_batch, trace, whole_loss
+
+# Variables that a forward pass assigns to, with their values after it.
+_State = Sequence[tuple[keras.Variable, Any]]
+
+
+class GradientCache:
+    """Computes a batch's gradient in slices, each of which runs twice: for its outputs, and with their gradient.
+
+    The first run assigns to nothing, so the second draws the same random numbers, and states change once.
+
+    Args:
+        context: The context of the batch.
+        sums: Sums the gradients of slices.
+        size: The number of examples in a slice; the last one of a batch may have fewer.
+    """
+
+    def __init__(self, context: StepContext, sums: SliceSums, size: int):
+        self.context, self.model, self.sums, self.size = context, context.model, sums, size
+        self._forms: list[OutputForm] = []
+
+    def __call__(self, data: Batch) -> Gradient:
+        """The gradient of a batch."""
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        static = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None).shape[0]
+        rows = rows_of(x) if static is None else static
+        # The slices in the loop. The last one has its own graph, unless it is known to be as large.
+        in_loop = -(-rows // self.size) - 1 if static is None else rows // self.size
+        has_rest = static is None or static % self.size
+        last = rows_at(x, in_loop * self.size, rows - in_loop * self.size) if has_rest else None
+        tensors = (self._eager_outputs if tf.executing_eagerly() else self._outputs)(x, in_loop, last)
+        whole = whole_loss(self.model, data, tensors, self._forms[-1])
+        total = self.sums.add_gradients(self.sums.zero().gradients, whole.gradients)
+
+        def add(index: Any, total: list[Any]) -> Any:
+            first = index * self.size
+            cotangents = rows_at(whole.cotangents, first, self.size)
+            return index + 1, self._add(total, rows_at(x, first, self.size), cotangents, in_loop=True)
+
+        start = tf.constant(0), total
+        total = tf.while_loop(lambda index, _: index < in_loop, add, start, parallel_iterations=1)[1]
+        if last is not None:
+            first = in_loop * self.size
+            total = self._add(total, last, rows_at(whole.cotangents, first, rows - first))
+        # All of them before any weight is updated: in graphs that TensorFlow optimized, the backward pass of the last
+        # slice was seen to read an updated one.
+        gradients = tf.tuple(self.sums.present_gradients(total))
+        return gradient_of_batch(self.context, data, gradients, whole)
+
+    def _outputs(self, x: Structure, in_loop: Any, last: Structure) -> list[tf.Tensor]:
+        """The tensors of `forward` for the whole batch."""
+        specs, assigned = self._trace(rows_at(x, 0, self.size))
+        arrays = [tf.TensorArray(each.dtype, in_loop, element_shape=each.shape) for each in specs]
+
+        def add(index: Any, values: list[Any], arrays: list[Any]) -> Any:
+            part = rows_at(x, index * self.size, self.size)
+            tensors, state = self._forward(part, list(zip(assigned, values, strict=True)), in_loop=True)
+            arrays = [array.write(index, tensor) for array, tensor in zip(arrays, tensors, strict=True)]
+            return index + 1, [value for _, value in state], arrays
+
+        start = tf.constant(0), [tf.identity(variable.value) for variable in assigned], arrays
+        _, values, arrays = tf.while_loop(lambda index, *_: index < in_loop, add, start, parallel_iterations=1)
+        if last is None:
+            return [_join(array.stack()) for array in arrays]
+        tensors, _ = self._forward(last, list(zip(assigned, values, strict=True)))
+
+        def all_rows(array: Any, spec: tf.TensorSpec, tensor: tf.Tensor) -> tf.Tensor:
+            if spec.shape.is_fully_defined():
+                return tf.concat([_join(array.stack()), tensor], 0)
+            # An array without elements knows no shape.
+            nothing = tf.zeros(tf.concat([[in_loop, self.size], tf.shape(tensor)[1:]], 0), tensor.dtype)
+            return tf.concat([_join(tf.cond(in_loop > 0, array.stack, lambda: nothing)), tensor], 0)
+
+        return [all_rows(*each) for each in zip(arrays, specs, tensors, strict=True)]
+
+    def _eager_outputs(self, x: Structure, in_loop: Any, last: Structure) -> list[tf.Tensor]:
+        slices = [rows_at(x, index * self.size, self.size) for index in range(int(in_loop))]
+        parts, state = [], []
+        for each in slices if last is None else [*slices, last]:
+            tensors, state = self._forward(each, state)
+            parts.append(tensors)
+        return [tf.concat(each, 0) for each in zip(*parts, strict=True)]
+
+    def _trace(self, x: Structure) -> tuple[list[tf.TensorSpec], list[keras.Variable]]:
+        """The tensors of a slice, and the variables that its forward pass assigns to."""
+        tensors, state = trace(self.model, lambda: self._forward(x, []))
+        return [tf.TensorSpec(each.shape, each.dtype) for each in tensors], [variable for variable, _ in state]
+
+    def _forward(self, x: Structure, state: _State, *, in_loop: bool = False) -> tuple[list[tf.Tensor], _State]:
+        """A first run of a slice, from a state; returns its tensors, and the state after it."""
+        assigned: list[keras.Variable] = []
+
+        def run(x: Structure) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+            reason = "its two runs in a step must use the same weights"
+            with ReadScope(self.model.name, state, reason) as scope:
+                tensors, form = forward(self.model, x)
+                updates = scope.updates
+            self._forms.append(form)
+            assigned[:] = [variable for variable, _ in updates]
+            return tensors, [value for _, value in updates]
+
+        tensors, values = self._call(run, x, in_loop=in_loop)
+        return tensors, list(zip(assigned, values, strict=True))
+
+    def _add(self, total: Gradients, x: Structure, cotangents: Structure, *, in_loop: bool = False) -> list[Any]:
+        """Adds the gradient of a second run of a slice."""
+        gradients = self._call(lambda inputs: backward(self.model, *inputs), (x, cotangents), in_loop=in_loop)
+        return self.sums.add_gradients(total, gradients)
+
+    def _call(self, run: Any, inputs: Any, *, in_loop: bool) -> Any:
+        if self.context.by_xla or (in_loop and is_slower_in_loop(self.model)):
+            return call_in_function(run, inputs, by_xla=self.context.by_xla)
+        return run(inputs)
+
+
+def _join(stacked: tf.Tensor) -> tf.Tensor:
+    """Rows of the slices `(slices, size, ...)`, in order."""
+    shape = tf.shape(stacked)
+    joined = tf.reshape(stacked, tf.concat([[shape[0] * shape[1]], shape[2:]], 0))
+    return tf.ensure_shape(joined, [None, *stacked.shape[2:]])

@@ -1,0 +1,163 @@
+"""Whether a model's loss compares the examples of a batch while its layers don't, found by trials on synthetic rows."""
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_paragrad.compat.collectives import replica_count
+from keras_paragrad.compat.model import added_losses, all_layers, overrides_compute_loss, overrides_train_step
+from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.types import Batch, LossArguments, Structure
+from keras_paragrad.engine.losses.divisors import Normalizer, without_replica_division
+from keras_paragrad.engine.losses.loss_normalization import STATED, IndivisibleError, LossNormalization
+from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
+from keras_paragrad.engine.probes.independence import PARTS, once_per_compile
+from keras_paragrad.engine.probes.losses import gradients_of_parts_add_up, loss_mixes_rows
+from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_value_per_example
+from keras_paragrad.engine.probes.states import split_dependent_layers
+from keras_paragrad.engine.probes.trial import SIZES, PureFunction, call_model, run_trial, synthetic_rows
+
+_log = logging.getLogger("keras_paragrad")
+_ROWS = 8
+
+
+def compares_examples(model: Any, data: Batch, normalize: LossNormalization) -> bool:
+    """Whether the loss of a batch is to be computed on all its outputs, as it compares examples.
+
+    Args:
+        model: A built and compiled model, whose losses are built.
+        data: A batch, whose shapes and dtypes are used.
+        normalize: The loss normalization of the parts of a batch.
+
+    Raises:
+        IndivisibleError: A layer mixes examples as well, or the outputs can't be put together.
+    """
+    if normalize.weighting != "auto" or not normalize.takes_whole_losses or overrides_train_step(model):
+        return False
+    losses = model._compile_loss._flat_losses if model._compile_loss else ()
+    if not overrides_compute_loss(model) and all(has_value_per_example(each.loss) for each in losses):
+        return False
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    arguments = {"x": x, "y": y, "sample_weight": sample_weight}
+    key = ("compares", normalize.asked_by)
+    answer = once_per_compile(key, model, arguments, lambda: _find(model, arguments, normalize.asked_by))
+    if isinstance(answer, str):
+        raise IndivisibleError(answer)
+    return answer
+
+
+class _Traced(NamedTuple):
+    """The loss of synthetic rows: the arguments of `compute_loss`, the compiled losses' terms, and what is refused."""
+
+    arguments: LossArguments
+    terms: list[LossTerm]
+    refusal: str | None
+
+
+def _find(model: Any, arguments: LossArguments, asked_by: str) -> bool | str:
+    """Runs the trials; returns a refusal if a layer mixes examples too."""
+    traced = run_trial(
+        lambda size: _trace(model, arguments, size),
+        *SIZES,
+        otherwise=None,
+        # What is refused then says why.
+        question=None,
+    )
+    if traced is None or not _compares(model, traced):
+        return False
+    if layer := _mixing_layer(model, arguments["x"], asked_by):
+        return layer
+    if traced.refusal:
+        return traced.refusal
+    names = split_dependent_layers(model, arguments["x"], on_replicas=replica_count() > 1)
+    if names:
+        warnings.warn(
+            f"The state of {', '.join(names)} is updated with each of {PARTS[asked_by]}, which gives another state "
+            "than one update with the whole batch.",
+            stacklevel=2,
+        )
+    if "compares" not in state_of(model).logged:
+        state_of(model).logged |= {"compares"}
+        _log.info(
+            "The loss of %r compares the examples of a batch, so it is computed on the outputs of whole batches; %s",
+            model.name,
+            "each slice runs twice, for its outputs and for its gradient."
+            if asked_by == "microbatch"
+            else "the replicas gather them.",
+        )
+    return True
+
+
+def _compares(model: Any, traced: _Traced) -> bool:
+    # A loss that returns one number has no values to compare, and `compute_loss` is unknown altogether.
+    unknown = [term for term in traced.terms if term.reduces_itself or term.values.shape.rank == 0]
+    if any(loss_mixes_rows(term) for term in traced.terms if term not in unknown):
+        return True
+    if not unknown and not overrides_compute_loss(model):
+        return False
+    normalizers: Sequence[Callable[[LossArguments], Normalizer]] = list(STATED.values())
+    return not gradients_of_parts_add_up(model, traced.arguments, *normalizers)
+
+
+def _trace(model: Any, arguments: LossArguments, size: int) -> _Traced:
+    inputs = synthetic_rows((arguments["x"], arguments["sample_weight"]), _ROWS, seed=1, size=size)
+    targets = synthetic_rows(arguments["y"], _ROWS, seed=0, size=size, labels=True)
+    results: list[_Traced] = []
+
+    def compute(data: Any) -> Any:
+        (x, sample_weight), y = data
+        y_pred = call_model(model, (x,), training=True)
+        refusal = _refuse_outputs(y_pred, added_losses(model))
+        batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+        with recorded_terms(model, untracked=True) as terms, without_replica_division():
+            loss = model._compute_loss(**batch, training=True)
+        # Their ranks are asked for in this graph.
+        for term in terms:
+            if not term.reduces_itself:
+                _ = term.values
+        results.append(_Traced({**arguments, "y_pred": y_pred}, terms, refusal))
+        return loss
+
+    PureFunction(model, compute).graph((inputs, targets))
+    return results[-1]
+
+
+def _refuse_outputs(y_pred: Structure, added: Sequence[Any]) -> str | None:
+    """Says why outputs or added losses of parts of a batch can't be put together."""
+    for path, leaf in keras.tree.flatten_with_path(y_pred):
+        shape = getattr(leaf, "shape", None)
+        if shape is None or not shape.rank or shape[0] != _ROWS:
+            name = "".join(f"[{each!r}]" for each in path)
+            return (
+                f"The loss compares examples, and the model's output{name and ' '}{name} has the shape {shape} for "
+                f"{_ROWS} examples, so the outputs of parts of a batch can't be put together. Return one row for each "
+                "example: join the views of an example along another axis, or return them as several outputs."
+            )
+    if any(loss.shape.rank == 0 or loss.shape[0] != _ROWS for loss in added):
+        return (
+            "The loss compares examples, and a layer adds a loss with add_loss() or an activity regularizer, which may "
+            "be a sum or a mean over them. Let add_loss() take one value per example, whose sum Keras takes, or "
+            "compute it in the loss."
+        )
+    return None
+
+
+def _mixing_layer(model: Any, x: Structure, asked_by: str) -> str | None:
+    """Says which layer mixes examples."""
+    norms = [each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization) and each.trainable]
+    synchronized = asked_by == "DistributedFit" and all(each.synchronized for each in norms)
+    layer = norms[0].name if norms and not synchronized else find_mixing_layer(model, x)
+    if layer is None:
+        return None
+    instead = "keras_paragrad.memory.recompute(model) saves memory as well, and is exact for both"
+    if asked_by == "DistributedFit":
+        instead = 'Train on one device, DistributedFit("none")'
+        if norms:
+            instead = f"Write BatchNormalization(synchronized=True). {instead}"
+    return (
+        f"The loss compares examples, and {layer!r} mixes them as well: its output for one example depends on the "
+        f"others in the batch, so the outputs of {PARTS[asked_by]} are not those of the whole batch. {instead}."
+    )
